@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from gcnzc._files import lock, write_text
+from gcnzc._files import lock, other_process, write_text
 from gcnzc.datasets import catalog
 from gcnzc.datasets.rows import Progress, no_progress
 from gcnzc.datasets.store import NO_SPACE, atomic_folder
@@ -175,7 +175,7 @@ def _locked(partial: Path) -> Iterator[IO[bytes]]:
     with partial.open("ab") as file:
         if not lock(file.fileno()):
             raise RuntimeError(
-                f"another process is downloading to {partial}\n\n"
+                f"{other_process(file.fileno())} is downloading to {partial}\n\n"
                 "hint: wait for it, or stop it first"
             )
         yield file

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from gcnzc._files import lock, sync
+from gcnzc._files import lock, other_process, sync
 from gcnzc.datasets.meta import (
     AGAIN,
     CODED_VERSION,
@@ -124,10 +124,9 @@ def _lock_folder(partial: Path, dest: Path) -> int:
         except FileNotFoundError:
             continue
         if not lock(descriptor):
+            other = other_process(descriptor)
             os.close(descriptor)
-            raise RuntimeError(
-                f"another process is writing {dest}\n\nhint: wait for it, or stop it first"
-            )
+            raise RuntimeError(f"{other} is writing {dest}\n\nhint: wait for it, or stop it first")
         # the previous owner of the lock may have renamed or removed the folder in the meantime
         if partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat()):
             return descriptor

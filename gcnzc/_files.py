@@ -85,6 +85,35 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
     return True
 
 
+def pid_of_lock(descriptor: int) -> int | None:
+    """Return the id of the process that has locked a file or folder; None if it is not known.
+
+    The kernel lists the locks of this machine in /proc/locks, see proc(5).
+
+    Args:
+        descriptor: of the file or folder, opened by any process.
+    """
+    found = os.fstat(descriptor)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        # such as "1: FLOCK  ADVISORY  WRITE 9843 fe:00:2196204 0 EOF"; of a waiting process "1: ->"
+        words = line.split()
+        if words[1] == "FLOCK" and words[5] == f"{device}:{found.st_ino}":
+            # of a process outside this container the kernel gives no id
+            return int(words[4]) if int(words[4]) > 0 else None
+    return None
+
+
+def other_process(descriptor: int) -> str:
+    """Return "another process", with its id if it is known, for messages."""
+    pid = pid_of_lock(descriptor)
+    return "another process" if pid is None else f"another process (pid {pid})"
+
+
 @contextmanager
 def locked_file(path: Path) -> Iterator[None]:
     """Create the file `path` and lock it until the end of the `with`; wait for other processes."""

@@ -92,6 +92,7 @@ DOORS = {
     # a failed call of the runtime leaves its error behind; system/cuda_driver.py calls the driver
     "torch.cuda.cudart": set(),
     "ctypes.CDLL": {
+        "gcnzc/system/bus_errors.py",
         "gcnzc/system/cuda_driver.py",
         "gcnzc/system/host_memory.py",
         "gcnzc/train/shared_data.py",

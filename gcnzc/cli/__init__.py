@@ -30,6 +30,7 @@ from gcnzc.cli.parser import check_outputs, parse
 from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
+from gcnzc.system.bus_errors import handled_bus_errors
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import Unsaved
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gcnzc {VERSION}")
         return 0
     try:
-        return _run(words, len(words) < len(given))
+        with handled_bus_errors(lambda text: complain(text, FAILED)):
+            return _run(words, len(words) < len(given))
     except OutputClosed:
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
@@ -82,13 +84,13 @@ def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter)
     """Run `gcnzc train --workers N`: start this command in each worker, and wait for them."""
     # generated here, and not by each worker
     data = config.data or builtin_graph.prepared(reporter)
-    folder = config.resume or config.out or run_folder.new_folder(replace(config, data=data))
     worker_words = list(words)
     if config.data is None:
         worker_words.append(str(data))
-    if config.resume is None and config.out is None:
-        worker_words += ["--out", str(folder)]
-    return launch.launch(worker_words, config.workers, folder, config.restarts)
+    with run_folder.chosen_folder(replace(config, data=data)) as folder:
+        if config.resume is None and config.out is None:
+            worker_words += ["--out", str(folder)]
+        return launch.launch(worker_words, config.workers, folder, config.restarts)
 
 
 REMEDY = "`gcnzc train --resume RUN` resumes the run from its last checkpoint"

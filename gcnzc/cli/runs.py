@@ -37,9 +37,9 @@ def train_several(config: TrainConfig, reporter: Reporter, is_debug: bool) -> in
 def _train_several(config: TrainConfig, reporter: Reporter, runner: Any) -> int:
     data = config.data or builtin_graph.prepared(reporter)
     config = replace(config, data=data)
-    folder = config.resume or config.out or run_folder.new_folder(config)
     try:
-        line = repeat(config, folder, runner(folder), reporter)
+        with run_folder.chosen_folder(config) as folder:
+            line = repeat(config, folder, runner(folder), reporter)
     except _WorkersFailed:
         return FAILED
     reporter.say(format_summary(line))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from gcnzc._files import lock, replacing, write_text
+from gcnzc._files import lock, other_process, replacing, write_text
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -65,8 +65,8 @@ def locked_folder(folder: Path, run: Path | None = None) -> Iterator[None]:
     try:
         if not lock(descriptor):
             raise ValueError(
-                f"another process is training in {run or folder}\n\n"
-                "hint: wait for it, or end it first; `fuser` on the folder says which it is"
+                f"{other_process(descriptor)} is training in {run or folder}\n\n"
+                "hint: wait for it, or end it first"
             )
         yield
     finally:

@@ -13,7 +13,7 @@ from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.progress import NullReporter, Reporter
-from gcnzc.train.run_folder import BEST, read_config
+from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
@@ -79,6 +79,12 @@ def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None
         FileNotFoundError: the run has no evaluation yet.
         ValueError: the graph does not fit the model, or the checkpoint is damaged.
     """
+    if (run / CONFIG).is_file() and not (run / BEST).exists():
+        raise FileNotFoundError(
+            f"the run in {run} has no evaluated model yet: it has no {BEST}\n\n"
+            "hint: wait for its first evaluation, of epoch 1 or of --evaluate-every; if the run "
+            f"was stopped, `gcnzc train --resume {run}` resumes it"
+        )
     best = checkpoint.load(run / BEST, BEST_KEYS)
     _check_sizes(model.state_dict(), best["model"], source, trained_on)
     checkpoint.match(model, best["model"], run / BEST)

@@ -63,9 +63,10 @@ def repeat(
     if config.resume:
         _check_resumed(config, folder)
     else:
-        _check_free(folder)
         folder.mkdir(parents=True, exist_ok=True)
     with files.locked_folder(folder):
+        if not config.resume:
+            _check_free(folder)
         files.write_json(folder / RUNS, config_to_dict(replace(config, out=None, resume=None)))
         results = []
         for number in range(config.runs):

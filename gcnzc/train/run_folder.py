@@ -1,5 +1,7 @@
 """The run folder: names of its files, and which folder a run uses."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gcnzc.system import files
@@ -28,15 +30,45 @@ CONFIG, RECORD, WORKERS, CHECKPOINT, BEST, CURVES, RESULT, BOARD, TRACE, TIMELIN
 )
 
 
+@contextmanager
+def chosen_folder(config: TrainConfig, launch: record.Launch | None = None) -> Iterator[Path]:
+    """Yield the run folder of --resume or --out; without them a new one, see `new_folder`.
+
+    A new folder that is still empty at the end, because the run did not begin, is removed.
+    """
+    given = config.resume or config.out
+    folder = given or new_folder(config, launch)
+    try:
+        yield folder
+    finally:
+        if given is None:
+            for path in (folder, folder.parent):
+                # not if it has files, or was removed
+                with suppress(OSError):
+                    path.rmdir()
+
+
 def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path:
-    """Return the first runs/DATA-MODEL-N that does not exist, or that has a run of this launch."""
+    """Create the first runs/DATA-MODEL-N that does not exist, so that no other process takes it.
+
+    Returns:
+        The new folder, or the one before it that has a run of this launch.
+    """
     name = config.data.name.removesuffix(".npz") if config.data else "run"
     number = 1
-    while (folder := Path("runs") / f"{name}-{config.model}-{number}").exists():
-        if is_of_launch(folder, launch):
-            break
-        number += 1
-    return folder
+    while True:
+        folder = Path("runs") / f"{name}-{config.model}-{number}"
+        try:
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            if is_of_launch(folder, launch):
+                return folder
+            number += 1
+        except FileNotFoundError:
+            # another process has just removed its empty folder, and `runs`
+            continue
 
 
 def folder_of_seed(folder: Path, seed: int) -> Path:

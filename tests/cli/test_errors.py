@@ -275,7 +275,7 @@ def test_compiled_kernels_are_not_reported(graph, monkeypatch, capsys):
 def test_two_processes_do_not_train_in_one_folder(run, capsys):
     with files.locked_folder(run):
         text = answer_of(capsys, ["train", "--resume", run, "--epochs", "3"], 1)
-    assert f"error: another process is training in {run}" in text
+    assert f"error: another process (pid {os.getpid()}) is training in {run}" in text
     assert main(["train", "--resume", str(run), "--epochs", "3"]) == 0
 
 

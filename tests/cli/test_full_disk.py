@@ -27,7 +27,7 @@ TRAINING = ["--layers", "2", "--fanouts", "4,4", "--hidden", "16", "--epochs", "
 TRAINING += ["--batch-size", "128", "--threads", "1", "--checkpoint-every-s", "0"]
 DISK_BYTES = 4 << 20
 # bytes that are free: each command fails with some, at different places, and succeeds with others
-FREE = [1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20]
+FREE = [0, 1 << 12, 1 << 14, 1 << 16, 1 << 17, 1 << 20]
 OLD = b"old" * 1000
 # commands by what they write on the disk
 FOLDERS = {

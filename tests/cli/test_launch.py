@@ -259,7 +259,8 @@ def test_a_launcher_detects_that_its_run_folder_was_moved(graph, tmp_path, capsy
             os.kill(worker, signal.SIGKILL)
         # nobody trains until the workers have started again
         assert main(["train", "--resume", str(run), "--workers", "1", "--epochs", "1"]) == 1
-        assert f"error: another process is training in {run}" in capsys.readouterr().err
+        refusal = f"error: another process (pid {process.pid}) is training in {run}"
+        assert refusal in capsys.readouterr().err
         done = epochs(run)
         wait_for(lambda: epochs(run) > done)
         run.rename(moved)

@@ -301,7 +301,8 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
     with store.atomic_folder(tmp_path / "a") as folder:
         (folder / "file").write_text("first")
-        with pytest.raises(RuntimeError, match=r"another process is writing .*a\n\nhint: "):
+        other = rf"another process \(pid {os.getpid()}\) is writing .*a\n\nhint: "
+        with pytest.raises(RuntimeError, match=other):
             write(tmp_path / "a")
         write(tmp_path / "b")
     assert (tmp_path / "a" / "file").read_text() == "first"

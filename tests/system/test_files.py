@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,21 @@ def test_the_file_of_a_symbolic_link_is_replaced_and_not_the_link(tmp_path, exis
     assert link.is_symlink()
     assert target.read_text() == "new"
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_the_process_that_has_locked_a_folder_is_named_if_it_is_known(tmp_path, monkeypatch):
+    with files.locked_folder(tmp_path):
+        with pytest.raises(
+            ValueError, match=rf"^another process \(pid {os.getpid()}\) is training"
+        ):
+            files.locked_folder(tmp_path).__enter__()
+        # such as a process outside this container, and a kernel that lists no locks
+        other = "1: FLOCK  ADVISORY  WRITE {} {:02x}:{:02x}:{} 0 EOF\n"
+        found = tmp_path.stat()
+        device = os.major(found.st_dev), os.minor(found.st_dev)
+        for text in (other.format(0, *device, found.st_ino), other.format(7, 0, 0, 0), ""):
+            monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
+            with pytest.raises(ValueError, match=r"^another process is training"):
+                files.locked_folder(tmp_path).__enter__()
+    with files.locked_folder(tmp_path):
+        pass

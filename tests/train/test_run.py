@@ -278,9 +278,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
 
 def test_runs_get_unique_names(config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert new_folder(config) == Path("runs/graph-sage-1")
-    Path("runs/graph-sage-1").mkdir(parents=True)
-    assert new_folder(config) == Path("runs/graph-sage-2")
+    for number in (1, 2):
+        assert new_folder(config) == Path(f"runs/graph-sage-{number}")
+        # so that no other process takes it
+        assert Path(f"runs/graph-sage-{number}").is_dir()
 
 
 def test_progress_is_reported(config, tmp_path):

@@ -1,6 +1,7 @@
 """The command that trains."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,20 @@ def _find_data_and_launch(
     return path, run(launch.agree_on_launch(own), group)
 
 
-def _choose_folder(config: TrainConfig, group: Group, started_by: Launch | None) -> Path:
-    """Choose the folder of a run without --out on worker 0, and return it on all workers."""
-    chosen = b""
-    with joint_work(group):
-        if group.rank == 0:
-            chosen = str(run_folder.new_folder(config, started_by)).encode()
-    return Path(run(broadcast_bytes(chosen, group.rank), group).decode())
+@contextmanager
+def _chosen_folder(config: TrainConfig, group: Group, started_by: Launch | None) -> Iterator[Path]:
+    """Choose the run folder on worker 0, and yield it on all workers."""
+    given = config.resume or config.out
+    if given is not None:
+        yield given
+        return
+    with ExitStack() as stack:
+        chosen = b""
+        with joint_work(group):
+            if group.rank == 0:
+                folder = stack.enter_context(run_folder.chosen_folder(config, started_by))
+                chosen = str(folder).encode()
+        yield Path(run(broadcast_bytes(chosen, group.rank), group).decode())
 
 
 def train_command(config: TrainConfig, reporter: Reporter, group: Group | None = None) -> None:
@@ -52,8 +60,8 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
     workers = group or Group()
     path, started_by = _find_data_and_launch(config, reporter, workers)
     config = replace(config, data=path)
-    folder = config.resume or config.out or _choose_folder(config, workers, started_by)
-    result = train_run.train(config, folder, reporter, group, started_by)
+    with _chosen_folder(config, workers, started_by) as folder:
+        result = train_run.train(config, folder, reporter, group, started_by)
     if group is not None and group.rank:
         return
     for line in summary_lines(result, folder):

@@ -1,0 +1,141 @@
+"""Commands that use one folder at the same time, and files that change while they are in use."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gcnzc import prepare
+from gcnzc.cli import main
+from gcnzc.datasets.generate import Shape, make
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size", "100"]
+OPTIONS += ["--threads", "1"]
+# until a signal ends it; nothing is evaluated
+ENDLESS = [*OPTIONS, "--epochs", "1000000", "--evaluate-every", "1000000"]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph")
+    # of several pages per file
+    make(folder / "raw", "planted", Shape(1000, 5000, 16, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder / "graph"
+
+
+@contextmanager
+def started(*words, cwd=None):
+    """A command in a process of its own, which has ended at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "gcnzc", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition, process, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.01)
+
+
+def error_of(capsys, *words):
+    """What a command prints that fails."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("error: ") == err.count("hint: ") == 1
+    return err
+
+
+def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path, capsys):
+    run = tmp_path / "run"
+    with started("train", graph, *ENDLESS, "--out", run) as process:
+        wait_for((run / "record.jsonl").exists, process)
+        refusal = f"error: another process (pid {process.pid}) is training in {run}\n"
+        for words in (
+            ["train", graph, *OPTIONS, "--out", run],
+            ["train", graph, *OPTIONS, "--out", run, "--runs", "2"],
+            ["train", "--resume", run],
+        ):
+            assert refusal in error_of(capsys, *words)
+        for words in (["evaluate", run], ["predict", run, "--out", tmp_path / "p.csv"]):
+            err = error_of(capsys, *words)
+            assert f"error: the run in {run} has no evaluated model yet" in err
+            assert "hint: wait for its first evaluation" in err
+        # the kernel releases the lock of a process that is killed
+        process.kill()
+        process.wait()
+        assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
+    assert not (run / "runs.json").exists()
+
+
+def test_two_runs_that_start_together_choose_two_folders(graph, tmp_path):
+    words = ["train", graph, *OPTIONS, "--epochs", "1"]
+    with started(*words, cwd=tmp_path) as one, started(*words, cwd=tmp_path) as other:
+        for process in (one, other):
+            _, err = process.communicate(timeout=90)
+            assert process.returncode == 0, err
+    for number in (1, 2):
+        assert (tmp_path / f"runs/graph-sage-{number}" / "result.json").is_file()
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["--runs", "2"]):
+        error_of(capsys, "train", graph, *OPTIONS, "--hidden", 10**13, *words)
+        # what --runs has written can be resumed
+        left = [str(path) for path in Path().rglob("*") if path.is_file()]
+        assert left == (["runs/graph-sage-1/runs.json"] if words else [])
+        assert Path("runs").exists() == bool(words)
+
+
+def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, capsys):
+    raw, dest = graph.parent / "raw", tmp_path / "new"
+    with started("prepare", raw, dest) as process:
+        wait_for(lambda: list(tmp_path.iterdir()), process)
+        # stopped, so that it does not finish before the other one begins
+        process.send_signal(signal.SIGSTOP)
+        assert not dest.exists()
+        err = error_of(capsys, "prepare", raw, dest)
+        process.send_signal(signal.SIGCONT)
+        _, of_first = process.communicate(timeout=90)
+    assert process.returncode == 0, of_first
+    assert f"error: another process (pid {process.pid}) is writing {dest}\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert main(["info", str(dest), "--verify"]) == 0
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_named(graph, tmp_path, capsys):
+    data, run = tmp_path / "graph", tmp_path / "run"
+    shutil.copytree(graph, data)
+    with started("train", data, *ENDLESS, "--out", run) as process:
+        wait_for((run / "record.jsonl").exists, process)
+        os.truncate(data / "features.npy", 4096)
+        out, err = process.communicate(timeout=90)
+    # not killed by SIGBUS
+    assert process.returncode == 1
+    assert out == ""
+    wrong = f"error: {data / 'features.npy'} was truncated while it was in use, or its disk failed"
+    assert f"{wrong}\nhint: restore the file" in err
+    assert "features.npy has 4,096 bytes" in error_of(capsys, "train", "--resume", run)
+    shutil.copyfile(graph / "features.npy", data / "features.npy")
+    assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
