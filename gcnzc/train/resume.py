@@ -117,9 +117,10 @@ def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
         raise ValueError(moved(folder))
     if not trainer.config.resume:
         folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(files.locked_folder(folder))
+    # first, so that an error names the launcher and not its worker, which it would replace
     if expected is None and (folder / LOGS).is_dir():
         stack.enter_context(files.locked_folder(folder / LOGS, folder))
+    stack.enter_context(files.locked_folder(folder))
     trainer.files.identify()
 
 
