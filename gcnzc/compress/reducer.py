@@ -171,4 +171,4 @@ def describe_non_finite(counts: Iterable[float]) -> str:
     ranks = [f"rank {rank} has {count:,.0f}" for rank, count in enumerate(counts) if count]
     if not ranks:
         return "the mean overflows"
-    return f"elements that are not finite: {', '.join(ranks)}"
+    return f"elements that are not finite or too large: {', '.join(ranks)}"

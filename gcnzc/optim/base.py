@@ -115,7 +115,7 @@ class DistributedOptimizer(Optimizer):
         """for each signal, whether any rank sent it in this step's exchange; all False without
         one"""
         self.skipped = 0
-        """number of steps that were skipped because a gradient was not finite"""
+        """number of steps that were skipped because a gradient was not finite or too large"""
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.steps = 0
@@ -185,11 +185,16 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        skipped = self.skipped
+        ignored = self.num_ignored_gradients
         self._run(self.algorithm())
-        if self.skipped > skipped and hasattr(self, "found_inf"):
+        if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
             report_overflow(self)
         return loss
+
+    @property
+    def num_ignored_gradients(self) -> int:
+        """The number of steps without this rank's gradients, because one was not finite."""
+        return self.skipped
 
     def _run(self, algorithm: Algorithm[T]) -> T:
         """Run an algorithm; if the ranks' requests do not match, report what differs."""

@@ -1,29 +1,32 @@
-"""Check whether the gradients of a rank are finite."""
+"""Check whether the gradients of a rank are finite, and small enough for the optimizer state."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.finite import are_finite
+from gcnzc.kernels.finite import can_be_squared
 from gcnzc.system.scalars import read_scalars
 
 
-def have_finite_gradients(parameters: Iterable[Tensor], found_inf: object = None) -> bool:
-    """Return whether all gradients are finite; missing ones are.
+def have_finite_gradients(parameters: Iterable[Tensor], factor: float | Tensor = 1.0) -> bool:
+    """Return whether all gradients, times `factor`, are finite and below `square_limit`.
 
-    The host reads one value from each device, and so waits for the backward pass on a GPU.
+    Larger ones would overflow the second moments of most optimizers, or a norm. A parameter without
+    a gradient is ignored. The host reads one value from each device, and so waits for the backward
+    pass on a GPU.
 
     Args:
         parameters: on any devices; their gradients may be sparse.
-        found_inf: the optimizer's attribute of this name, which GradScaler sets during `step`:
-            above 0 if it found a gradient that is not finite.
+        factor: see `DistributedOptimizer.gradient_factor`.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            by_device.setdefault(values.device, []).append(values)
-    flags = [are_finite(*values) for values in by_device.values()]
-    flags += [found_inf == 0] if isinstance(found_inf, Tensor) else []
+            by_kind.setdefault((values.device, values.dtype), []).append(values)
+    flags = [
+        can_be_squared(*values, factor=factor.to(device) if isinstance(factor, Tensor) else factor)
+        for (device, _), values in by_kind.items()
+    ]
     return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))

@@ -234,7 +234,8 @@ def test_non_finite_elements_are_reported_with_their_rank_and_change_no_state(na
             outcome, _ = attempt(them, given, 1)
             assert (
                 outcome.results
-                == [f"elements that are not finite: rank {culprit} has {len(places)}"] * world_size
+                == [f"elements that are not finite or too large: rank {culprit} has {len(places)}"]
+                * world_size
             )
             assert are_same(errors_of(them), errors_of(others))
         last = vectors(count + 1, world_size, 2)
@@ -249,11 +250,14 @@ def test_all_ranks_with_non_finite_elements_or_extras_are_reported(name):
     them = reducers(COMPRESSIONS[name], 50, 3)
     assert (
         attempt(them, given, 2)[0].results
-        == ["elements that are not finite: rank 0 has 1, rank 2 has 2"] * 3
+        == ["elements that are not finite or too large: rank 0 has 1, rank 2 has 2"] * 3
     )
     given = vectors(52, 3)
     given[1][51] = torch.nan
-    assert attempt(them, given, 2)[0].results == ["elements that are not finite: rank 1 has 1"] * 3
+    assert (
+        attempt(them, given, 2)[0].results
+        == ["elements that are not finite or too large: rank 1 has 1"] * 3
+    )
     mean_of(them, vectors(52, 3), 2)
 
 
@@ -268,7 +272,7 @@ def test_inactive_elements_that_are_not_finite_are_not_counted(name):
         vector[~active] = torch.nan
     given[1][int(active.nonzero()[4])] = torch.inf
     outcome, _ = attempt(them, given)
-    assert outcome.results == ["elements that are not finite: rank 1 has 1"] * 2
+    assert outcome.results == ["elements that are not finite or too large: rank 1 has 1"] * 2
 
 
 @pytest.mark.parametrize("name", ["dense", "rounded float32", "int8", "int4, then bfloat16"])
@@ -289,7 +293,7 @@ def test_an_element_that_overflows_with_its_error_is_reported_with_its_rank(name
     before = errors_of(them)
     outcome, _ = attempt(them, [torch.full((64,), 1.0), torch.full((64,), 3e38)])
     (skip_reason,) = set(outcome.results)
-    assert skip_reason.startswith("elements that are not finite: rank 1 has")
+    assert skip_reason.startswith("elements that are not finite or too large: rank 1 has")
     assert are_same(errors_of(them), before)
 
 
@@ -307,7 +311,7 @@ def test_float16_overflows_where_float32_does_not():
     assert torch.equal(mean_of(them, given)[0], torch.full((10,), 35_000.0).half().float())
     given[1][4] = 70_000
     skip_reasons = attempt(them, given)[0].results
-    assert skip_reasons == ["elements that are not finite: rank 1 has 1"] * 2
+    assert skip_reasons == ["elements that are not finite or too large: rank 1 has 1"] * 2
 
 
 @pytest.mark.parametrize("name", CODES)

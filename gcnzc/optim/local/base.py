@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Group, Start, run
-from gcnzc.kernels.finite import are_finite
+from gcnzc.kernels.finite import are_finite, can_be_squared
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
 from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
@@ -31,9 +31,9 @@ from gcnzc.system.scalars import scalars_like
 class LocalUpdates(DistributedOptimizer):
     """The base class of optimizers that take local steps and synchronise every H of them.
 
-    Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, only that
-    rank skips its local step. If parameters of a rank are not finite, the mean is taken over the
-    other ranks, and that rank continues from their mean.
+    Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, or too
+    large to be squared, only that rank skips its local step. If parameters of a rank are not finite
+    or too large, the mean is taken over the other ranks, and that rank continues from their mean.
 
     Args:
         inner: the optimizer that takes the local steps. The wrapper shares its parameter groups and
@@ -181,12 +181,11 @@ class LocalUpdates(DistributedOptimizer):
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
-        found_inf = getattr(self, "found_inf", None)
-        if not have_finite_gradients(self.flat_params.parameters, found_inf):
+        if not have_finite_gradients(self.flat_params.parameters, self.gradient_factor()):
             self.skipped += 1
             rank = self.group.rank
             self.skip_reason = (
-                f"local step skipped, because a gradient of rank {rank} is not finite"
+                f"local step skipped, because a gradient of rank {rank} is not finite or too large"
             )
             return
         self.scale_gradients(self.flat_params.parameters)
@@ -212,10 +211,12 @@ class LocalUpdates(DistributedOptimizer):
     def prepare_mean(self, values: Tensor) -> None:
         """Prepare a vector (elements + k,) for a mean: write its extras; zero it if not finite.
 
+        Elements above `square_limit` count as not finite, because they overflow a norm.
+
         Sets `is_counted`. Does not synchronise with a GPU.
         """
         end = values.numel() - self.extras
-        self.is_counted = are_finite(values[:end])
+        self.is_counted = can_be_squared(values[:end])
         if values.device.type != "cpu" or not bool(self.is_counted):
             values[:end].masked_fill_(~self.is_counted, 0)
         values[end:] = scalars_like([0, *self.common_extras()], values)
@@ -255,7 +256,9 @@ class LocalUpdates(DistributedOptimizer):
         if not count:
             self.record_drop("synchronisation skipped: no rank's parameters are finite")
             return False
-        self.record_drop(f"the parameters of {workers - count} of {workers} ranks are not finite")
+        self.record_drop(
+            f"the parameters of {workers - count} of {workers} ranks are not finite or too large"
+        )
         values[:end] *= workers / count
         return True
 

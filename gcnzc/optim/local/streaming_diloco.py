@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
-from gcnzc.kernels.finite import are_finite
+from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.diloco import Outer
@@ -199,7 +199,7 @@ class StreamingDiLoCo(LocalUpdates):
         self.outer.step(anchor, momentum, pending.values[: fragment.num_elements])
         # reuse the exchange buffer
         own = fragment.read(pending.values)[: fragment.num_elements]
-        if bool(are_finite(own)):
+        if bool(can_be_squared(own)):
             fragment.write(own.mul_(self.mixing).add_(anchor, alpha=1 - self.mixing))
         else:
             fragment.write(anchor)

@@ -20,7 +20,7 @@ from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
-from gcnzc.kernels.finite import are_finite
+from gcnzc.kernels.finite import can_be_squared, mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
 from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
@@ -40,8 +40,8 @@ class Averaged(DistributedOptimizer):
     Sparse gradients stay sparse, also while they are exchanged. Parameters may be frozen, unfrozen
     and added between two steps, in the same way on all ranks; this resets the compression errors.
 
-    If a gradient is not finite on one rank, all ranks skip the step, and a single rank does too.
-    With torch's GradScaler, they also lower their scales.
+    If a gradient is not finite on one rank, or the mean of gradients is too large to be squared,
+    all ranks skip the step. With torch's GradScaler, they also lower their scales.
 
     If ranks have batches of different sizes, set `weight` before each `step`.
 
@@ -248,9 +248,9 @@ class Averaged(DistributedOptimizer):
     def _step_alone(self) -> None:
         self.skip_reason = ""
         parameters = [parameter for _, parameter in self.gradients.named]
-        if not have_finite_gradients(parameters, getattr(self, "found_inf", None)):
+        if not have_finite_gradients(parameters, self.gradient_factor()):
             self.skipped += 1
-            self.skip_reason = "a gradient is not finite"
+            self.skip_reason = "a gradient is not finite or too large"
             return
         self.scale_gradients(parameters)
         self._inner_step()
@@ -323,9 +323,12 @@ class Gradients:
             extra.copy_(scalars_like([*layout.have_gradients(), *signals], extra))
             if reducer is None:
                 yield Mean(values)
-            elif skip_reason := (yield from reducer.mean(values, len(extra))):
+                continue
+            # the means of larger gradients are checked, but not the codes
+            mark_large(values[: layout.num_elements])
+            if skip_reason := (yield from reducer.mean(values, len(extra))):
                 return GradientMeans([0.0] * len(signals), skip_reason, [], [])
-        bad = [_count_bad(parameter) for parameter in self.sparse]
+        bad = [_count_bad(parameter, factor) for parameter in self.sparse]
         sparse = []
         for parameter in self.sparse:
             sparse.append((yield from self.mean_of_sparse(parameter, factor)))
@@ -342,10 +345,10 @@ class Gradients:
             parameters = [each for layout in self.layouts for each in layout.parameters]
             # GradScaler may have found a gradient that was clipped later
             scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
-            *found, (is_skipped,) = read_scalars(*map(_count_bad, parameters), *bad, scale.isnan())
-            skip_reason = yield from _skip_reason(
-                int(sum(count for (count,) in found) or is_skipped)
-            )
+            bad = [*(_count_bad(each, factor) for each in parameters), *bad]
+            *found, (is_skipped,) = read_scalars(*bad, scale.isnan())
+            count = int(sum(count for (count,) in found) or is_skipped)
+            skip_reason = yield from _skip_reason(count)
         shares = signal_means or shares
         flags = []
         for layout, reducer, numbers in zip(self.layouts, self.reducers, extras, strict=True):
@@ -374,7 +377,7 @@ class Gradients:
             sparse: the means of sparse gradients.
 
         Returns:
-            The extra elements of each vector, `signals`, and whether all means are finite.
+            The extra elements of each vector, `signals`, and whether all means can be used.
         """
         # a reducer has checked its vector and read the extra elements already
         means, own_extras = [], []
@@ -383,7 +386,7 @@ class Gradients:
                 means.append(values)
                 own_extras.append(values[layout.num_elements :])
         means += [each.values() for each in sparse if each is not None]
-        found = read_scalars(signals, *map(are_finite, means), *own_extras)
+        found = read_scalars(signals, *map(can_be_squared, means), *own_extras)
         flags, means_of_extras = found[1 : 1 + len(means)], iter(found[1 + len(means) :])
         extras = [
             next(means_of_extras) if each is None else each.extra_sums for each in self.reducers
@@ -470,16 +473,18 @@ class Gradients:
 
 
 def _skip_reason(bad: int) -> Algorithm[str]:
-    """Return why a step is skipped: the ranks' numbers of gradient elements that are not finite."""
+    """Return why a step is skipped: the ranks' numbers of non-finite or too large elements."""
     found = yield AllGatherScalar(bad)
     words = [f"rank {rank} has {count:,}" for rank, count in enumerate(found) if count]
     if not words:
         return "the mean of the gradients overflows"
-    return f"elements of the gradient that are not finite: {', '.join(words)}"
+    return f"elements of the gradient that are not finite or too large: {', '.join(words)}"
 
 
-def _count_bad(parameter: Tensor) -> Tensor:
-    return (~_values(parameter).isfinite()).sum()
+def _count_bad(parameter: Tensor, factor: float | Tensor) -> Tensor:
+    """Count the gradient elements that, times `factor`, are not finite or too large."""
+    values = _values(parameter) * to_device(factor, parameter.device)
+    return (~(values.abs() < square_limit(values.dtype))).sum()
 
 
 def _values(parameter: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Their state is a few flat vectors over all parameters (`FlatParameters`), so the number of
 collectives of a step does not depend on the number of parameters. If a gradient element is not
-finite on any rank, all ranks skip a step with an exchange, and their state does not change.
+finite on any rank, or its square would overflow, all ranks skip a step with an exchange, and their
+state does not change.
 
 Notation: n elements, d of them dense, W ranks, k extras: numbers that are exchanged with a vector,
 such as signals.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, Caller, Group
+from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
@@ -34,9 +36,10 @@ class Replicated(DistributedOptimizer):
             gradients of a group with `compress=False` are exchanged densely at every step.
         defaults: default options of the parameter groups.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        clip_norm: the maximum gradient norm; None does not clip. A dense step clips the mean
-            gradient. In a compressed step all ranks scale their gradients by the same factor, which
-            follows from the root mean square of their norms.
+        clip_norm: the maximum gradient norm; None does not clip, and steps with gradients above
+            `gcnzc.kernels.finite.square_limit` are skipped. A dense step clips the mean gradient.
+            In a compressed step all ranks scale their gradients by the same factor, which follows
+            from the root mean square of their norms.
         signals: the number of flags, such as a request to stop, that each exchange combines over
             the ranks.
         total_steps: the number of steps of the run; None if it is not known.
@@ -73,6 +76,9 @@ class Replicated(DistributedOptimizer):
         self.flat_params = FlatParameters(self.param_groups)
         self.is_trainable = self.trainable_flags()
         self.clip_norm = clip_norm
+        limit = square_limit(self.flat_params.dtype)
+        # clipped gradients cannot overflow the state
+        self._clips_large = clip_norm is not None and clip_norm <= limit
         self.vectors: dict[str, Tensor] = {}
         """the part of the state that is equal on all ranks, mostly vectors (n,)"""
         self.numbers: dict[str, Any] = {}
@@ -126,12 +132,12 @@ class Replicated(DistributedOptimizer):
     def bound_sums(self, sums: Tensor) -> Tensor:
         """Clamp sums of gradients in place so that a dense exchange of them cannot overflow.
 
-        Pending sums survive a skipped step. If their mean or its square overflowed, every later
-        dense step would be skipped too.
+        Pending sums survive a skipped step. If their mean or a norm overflowed, every later dense
+        step would be skipped too.
         """
         sent = getattr(self._dense, "dtype", self.flat_params.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
-        largest = min(largest, torch.finfo(self.flat_params.dtype).max ** 0.5 / 2)
+        largest = min(largest, square_limit(self.flat_params.dtype) / 2)
         return sums.clamp_(-largest, largest)
 
     def restore_sums(self, saved: Tensor) -> Tensor:
@@ -159,6 +165,8 @@ class Replicated(DistributedOptimizer):
         flat_params, end = self.flat_params, self.flat_params.num_elements
         values = flat_params.scratch(self.max_extras)
         flat_params.read_gradients(values, self.gradient_factor())
+        if not self._clips_large:
+            mark_large(values[:end])
         for part in flat_params.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()

@@ -339,9 +339,9 @@ class OneBitLamb(OneBitAdam):
         """
         average, weight = self.vectors["trust"], self.vectors["trust_weight"]
         is_known = (parameter_norms > 0) & (decayed_norms > 0)
-        trust = (
-            (parameter_norms / decayed_norms).double().clamp(*self.trust_range).where(is_known, 1.0)
-        )
+        # norms that overflow have no ratio
+        trust = (parameter_norms / decayed_norms).double().nan_to_num(1.0)
+        trust = trust.clamp(*self.trust_range).where(is_known, 1.0)
         is_frozen = torch.zeros_like(is_known)
         is_frozen[self._first_compressed :] = self.is_frozen
         # a tensor that is reactivated after the freeze gets its first ratio then
@@ -350,7 +350,7 @@ class OneBitLamb(OneBitAdam):
         average.copy_((beta * average + (1 - beta) * trust).where(is_updated, average))
         weight.copy_((beta * weight + (1 - beta)).where(is_updated, weight))
         kept = average / weight if self.bias_correction else average
-        share = (update_norms / decayed_norms).double().clamp(max=1.0).where(decayed_norms > 0, 1.0)
+        share = (update_norms / decayed_norms).double().nan_to_num(1.0).clamp(max=1.0)
         factor = (
             (variance_ratios * share + (1 - share))
             .where(variance_ratios > 0, 1.0)

@@ -47,10 +47,10 @@ class ZeroOneAdam(Anchored):
 
     With a single rank it is `torch.optim.AdamW` whose variance is updated at the steps of the
     schedule. Between synchronisations the parameters differ between ranks: use `average_parameters`
-    for evaluation, and `finalize` after the last step. If a gradient is not finite, all ranks skip
-    a step with an exchange, and their state does not change. In a local step, its rank steps with
-    the unchanged momentum instead, and counts it in `num_nonfinite`; the mean of updates requires
-    that all ranks take the same number of steps.
+    for evaluation, and `finalize` after the last step. If a gradient is not finite or too large to
+    be squared, all ranks skip a step with an exchange, and their state does not change. In a local
+    step, its rank steps with the unchanged momentum instead, and counts it in `num_nonfinite`; the
+    mean of updates requires that all ranks take the same number of steps.
 
     A group with `compress=False` is exchanged densely at every step, including local steps. Signals
     are exchanged only at steps that exchange the other groups.
@@ -135,8 +135,13 @@ class ZeroOneAdam(Anchored):
         """(c,): u_i while the ranks are out of sync; then the compressed momenta are this rank's
         own, and `anchor` (c,) in `vectors` has the parameters of the last synchronisation"""
         self.num_nonfinite = 0
-        """number of local steps of this rank in which its gradient was not finite"""
+        """number of local steps of this rank in which its gradient was not finite or too large"""
         self.reducers = {"update": self.reducer(self.compress, self.num_coded)}
+
+    @property
+    def num_ignored_gradients(self) -> int:
+        """See `DistributedOptimizer`; includes local steps with an unchanged momentum."""
+        return self.skipped + self.num_nonfinite
 
     def layout(self) -> list[str]:
         """See `Replicated`."""
@@ -169,7 +174,7 @@ class ZeroOneAdam(Anchored):
             rank = self.group.rank
             self.skip_reason = (
                 f"the local step of rank {rank} uses its unchanged momentum, because a gradient is "
-                "not finite"
+                "not finite or too large"
             )
 
     @torch.no_grad()
