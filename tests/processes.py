@@ -15,7 +15,23 @@ from torch.distributed import TCPStore
 
 # one process imports everything once, and each worker is a fork of it
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["gcnzc.optim", "gcnzc.train.run"])
+FORKS.set_forkserver_preload(
+    [
+        "gcnzc.optim",
+        "gcnzc.train.run",
+        # what a worker would import on first use, which takes 3 s of CPU time: by torch's
+        # optimizers, by compiled functions, by plots and by the names of classes
+        "torch._dynamo",
+        "torch.profiler",
+        "numba.core.registry",
+        "numba.np.arrayobj",
+        "numba.typed",
+        "scipy.linalg",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "pandas",
+    ]
+)
 
 
 def _work(
