@@ -16,6 +16,7 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
+from gcnzc.train.graph_files import check_files
 from gcnzc.train.old_names import rename_options
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import moved
@@ -191,6 +192,9 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     check_resumed_options(trainer.config, state.get("options"), trainer.folder)
+    # checkpoints of older versions do not describe the graph
+    its_files = state.get("graph", {})
+    check_files(trainer.graph_files, its_files, trainer.data.folder, trainer.folder)
     _check_progress(trainer, state)
     checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
     _restore_optimizer(trainer, state)

@@ -46,6 +46,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "lines": trainer.lines,
         "worker_lines": trainer.worker_lines,
         "options": config_to_dict(trainer.config),
+        "graph": trainer.graph_files,
         # how a sum is rounded depends on the collective algorithm
         "choices": dict(trainer.group.choices.steps),
         **states,

@@ -21,6 +21,7 @@ from gcnzc.system.streams import clock_of
 from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
+from gcnzc.train.graph_files import describe_files
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.progress import Reporter
 from gcnzc.train.run_folder import BOARD, RECORD, WORKERS
@@ -60,6 +61,7 @@ class Trainer:
     ) -> None:
         self.config, self.folder, self.data, self.task = config, folder, data, task
         self.table = table
+        self.graph_files = describe_files(data.folder)
         self.device, self.model, self.optimizer = device, model, optimizer
         self.group = optimizer.group
         self.is_rank_zero = self.group.rank == 0

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gcnzc import prepare
@@ -139,3 +140,26 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(graph, tmp_path, cap
     assert "features.npy has 4,096 bytes" in error_of(capsys, "train", "--resume", run)
     shutil.copyfile(graph / "features.npy", data / "features.npy")
     assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
+
+
+def test_a_run_does_not_resume_on_another_graph_in_the_folder_of_its_graph(graph, tmp_path, capsys):
+    data, run = tmp_path / "graph", tmp_path / "run"
+    shutil.copytree(graph, data)
+    assert main(["train", str(data), *OPTIONS, "--epochs", "1", "--out", str(run)]) == 0
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    # of the same sizes: with other splits, and with other features
+    make(tmp_path / "raw", "planted", Shape(1000, 5000, 16, 3), seed=4)
+    for features, differing in (
+        ([], "features.npy, indices.npy, indptr.npy, labels.npy, split/"),
+        (["--features", tmp_path / "other.npy"], "features.npy differ"),
+    ):
+        shutil.rmtree(data)
+        source = graph.parent / "raw" if features else tmp_path / "raw"
+        np.save(tmp_path / "other.npy", np.ones((1000, 16), np.float32))
+        assert main(["prepare", str(source), str(data), *map(str, features)]) == 0
+        err = error_of(capsys, "train", "--resume", run, "--epochs", "2")
+        assert f"error: {data} is not the graph that the run in {run} was trained on: " in err
+        assert f"trained on: {differing}" in err
+    assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    # a copy of the graph
+    assert main(["train", str(graph), "--resume", str(run), "--epochs", "2"]) == 0

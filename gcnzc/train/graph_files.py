@@ -1,0 +1,52 @@
+"""The checksums of a run's graph, so that the run does not resume on another graph."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gcnzc.datasets.meta import read_meta
+from gcnzc.datasets.store import is_prepared
+
+
+def describe_files(graph: Path) -> dict[str, list[Any]]:
+    """Return shape, dtype and CRC-32 of the arrays of a prepared folder; nothing for other data."""
+    if not is_prepared(graph):
+        return {}
+    files = read_meta(graph)["files"].items()
+    return {
+        name: [entry["shape"], entry["dtype"], entry["crc32"]]
+        for name, entry in files
+        if "shape" in entry
+    }
+
+
+def check_files(
+    here: Mapping[str, list[Any]], there: Mapping[str, list[Any]], graph: Path, run: Path
+) -> None:
+    """Check that a graph is the one that a run was trained on.
+
+    The same features may have other padding, and the same node ids another dtype: such files are
+    not compared. Files that only one side lists are not compared either.
+
+    Args:
+        here: files of the graph, see `describe_files`.
+        there: files of the graph that the run was trained on.
+        graph: folder of the graph.
+        run: run folder.
+
+    Raises:
+        ValueError: the contents of a file differ.
+    """
+    differing = []
+    for name in sorted(here.keys() & there.keys()):
+        (shape, dtype, code), (its_shape, its_dtype, its_code) = here[name], there[name]
+        is_other_size = shape != its_shape and not name.startswith("features")
+        if is_other_size or ((shape, dtype) == (its_shape, its_dtype) and code != its_code):
+            differing.append(name)
+    if differing:
+        raise ValueError(
+            f"{graph} is not the graph that the run in {run} was trained on: "
+            f"{', '.join(differing)} differ\n\n"
+            f"hint: `gcnzc train DATA --resume {run}` takes another folder of that graph; "
+            "train on this graph with another --out"
+        )
