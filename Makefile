@@ -11,10 +11,17 @@ DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, one more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
+# Triton kernels as compiled code that is executed on the CPU: all of them for sm_90, of each test at
+# most 8 cases, and few cases for other architectures
+PTX_TESTS := tests/ptx tests/kernels tests/features tests/tune
+PTX_ARCHS := 80 100
+RUN_PTX = TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/ptx-cache $(BIN)/python -m pytest -p tests.ptx_plugin \
+	--ptx-all-kernels --numprocesses 2 --dist worksteal
+
 # bin/install leaves bytecode to the first import of a module
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint docs gpu-session clean
+.PHONY: demo test test-ptx test-all lint docs gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
@@ -22,8 +29,14 @@ demo: $(READY)  ## train on the built-in graph
 test: $(TESTS_READY)  ## the test suite
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
+test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
+	$(RUN_PTX) -m "triton and not slow" --ptx-cases 8 $(PTX_TESTS)
+	set -e; for arch in $(PTX_ARCHS); do \
+		$(RUN_PTX) -m "triton and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
+
 test-all: $(TESTS_READY)  ## the test suite with what takes minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+	$(RUN_PTX) -m triton $(PTX_TESTS)
 
 lint: $(TESTS_READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff format --check .

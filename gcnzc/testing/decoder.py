@@ -138,6 +138,8 @@ def _decode(instruction: Instruction, operands: Operands) -> Step:
         return _unpack(texts, kind, operands)
     if name == "mov" and texts[1].startswith("{"):
         return _pack(texts, kind, operands)
+    if len(instruction.opcode) == 1:
+        raise unsupported(instruction.text)
     if name == "cvt":
         operation = find_conversion(
             instruction.opcode[1:-2], instruction.opcode[-2], instruction.opcode[-1]

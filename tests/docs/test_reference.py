@@ -3,17 +3,22 @@
 import doctest
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
+import triton
 
-FOLDER = Path(__file__).parents[2] / "docs" / "reference" / "api"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "reference" / "api"
 PAGES = {path.stem: path.read_text() for path in FOLDER.glob("*.md")}
 PACKAGES = (
     *("", ".compress", ".exchange", ".features", ".graph", ".interop.dgl", ".interop.pyg"),
-    *(".loader", ".models", ".optim", ".sampling", ".train"),
+    *(".loader", ".models", ".optim", ".sampling", ".testing", ".train"),
 )
 # public names of modules without `__all__`
 OTHERS = ("gcnzc.interop.graphbolt.feature", "gcnzc.interop.lightning.DataModule")
@@ -56,15 +61,47 @@ def test_every_entry_has_an_example_that_uses_it(page):
         assert re.search(rf"\b{name}\b", examples), f"{name} has no example"
 
 
-@pytest.mark.parametrize("page", PAGES)
+def run_examples(page):
+    """Return what the examples of a page print that it does not show."""
+    text = "\n".join(EXAMPLE.findall(PAGES[page]))
+    test = doctest.DocTestParser().get_doctest(text, {}, page, f"{page}.md", 0)
+    output = []
+    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=output.append)
+    return "".join(output)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "testing"])
 def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     if page == "interop":
         for library in ("dgl", "torch_geometric", "lightning"):
             if importlib.util.find_spec(library) is None:
                 pytest.skip(f"{library} is not installed")
     monkeypatch.chdir(tmp_path)
-    text = "\n".join(EXAMPLE.findall(PAGES[page]))
-    test = doctest.DocTestParser().get_doctest(text, {}, page, f"{page}.md", 0)
-    output = []
-    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=output.append)
-    assert not output, "".join(output)
+    output = run_examples(page)
+    assert not output, output
+
+
+def run_with_compiled_kernels(arguments):
+    """Run Python where Triton compiles kernels; it chooses that when it is imported."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
+        pytest.skip(f"PTX of Triton {triton.__version__} is not executed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    run = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_examples_of_compiled_kernels_run():
+    run = "import sys; from tests.docs.test_reference import run_examples as run"
+    run_with_compiled_kernels(["-c", f"{run}; sys.exit(run('testing') or 0)"])
+
+
+def test_the_code_of_the_guide_to_compiled_kernels_runs(tmp_path):
+    guide = ROOT / "docs" / "howto" / "test_triton_kernels.md"
+    blocks = re.findall(r"^```py\n(.*?)^```$", guide.read_text(), re.MULTILINE | re.DOTALL)
+    # Triton reads the source of a kernel from its file
+    (tmp_path / "guide.py").write_text("\n".join(blocks))
+    assert len(blocks) == 4
+    run_with_compiled_kernels(["-W", "error", tmp_path / "guide.py"])

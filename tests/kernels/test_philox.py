@@ -63,6 +63,7 @@ def test_compiled_equals_reference():
     assert [list(_one(*row)) for row in inputs] == expected.tolist()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_triton(seed, device):
     random = np.random.default_rng(1)
@@ -75,6 +76,7 @@ def test_equals_triton(seed, device):
     assert np.array_equal(out.cpu().numpy().view(np.uint32), expected)
 
 
+@pytest.mark.triton
 def test_equals_tritons_randint(device):
     out = torch.empty((4, 64), dtype=torch.int32, device=device)
     _randint4x[(1,)](out, 12345, 64)

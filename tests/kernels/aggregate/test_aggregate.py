@@ -187,6 +187,7 @@ def test_arguments_that_do_not_match_are_rejected():
         aggregate(indptr, indices, x.to("meta"))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("width", [1, 127, 128, 129])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
 def test_triton_equals_numba(width, dtype, device):
@@ -200,6 +201,7 @@ def test_triton_equals_numba(width, dtype, device):
         torch.testing.assert_close(sum_triton(*moved).cpu(), expected, rtol=step, atol=step)
 
 
+@pytest.mark.triton
 def test_triton_reaches_past_2_to_31_elements(device):
     rows = 1 << 22
     x = torch.from_numpy(np.zeros((rows, 520), dtype=np.float32)).to(device)

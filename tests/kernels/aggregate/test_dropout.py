@@ -17,7 +17,9 @@ SIZES = [(1,), (127,), (128, 1), (CHUNK - 1,), (CHUNK,), (3, CHUNK // 2 + 5), (4
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.triton), torch.float64]
+)
 def test_reference_numba_and_triton_agree(size, share, dtype, device):
     x = torch.randn(size, dtype=dtype)
     expected = dropout_reference(x, share, 2**40 + 17)
@@ -26,6 +28,7 @@ def test_reference_numba_and_triton_agree(size, share, dtype, device):
         assert torch.equal(dropout_triton(x.to(device), share, 2**40 + 17).cpu(), expected)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_relu_dropout_of_reference_numba_and_triton_agree(size, share, device):

@@ -231,6 +231,7 @@ def test_arguments_that_do_not_match_are_rejected():
         weighted_spmm(indptr, indices, torch.randn(3, 2), x)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_equals_numba(shape, device):
     heads, parts, columns = shape
@@ -266,6 +267,7 @@ def test_triton_equals_numba(shape, device):
     same(products_triton(*block, x_moved, y_moved), products_numba(indptr, indices, x, y))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("layout", ["rows apart", "parts apart", "columns apart"])
 def test_reads_strided_rows(layout):
     indptr, indices = random_block(70, 50, 9)

@@ -114,6 +114,7 @@ def test_the_public_functions_equal_the_reference(number_format, block):
         check_ways(number_format, layout, number, ROUNDINGS[number // 6 % 2], *ways, "cpu")
 
 
+@pytest.mark.triton
 @every_number_format
 @every_rounding
 def test_triton_equals_the_reference(number_format, seed_and_step, device):
@@ -303,7 +304,11 @@ def test_the_result_does_not_depend_on_the_number_of_threads(number_format, bloc
         assert all(same_bits(a, b) for a, b in zip(other, made[0], strict=True))
 
 
-ENCODERS = [encode_blocks_reference, encode_blocks_numba, encode_blocks_triton]
+ENCODERS = [
+    encode_blocks_reference,
+    encode_blocks_numba,
+    pytest.param(encode_blocks_triton, marks=pytest.mark.triton),
+]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

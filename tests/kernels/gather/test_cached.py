@@ -72,6 +72,7 @@ def split_rows(table, parts, device, own=0):
     return CachedRows(assign_slots(parts, len(table)).to(device), memories[own], peers)
 
 
+@pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_equals_the_plain_gather(share, dtype, device):
@@ -86,6 +87,7 @@ def test_equals_the_plain_gather(share, dtype, device):
                 assert same_bits(found, gather_reference(table, ids)), (columns, pad, count)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
     table = table_of(torch.float32, 25)
@@ -101,6 +103,7 @@ def test_hits_are_read_from_the_copies_and_misses_from_the_table(share, device):
             gather_cached(table, ids[:5], copies, table[:5])
 
 
+@pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gpus", [2, 3])
 def test_split_rows_equal_the_plain_gather(gpus, dtype, device):
@@ -117,6 +120,7 @@ def test_split_rows_equal_the_plain_gather(gpus, dtype, device):
             assert same_bits(found, expected[: len(asked)]), (columns, pad)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("own", [0, 2])
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_memories_may_be_empty(own, gpus, device):
@@ -141,6 +145,7 @@ def test_slots_are_assigned_round_robin():
     assert assign_slots([], 3).tolist() == [-1, -1, -1]
 
 
+@pytest.mark.triton
 def test_writes_to_strided_rows(device):
     table = readable(table_of(torch.float16, 50), device)
     copies = make_cached_rows(table, torch.arange(0, ROWS, 2), device)
@@ -176,6 +181,7 @@ def test_arguments_that_do_not_match_are_rejected(change, message, device):
     assert "\n\nhint: " in str(error.value)
 
 
+@pytest.mark.triton
 def test_an_id_out_of_range_is_rejected(device):
     table = readable(table_of(torch.float32, 5), device)
     copies = make_cached_rows(table, torch.arange(3), device)

@@ -28,6 +28,10 @@ DTYPES = [
     torch.float8_e5m2,
 ]
 IMPLEMENTATIONS = [gather_numba, gather_triton]
+each_that_launches = pytest.mark.parametrize(
+    "implementation",
+    [gather_numba, pytest.param(gather_triton, marks=pytest.mark.triton)],
+)
 
 
 def random_bits(num_rows, num_cols, dtype, device):
@@ -63,7 +67,7 @@ def streamed(monkeypatch):
     ("num_rows", "num_cols", "num_ids"),
     [(1, 1, 1), (10, 127, 4), (10, 128, 4), (10, 129, 4), (300, 100, 77)],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_equals_reference(num_rows, num_cols, num_ids, implementation, id_dtype, device):
     table = torch.randn(num_rows, num_cols, device=on(implementation, device))
@@ -93,7 +97,7 @@ def test_an_out_that_overlaps_the_input_is_rejected(implementation, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_every_dtype_is_copied_bit_for_bit(dtype, implementation, device):
     for num_cols in (1, 3, 20, 33):
         table = random_bits(30, num_cols, dtype, on(implementation, device))
@@ -101,6 +105,7 @@ def test_every_dtype_is_copied_bit_for_bit(dtype, implementation, device):
         assert same_bits(implementation(table, ids), gather_reference(table, ids))
 
 
+@pytest.mark.triton
 def test_nan_keeps_its_payload(device):
     bits = torch.tensor([[0x7FC12345, -0x3FEDCB, 0x7F800001]], dtype=torch.int32)
     for implementation in (*IMPLEMENTATIONS, gather_reference):
@@ -152,7 +157,7 @@ def test_writes_only_its_rows_from_any_start(threads):
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_writes_only_its_columns_of_a_wider_out(implementation, device):
     table = torch.randint(1, 9, (20, 70), device=on(implementation, device))
     ids = torch.tensor([3, 3, 19, 0], device=table.device)
@@ -164,7 +169,7 @@ def test_writes_only_its_columns_of_a_wider_out(implementation, device):
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_reads_rows_of_a_wider_table(implementation, device):
     wide = torch.randn(20, 128, device=on(implementation, device))
     ids = torch.tensor([3, 3, 19, 0], device=wide.device)
@@ -173,7 +178,7 @@ def test_reads_rows_of_a_wider_table(implementation, device):
         assert same_bits(implementation(table, some), table[some])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_a_single_column_may_have_any_stride(implementation, device):
     table = torch.randn(1, 20, device=on(implementation, device)).t()
     ids = torch.tensor([3, 19, 0], device=table.device)
@@ -181,7 +186,7 @@ def test_a_single_column_may_have_any_stride(implementation, device):
     assert same_bits(implementation(table, ids), table[ids])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_ids_may_have_any_stride(implementation, device):
     table = torch.randn(20, 5, device=on(implementation, device))
     ids = torch.randint(20, (7, 3), device=table.device)[:, 1]
@@ -283,7 +288,7 @@ def test_arguments_that_do_not_match_are_rejected(implementation, device):
             implementation(table, ids, wrong)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_rows_beyond_two_gigabytes_are_read(implementation, device):
     # three rows a gigabyte apart in memory that is reserved, not used: row 2 starts at 2**31
     memory = torch.frombuffer(mmap.mmap(-1, 2**31 + 128), dtype=torch.int8).to(
@@ -296,7 +301,7 @@ def test_rows_beyond_two_gigabytes_are_read(implementation, device):
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_fills_all_of_out(implementation, device):
     table = torch.zeros(8, 100, device=on(implementation, device))
     ids = torch.randint(8, (40,), device=table.device)

@@ -60,6 +60,7 @@ def layouts_for(unit, inset=0):
     return [name for name in LAYOUTS if name != "pitched" or (unit + inset) % LINE_BYTES == 0]
 
 
+@pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("row_bytes", WIDTHS_BYTES)
 def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
     for dtype, unit in itertools.product(DTYPES, UNITS):
@@ -68,6 +69,7 @@ def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
                 check(row_bytes, unit, dtype, layout, device)
 
 
+@pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("row_bytes", WIDE_BYTES)
 def test_rows_of_several_passes_are_read(row_bytes, device):
     for dtype, unit in ((torch.int8, 1), (torch.float16, 4), (torch.float32, 16)):
@@ -76,6 +78,7 @@ def test_rows_of_several_passes_are_read(row_bytes, device):
                 check(row_bytes, unit, dtype, layout, device)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pitched"])
 def test_tables_that_do_not_begin_on_a_line_are_read(layout, device):
     for inset in (1, 3, 8, 16, 24, 48, 127):
@@ -83,6 +86,7 @@ def test_tables_that_do_not_begin_on_a_line_are_read(layout, device):
             check(row_bytes, unit, torch.int8, layout, device, inset=inset)
 
 
+@pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,6 +96,7 @@ def test_all_widths_and_offsets_are_read(dtype, layout, device):
             check(columns * dtype.itemsize, unit, dtype, layout, device)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("programs", [1, 3, 64])
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
@@ -113,6 +118,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", WAYS, ids=str)
 @pytest.mark.parametrize(("row_bytes", "unit"), [(100, 4), (128, 128), (1204, 4)])
 def test_every_kernel_config_gathers_the_same(config, row_bytes, unit, device):
@@ -182,6 +188,7 @@ def test_invalid_kernel_configs_are_rejected(wrong):
         KernelConfig(**wrong)
 
 
+@pytest.mark.triton
 def test_rows_are_read_in_another_order(device):
     table = torch.randn(90, 33, device=device)
     ids = torch.randint(90, (300,), device=device)
@@ -189,6 +196,7 @@ def test_rows_are_read_in_another_order(device):
         assert torch.equal(gather_rows(table, ids, order=order), table[ids])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("row_bytes", "unit"), [(4, 4), (100, 4), (400, 16), (1204, 4), (512, 128)]
@@ -219,6 +227,7 @@ def test_cached_rows_need_whole_vectors(device):
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("source", [*FLOATS, torch.int8, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 @pytest.mark.parametrize("columns", [1, 33, 602])
@@ -236,6 +245,7 @@ def test_converts_as_torch_does(source, target, columns, device):
     assert torch.equal(gather_rows(table, ids, out), found)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("source", [*FLOATS, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 @pytest.mark.parametrize("beside", [0x7C, 0x7F, 0xFF])
@@ -247,6 +257,7 @@ def test_bytes_around_the_table_do_not_change_the_result(source, target, beside,
     assert torch.equal(gather_rows(table, ids, dtype=target), table.to(target))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1, -(2**31)])
 def test_checks_ids_if_the_environment_variable_is_set(outside, device):
     table = torch.randn(40, 50, device=device)
@@ -319,6 +330,7 @@ def test_reads_the_hosts_memory(layout, row_bytes, device):
         assert same_bits(gather_rows(table, ids, layout=layout, order=ids.argsort()), found)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("size", [1, 100, 5000, 70_001])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_reads_a_dense_range(size, programs, device):
@@ -328,6 +340,7 @@ def test_reads_a_dense_range(size, programs, device):
     assert torch.equal(out, source)
 
 
+@pytest.mark.triton
 def test_follows_pointers_through_a_whole_table(device):
     steps = 200
     order = torch.randperm(steps)

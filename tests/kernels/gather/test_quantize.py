@@ -145,6 +145,10 @@ def test_ties_go_to_even():
 
 
 IMPLEMENTATIONS = [gather_numba, gather_triton]
+each_that_launches = pytest.mark.parametrize(
+    "implementation",
+    [gather_numba, pytest.param(gather_triton, marks=pytest.mark.triton)],
+)
 
 
 def on(implementation, device):
@@ -154,7 +158,7 @@ def on(implementation, device):
 
 @codes_of_one_byte
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_gathers_dequantized_rows(dtype, width, implementation, device):
     rows = adversarial(width)
     for block, id_dtype in itertools.product(BLOCKS, (torch.int32, torch.int64)):
@@ -171,7 +175,7 @@ def test_gathers_dequantized_rows(dtype, width, implementation, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_every_code_is_dequantized(dtype, implementation, device):
     codes = torch.arange(256, dtype=torch.uint8, device=on(implementation, device)).view(dtype)[
         :, None
@@ -186,7 +190,7 @@ def test_every_code_is_dequantized(dtype, implementation, device):
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 @pytest.mark.parametrize("target", FROM_CODES, ids=str)
 def test_writes_to_tensors_and_dtypes_of_the_caller(dtype, implementation, target, device):
     codes, scales = (
@@ -207,7 +211,7 @@ def test_writes_to_tensors_and_dtypes_of_the_caller(dtype, implementation, targe
 
 
 @codes_of_one_byte
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 def test_views_of_wider_tables_are_gathered(dtype, implementation, device):
     codes = (
         torch.randint(256, (20, 128), dtype=torch.uint8, device=on(implementation, device)) % 120
@@ -231,6 +235,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch):
         assert same_bits(gather(codes, ids, scales=scales, threads=threads), expected)
 
 
+@pytest.mark.triton
 @codes_of_one_byte
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("block", [None, 16])
@@ -256,6 +261,7 @@ def test_cached_rows_may_be_quantized(dtype, share, block, device):
         assert same_bits(found.cpu(), expected)
 
 
+@pytest.mark.triton(slow=True)
 @codes_of_one_byte
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block", [None, 3, 16])
@@ -273,7 +279,7 @@ def test_every_layout_and_offset_of_a_row_is_read(dtype, layout, block, device):
             assert same_bits(found, gather_reference(codes, ids, scales, block))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_that_launches
 @pytest.mark.parametrize("outside", [-1, 40, 2**31 - 1])
 def test_an_id_out_of_range_is_rejected(implementation, outside, device):
     codes, scales = (

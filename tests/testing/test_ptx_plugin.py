@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-
-from gcnzc.kernels.aggregate.dropout import dropout_triton
-from tests.ptx_plugin import KERNELS, Report, evenly_spaced, kernels_in
+import triton
+from ptx_launches import KERNELS, Report, evenly_spaced, kernels_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,16 +62,6 @@ def test_few_cases_of_a_test_are_the_first_the_last_and_between():
     assert names(100) == [item.nodeid for item in items]
 
 
-@pytest.mark.triton
-def test_launches_and_requests_of_a_test_are_counted(request):
-    dropout_triton(torch.randn(64), 0.5, 1)
-    plugin = request.config.pluginmanager.get_plugin("ptx")
-    launches, requests = plugin.executor.recorded["_dropout_triton"]
-    # 256 B, which may begin within a line
-    assert launches == 1
-    assert 4 <= requests <= 6
-
-
 INNER = """
 import pytest, torch
 from gcnzc.kernels.aggregate.dropout import dropout_triton
@@ -86,10 +74,6 @@ def test_launches():
 def test_launches_nothing():
     pass
 
-@pytest.mark.triton
-def test_is_skipped():
-    pytest.skip("no reason")
-
 def test_without_kernels():
     pass
 """
@@ -98,15 +82,15 @@ def test_without_kernels():
 @pytest.mark.parametrize(
     ("name", "options", "failure"),
     [
-        ("test_launches", [], ""),
         ("test_launches", ["--ptx-all-kernels"], "FAILED _gather_rows was not launched"),
         ("test_launches", ["-n", "1"], ""),
         ("test_launches_nothing", [], "test_launches_nothing launched no Triton kernel"),
-        ("test_is_skipped", [], "FAILED no Triton kernel was launched"),
         ("test_without_kernels", [], "FAILED no Triton kernel was launched"),
     ],
 )
 def test_a_run_without_the_launches_that_it_should_have_fails(name, options, failure, tmp_path):
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
+        pytest.skip(f"PTX of Triton {triton.__version__} is not executed")
     (tmp_path / "test_inner.py").write_text(INNER)
     command = [sys.executable, "-m", "pytest", "-p", "tests.ptx_plugin", "-p", "no:cacheprovider"]
     command += ["-c", "pyproject.toml", f"--rootdir={tmp_path}"]
@@ -119,7 +103,10 @@ def test_a_run_without_the_launches_that_it_should_have_fails(name, options, fai
     )
     assert (run.returncode != 0) == bool(failure), run.stdout + run.stderr
     assert failure in run.stdout
-    assert ("1 passed" in run.stdout) == (name != "test_is_skipped")
+    assert "1 passed" in run.stdout
     if name == "test_launches":
         (line,) = (line for line in run.stdout.splitlines() if line.startswith("_dropout_triton"))
-        assert line.split()[1:3] == ["1", "1"]
+        tests, launches, requests = map(int, line.split()[1:])
+        assert (tests, launches) == (1, 1)
+        # 256 B are read and written, and may begin within a line
+        assert 4 <= requests <= 6
