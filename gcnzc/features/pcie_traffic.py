@@ -176,8 +176,8 @@ def table_traffic(
 
 def choose_layout(stride_bytes: int, base: int = 0) -> Layout:
     """Return the default layout of a gather, which requests no line of a row twice."""
-    aligned_view = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
-    return "pitched" if aligned_view else "shifted"
+    is_aligned = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
+    return "pitched" if is_aligned else "shifted"
 
 
 def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
@@ -299,7 +299,7 @@ def _touched(lanes: Lanes, starts: Array) -> list[Run]:
     vector_bytes = lanes.vector_bytes
     begin_S1 = (starts - starts % vector_bytes)[:, None]
     count_S1 = np.array([[lanes.num_vectors(int(start))] for start in starts])
-    lead_S1 = np.array([[lanes.lead(int(start))] for start in starts])
+    lead_S1 = np.array([[lanes.leading_lanes(int(start))] for start in starts])
     number_P = np.arange(lanes.passes) * lanes.lanes
     if lanes.layout == "wrapped":
         lead_S1 %= count_S1

@@ -39,9 +39,9 @@ WARPS = 8
 VECTORS = 4  # vectors in flight per lane; with 8 warps a program has 16 KiB in flight
 
 
-# The device distributes programs over idle multiprocessors first, so up to this many
-# multiprocessors are each partly occupied. The default is not measured; `gcnzc check --tune`
-# measures the best number for a machine.
+# CUDA does not specify on which multiprocessor a program runs; usually it is an idle one, so that
+# up to this many multiprocessors run one program each. The default is not measured: `gcnzc check
+# --tune` measures the best number for a machine.
 DEFAULT_PROGRAMS = 32
 
 
@@ -53,7 +53,7 @@ EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 _LAUNCH = threading.Lock()
 
 
-# integer words as which rows are copied, so that their bits are unchanged
+# rows are copied as integers of these sizes, which leaves their bits unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -104,59 +104,70 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
 
 
 @triton.jit
-def _read_ids(
-    ids, places, outside, i, inside, num_rows, ORDERED: tl.constexpr, CHECKED: tl.constexpr
+def _load_ids(
+    ids,
+    order,
+    invalid_position,
+    i,
+    row_mask,
+    num_rows,
+    HAS_ORDER: tl.constexpr,
+    CHECK_IDS: tl.constexpr,
 ):
-    """Return the positions of the rows in the result, their ids, and which of them exist."""
-    if ORDERED:
-        i = tl.load(places + i, mask=inside, other=0)
+    """Return the rows' positions in the result, their ids, and the mask of those to gather.
+
+    CHECK_IDS: masks ids out of range, and stores the position of one of them.
+    """
+    if HAS_ORDER:
+        i = tl.load(order + i, mask=row_mask, other=0)
     # int64 before the multiply: 2**31 elements is only 8 GB of float32
     i = i.to(tl.int64)
-    row = tl.load(ids + i, mask=inside, other=0).to(tl.int64)
-    if CHECKED:
-        is_known = (row >= 0) & (row < num_rows)
-        tl.store(outside + tl.zeros_like(row), i, mask=inside & (is_known == 0))
-        inside = inside & is_known
-    return i, row, inside
+    row = tl.load(ids + i, mask=row_mask, other=0).to(tl.int64)
+    if CHECK_IDS:
+        is_valid = (row >= 0) & (row < num_rows)
+        tl.store(invalid_position + tl.zeros_like(row), i, mask=row_mask & (is_valid == 0))
+        row_mask = row_mask & is_valid
+    return i, row, row_mask
 
 
 @triton.jit
-def _point_to_copies(
+def _cached_row_pointers(
     table,
     cached,
-    place,
+    slot,
     is_cached,
     line_offset,
     VECTOR: tl.constexpr,
-    CACHED_VECTORS: tl.constexpr,
+    SLOT_VECTORS: tl.constexpr,
     NUM_PEERS: tl.constexpr,
 ):
-    """Return pointers to the first vectors of cached rows, in this memory or in that of a peer."""
-    at = place
-    copies = cached
+    """Return pointers to the first vectors of cached rows, in this GPU's memory or in a peer's."""
+    index = slot
+    memory = cached
     if NUM_PEERS > 1:
-        at = place // NUM_PEERS
-        address = tl.load(cached + place % NUM_PEERS, mask=is_cached, other=0)
-        copies = address.to(tl.pointer_type(table.dtype.element_ty))
+        index = slot // NUM_PEERS
+        address = tl.load(cached + slot % NUM_PEERS, mask=is_cached, other=0)
+        memory = address.to(tl.pointer_type(table.dtype.element_ty))
         # Triton needs the alignment of the memories to load whole vectors
-        copies = tl.multiple_of(copies, [16])
+        memory = tl.multiple_of(memory, [16])
     # a copy has the same offset from a line as the row, so both use the same lanes
-    return copies + (at.to(tl.int64) * CACHED_VECTORS + line_offset) * VECTOR
+    return memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR
 
 
 @triton.jit
-def _assign_vectors(number, lead, count, inside, WRAPPED: tl.constexpr):
-    """Return the vector of a row that each lane reads, and whether there is one.
+def _assign_vectors(load, lead, num_vectors, row_mask, WRAPPED: tl.constexpr):
+    """Return the vector of a row that each lane loads, and the mask of lanes that load one.
 
-    With WRAPPED, the lanes before the row, `lead` of them, read its last vectors.
+    `load` is the lane's number, counted over all passes. The first `lead` lanes are before the row.
+    WRAPPED: these lanes load the row's last vectors; otherwise they are masked.
     """
-    vector = number - lead
+    vector = load - lead
     if WRAPPED:
-        mask = inside & (number < count)
-        # the lead may be longer than a short row
-        vector = (vector % count + count) % count
+        mask = row_mask & (load < num_vectors)
+        # `lead` may exceed the number of vectors of a short row
+        vector = (vector % num_vectors + num_vectors) % num_vectors
     else:
-        mask = inside & (vector >= 0) & (vector < count)
+        mask = row_mask & (vector >= 0) & (vector < num_vectors)
     return vector, mask
 
 
@@ -165,121 +176,143 @@ def _assign_vectors(number, lead, count, inside, WRAPPED: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "ids",
-        "places",
-        "outside",
+        "order",
+        "invalid_position",
         "slots",
         "scales",
         "num_ids",
         "num_rows",
         "zero",
-        "line_inset",
+        "table_line_offset",
     ]
 )
 def _gather_rows(
     table,
     ids,
-    places,
+    order,
     out,
-    outside,
+    invalid_position,
     slots,
     cached,
     scales,
     num_ids,
     num_rows: tl.int64,
     zero,
-    line_inset,
+    table_line_offset,
     STRIDE_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    INSET_BYTES: tl.constexpr,
+    BASE_OFFSET: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     LANES: tl.constexpr,
     PASSES: tl.constexpr,
     ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FROM_LINE: tl.constexpr,
-    WRAPPED: tl.constexpr,
-    CACHED_VECTORS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SLOT_VECTORS: tl.constexpr,
     NUM_PEERS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    SCALED: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    CHECK_IDS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
 ):
-    """Copy rows of `table` to `out`, as words.
+    """Gather rows of `table` into `out`, as words: elements of the dtype of `table`.
 
-    The first row begins INSET_BYTES after the pointer `table`, which is aligned to 16 B and is
-    `line_inset` bytes after the begin of a 128 B line. If CACHED_VECTORS is above 0, rows with a
-    slot are read from `cached`, with CACHED_VECTORS vectors per slot. If NUM_PEERS is above 1,
-    `cached` has the addresses of NUM_PEERS memories, to which slots are assigned round-robin.
+    A program processes tiles of ROWS rows in a grid-stride loop. Each row is loaded by LANES lanes
+    in PASSES passes, one vector of VECTOR words per lane and pass, see `Lanes`.
 
-    SCALED=1: multiply each code by its row's scale. SCALED=2: by the scale of its block of
-    SCALE_COLUMNS columns. EXPONENT_BITS>0: codes are float8.
+    Sizes, strides and modes are compile-time constants, because Triton must know them to load whole
+    vectors and to omit unused code. They are separate parameters, because Triton before 3.2 accepts
+    no tuples. What follows from others, such as the bytes of a word, is computed in the kernel.
+
+    Args:
+        table: a multiple of 16 B; the first row begins BASE_OFFSET bytes after it.
+        ids: (num_ids,) ids of the rows.
+        order: HAS_ORDER: (num_ids,) positions in `ids`, in the order in which rows are read.
+        out: the result, whose rows are OUT_STRIDE words apart.
+        invalid_position: CHECK_IDS: (1,), the position of an id outside [0, num_rows).
+        slots: SLOT_VECTORS > 0: the cache slot of each row of the table, negative if not cached.
+        cached: SLOT_VECTORS > 0: the memory of the cached rows, SLOT_VECTORS vectors per slot.
+            NUM_PEERS > 1: the addresses of NUM_PEERS memories, to which slots are assigned
+            round-robin.
+        scales: HAS_SCALES: by which codes are multiplied. SCALE_COLUMNS = 0: one for each row;
+            otherwise one for each SCALE_COLUMNS columns.
+        num_ids: number of ids.
+        num_rows: number of rows of the table.
+        zero: 0, of which the compiler does not know that it is 0.
+        table_line_offset: bytes from the begin of a 128 B line to `table`. It changes with the
+            table's address, so it is no constant.
+        EXPONENT_BITS: of float8 codes, which are passed as int8; 0 for other dtypes.
     """
+    WORD_BYTES: tl.constexpr = table.dtype.element_ty.primitive_bitwidth // 8
     VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
     ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
-    slot = tl.arange(0, ROWS * LANES) // LANES
+    # every row begins at a multiple of the vector size
+    ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % VECTOR_BYTES == 0
+    # a shifted row that takes one pass begins on its first lane
+    FROM_LINE: tl.constexpr = LAYOUT == "wrapped" or (LAYOUT == "shifted" and PASSES > 1)
+    tile_row = tl.arange(0, ROWS * LANES) // LANES
     lane = tl.arange(0, ROWS * LANES) % LANES
-    part = tl.arange(0, VECTOR)
-    step = tl.num_programs(0) * ROWS
-    for begin in range(tl.program_id(0) * ROWS, num_ids, step):
-        i = begin + slot
-        inside = i < num_ids
-        i, row, inside = _read_ids(ids, places, outside, i, inside, num_rows, ORDERED, CHECKED)
+    vector_word = tl.arange(0, VECTOR)
+    grid_stride = tl.num_programs(0) * ROWS
+    for begin in range(tl.program_id(0) * ROWS, num_ids, grid_stride):
+        i = begin + tile_row
+        row_mask = i < num_ids
+        i, row, row_mask = _load_ids(
+            ids, order, invalid_position, i, row_mask, num_rows, HAS_ORDER, CHECK_IDS
+        )
         # 64-bit arithmetic for the addresses of rows, 32-bit within a row
-        start = INSET_BYTES + row * STRIDE_BYTES
+        start = BASE_OFFSET + row * STRIDE_BYTES
         row_words = table + start // VECTOR_BYTES * VECTOR
         # VECTOR_BYTES is a power of two, and `start` is not negative
-        inset = (start & (VECTOR_BYTES - 1)).to(tl.int32)
+        misalignment = (start & (VECTOR_BYTES - 1)).to(tl.int32)
         if ALIGNED:
-            inset = tl.zeros_like(slot)
-        count = (inset + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
+            misalignment = tl.zeros_like(tile_row)
+        num_vectors = (misalignment + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
         # vectors from the begin of the 128 B line to the row's first vector
-        line_offset = ((line_inset + start) & 127).to(tl.int32) // VECTOR_BYTES
-        lead = tl.zeros_like(slot)
+        line_offset = ((table_line_offset + start) & 127).to(tl.int32) // VECTOR_BYTES
+        lead = tl.zeros_like(tile_row)
         if FROM_LINE:
             lead = line_offset
-        # the first column's word within the row's first vector
-        inset_words = inset // WORD_BYTES
+        # words of the row's first vector that are before the row
+        skipped_words = misalignment // WORD_BYTES
         row_out = out + i * OUT_STRIDE
-        if SCALED == 1:
-            scale = tl.load(scales + row, mask=inside, other=0)
-        if CACHED_VECTORS > 0:
-            place = tl.load(slots + row, mask=inside, other=-1)
-            is_cached = place >= 0
-            cached_row_words = _point_to_copies(
-                table, cached, place, is_cached, line_offset, VECTOR, CACHED_VECTORS, NUM_PEERS
+        if HAS_SCALES and SCALE_COLUMNS == 0:
+            row_scale = tl.load(scales + row, mask=row_mask, other=0)
+        if SLOT_VECTORS > 0:
+            slot = tl.load(slots + row, mask=row_mask, other=-1)
+            is_cached = slot >= 0
+            cached_row_words = _cached_row_pointers(
+                table, cached, slot, is_cached, line_offset, VECTOR, SLOT_VECTORS, NUM_PEERS
             )
-        for turn in range(PASSES):
-            number = turn * LANES + lane
-            vector, mask = _assign_vectors(number, lead, count, inside, WRAPPED)
+        for pass_index in range(PASSES):
+            load = pass_index * LANES + lane
+            vector, mask = _assign_vectors(load, lead, num_vectors, row_mask, LAYOUT == "wrapped")
             # masked per vector, otherwise Triton would split the vectors
-            word = vector[:, None] * VECTOR + part[None, :]
+            word = vector[:, None] * VECTOR + vector_word[None, :]
             if VECTOR == 1:
                 # If Triton knows that rows of the table or of the result are aligned, it assigns
                 # several adjacent words to each lane, and loads them one by one where the mask may
                 # differ: then each load touches all lines. A run-time zero hides the alignment.
                 word += zero
             words = row_words[:, None] + word
-            if CACHED_VECTORS > 0:
-                uncached = tl.load(words, mask=(mask & (place < 0))[:, None], other=0)
+            if SLOT_VECTORS > 0:
+                uncached = tl.load(words, mask=(mask & (slot < 0))[:, None], other=0)
                 cached_words = cached_row_words[:, None] + word
                 values = tl.load(cached_words, mask=(mask & is_cached)[:, None], other=0)
                 values = tl.where(is_cached[:, None], values, uncached)
             else:
                 values = tl.load(words, mask=mask[:, None])
-            column = word - inset_words[:, None]
+            column = word - skipped_words[:, None]
             store_mask = mask[:, None]
             if not ALIGNED or ROW % VECTOR != 0:
                 store_mask = store_mask & (column >= 0) & (column < ROW)
-            if SCALED > 0:
+            if HAS_SCALES:
                 if EXPONENT_BITS > 0:
                     values = _float8_values(values, EXPONENT_BITS)
                 values = values.to(tl.float32)
-                if SCALED == 1:
-                    values *= scale[:, None]
+                if SCALE_COLUMNS == 0:
+                    values *= row_scale[:, None]
                 else:
                     values *= tl.load(scales + column // SCALE_COLUMNS, mask=store_mask, other=0)
             elif WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
@@ -320,7 +353,7 @@ def gather_rows(
             `ids.argsort()`, so that nearby rows are read at about the same time. It does not change
             the result.
         cached: cached rows of this table, which are read instead: on the device of `ids`, or
-            sharded over GPUs whose memory it can read.
+            sharded over GPUs whose memory that GPU can read.
         scales: for a table of codes, float32, contiguous, on the device of `ids`: (N,), one for
             each row, or one for each block of columns. See `gcnzc.kernels.gather.quantize`.
         scale_columns: columns of a block; None for a scale per row.
@@ -353,7 +386,7 @@ def gather_rows(
         is_aligned = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
         layout = _choose_layout(config, is_aligned, cached is not None)
     lanes = assign_lanes(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
-    word = table.dtype if converts else _word(lanes, out)
+    word = table.dtype if converts else _word_dtype(lanes, out)
     exponent_bits = 0
     if scales is not None:
         word, exponent_bits = torch.int8, EXPONENT_BITS[table.dtype]
@@ -362,10 +395,12 @@ def gather_rows(
     out_words = out.as_strided(out.shape, (out.stride(0), 1))
     out_words = out_words if converts else out_words.view(word)
     ids = ids.contiguous()
-    outside = torch.full((1,), -1, dtype=torch.int64, device=ids.device) if checked else ids
+    invalid_position = ids
+    if checked:
+        invalid_position = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
     programs = programs or config.programs or default_programs(out.device)
     num_programs = min(triton.cdiv(len(ids), _rows_per_program(lanes, config)), programs)
-    slots, cached_words, cached_vectors, num_peers = ids, words, 0, 1
+    slots, cached_words, slot_vectors, num_peers = ids, words, 0, 1
     if cached is not None and (cached.num_rows > 0 or cached.peers is not None):
         if layout not in ("shifted", "pitched"):
             raise ValueError(
@@ -373,38 +408,38 @@ def gather_rows(
                 "hint: omit the layout"
             )
         slots, cached_words = cached.slots, cached.memory.view(-1).view(word)
-        cached_vectors = cached.memory.shape[1] // VECTOR_BYTES
+        slot_vectors = cached.memory.shape[1] // VECTOR_BYTES
         if cached.peers is not None:
             cached_words, num_peers = cached.peers.addresses, len(cached.peers.addresses)
-    # a run-time argument, so that the address of the table does not cause a recompilation
-    line_inset = table.data_ptr() % LINE_BYTES // VECTOR_BYTES * VECTOR_BYTES
+    table_line_offset = table.data_ptr() % LINE_BYTES // VECTOR_BYTES * VECTOR_BYTES
     with _LAUNCH, on_device(out.device):
         _gather_rows[(num_programs,)](
             words,
             ids,
             ids if order is None else order.contiguous(),
             out_words,
-            outside,
+            invalid_position,
             slots,
             cached_words,
             ids if scales is None else scales,
             len(ids),
             table.shape[0],
             0,
-            line_inset,
+            table_line_offset,
             **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0), config),
-            CACHED_VECTORS=cached_vectors,
+            SLOT_VECTORS=slot_vectors,
             NUM_PEERS=num_peers,
-            ORDERED=order is not None,
-            CHECKED=checked,
-            SCALED=0 if scales is None else 1 if scale_columns is None else 2,
+            HAS_ORDER=order is not None,
+            CHECK_IDS=checked,
+            HAS_SCALES=scales is not None,
             SCALE_COLUMNS=scale_columns or 0,
             EXPONENT_BITS=exponent_bits,
             num_warps=config.warps or WARPS,
         )
-    if checked and (bad := int(outside)) >= 0:
+    if checked and (position := int(invalid_position)) >= 0:
         raise IndexError(
-            f"gather: id {int(ids[bad])} at {bad} is not in a table of {table.shape[0]} rows\n\n"
+            f"gather: id {int(ids[position])} at {position} is not in a table of "
+            f"{table.shape[0]} rows\n\n"
             "hint: is the table that of another graph?"
         )
     return out
@@ -425,32 +460,29 @@ def constants(
     word: torch.dtype,
     out_stride: int,
     config: KernelConfig = DEFAULT_CONFIG,
-) -> dict[str, int | bool]:
-    """Return the compile-time constants of `_gather_rows` for the layout of a table.
+) -> dict[str, int | str]:
+    """Return the compile-time constants of `_gather_rows` that depend on the table's layout.
 
-    The constants for cached rows, ORDERED, CHECKED and scales are not included.
+    The constants for the order, checks, cached rows and scales are not included.
 
     Args:
-        lanes: of the table.
+        lanes: the assignment of the table's rows to lanes.
         stride_bytes: bytes from one row of the table to the next.
         base: address of the first row.
-        word: integer dtype as which rows are loaded and stored.
+        word: dtype of the words that are loaded.
         out_stride: words from one row of the result to the next.
-        config: of the launch.
+        config: configuration of the launch.
     """
     return {
         "STRIDE_BYTES": stride_bytes,
         "ROW_BYTES": lanes.row_bytes,
-        "INSET_BYTES": base % VECTOR_BYTES,
+        "BASE_OFFSET": base % VECTOR_BYTES,
         "OUT_STRIDE": out_stride,
-        "WORD_BYTES": word.itemsize,
         "VECTOR": lanes.vector_bytes // word.itemsize,
         "LANES": lanes.lanes,
         "PASSES": lanes.passes,
         "ROWS": _rows_per_program(lanes, config),
-        "ALIGNED": lanes.unit_bytes >= lanes.vector_bytes or lanes.layout in ("scalar", "pitched"),
-        "FROM_LINE": lanes.from_line,
-        "WRAPPED": lanes.layout == "wrapped",
+        "LAYOUT": lanes.layout,
     }
 
 
@@ -470,9 +502,9 @@ def _rows_per_program(lanes: Lanes, config: KernelConfig) -> int:
     return max(1, 32 * (config.warps or WARPS) * (config.vectors or VECTORS) // lanes.lanes)
 
 
-def _word(lanes: Lanes, out: Tensor) -> torch.dtype:
+def _word_dtype(lanes: Lanes, out: Tensor) -> torch.dtype:
     # the widest word that divides rows, vectors and the result
-    sizes = [lanes.unit_bytes, lanes.vector_bytes, out.data_ptr(), lanes.row_bytes]
+    sizes = [lanes.alignment_bytes, lanes.vector_bytes, out.data_ptr(), lanes.row_bytes]
     if out.shape[0] > 1:
         sizes.append(out.stride(0) * out.element_size())
     return next(_WORDS[n] for n in _WORDS if all(size % n == 0 for size in sizes))

@@ -1,19 +1,20 @@
 """The layout of loads: which bytes of a row each lane of the gather kernel loads.
 
-The kernel in `gcnzc.kernels.gather.gpu` assigns some lanes to every row; each lane loads one vector
-per pass. A load of a warp of 32 lanes becomes one bus request for each 128 B line that it touches,
-so the address of the first lane and the width of a vector determine the number of requests per row.
-The kernel and the model of bus traffic both use the arithmetic in this module.
+A lane is a thread of a warp. The kernel in `gcnzc.kernels.gather.gpu` assigns 1 to 32 lanes to a
+row; in each pass, a lane loads one vector of 1 to 16 B. A load of a warp becomes one bus request
+for each 128 B line that it touches, so the address of the first lane's load and the size of a
+vector determine the number of requests per row. The kernel and the model of bus traffic both use
+the arithmetic in this module.
 """
 
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal, TypeAlias, get_args
 
-LINE_BYTES = 128  # largest bus request
+LINE_BYTES = 128  # a line of the GPU's caches, the largest bus request
 
 
-VECTOR_BYTES = 16  # largest load of a lane
+VECTOR_BYTES = 16  # the largest load of a lane
 
 
 WARP_LANES = 32
@@ -27,25 +28,30 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 @dataclass(frozen=True)
 class Lanes:
-    """How the rows of a table are assigned to lanes.
+    """The assignment of a table's rows to lanes.
 
-    `scalar` and `vector`: the first lane is at the begin of the row; a lane loads one element, or
-    as many as the alignment of all rows allows. `wrapped`: the first lane is on the 128 B line at
-    or below the row's begin, and the lanes before the row load its end (Min et al., VLDB 2021, Fig.
-    5). `shifted`: the same line, with vectors of 16 B whatever the row's alignment, and the lanes
-    before the row are masked; if one load of a warp covers a row, its first lane is on the row's
-    first vector instead. `pitched`: `shifted` for rows that all begin on a line.
+    - `scalar`: the first lane loads the row's first element, the next lane the next element.
+    - `vector`: the same with as many elements per lane as the alignment of all rows allows.
+    - `wrapped`: vectors as of `vector`. The first lane is assigned to the begin of the 128 B line
+      that contains the row's begin. Lanes before the row load the row's end: the circular shift of
+      Min et al. (VLDB 2021, Fig. 5).
+    - `shifted`: vectors of 16 B, whatever the alignment of rows. The first lane is assigned to the
+      begin of the line, as with `wrapped`, and lanes before the row are masked. If one load of a
+      warp covers a row, the first lane is assigned to the row's first vector instead.
+    - `pitched`: vectors of 16 B, for rows that all begin on a line.
+
+    A row's first vector is the one that contains the row's first byte.
     """
 
     layout: Layout
     row_bytes: int
-    unit_bytes: int  # power of two that divides the addresses, strides and lengths of rows
+    alignment_bytes: int  # largest power of two, up to 16, that divides all rows' begins and sizes
     vector_bytes: int  # bytes that a lane loads in a pass
     lanes: int  # lanes of a row, a power of two
     passes: int
-    from_line: bool  # the first lane is on the line at or below the row's begin
+    from_line: bool  # the first lane is assigned to the begin of the line of the row's begin
 
-    def lead(self, address: int) -> int:
+    def leading_lanes(self, address: int) -> int:
         """Return the number of lanes before a row's first vector."""
         if not self.from_line:
             return 0
@@ -56,13 +62,19 @@ class Lanes:
         begin = address - address % self.vector_bytes
         return -(-(address + self.row_bytes - begin) // self.vector_bytes)
 
-    def load_address(self, address: int, part: int, lane: int) -> int | None:
-        """Return the address that a lane loads in pass `part` of a row; None if it is masked."""
-        number, count = part * self.lanes + lane, self.num_vectors(address)
-        vector = number - self.lead(address)
-        if self.layout == "wrapped" and number < count:
-            vector %= count
-        elif self.layout == "wrapped" or not 0 <= vector < count:
+    def load_address(self, address: int, pass_index: int, lane: int) -> int | None:
+        """Return the address that a lane loads in a pass over a row; None if it is masked.
+
+        Args:
+            address: of the row.
+            pass_index: from 0 to `passes` - 1.
+            lane: from 0 to `lanes` - 1.
+        """
+        load, num_vectors = pass_index * self.lanes + lane, self.num_vectors(address)
+        vector = load - self.leading_lanes(address)
+        if self.layout == "wrapped" and load < num_vectors:
+            vector %= num_vectors
+        elif self.layout == "wrapped" or not 0 <= vector < num_vectors:
             return None
         return address - address % self.vector_bytes + vector * self.vector_bytes
 
@@ -82,8 +94,9 @@ def assign_lanes(
     Raises:
         ValueError: the layout is `pitched`, and rows do not begin on 128 B lines.
     """
-    together = gcd(row_bytes, stride_bytes, base)
-    unit_bytes = min(VECTOR_BYTES, together & -together)
+    divisor = gcd(row_bytes, stride_bytes, base)
+    # the largest power of two that divides it
+    alignment_bytes = min(VECTOR_BYTES, divisor & -divisor)
     if layout == "pitched" and (stride_bytes % LINE_BYTES or base % LINE_BYTES):
         raise ValueError(
             f"rows {stride_bytes} bytes apart from address {base:#x} do not begin on lines of "
@@ -92,15 +105,19 @@ def assign_lanes(
     if layout == "scalar":
         vector_bytes = item_bytes
     elif layout in ("vector", "wrapped"):
-        vector_bytes = unit_bytes
+        vector_bytes = alignment_bytes
     else:
         vector_bytes = VECTOR_BYTES
-    most = -(-(_max_offset(stride_bytes, base, vector_bytes) + row_bytes) // vector_bytes)
-    from_line = layout == "wrapped" or (layout == "shifted" and most > WARP_LANES)
+    # of any row
+    max_vectors = -(-(_max_offset(stride_bytes, base, vector_bytes) + row_bytes) // vector_bytes)
+    from_line = layout == "wrapped" or (layout == "shifted" and max_vectors > WARP_LANES)
     if from_line and layout == "shifted":
-        most = -(-(_max_offset(stride_bytes, base, LINE_BYTES) + row_bytes) // vector_bytes)
-    lanes = min(WARP_LANES, 1 << (most - 1).bit_length())
-    return Lanes(layout, row_bytes, unit_bytes, vector_bytes, lanes, -(-most // lanes), from_line)
+        # with the lanes before the row
+        max_offset = _max_offset(stride_bytes, base, LINE_BYTES)
+        max_vectors = -(-(max_offset + row_bytes) // vector_bytes)
+    lanes = min(WARP_LANES, 1 << (max_vectors - 1).bit_length())
+    passes = -(-max_vectors // lanes)
+    return Lanes(layout, row_bytes, alignment_bytes, vector_bytes, lanes, passes, from_line)
 
 
 def _max_offset(stride_bytes: int, base: int, size: int) -> int:

@@ -64,11 +64,11 @@ def check(layout, row_bytes, item_bytes, stride_bytes, base, split_bytes=None):
 
 def strides(layout, row_bytes, item_bytes):
     """Side by side, a little apart, and on lines."""
-    aligned_view = row_bytes + -row_bytes % 128
+    padded_bytes = row_bytes + -row_bytes % 128
     return (
-        [aligned_view]
+        [padded_bytes]
         if layout == "pitched"
-        else [row_bytes, row_bytes + 3 * item_bytes, aligned_view]
+        else [row_bytes, row_bytes + 3 * item_bytes, padded_bytes]
     )
 
 

@@ -35,18 +35,18 @@ def program(case, arch):
     config = KernelConfig(warps=case["warps"] or None, vectors=case["vectors"] or None)
     stride_bytes, out_stride = case["stride_bytes"], case["out_stride"]
     options = constants(lanes, stride_bytes, case["base"], word, out_stride, config)
-    options |= {"ORDERED": case["ordered"], "CHECKED": case["checked"]}
-    options |= {"CACHED_VECTORS": case["cached_vectors"], "NUM_PEERS": case["num_peers"]}
-    options |= {"SCALED": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
+    options |= {"HAS_ORDER": case["ordered"], "CHECK_IDS": case["checked"]}
+    options |= {"SLOT_VECTORS": case["slot_vectors"], "NUM_PEERS": case["num_peers"]}
+    options |= {"HAS_SCALES": case["scaled"], "SCALE_COLUMNS": case["scale_columns"]}
     options["EXPONENT_BITS"] = EXPONENT_BITS.get(getattr(torch, case["codes"]), 0)
     letters = {"int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "fp16",
                "float32": "fp32", "bfloat16": "bf16", "float8_e5m2": "fp8e5"}
     table, out = (f"*{letters[case[name]]}" for name in ("word", "out_word"))
     ids = "*" + case["ids"]
-    types = dict(table=table, ids=ids, places=ids, out=out, outside="*i64")
+    types = dict(table=table, ids=ids, order=ids, out=out, invalid_position="*i64")
     cached = table if case["num_peers"] == 1 else "*i64"
     types |= dict(slots="*i32", cached=cached, scales="*fp32" if case["scaled"] else ids)
-    types |= dict(num_ids="i32", num_rows="i64", zero="i32", line_inset="i32")
+    types |= dict(num_ids="i32", num_rows="i64", zero="i32", table_line_offset="i32")
     names = list(_gather_rows.arg_names)
     # what a launch knows of pointers that torch allocated
     aligned = ("table", "out", "cached")
@@ -76,9 +76,9 @@ class Case:
     ids: str = "i64"
     ordered: bool = False
     checked: bool = False
-    cached_vectors: int = 0
+    slot_vectors: int = 0
     num_peers: int = 1
-    scaled: int = 0
+    scaled: bool = False
     scale_columns: int = 0
     codes: str = "int8"
     warps: int = 0  # as usual
@@ -164,7 +164,7 @@ def test_loads_whole_vectors(arch, tmp_path):
         SHIFTED + CONVERTED, compiled(SHIFTED + CONVERTED, arch, tmp_path), strict=True
     ):
         loads = global_bytes(made["ptx"], "ld")
-        # ids, and with `ordered` the places of ids, are loaded one by one
+        # ids, and with `ordered` their positions, are loaded one by one
         wide = [size for size in loads if size == 16]
         narrow = [size for size in loads if size < 16]
         id_bytes = 4 if case.ids == "i32" else 8
@@ -189,9 +189,9 @@ def test_baselines_load_the_documented_widths(arch, tmp_path):
 def test_cached_rows_of_several_memories_are_loaded_as_wide_vectors(arch, tmp_path):
     """Each row costs one load more, of the address where its memory begins."""
     cases = [
-        Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32, num_peers=2),
-        Case("shifted", 1204, 1204, 0, 2, "int32", cached_vectors=88, num_peers=3),
-        Case("pitched", 404, 512, 0, 4, "int32", cached_vectors=32, num_peers=8),
+        Case("shifted", 400, 400, 0, 4, "int64", slot_vectors=32, num_peers=2),
+        Case("shifted", 1204, 1204, 0, 2, "int32", slot_vectors=88, num_peers=3),
+        Case("pitched", 404, 512, 0, 4, "int32", slot_vectors=32, num_peers=8),
     ]
     for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
@@ -201,8 +201,8 @@ def test_cached_rows_of_several_memories_are_loaded_as_wide_vectors(arch, tmp_pa
 
 def test_cached_rows_are_loaded_as_wide_vectors(tmp_path):
     cases = [
-        Case("shifted", 400, 400, 0, 4, "int64", cached_vectors=32),
-        Case("shifted", 1204, 1204, 0, 2, "int32", cached_vectors=88),
+        Case("shifted", 400, 400, 0, 4, "int64", slot_vectors=32),
+        Case("shifted", 1204, 1204, 0, 2, "int32", slot_vectors=88),
     ]
     for made in compiled(cases, 90, tmp_path):
         loads = global_bytes(made["ptx"], "ld")
@@ -216,17 +216,17 @@ def test_codes_are_loaded_as_wide_vectors(arch, tmp_path):
     """Of every type on every GPU: a scale of a row is one load more, one of columns at most 16."""
     cases = [
         Case(
-            "shifted", 100, 100, 0, 1, "int8", "float32", scaled=kind, scale_columns=16, codes=codes
+            "shifted", 100, 100, 0, 1, "int8", "float32", scaled=True, scale_columns=c, codes=codes
         )
-        for kind in (1, 2)
+        for c in (0, 16)
         for codes in ("int8", "float8_e4m3fn", "float8_e5m2")
     ]
-    cases.append(Case("pitched", 100, 128, 0, 1, "int8", "bfloat16", scaled=1, cached_vectors=8))
+    cases.append(Case("pitched", 100, 128, 0, 1, "int8", "bfloat16", scaled=True, slot_vectors=8))
     for case, made in zip(cases, compiled(cases, arch, tmp_path), strict=True):
         loads = global_bytes(made["ptx"], "ld")
-        wide = 8 if case.cached_vectors else 4
-        narrow = 4 if case.scaled == 1 else 4 * 16
-        slots = 4 if case.cached_vectors else 0
+        wide = 8 if case.slot_vectors else 4
+        narrow = 4 if case.scale_columns == 0 else 4 * 16
+        slots = 4 if case.slot_vectors else 0
         assert sorted(loads) == [4] * (narrow + slots) + [8] * 4 + [16] * wide, (case, loads)
         assert ".local" not in made["ptx"], case
 
@@ -234,6 +234,14 @@ def test_codes_are_loaded_as_wide_vectors(arch, tmp_path):
 def test_stores_whole_vectors_where_rows_are_whole(tmp_path):
     for made in compiled([SHIFTED[0], SHIFTED[-1]], 90, tmp_path):
         assert set(global_bytes(made["ptx"], "st")) == {16}
+
+
+def test_rows_that_begin_on_vectors_are_stored_from_the_lanes_that_load_them(tmp_path):
+    """A row of 404 B is not whole vectors, but with a stride of 416 B every row begins on one."""
+    case = Case("shifted", 404, 416, 0, 4, "int32")
+    (made,) = compiled([case], 90, tmp_path)
+    assert "ld.shared" not in made["ptx"]
+    assert global_bytes(made["ptx"], "ld").count(16) == 4
 
 
 def registers(ptx, arch, folder):

@@ -149,11 +149,11 @@ def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
     ((grid, options),) = launched
     assert grid == (5,)
-    assert (options["num_warps"], options["ROWS"], options["WRAPPED"]) == (4, 8, True)
+    assert (options["num_warps"], options["ROWS"], options["LAYOUT"]) == (4, 8, "wrapped")
     # what is said beside it goes before it
     gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig("wrapped", programs=5))
     grid, options = launched[1]
-    assert (grid, options["WRAPPED"], options["num_warps"]) == ((2,), False, 8)
+    assert (grid, options["LAYOUT"], options["num_warps"]) == ((2,), "vector", 8)
     # no more programs than there is work for
     gather_rows(table, ids[:17], config=KernelConfig(programs=50, warps=4, vectors=2))
     assert launched[2][0] == (3,)
@@ -163,8 +163,8 @@ def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     gather_cached(table, ids, cached, config=KernelConfig("wrapped", programs=7))
     assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
     # hot rows are read by whole vectors, whatever the way
-    assert launched[-1][1]["CACHED_VECTORS"] > 0
-    assert not launched[-1][1]["WRAPPED"]
+    assert launched[-1][1]["SLOT_VECTORS"] > 0
+    assert launched[-1][1]["LAYOUT"] == "shifted"
 
 
 def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):

@@ -122,13 +122,13 @@ def test_lanes_of_a_row_are_adjacent_in_one_warp(layout):
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "stride_bytes", "base", "unit_bytes"),
+    ("row_bytes", "stride_bytes", "base", "alignment_bytes"),
     [(400, 400, 0, 16), (400, 400, 8, 8), (200, 256, 0, 8), (602, 602, 0, 2), (3, 3, 0, 1)],
 )
-def test_vectors_are_as_wide_as_every_row_allows(row_bytes, stride_bytes, base, unit_bytes):
+def test_vectors_are_as_wide_as_every_row_allows(row_bytes, stride_bytes, base, alignment_bytes):
     for layout in ("vector", "wrapped"):
         lanes = assign_lanes(layout, row_bytes, stride_bytes, base, 1)
-        assert lanes.vector_bytes == lanes.unit_bytes == unit_bytes
+        assert lanes.vector_bytes == lanes.alignment_bytes == alignment_bytes
     assert assign_lanes("scalar", row_bytes, stride_bytes, base, 1).vector_bytes == 1
     assert assign_lanes("shifted", row_bytes, stride_bytes, base, 1).vector_bytes == VECTOR_BYTES
 
