@@ -62,6 +62,12 @@ def with_caption(text: str, lines: Iterable[Line], command: str) -> str:
     return f"{text}\n{', '.join(parts)}. Measured by `{command}`.\n"
 
 
+def with_source(text: str, lines: Iterable[Line], command: str) -> str:
+    """Return a table with a caption that states by which command its figures were computed."""
+    commits = ", ".join(sorted({f"`{line['commit']}`" for line in lines}))
+    return f"{text}\nComputed by `{command}` at commit {commits}; nothing was measured.\n"
+
+
 def spread(
     line: Mapping[str, Any], name: str = "test_percent", unit: str = "spread_percent"
 ) -> str:
@@ -443,7 +449,7 @@ def bus_requests() -> str:
         "memory of padded rows",
         "stored, read as",
     ]
-    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.loading.pcie")
+    return with_source(markdown(heads, rows), lines.values(), "python -m bench.loading.pcie")
 
 
 @table
@@ -466,4 +472,4 @@ def bus_limits() -> str:
             cells.append(f"{least / 1e9:.1f}, {line['binds']}")
         rows.append([name, layout, *cells])
     heads = ["rows", "layout", *(f"PCIe {generation}, {tags} tags" for generation, tags in cases)]
-    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.loading.pcie")
+    return with_source(markdown(heads, rows), lines.values(), "python -m bench.loading.pcie")

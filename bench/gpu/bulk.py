@@ -1,9 +1,9 @@
 """Gather rows by bulk asynchronous copies (`cp.async.bulk`) of Hopper GPUs.
 
-One thread asks for a whole row, which its multiprocessor's copy engine brings into shared memory
-and from there to its place, so that no registers wait for the bus. An experiment of
-bench/gpu/suite.py: whether the engine reads the host's memory at all, and how fast. CUDA C++,
-compiled at run time.
+One thread of a block requests whole rows. The Tensor Memory Accelerator (TMA) copies each row from
+host memory into shared memory, and from there to the result, so that no registers hold rows while
+they are read over the bus. This is an experiment of bench/gpu/suite.py: it measures whether bulk
+copies can read host memory, and how fast. The kernel is CUDA C++, compiled at run time.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-STAGES = 8  # rows that a block has on their way
+STAGES = 8  # rows that a block has in flight
 SOURCE = r"""
 extern "C" __global__ void bulk(
     const char* table, const long long* ids, char* out, int num_ids, int row_bytes, int pitch
@@ -27,7 +27,7 @@ extern "C" __global__ void bulk(
     asm volatile("fence.mbarrier_init.release.cluster;");
     asm volatile("fence.proxy.async.shared::cta;");
     long long step = gridDim.x, first = blockIdx.x;
-    auto ask = [&](long long turn) {
+    auto load = [&](long long turn) {
         long long i = first + turn * step;
         if (i >= num_ids) return;
         int s = turn % STAGES;
@@ -41,11 +41,11 @@ extern "C" __global__ void bulk(
             " [%0], [%1], %2, [%3];"
             :: "r"(to), "l"(from), "r"(row_bytes), "r"(bar) : "memory");
     };
-    for (int turn = 0; turn < STAGES - 1; turn++) ask(turn);
+    for (int turn = 0; turn < STAGES - 1; turn++) load(turn);
     for (long long turn = 0; first + turn * step < num_ids; turn++) {
-        // the stage that is asked for next was stored a turn ago
+        // the next load overwrites the stage whose row was stored in the previous iteration
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        ask(turn + STAGES - 1);
+        load(turn + STAGES - 1);
         int s = turn % STAGES;
         unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
         unsigned phase = (turn / STAGES) & 1, done = 0;
@@ -71,11 +71,11 @@ def bulk_gather(table: Tensor, ids: Tensor, out: Tensor, *, blocks: int = 0) -> 
     Args:
         table: (N, D) page-locked on the host.
         ids: (B,) int64 on a GPU of compute capability 9.0 or above.
-        out: (B, D) there.
-        blocks: of one warp; eight for each multiprocessor if 0.
+        out: (B, D) on the GPU of `ids`.
+        blocks: number of thread blocks, each of one warp; eight per multiprocessor if 0.
 
     Raises:
-        RuntimeError: the device has no such copies, or refuses these.
+        RuntimeError: the device does not support bulk copies, or rejects these.
     """
     if ids.device.type != "cuda":
         raise RuntimeError("no CUDA device here, so no bulk copies")

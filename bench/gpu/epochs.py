@@ -238,7 +238,7 @@ def tables_of(
     yield "float32", exact
     yield "float16", FeatureTable(rows(torch.float16))
     yield "int8", FeatureTable(rows(torch.int8), torch.full((shape.num_nodes,), 0.01))
-    # what sources are drawn by is not what counts: they are, so count them
+    # rows are ranked by how often they are sources, not by the weights that sources were drawn by
     popularity = torch.bincount(work.graph.indices[: 1 << 27].long(), minlength=shape.num_nodes)
     yield "hot", cached(exact, HOT_SHARE, popularity, device=bench.device)
     if fits:
@@ -345,7 +345,7 @@ def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> N
 def measure_two_engines(
     bench: Bench,
     memory: Tensor,
-    dense: Callable[[Tensor], dict[str, tuple[int, Callable[[], object]]]],
+    bounds: Callable[[Tensor], dict[str, tuple[int, Callable[[], object]]]],
     payload_bytes: int,
     batches: int,
 ) -> None:
@@ -353,14 +353,14 @@ def measure_two_engines(
 
     Args:
         bench: where.
-        memory: page-locked, of which the table is made.
-        dense: the roofs of bench/gpu/suite.py, among them the copy engine's.
-        payload_bytes: of one minibatch.
-        batches: of a round.
+        memory: page-locked memory for the table.
+        bounds: `Bench.bounds` of bench/gpu/suite.py: dense reads, and a copy by the copy engine.
+        payload_bytes: bytes of the rows of one minibatch.
+        batches: minibatches of a round.
     """
     if bench.device.type != "cuda":
         return
-    roofs = pcie_bench.measure_rates(dense(memory), bench.where.seconds, 5)
+    rates = pcie_bench.measure_rates(bounds(memory), bench.where.seconds, 5)
     for row_bytes in ROW_BYTES:
         table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
         table = FeatureTable(table.rows.view(torch.float32))
@@ -383,8 +383,8 @@ def measure_two_engines(
                     "two_engines",
                     {"row_bytes": row_bytes, "copied_share": share, "threads": threads},
                     payload_bytes_per_s=rate,
-                    share_of_copy_engine=rate / roofs["copy engine"],
-                    share_of_dense_read=rate / roofs["dense read"],
+                    share_of_copy_engine=rate / rates["copy engine"],
+                    share_of_dense_read=rate / rates["dense read"],
                 )
 
 
@@ -416,7 +416,7 @@ def parts(locked: Callable[..., Any], *, small: bool) -> dict[str, Callable[[Any
 
     def two_engines(bench: Any) -> None:
         with locked(bench.scale.table_bytes) as memory:
-            measure_two_engines(bench, memory, bench.dense, bench.scale.payload_bytes, 40)
+            measure_two_engines(bench, memory, bench.bounds, bench.scale.payload_bytes, 40)
 
     return {
         "two-engine": two_engines,

@@ -258,7 +258,7 @@ def _compile_gathers(rows: Any, ids: Any, layout: Any) -> None:
 
 
 class _Target:
-    """As much of a Triton driver as compiling for a GPU needs that is not there."""
+    """A minimal Triton driver, to compile for a GPU that this machine does not have."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch

@@ -5,15 +5,16 @@
     python -m bench.gpu.suite link gather --quick       fewer widths and rounds, in about a minute
     python -m bench.gpu.suite all --small               tiny, on any machine, and not recorded
 
-`link` measures the link itself; `gather` layouts, widths, dtypes, numbers of ids and of programs;
-`tlb` tables that are larger than what page tables keep at hand; `cache` hot rows by their hit rate;
-`codes` quantised rows; `bulk` asynchronous bulk copies from the host's memory into shared memory;
-`two-engine`, `overlap`, `epoch` and `epoch-large` whole minibatches, as bench/gpu/epochs.py tells.
-Every way is checked against the rows it should bring before it is timed, on random bits. Times are
-the GPU's own, medians of rounds in which all ways of a case take turns. The roof is a dense range
-read by the GPU's threads, measured in the same rounds.
+`link` measures the PCIe bus; `gather` layouts, widths, dtypes, numbers of ids and of programs;
+`tlb` tables beyond the reach of the GPU's TLB; `cache` cached rows by their hit rate; `codes`
+quantized rows; `bulk` asynchronous bulk copies from host memory into shared memory; `two-engine`,
+`overlap`, `epoch` and `epoch-large` whole minibatches, see bench/gpu/epochs.py.
 
-On a machine without git, GCNZC_COMMIT in the environment says of which commit the lines are.
+Each gather is first run once, and its rows are compared with the expected ones. Times are measured
+by CUDA events; each is the median of rounds in which all tasks of a case alternate. Rates are also
+recorded relative to a dense read, of a contiguous range by the GPU's threads, in the same rounds.
+
+On a machine without git, the environment variable GCNZC_COMMIT sets the commit that is recorded.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from gcnzc.tune import pcie_bench
 
 GIB = 1 << 30
 ROUNDS = 11
-# the rows of public sets, fp32 or fp16, and widths around vectors, lines and warps
+# rows of public datasets in float32 or float16, and widths near those of vectors, lines and warps
 WIDTHS_BYTES = (
     *(4, 16, 32, 64, 100, 128, 132, 200, 256, 400, 512, 516),
     *(768, 1024, 1204, 1536, 2000, 2408, 4096, 5732, 14812, 27220),
@@ -76,7 +77,7 @@ QUICK = Scale(2 * GIB, 1 << 25, 3, (400, 512, 2408, 5732), (10_000, 100_000), (8
 
 
 class Bench:
-    """The device, the table's memory, and where lines go."""
+    """The device, the scale of the measurements, and how results are recorded."""
 
     def __init__(self, scale: Scale, recorded: bool) -> None:
         self.where = pcie_bench.current_gpu() or pcie_bench.Gpu(
@@ -91,18 +92,18 @@ class Bench:
         else:
             print(part, case, derived, flush=True)
 
-    def rates(self, ways: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
-        """Measure the bytes per second of each way in interleaved rounds."""
-        return pcie_bench.measure_rates(ways, self.where.seconds, self.scale.rounds)
+    def rates(self, tasks: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
+        """Measure the bytes per second of each task in interleaved rounds."""
+        return pcie_bench.measure_rates(tasks, self.where.seconds, self.scale.rounds)
 
-    def dense(self, memory: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
-        """Measure the upper bounds: a dense read on few and on many multiprocessors, and a copy."""
+    def bounds(self, memory: Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
+        """Return tasks that bound a gather: dense reads by few and by many programs, and a copy."""
         source = memory[: max(self.scale.payload_bytes, LINE_BYTES)]
         out = torch.empty_like(source, device=self.device)
         few = gpu.default_programs(self.device)
         return {
             "dense read": (len(source), lambda: read_dense(source, out)),
-            "dense read, all multiprocessors": (
+            "dense read, many programs": (
                 len(source),
                 lambda: read_dense(source, out, programs=16 * few),
             ),
@@ -122,9 +123,9 @@ def random_bytes(num_bytes: int, *, huge: bool = True) -> Iterator[Tensor]:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.int8)
-    # a stretch of random bits over and over, of a length that no row's stride divides
-    stretch = np.random.default_rng(0).integers(0, 256, min(num_bytes, 99_991_111), np.uint8)
-    pattern = torch.from_numpy(stretch).view(torch.int8)
+    # a random pattern is repeated; no row's stride divides its length, so that rows differ
+    random = np.random.default_rng(0).integers(0, 256, min(num_bytes, 99_991_111), np.uint8)
+    pattern = torch.from_numpy(random).view(torch.int8)
     for begin in range(0, num_bytes, len(pattern)):
         part = whole[begin : begin + len(pattern)]
         part.copy_(pattern[: len(part)])
@@ -140,17 +141,35 @@ def rows_of(memory: Tensor, row_bytes: int, stride_bytes: int, dtype: torch.dtyp
     return words.as_strided((num_rows, row_bytes // size), (stride_bytes // size, 1))
 
 
-def check_equal(found: Tensor, rows: Tensor, ids: Tensor, what: str) -> None:
-    """Refuse to time what brings wrong rows."""
+def check_gather(
+    gather: Callable[[], object], out: Tensor, rows: Tensor, ids: Tensor, name: str
+) -> None:
+    """Run a gather into `out` once, and check its rows."""
+    out.fill_(7)
+    gather()
+    check_equal(out, rows, ids, name)
+
+
+def check_equal(found: Tensor, rows: Tensor, ids: Tensor, name: str) -> None:
+    """Check that a gather returned the right rows, converted to the dtype of `found`.
+
+    Raises:
+        RuntimeError: it did not.
+    """
     some = torch.linspace(0, len(ids) - 1, min(len(ids), 20_000)).long()
     expected = rows[ids[some.to(ids.device)].cpu()].to(found.dtype).contiguous()
     got = found[some.to(found.device)].cpu().contiguous()
-    if not torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
-        raise RuntimeError(f"{what} brought wrong rows")
+    if rows.dtype != found.dtype:
+        # Triton's interpreter converts NaN of float8 to infinity
+        finite = expected.isfinite()
+        got, expected = got[finite], expected[finite]
+    is_equal = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    if not is_equal:
+        raise RuntimeError(f"{name} returned wrong rows")
 
 
 def measure_link(bench: Bench) -> None:
-    """Measure the rates of the bus, and of each layout at some row widths."""
+    """Measure the PCIe bus: copies, dense reads and latency."""
     with random_bytes(max(bench.scale.payload_bytes * 8, 1 << 18)) as memory:
         bench.record("link", {"what": "link"}, **pcie_bench.measure_bus(bench.where, memory))
 
@@ -172,7 +191,7 @@ def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
     item = torch.float32 if row_bytes % 4 == 0 else torch.float16
     num_ids = max(1, bench.scale.payload_bytes // row_bytes)
     pitch = -(-row_bytes // LINE_BYTES) * LINE_BYTES
-    ways, models = bench.dense(memory), {}
+    tasks, models = bench.bounds(memory), {}
     for layout in LAYOUTS:
         stride = pitch if layout == "pitched" else row_bytes
         rows = rows_of(
@@ -181,18 +200,17 @@ def measure_layouts(bench: Bench, memory: Tensor, row_bytes: int) -> None:
         ids = torch.randint(len(rows), (num_ids,), device=bench.device)
         out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
 
-        way = partial(gather_rows, rows, ids, out, layout=layout)
-        way()
-        check_equal(out, rows, ids, f"{layout}, {row_bytes} B")
-        ways[layout] = (num_ids * row_bytes, way)
+        gather = partial(gather_rows, rows, ids, out, layout=layout)
+        check_gather(gather, out, rows, ids, f"{layout}, {row_bytes} B")
+        tasks[layout] = (num_ids * row_bytes, gather)
         models[layout] = traffic(
             row_bytes, layout=layout, item_bytes=item.itemsize, stride_bytes=stride
         )
-    record_shares(bench, "gather", {"row_bytes": row_bytes, "num_ids": num_ids}, ways, models)
+    record_shares(bench, "gather", {"row_bytes": row_bytes, "num_ids": num_ids}, tasks, models)
 
 
 def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
-    """Zero-copy by number of ids, beside what a user would run instead."""
+    """Measure zero-copy and its alternatives by number of ids."""
     rows = rows_of(memory, row_bytes, row_bytes, torch.float32)
     small = rows[: max(1, len(rows) // 8)]
     on_gpu = copy_to(small, bench.device)
@@ -201,24 +219,24 @@ def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
         host_ids, num_bytes = ids.cpu(), num_ids * row_bytes
         out = torch.empty(num_ids, rows.shape[1], device=bench.device)
         staging = torch.empty(num_ids, rows.shape[1], pin_memory=bench.device.type == "cuda")
-        ours: dict[str, Callable[[], object]] = {
+        gathers: dict[str, Callable[[], object]] = {
             "zero-copy": partial(gather_rows, small, ids, out),
             "zero-copy, ids sorted": partial(gather_in_order, small, ids, out),
-            "zero-copy, ids looked at": partial(gather_rows, small, ids, out, checked=True),
+            "zero-copy, ids checked": partial(gather_rows, small, ids, out, checked=True),
             "CPU gather, staged copy": partial(staged_gather, small, host_ids, staging, out),
             "CPU index, pageable copy": partial(plain_gather, small, host_ids, out),
             "features on the GPU": partial(torch.index_select, on_gpu, 0, ids, out=out),
         }
-        for name, way in ours.items():
-            out.fill_(7)
-            way()
-            check_equal(out, small, ids, name)
-        ways = bench.dense(memory) | {name: (num_bytes, way) for name, way in ours.items()}
-        record_shares(bench, "gather_beside", {"row_bytes": row_bytes, "num_ids": num_ids}, ways)
+        for name, gather in gathers.items():
+            check_gather(gather, out, small, ids, name)
+        tasks = bench.bounds(memory) | {
+            name: (num_bytes, gather) for name, gather in gathers.items()
+        }
+        record_shares(bench, "gather_beside", {"row_bytes": row_bytes, "num_ids": num_ids}, tasks)
 
 
 def gather_in_order(rows: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Zero-copy, rows taken in the order in which they lie; sorting is part of it."""
+    """Zero-copy in the order of the rows' addresses, including the time to sort the ids."""
     gather_rows(rows, ids, out, order=ids.argsort())
 
 
@@ -243,59 +261,59 @@ def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
     try:
         for warps, vectors in ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4)):
             gpu.WARPS, gpu.VECTORS = warps, vectors
-            ways = bench.dense(memory) | {
-                str(programs): (
-                    num_ids * row_bytes,
-                    partial(gather_rows, rows, ids, out, programs=programs),
-                )
+            gathers = {
+                str(programs): partial(gather_rows, rows, ids, out, programs=programs)
                 for programs in bench.scale.programs
             }
+            for name, gather in gathers.items():
+                check_gather(gather, out, rows, ids, f"{name} programs, {row_bytes} B")
+            tasks = bench.bounds(memory) | {
+                name: (num_ids * row_bytes, gather) for name, gather in gathers.items()
+            }
             case = {"row_bytes": row_bytes, "warps": warps, "vectors": vectors}
-            record_shares(bench, "gather_programs", case, ways)
+            record_shares(bench, "gather_programs", case, tasks)
     finally:
         gpu.WARPS, gpu.VECTORS = chosen
 
 
 def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
-    """Measure rows per second by stored dtype, unchanged and converted to float32 or float16."""
+    """Measure gathers by stored dtype, unchanged and converted to float16."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e5m2]
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
-    ways = bench.dense(memory)
+    tasks = bench.bounds(memory)
     for dtype in dtypes:
         rows = rows_of(memory, columns * dtype.itemsize, columns * dtype.itemsize, dtype)
         ids = torch.randint(len(rows), (num_ids,), device=bench.device)
         for target in dict.fromkeys((dtype, torch.float16)):
             out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
 
-            way = partial(gather_rows, rows, ids, out)
-            way()
-            if target == dtype:
-                check_equal(out, rows, ids, str(dtype))
-            ways[f"{dtype} to {target}"] = (num_ids * columns * dtype.itemsize, way)
-    record_shares(bench, "gather_dtypes", {"columns": columns, "num_ids": num_ids}, ways)
+            gather = partial(gather_rows, rows, ids, out)
+            check_gather(gather, out, rows, ids, f"{dtype} to {target}")
+            tasks[f"{dtype} to {target}"] = (num_ids * columns * dtype.itemsize, gather)
+    record_shares(bench, "gather_dtypes", {"columns": columns, "num_ids": num_ids}, tasks)
 
 
 def record_shares(
     bench: Bench,
     part: str,
     case: dict[str, object],
-    ways: dict[str, tuple[int, Callable[[], object]]],
+    tasks: dict[str, tuple[int, Callable[[], object]]],
     models: dict[str, object] | None = None,
 ) -> None:
-    """Record one line for each way, relative to the dense read and to the copy engine."""
-    rates = bench.rates(ways)
-    roof = max(rates[name] for name in rates if name.startswith("dense read"))
-    for way, rate in rates.items():
+    """Record one line for each task, relative to the dense read and to the copy engine."""
+    rates = bench.rates(tasks)
+    dense_rate = max(rates[name] for name in rates if name.startswith("dense read"))
+    for name, rate in rates.items():
         derived = {
             "payload_bytes_per_s": rate,
-            "share_of_dense_read": rate / roof,
+            "share_of_dense_read": rate / dense_rate,
             "share_of_copy_engine": rate / rates["copy engine"],
         }
-        model = (models or {}).get(way)
+        model = (models or {}).get(name)
         if model is not None:
             derived["model_requests_per_row"] = float(model.requests_per_row)
             derived["model_efficiency"] = float(model.efficiency)
-        bench.record(part, {"way": way} | case, **derived)
+        bench.record(part, {"way": name} | case, **derived)
 
 
 def measure_tlb(bench: Bench) -> None:
@@ -311,44 +329,48 @@ def measure_tlb(bench: Bench) -> None:
                 ids = torch.randint(len(rows), (num_ids,), device=bench.device)
                 ordered = ids.sort().values
                 out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
-                gather_rows(rows, ids, out)
-                check_equal(out, rows, ids, f"{gib} GiB")
+                gathers = {
+                    "ids as they come": (partial(gather_rows, rows, ids, out), ids),
+                    "ids in order": (partial(gather_rows, rows, ordered, out), ordered),
+                }
+                for name, (gather, expected) in gathers.items():
+                    check_gather(gather, out, rows, expected, f"{gib} GiB, {name}")
                 num_bytes = num_ids * row_bytes
-                ways = bench.dense(memory) | {
-                    "ids as they come": (num_bytes, partial(gather_rows, rows, ids, out)),
-                    "ids in order": (num_bytes, partial(gather_rows, rows, ordered, out)),
+                tasks = bench.bounds(memory) | {
+                    name: (num_bytes, gather) for name, (gather, _) in gathers.items()
                 }
                 pages = "2 MiB" if huge else "4 KiB"
-                record_shares(bench, "tlb", {"table_gib": gib, "table_pages": pages}, ways)
+                record_shares(bench, "tlb", {"table_gib": gib, "table_pages": pages}, tasks)
 
 
 def measure_cache(bench: Bench) -> None:
-    """Measure rows per second with a feature cache, by hit rate."""
+    """Measure gathers with a feature cache, by hit rate."""
     with random_bytes(bench.scale.table_bytes) as memory:
         for row_bytes in (400, 512, 2408):
             rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
             num_ids = max(1, bench.scale.payload_bytes // row_bytes)
-            # as many hot rows as are asked for, so that copies are no likelier to be in a cache
+            # as many cached rows as ids, so that the GPU's L2 cache holds no more of them than of
+            # uncached rows
             chosen = torch.randperm(len(rows))[: min(num_ids, len(rows) // 2)]
-            hot = cached_rows.make_cached_rows(rows, chosen, bench.device)
-            cold = (hot.slots < 0).nonzero().flatten()
+            cached = cached_rows.make_cached_rows(rows, chosen, bench.device)
+            uncached = (cached.slots < 0).nonzero().flatten()
             out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
             for hit_rate in (0.0, 0.2, 0.5, 0.8, 1.0):
                 hits = torch.rand(num_ids, device=bench.device) < hit_rate
-                some_hot = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
-                ids = torch.where(hits, some_hot, cold[torch.randint(len(cold), (num_ids,))])
-                out.fill_(7)
-                gather_rows(rows, ids, out, cached=hot)
-                check_equal(out, rows, ids, f"a hit rate of {hit_rate}")
-                num_bytes = num_ids * row_bytes
-                ways = bench.dense(memory) | {
-                    "all over the bus": (num_bytes, partial(gather_rows, rows, ids, out)),
-                    "hot rows on the GPU": (
-                        num_bytes,
-                        partial(gather_rows, rows, ids, out, cached=hot),
-                    ),
+                hit_ids = chosen.to(bench.device)[torch.randint(len(chosen), (num_ids,))]
+                missed_ids = uncached[torch.randint(len(uncached), (num_ids,))]
+                ids = torch.where(hits, hit_ids, missed_ids)
+                gathers = {
+                    "without a cache": partial(gather_rows, rows, ids, out),
+                    "with a cache": partial(gather_rows, rows, ids, out, cached=cached),
                 }
-                record_shares(bench, "cache", {"row_bytes": row_bytes, "hit_rate": hit_rate}, ways)
+                for name, gather in gathers.items():
+                    check_gather(gather, out, rows, ids, f"{name}, hit rate {hit_rate}")
+                num_bytes = num_ids * row_bytes
+                tasks = bench.bounds(memory) | {
+                    name: (num_bytes, gather) for name, gather in gathers.items()
+                }
+                record_shares(bench, "cache", {"row_bytes": row_bytes, "hit_rate": hit_rate}, tasks)
 
 
 def measure_codes(bench: Bench) -> None:
@@ -356,27 +378,30 @@ def measure_codes(bench: Bench) -> None:
     columns = 128
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
     with random_bytes(bench.scale.table_bytes) as memory:
-        ways = bench.dense(memory)
+        tasks = bench.bounds(memory)
         plain = rows_of(memory, 4 * columns, 4 * columns, torch.float32)
         ids = torch.randint(len(plain), (num_ids,), device=bench.device)
         out = torch.empty(num_ids, columns, device=bench.device)
-        ways["float32"] = (num_ids * 4 * columns, partial(gather_rows, plain, ids, out))
+        gather = partial(gather_rows, plain, ids, out)
+        check_gather(gather, out, plain, ids, "float32")
+        tasks["float32"] = (num_ids * 4 * columns, gather)
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
             codes = rows_of(memory, columns, columns, dtype)
             scales = torch.rand(len(codes), device=bench.device)
             ids = torch.randint(len(codes), (num_ids,), device=bench.device)
             for target in (torch.float32, torch.float16):
                 out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
-                way = partial(gather_rows, codes, ids, out, scales=scales)
-                way()
-                check_dequantised(out, codes, scales, ids)
-                ways[f"{dtype} as {target}"] = (num_ids * columns, way)
-        # the bytes are those that cross the bus; rows a second follow from them
-        record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, ways)
+                gather = partial(gather_rows, codes, ids, out, scales=scales)
+                out.fill_(7)
+                gather()
+                check_dequantized(out, codes, scales, ids)
+                tasks[f"{dtype} as {target}"] = (num_ids * columns, gather)
+        # rates count the bytes of codes, which are transferred over the bus
+        record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, tasks)
 
 
-def check_dequantised(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
-    """Refuse to time what does not give code times scale."""
+def check_dequantized(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
+    """Check that a gather returned the products of codes and scales."""
     some = torch.arange(min(len(ids), 2000))
     at = ids[some.to(ids.device)].cpu()
     expected = (codes[at].float() * scales.cpu()[at][:, None]).to(out.dtype)
@@ -395,21 +420,17 @@ def measure_bulk(bench: Bench) -> None:
             out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
             case: dict[str, object] = {"row_bytes": row_bytes, "num_ids": num_ids}
             try:
-                out.fill_(7)
-                bulk_gather(rows, ids, out)
-                if bench.device.type == "cuda":
-                    torch.cuda.synchronize()
-                check_equal(out, rows, ids, "bulk")
+                check_gather(partial(bulk_gather, rows, ids, out), out, rows, ids, "bulk")
             except (RuntimeError, OSError, AttributeError) as error:
                 outcome = str(error).strip().splitlines()[0]
                 bench.record("bulk", {"way": "bulk"} | case, outcome=outcome)
                 continue
             num_bytes = num_ids * row_bytes
-            ways = bench.dense(memory) | {
+            tasks = bench.bounds(memory) | {
                 "threads": (num_bytes, partial(gather_rows, rows, ids, out)),
                 "bulk": (num_bytes, partial(bulk_gather, rows, ids, out)),
             }
-            record_shares(bench, "bulk", case, ways)
+            record_shares(bench, "bulk", case, tasks)
 
 
 PARTS = {
@@ -423,13 +444,13 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure the parts that are asked for."""
+    """Measure the parts that are named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     every = [*PARTS, *epochs.parts(random_bytes, small=False)]
     parser.add_argument("parts", nargs="+", choices=[*every, "all"])
-    parser.add_argument("--results", type=Path, help="a folder for the lines")
+    parser.add_argument("--results", type=Path, help="folder in which results are recorded")
     scales = parser.add_mutually_exclusive_group()
     scales.add_argument("--small", action="store_true")
     scales.add_argument("--quick", action="store_true")

@@ -2,8 +2,9 @@
 
     python -m bench.loading.pcie
 
-Nothing is timed: the figures are exact, and the same on every machine. They are recorded, and
-printed as the tables of docs/concepts/zero_copy.md.
+The figures are computed by the model of `gcnzc.features.pcie_traffic`. Nothing is measured, so they
+are the same on every machine. They are recorded, and printed as the tables of
+docs/benchmarks/bus.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +31,13 @@ SETS = {
     "Computers": (767, "float32", "float16"),
     "Photo": (745, "float32", "float16"),
     "CS": (6_805, "float32", "float16"),
-    # 128 numbers of a byte and their scale beside them
+    # rows of 128 int8 codes, each followed by its float32 scale
     "papers100M, scale inside": (132, "int8"),
 }
 # of PCI Express with 16 lanes, by generation
 LINKS = {generation: 16 * LANE_BYTES_PER_S[generation] for generation in (3, 4, 5)}
 TAGS = (256, 768)
-# assumed: what a load from the host takes on a machine of today, about
+# latency of a load from host memory; an assumption
 LATENCY_S = 1e-6
 LIMITED: list[tuple[str, Layout]] = [
     ("products, float32", "scalar"),

@@ -69,5 +69,5 @@ def test_wrong_rows_are_rejected(monkeypatch):
     gpu.check_equal(rows[ids], rows, ids, "a copy")
     wrong = rows[ids].clone()
     wrong[8, 4] += 1
-    with pytest.raises(RuntimeError, match="a wrong copy brought wrong rows"):
+    with pytest.raises(RuntimeError, match="a wrong copy returned wrong rows"):
         gpu.check_equal(wrong, rows, ids, "a wrong copy")
