@@ -1,8 +1,9 @@
 """Run kernels on several threads; and a lock that survives forks.
 
 Kernels release the GIL and process a half-open range of items, so plain Python threads run them in
-parallel. Numba's threading layers are not used: the default one aborts the process when two Python
-threads enter it at the same time, as the loader's threads and the training thread do.
+parallel. Numba's threading layers are not used. The only one that is always installed, `workqueue`,
+aborts the process when two Python threads enter it at the same time, as the loader's threads and
+the training thread do.
 """
 
 import os

@@ -117,9 +117,9 @@ class Stream:
         self.device, self.name = device, name
         self.items = []
 
-    def do(self, work, *what):
+    def do(self, work, *args):
         # as on a GPU, what is queued knows addresses, and keeps no memory of the device
-        raw = [at(w.data_ptr(), w) if isinstance(w, torch.Tensor) else w for w in what]
+        raw = [at(w.data_ptr(), w) if isinstance(w, torch.Tensor) else w for w in args]
         self.queue(lambda: work(*raw))
 
     def queue(self, item):

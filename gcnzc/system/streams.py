@@ -37,8 +37,12 @@ class TimedEvent(Event, Protocol):
 class Stream(Protocol):
     """A queue of work that a device runs in order."""
 
-    def do(self, work: Callable[..., object], *what: Any) -> None:
-        """Queue `work(*what)`; the caller need not keep references to tensors in `what`."""
+    def do(self, work: Callable[..., object], *args: Any) -> None:
+        """Call `work(*args)`, whose device work is queued on this stream.
+
+        The queued work keeps no tensor alive: the caller must keep the memory that it uses until
+        the work has finished.
+        """
 
     def record(self) -> Event:
         """Record an event after all work that is queued so far."""
@@ -56,7 +60,7 @@ class Streams(Protocol):
     device: torch.device
 
     def new(self, priority: int = 0) -> Stream:
-        """Create a stream; lower numbers have higher priority, as in `torch.cuda.Stream`."""
+        """Create a stream; see `torch.cuda.Stream` for the priority, which affects kernels only."""
 
     def current(self) -> Stream:
         """Return the current stream of the calling thread."""
@@ -68,7 +72,7 @@ class Streams(Protocol):
         """
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Allocate host memory for fast copies to and from the device, (num_bytes,) uint8."""
+        """Allocate host memory for asynchronous copies, (num_bytes,) uint8."""
 
 
 class HostTimedEvent:
@@ -96,7 +100,7 @@ class HostTimedEvent:
 def clock_of(device: torch.device) -> Callable[[], TimedEvent]:
     """Return a function that records a timed event on the current stream of a device.
 
-    For the CPU, the event is the present time.
+    For the CPU, the event has the time at which it is recorded.
     """
     if device.type != "cuda":
         return HostTimedEvent
@@ -139,10 +143,10 @@ class CudaStream:
     def __init__(self, stream: "torch.cuda.Stream", clock: "_Clock") -> None:
         self.stream, self._clock = stream, clock
 
-    def do(self, work: Callable[..., object], *what: Any) -> None:
-        """Queue `work(*what)` on this stream."""
+    def do(self, work: Callable[..., object], *args: Any) -> None:
+        """Call `work(*args)` with this stream as the current one; see `Stream`."""
         with torch.cuda.stream(self.stream):
-            work(*what)
+            work(*args)
 
     def record(self) -> "CudaEvent":
         """Record an event after all work that is queued so far."""
@@ -163,8 +167,8 @@ class CudaStream:
 class CudaEvent:
     """A CUDA event.
 
-    It must be created with `blocking=True`: a thread that waits for the default kind spins, and
-    would occupy a core that the loader's threads need.
+    It must be created with `blocking=True`. By default, a thread that waits for an event polls, and
+    so occupies a core that the loader's threads need.
     """
 
     def __init__(self, event: "torch.cuda.Event") -> None:

@@ -142,9 +142,9 @@ def prefetch_distance(row_bytes: int) -> int:
 def sum_numba(
     indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
 ) -> Tensor:
-    """`sum_rows` on the CPU; threads get ranges of targets with equal numbers of edges."""
+    """`sum_rows` on the CPU; threads get ranges with about equal sums of targets and edges."""
     dtype, _ = sum_dtype(x)
-    ones = torch.empty(0, dtype=dtype)
+    no_scale = torch.empty(0, dtype=dtype)
     x_wide = make_rows_contiguous(x.to(dtype))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
     out = empty_rows((num_targets, num_cols), dtype)
@@ -155,7 +155,10 @@ def sum_numba(
         indices.numpy(),
         x_wide.data_ptr(),
         x_wide.stride(0) * dtype.itemsize,
-        *((ones if s is None else s.detach().to(dtype).contiguous()).numpy() for s in (a_S, b_T)),
+        *(
+            (no_scale if s is None else s.detach().to(dtype).contiguous()).numpy()
+            for s in (a_S, b_T)
+        ),
         out.view(-1).numpy(),
         num_cols,
         prefetch_distance(num_cols * dtype.itemsize),

@@ -1,8 +1,8 @@
 """Weighted sums of the rows of in-neighbours (SpMM), per attention head.
 
-`out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. A row of `x` has a part for
-each head, or one part that all heads share. The gradient of `x` is the same sum over the transposed
-block; the gradient of a weight is the dot product of two rows (SDDMM).
+`out[t, h] = sum of weight[e, h] * x[s, h] over the edges e = s -> t`. A row of `x` has F columns
+for each head, or F columns that all heads share. The gradient of `x` is the same sum over the
+transposed block; the gradient of a weight is the dot product of two rows (SDDMM).
 
 Notation: S sources, T targets, E edges of the block, H heads, F columns a head.
 """
@@ -326,7 +326,7 @@ def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) ->
             reads out of bounds.
         weight: (E, H) floating point.
         x: (S, H, F) floating point on the same device, or (S, 1, F): rows shared by all heads,
-            each of which is then read once.
+            which are then stored once.
 
     Returns:
         (T, H, F) with the dtype of `x`; zeros for a target without edges.

@@ -104,8 +104,8 @@ def _decode_piece(codes, table, offset, count, scale, bits, decoded):
 @njit(nogil=True, cache=True)
 def _round_to_codes(y, scale, count, constants, uniform, code):
     """Write the codes of `count` elements; rounds to nearest if `uniform` is empty."""
-    ints, ties_up, steps_per_unit, normal, per_rest = constants
-    dropped, mask, shift, max_code, zero_below, sign = ints
+    ints, ties_up, steps_per_unit, min_normal, rest_scale = constants
+    dropped_bits, mask, shift, max_code, zero_below, sign = ints
     bits = y.view(np.int32)
     for k in range(count):
         y[uint64(k)] /= scale
@@ -115,12 +115,12 @@ def _round_to_codes(y, scale, count, constants, uniform, code):
         magnitude = bits[uint64(k)] & np.int32(0x7FFFFFFF)
         size = abs(y[uint64(k)])
         # the lower code, and the distance from its number as a share of the step to the next
-        steps = min(size, normal) * steps_per_unit
+        steps = min(size, min_normal) * steps_per_unit
         low = np.int32(steps)
         share = steps - np.float32(low)
-        large = size >= normal
-        low = np.int32((magnitude >> dropped) - shift) if large else low
-        share = np.float32(magnitude & mask) * per_rest if large else share
+        is_normal = size >= min_normal
+        low = np.int32((magnitude >> dropped_bits) - shift) if is_normal else low
+        share = np.float32(magnitude & mask) * rest_scale if is_normal else share
         odd = (low & np.int32(1)) == np.int32(1)
         nearer = (share > np.float32(0.5)) | ((share == np.float32(0.5)) & (odd | ties_up))
         up = (limits[uint64(k)] < share) if is_stochastic else nearer
@@ -248,13 +248,13 @@ def _active_to_numpy(active: Tensor | None) -> Any:
 
 def _format_constants(number_format: NumberFormat) -> tuple[Any, ...]:
     """Return the constants of a format for `_round_to_codes`, as 32-bit numbers."""
-    dropped = 23 - number_format.mantissa_bits
+    dropped_bits = 23 - number_format.mantissa_bits
     # the code of a negative number is zero_below + sign * (code of the positive number)
     bits = number_format.bits
     zero_below, sign = (1 << bits, -1) if number_format.is_integer else (1 << (bits - 1), 1)
     shift, max_code = number_format.exponent_shift, number_format.max_code
-    ints = (dropped, (1 << dropped) - 1, shift, max_code, zero_below, sign)
-    floats = (number_format.steps_per_unit, number_format.min_normal, 1 / (1 << dropped))
+    ints = (dropped_bits, (1 << dropped_bits) - 1, shift, max_code, zero_below, sign)
+    floats = (number_format.steps_per_unit, number_format.min_normal, 1 / (1 << dropped_bits))
     return tuple(map(np.int32, ints)), number_format.ties_up, *map(np.float32, floats)
 
 

@@ -90,11 +90,11 @@ def code_constants(number_format: NumberFormat) -> dict[str, Any]:
     """Return the compile-time constants of `encode_gpu` for a number format."""
     return {
         "BITS": number_format.bits,
-        "DROPPED": 23 - number_format.mantissa_bits,
-        "SHIFT": number_format.exponent_shift,
-        "NORMAL": number_format.min_normal,
-        "PER_STEP": number_format.steps_per_unit,
-        "MOST": number_format.max_code,
+        "DROPPED_BITS": 23 - number_format.mantissa_bits,
+        "EXPONENT_SHIFT": number_format.exponent_shift,
+        "MIN_NORMAL": number_format.min_normal,
+        "STEPS_PER_UNIT": number_format.steps_per_unit,
+        "MAX_CODE": number_format.max_code,
         "INTEGER": number_format.is_integer,
         "TIES_UP": number_format.ties_up,
     }
@@ -256,11 +256,11 @@ def encode_gpu(
     step,
     offset,
     BITS: tl.constexpr,
-    DROPPED: tl.constexpr,
-    SHIFT: tl.constexpr,
-    NORMAL: tl.constexpr,
-    PER_STEP: tl.constexpr,
-    MOST: tl.constexpr,
+    DROPPED_BITS: tl.constexpr,
+    EXPONENT_SHIFT: tl.constexpr,
+    MIN_NORMAL: tl.constexpr,
+    STEPS_PER_UNIT: tl.constexpr,
+    MAX_CODE: tl.constexpr,
     INTEGER: tl.constexpr,
     TIES_UP: tl.constexpr,
     HAS_ERROR: tl.constexpr,
@@ -282,13 +282,13 @@ def encode_gpu(
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
     # the lower code, and the distance from its number as a share of the step to the next
-    steps = tl.minimum(size, NORMAL) * PER_STEP
+    steps = tl.minimum(size, MIN_NORMAL) * STEPS_PER_UNIT
     low = steps.to(tl.int32)
     share = steps - low.to(tl.float32)
-    normal = size >= NORMAL
-    low = tl.where(normal, (magnitude >> DROPPED) - SHIFT, low)
-    rest = (magnitude & ((1 << DROPPED) - 1)).to(tl.float32) * (1.0 / (1 << DROPPED))
-    share = tl.where(normal, rest, share)
+    is_normal = size >= MIN_NORMAL
+    low = tl.where(is_normal, (magnitude >> DROPPED_BITS) - EXPONENT_SHIFT, low)
+    rest = (magnitude & ((1 << DROPPED_BITS) - 1)).to(tl.float32) * (1.0 / (1 << DROPPED_BITS))
+    share = tl.where(is_normal, rest, share)
     if STOCHASTIC:
         counters = (offset + j * part + first) // 4 + tl.arange(0, TILE // 4)
         word = _random_words(seed, step, counters).to(tl.uint32)
@@ -297,7 +297,7 @@ def encode_gpu(
         up = share >= 0.5
     else:
         up = (share > 0.5) | ((share == 0.5) & (low % 2 == 1))
-    code = tl.minimum(low + up.to(tl.int32), MOST)
+    code = tl.minimum(low + up.to(tl.int32), MAX_CODE)
     # two's complement, or a sign bit
     negative = (1 << BITS) - code if INTEGER else (1 << (BITS - 1)) + code
     code = tl.where((bits < 0) & (code > 0), negative, code)

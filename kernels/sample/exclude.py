@@ -81,7 +81,7 @@ def are_edges(
 
 
 @njit(cache=True, nogil=True)
-def _first_unsorted(indptr, indices, found, begin, end):
+def _find_unsorted_column(indptr, indices, found, begin, end):
     for node in range(begin, end):
         for e in range(indptr[node] + 1, indptr[node + 1]):
             if indices[e] < indices[e - 1]:
@@ -106,7 +106,7 @@ def _sort_columns(indptr, indices, out, order, begin, end):
 def is_sorted(indptr: Array, indices: Array, *, threads: int | None = None) -> bool:
     """Return whether the sources of every column are in ascending order, with duplicates."""
     found = np.zeros(1, np.bool_)
-    parallel_for(_first_unsorted, len(indptr) - 1, indptr, indices, found, threads=threads)
+    parallel_for(_find_unsorted_column, len(indptr) - 1, indptr, indices, found, threads=threads)
     return not found[0]
 
 

@@ -188,7 +188,8 @@ def build_csc(
 
     Args:
         segments: the edge list in segments, each of which returns (e,) sources and (e,)
-            destinations, int32 or int64; each is called two or three times.
+            destinations, int32 or int64. Each is called twice, and once more for every bucket of
+            columns that is much larger than the others.
         num_nodes: N; nodes are numbered from 0 to N - 1.
         num_without_loops: number of segments, from the first, whose self loops are removed.
         threads: number of threads; `torch.get_num_threads()` if None.
