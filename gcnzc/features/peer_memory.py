@@ -232,7 +232,7 @@ def open_shares(
     """Open the shares of the other processes.
 
     Args:
-        mine: the share of this process.
+        own_share: the share of this process.
         handles: of all ranks including this one, returned by `check_handles`.
         driver: the CUDA driver; the machine's if None.
 

@@ -44,8 +44,9 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     parts of one tensor, are locked once, until the last `with` ends. A fork inside the `with` does
     not unlock the parent's rows; the child has no locks.
 
-    Only the bytes of the rows are locked, so CUDA copies adjacent memory like any other. CUDA does
-    not copy memory that is partly locked, such as a tensor of which the rows are a view;
+    Exactly the bytes of the rows are registered with the driver, which locks the pages that contain
+    them. CUDA copies memory that is entirely registered or not at all, also on these pages. It does
+    not copy memory that is partly registered, such as a tensor of which the rows are a view;
     `gcnzc.features.registrations.copy_to` splits such a copy.
 
     If the driver does not let GPUs read host memory, or under WSL not this much of it, the table is

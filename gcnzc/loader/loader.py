@@ -54,7 +54,7 @@ from gcnzc.system.arguments import (
 )
 from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
-from gcnzc.system.threads import lower_priority
+from gcnzc.system.threads import use_batch_scheduling
 
 # the longest that a dropped iterator waits for a thread, which ends after its current batch
 JOIN_S = 30.0
@@ -403,7 +403,9 @@ class Batches(Iterator[Batch]):
             # the table may still be in the process of being copied to the GPU
             loader._transfer.order_after_current_stream()
         self._name = f"gcnzc-loader-{next(_names)}-"
-        self._executor = ThreadPoolExecutor(loader.threads, self._name, initializer=lower_priority)
+        self._executor = ThreadPoolExecutor(
+            loader.threads, self._name, initializer=use_batch_scheduling
+        )
         self._pending: deque[Future[Batch | PendingBatch]] = deque()
         for _ in range(loader.ahead):
             self._submit_next()

@@ -1,21 +1,23 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-Each batch uses two CUDA streams, one for each engine that moves bytes over the bus. The copy stream
-copies first the node ids, then the blocks and the labels. The gather stream runs the gather kernel,
-which waits for the ids. A fraction of the rows can take the other path: the thread that prepares
-the batch gathers them on the host while the GPU reads the others, and the copy stream copies them.
+Each batch uses two CUDA streams. The copy stream, whose copies are done by a copy engine of the
+GPU, copies first the node ids, then the blocks and the labels. The gather stream runs the gather
+kernel, which reads rows from host memory and waits for the ids. A fraction of the rows can be
+copied instead: the thread that prepares the batch gathers them on the host while the GPU reads the
+others, and the copy stream copies them.
 
 The memory of a batch is allocated from pools, and returns to them when the last reference to the
-batch is dropped. "Last user" is the stream that was current when the batch was yielded, on which
-the model reads it. These are all dependencies between streams; a test removes each of them in turn:
+batch is dropped. The "reader" of a batch is the stream that was current when the batch was yielded,
+on which the model reads it. These are all dependencies between streams; a test removes each of them
+in turn:
 
     operation                          waits for
     any operation                      work on the current stream when the epoch began
-    a write into reused memory         work that was queued on its last user's stream
+    a write into reused memory         work that was queued on its last reader
     the gather                         the copy of the ids
     work of the model on a batch       the work of both streams on the batch
     reuse of host memory               the copies that read it
-    release of memory to CUDA          work that was queued on its last user's stream
+    release of memory to CUDA          work that was queued on its last reader
 """
 
 import threading
@@ -46,7 +48,8 @@ class Transfer:
         copied_share: fraction of each batch's rows that a thread gathers on the host and the copy
             engine copies; unused if the table is on the device. They are the last rows of a batch,
             which are the least likely to be cached.
-        priority: of both streams; those with a lower number are scheduled before the model's work.
+        priority: of both streams; with a lower number, thread blocks of the gather kernel are
+            scheduled before waiting ones of the model. CUDA ignores the priority of copies.
         max_pending: number of batches whose copies may be pending, above which `start` blocks.
     """
 

@@ -3,8 +3,9 @@
 These calls page-lock host memory for GPUs, and give one GPU access to the memory of another, in the
 same process or in another one.
 
-The CUDA runtime has equivalent calls, but their errors are sticky: torch would raise the error at
-its next, unrelated call. Calls of the driver return their error and keep no state.
+The CUDA runtime has equivalent calls, but it also stores an error as the last error of the thread
+until `cudaGetLastError` is called: torch would raise it at its next, unrelated call. Calls of the
+driver only return their error.
 
 Source: the comments of cuda.h, CUDA 13.0, which also defines the constants below.
 """

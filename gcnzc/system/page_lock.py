@@ -8,8 +8,9 @@ regions spanning over allocations that are both registered and not registered wi
 supported and will return CUDA_ERROR_INVALID_VALUE" (memory management, CUDA driver API); copies
 across two registrations fail as well (https://github.com/sgl-project/sglang/pull/36798). Therefore:
 
-- A table is registered with its own bytes, rounded to the 16 B of a GPU thread's load, not to
-  whole pages, so that another tensor on the same page is copied like any other tensor.
+- The registration of a table has exactly the table's bytes, rounded to the 16 B of a GPU thread's
+  load and not to whole pages, so that another tensor on the same page is copied like any other
+  tensor. The driver locks the pages that contain the bytes.
 - Bytes that this process or a library has registered before are not registered again. The same
   holds for bytes on a page of another table, if the driver registers whole pages.
 - A registration has at most 16 GiB, and less if the driver refuses it: 512 GiB and more fail on

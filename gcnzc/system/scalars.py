@@ -1,7 +1,7 @@
-"""Copy scalars between the host and a device, with as few synchronisations as possible.
+"""Copy scalars between the host and a device, with as few synchronizations as possible.
 
-The host waits for all queued work of a GPU whenever it reads a value, and also when it copies
-numbers to the GPU from pageable memory without `non_blocking`.
+Whenever the host reads a value of a GPU, it waits for the work that is queued on the current
+stream. It also does so when it copies numbers to the GPU without `non_blocking`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def read_scalars(*tensors: Tensor) -> list[list[float]]:
-    """Read the elements of several small tensors, with one synchronisation for each device.
+    """Read the elements of several small tensors, with one synchronization for each device.
 
     Args:
         tensors: of any shape and device, and of any dtype that float64 represents exactly.
@@ -30,6 +30,7 @@ def read_scalars(*tensors: Tensor) -> list[list[float]]:
 def scalars_like(numbers: Sequence[float], tensor: Tensor) -> Tensor:
     """Return numbers as a tensor (len(numbers),) of the dtype and device of another tensor.
 
-    The host does not wait for the device.
+    The copy to a GPU is requested with `non_blocking`. Its source is pageable memory, for which
+    CUDA may nevertheless synchronize with the current stream.
     """
     return torch.tensor(numbers, dtype=tensor.dtype).to(tensor.device, non_blocking=True)

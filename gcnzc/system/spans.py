@@ -11,8 +11,8 @@ from gcnzc.system.streams import TimedEvent
 class Span:
     """Begin and end of a stage of one step, in seconds on the clock of `time.perf_counter`."""
 
-    name: str  # sample, gather, compute, wait, exchange, overlapped
-    lane: str
+    name: str  # sample, copy, gather, wait, compute, exchange, overlapped or step
+    lane: str  # the thread or stream that runs the stage; a row of the trace
     begin_s: float
     end_s: float
 

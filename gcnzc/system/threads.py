@@ -1,8 +1,8 @@
-"""Run a loader's threads at background priority, on the cores that the model computes on.
+"""Run a loader's threads with Linux's scheduling policy SCHED_BATCH and one OpenMP thread each.
 
-A SCHED_BATCH thread does not preempt the model's threads when it becomes runnable. It also starts
-no OpenMP threads of its own. If one of the model's OpenMP threads were preempted, all of them would
-wait for it at the barrier at the end of each loop.
+Loader threads share the cores with the model's threads. A SCHED_BATCH thread does not preempt other
+threads when it becomes runnable; its priority and its cores stay as they are. If one of the model's
+OpenMP threads were preempted, all of them would wait for it at the barrier at the end of each loop.
 
 Sources: sched(7) for SCHED_BATCH; omp_set_num_threads in the OpenMP specification, which applies to
 the calling thread.
@@ -16,10 +16,10 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 
-def lower_priority() -> None:
+def use_batch_scheduling() -> None:
     """Switch the calling thread to SCHED_BATCH and one OpenMP thread; results do not change.
 
-    The scheduling class stays if the system has no SCHED_BATCH, or if it is not the default class.
+    The policy stays if the system has no SCHED_BATCH, or if it is not the default one, SCHED_OTHER.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         # a sandbox may forbid it

@@ -313,17 +313,18 @@ def _lay_rows(memory: Tensor, shape: Shape, stride_bytes: int, base: int) -> Ten
 
 
 def _latency_s(gpu: Gpu, memory: Tensor) -> float:
-    """Measure the latency of loads that depend on each other, each from a different 128 B line."""
-    # small enough that the page tables stay in the GPU's caches
+    """Measure the latency of dependent loads, each from a different 128 B line."""
+    # small enough that address translations stay in the GPU's TLB
     num_bytes = min(CHASE_BYTES, len(memory) // LINE_BYTES * LINE_BYTES)
-    places = memory[:num_bytes].view(torch.int64)
-    step = LINE_BYTES // places.element_size()
-    steps = min(CHASE_STEPS, len(places) // step // (ROUNDS + 1))
-    order = torch.randperm(len(places) // step, generator=torch.Generator().manual_seed(0)) * step
-    places[order] = order.roll(-1)
+    chain = memory[:num_bytes].view(torch.int64)
+    # one index per line, each that of the next line in a random order
+    line = LINE_BYTES // chain.element_size()
+    steps = min(CHASE_STEPS, len(chain) // line // (ROUNDS + 1))
+    order = torch.randperm(len(chain) // line, generator=torch.Generator().manual_seed(0)) * line
+    chain[order] = order.roll(-1)
     begins = cycle(order[: len(order) // steps * steps : steps].tolist())
     out = torch.zeros(1, dtype=torch.int64, device=gpu.device)
     seconds_of = [
-        gpu.seconds(lambda: chase_pointers(places, next(begins), steps, out)) for _ in range(ROUNDS)
+        gpu.seconds(lambda: chase_pointers(chain, next(begins), steps, out)) for _ in range(ROUNDS)
     ]
     return statistics.median(seconds_of) / steps

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gcnzc.system.threads import lower_priority
+from gcnzc.system.threads import use_batch_scheduling
 
 needs_classes = pytest.mark.skipif(
     not hasattr(os, "SCHED_BATCH"), reason="the system has no classes of threads"
@@ -34,7 +34,7 @@ def three():
 @needs_classes
 def test_a_thread_lowers_only_its_own_priority(three):
     usual = (os.SCHED_OTHER, 3)
-    assert in_a_thread(of_this_thread, lower_priority, of_this_thread) == [
+    assert in_a_thread(of_this_thread, use_batch_scheduling, of_this_thread) == [
         usual,
         None,
         (os.SCHED_BATCH, 1),
@@ -46,7 +46,7 @@ def test_a_thread_lowers_only_its_own_priority(three):
 def test_torch_computes_in_one_thread(three):
     # as a thread's first question to torch
     numbers = torch.randint(1000, (10**5,))
-    _, found, threads = in_a_thread(lower_priority, numbers.unique, torch.get_num_threads)
+    _, found, threads = in_a_thread(use_batch_scheduling, numbers.unique, torch.get_num_threads)
     assert threads == 1
     assert torch.equal(found, numbers.unique())
 
@@ -56,7 +56,7 @@ def test_another_scheduling_class_is_kept(three):
     def step_aside():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
-    assert in_a_thread(step_aside, lower_priority, of_this_thread)[-1] == (os.SCHED_IDLE, 1)
+    assert in_a_thread(step_aside, use_batch_scheduling, of_this_thread)[-1] == (os.SCHED_IDLE, 1)
 
 
 @needs_classes
@@ -65,4 +65,4 @@ def test_a_system_that_refuses_is_tolerated(three, monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert in_a_thread(lower_priority, of_this_thread)[-1] == (os.SCHED_OTHER, 1)
+    assert in_a_thread(use_batch_scheduling, of_this_thread)[-1] == (os.SCHED_OTHER, 1)

@@ -16,7 +16,7 @@ from gcnzc.kernels.philox import philox4x32_reference, split_key
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_epoch, check_fanouts, check_seed
-from gcnzc.system.threads import lower_priority
+from gcnzc.system.threads import use_batch_scheduling
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +24,9 @@ def sampling_thread(pid: int) -> ThreadPoolExecutor:
     """Return the one thread in which DGL samples; `pid` is the caller's process."""
     # DGL has a random generator per thread, seeded by the order in which threads first use it, so
     # all sampling uses one thread. Cached by process, since threads do not survive a fork.
-    executor = ThreadPoolExecutor(1, thread_name_prefix="gcnzc-dgl", initializer=lower_priority)
+    executor = ThreadPoolExecutor(
+        1, thread_name_prefix="gcnzc-dgl", initializer=use_batch_scheduling
+    )
     # for the OpenMP library of DGL, which may be another than torch's
     executor.submit(import_dgl().utils.set_num_threads, 1).result()
     return executor
