@@ -239,7 +239,7 @@ def _gather_rows(
             otherwise one for each SCALE_COLUMNS columns.
         num_ids: number of ids.
         num_rows: number of rows of the table.
-        zero: 0, of which the compiler does not know that it is 0.
+        zero: 0, as an argument that the compiler cannot replace by a constant.
         table_line_offset: bytes from the begin of a 128 B line to `table`. It changes with the
             table's address, so it is no constant.
         EXPONENT_BITS: of float8 codes, which are passed as int8; 0 for other dtypes.
