@@ -34,24 +34,18 @@ from gcnzc.kernels.gather.lanes import (
 )
 
 WARPS = 8
-
-
 VECTORS = 4  # vectors in flight per lane; with 8 warps a program has 16 KiB in flight
-
 
 # CUDA does not specify on which multiprocessor a program runs; usually it is an idle one, so that
 # up to this many multiprocessors run one program each. The default is not measured: `gcnzc check
 # --tune` measures the best number for a machine.
 DEFAULT_PROGRAMS = 32
 
-
 # exponent bits of codes; 0 for integers
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
-
 # without a lock, several threads would compile the same kernel at the same time
 _LAUNCH = threading.Lock()
-
 
 # rows are copied as integers of these sizes, which leaves their bits unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -105,15 +99,9 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
 
 @triton.jit
 def _load_ids(
-    ids,
-    order,
-    invalid_position,
-    i,
-    row_mask,
-    num_rows,
-    HAS_ORDER: tl.constexpr,
-    CHECK_IDS: tl.constexpr,
-):
+    ids, order, invalid_position, i, row_mask, num_rows,
+    HAS_ORDER: tl.constexpr, CHECK_IDS: tl.constexpr,
+):  # fmt: skip
     """Return the rows' positions in the result, their ids, and the mask of those to gather.
 
     CHECK_IDS: masks ids out of range, and stores the position of one of them.
@@ -132,15 +120,9 @@ def _load_ids(
 
 @triton.jit
 def _cached_row_pointers(
-    table,
-    cached,
-    slot,
-    is_cached,
-    line_offset,
-    VECTOR: tl.constexpr,
-    SLOT_VECTORS: tl.constexpr,
-    NUM_PEERS: tl.constexpr,
-):
+    table, cached, slot, is_cached, line_offset,
+    VECTOR: tl.constexpr, SLOT_VECTORS: tl.constexpr, NUM_PEERS: tl.constexpr,
+):  # fmt: skip
     """Return pointers to the first vectors of cached rows, in this GPU's memory or in a peer's."""
     index = slot
     memory = cached
@@ -221,9 +203,9 @@ def _gather_rows(
     A program processes tiles of ROWS rows in a grid-stride loop. Each row is loaded by LANES lanes
     in PASSES passes, one vector of VECTOR words per lane and pass, see `Lanes`.
 
-    Sizes, strides and modes are compile-time constants, because Triton must know them to load whole
-    vectors and to omit unused code. They are separate parameters, because Triton before 3.2 accepts
-    no tuples. What follows from others, such as the bytes of a word, is computed in the kernel.
+    Sizes and modes are compile-time constants, so that Triton loads whole vectors and omits unused
+    code. They are separate parameters, because Triton before 3.2 accepts no tuples. What follows
+    from other parameters, such as the bytes of a word, is computed in the kernel.
 
     Args:
         table: a multiple of 16 B; the first row begins BASE_OFFSET bytes after it.
@@ -232,9 +214,8 @@ def _gather_rows(
         out: the result, whose rows are OUT_STRIDE words apart.
         invalid_position: CHECK_IDS: (1,), the position of an id outside [0, num_rows).
         slots: SLOT_VECTORS > 0: the cache slot of each row of the table, negative if not cached.
-        cached: SLOT_VECTORS > 0: the memory of the cached rows, SLOT_VECTORS vectors per slot.
-            NUM_PEERS > 1: the addresses of NUM_PEERS memories, to which slots are assigned
-            round-robin.
+        cached: SLOT_VECTORS > 0: memory of the cached rows, SLOT_VECTORS vectors per slot. If
+            NUM_PEERS > 1, addresses of the memories of NUM_PEERS GPUs, slots assigned round-robin.
         scales: HAS_SCALES: by which codes are multiplied. SCALE_COLUMNS = 0: one for each row;
             otherwise one for each SCALE_COLUMNS columns.
         num_ids: number of ids.
