@@ -4,7 +4,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
-from itertools import zip_longest
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -19,15 +18,21 @@ from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import (
     Comparison,
     OptionText,
+    check_same_flags,
     find_difference_by_store,
     names_in_model,
     option_lines,
     state_lines,
     trained_lines,
 )
-from gcnzc.optim.resize import pack_state, unpack_state
+from gcnzc.optim.resize import check_state_dict_options, pack_state, unpack_state
 from gcnzc.optim.scaling import report_overflow
-from gcnzc.optim.validation import check_count, check_group, check_param_group
+from gcnzc.optim.validation import (
+    check_count,
+    check_group,
+    check_inner_options,
+    check_parameters,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -146,7 +151,20 @@ class DistributedOptimizer(Optimizer):
 
     def check_param_group(self, group: Mapping[str, Any]) -> None:
         """Check the parameters and options of a group; see `add_param_group`."""
-        check_param_group(type(self).__name__, group)
+        check_parameters(type(self).__name__, group["params"])
+        self.check_options(group)
+
+    def check_options(
+        self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
+    ) -> None:
+        """Check the options of a group; see `check_inner_options`."""
+        check_inner_options(group, self.defaults, where, with_gpu=with_gpu)
+
+    def check_loaded_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Check the options of the parameter groups of a state, before it is loaded."""
+        for number, group in enumerate(groups):
+            where = f" of parameter group {number} of the state"
+            self.check_options({**self.defaults, **group}, where)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that are copied and pickled: all except hooks.
@@ -180,7 +198,12 @@ class DistributedOptimizer(Optimizer):
                 of a parameter group differs between ranks; raised on all ranks, after the next
                 exchange.
             RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
+            ValueError: an option of a parameter group is out of its range; raised by this rank
+                before it communicates.
         """
+        for number, group in enumerate(self.param_groups):
+            # a scheduler, or the caller, may have changed them
+            self.check_options(group, f" of parameter group {number}", with_gpu=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -251,16 +274,24 @@ class DistributedOptimizer(Optimizer):
         entries, as bytes: the state that is the same on all ranks, and the state of this rank, such
         as its compression errors. The key of the second contains the rank, because
         torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
+
+        Raises:
+            ValueError: `get_optimizer_state_dict` calls it with `full_state_dict` or
+                `flatten_optimizer_state_dict`.
         """
+        check_state_dict_options()
         return pack_state(type(self).__name__, self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
 
         Raises:
-            ValueError: it is of another rank, number of ranks, type of optimizer, or model.
+            ValueError: it is of another rank, number of ranks, type of optimizer, or model, or an
+                option is out of its range, in which case nothing is loaded.
         """
-        self.restore(unpack_state(type(self).__name__, state_dict, self.group.rank))
+        snapshot = unpack_state(type(self).__name__, state_dict, self.group.rank)
+        self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
+        self.restore(snapshot)
         self.mark_loaded()
 
     def mark_loaded(self) -> None:
@@ -398,18 +429,8 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
-        found, expected = self.trainable_flags(), self.is_trainable
-        if found == expected:
-            return
-        pairs = enumerate(zip_longest(found, expected))
-        index, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
         names = [name for name, _ in self.named_parameters()]
-        name = names[index] if index < len(names) else f"parameter {index} of all groups"
-        raise ValueError(
-            f"{name}: {_describe_trainable(now)} now, but {_describe_trainable(before)} when "
-            f"{type(self).__name__} was constructed\n\nhint: set requires_grad and add parameters "
-            "on all ranks before constructing the optimizer, or construct a new one"
-        )
+        check_same_flags(type(self).__name__, self.trainable_flags(), self.is_trainable, names)
 
     def late_phase(self) -> str:
         """Return the name of a phase that has not begun by the last step; empty if all have."""
@@ -477,22 +498,3 @@ class DistributedOptimizer(Optimizer):
         """Restore the parameters from before `average_parameters`, which returned `own`."""
         return
         yield
-
-    def check_rank(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state is of this rank, with the same number of ranks.
-
-        Raises:
-            ValueError: it is of another rank, or of another number of ranks.
-        """
-        found = state_dict["rank"], state_dict["world_size"]
-        own = self.group.rank, self.group.world_size
-        if found != own:
-            raise ValueError(
-                f"the state of rank {found[0]} of {found[1]} cannot be loaded on rank {own[0]} of "
-                f"{own[1]}\n\nhint: gcnzc.optim.resize_state converts the states of all ranks for "
-                "another number of ranks"
-            )
-
-
-def _describe_trainable(flag: bool | None) -> str:
-    return "no such parameter" if flag is None else f"requires_grad={flag}"

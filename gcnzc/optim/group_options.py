@@ -13,7 +13,7 @@ neither 0 nor 1, so that all ranks compare after this exchange.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -169,6 +169,36 @@ def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
         found = f"False for parameters {', '.join(frozen)}" if frozen else "True for all parameters"
         lines.append(f"{TRAINED} parameter group {number}\t{found}, of {len(flags)}")
     return lines
+
+
+def check_same_flags(
+    optimizer: str, found: Sequence[bool], expected: Sequence[bool], names: Sequence[str]
+) -> None:
+    """Check that parameters have the same `requires_grad` as when an optimizer was constructed.
+
+    Args:
+        optimizer: the name of the optimizer, for the message.
+        found: the current flags.
+        expected: the flags at the construction.
+        names: the names of the current parameters, for the message.
+
+    Raises:
+        ValueError: a flag has changed, or a parameter was added or removed.
+    """
+    if list(found) == list(expected):
+        return
+    pairs = enumerate(zip_longest(found, expected))
+    index, (now, before) = next(each for each in pairs if each[1][0] != each[1][1])
+    name = names[index] if index < len(names) else f"parameter {index} of all groups"
+    raise ValueError(
+        f"{name}: {_describe_flag(now)} now, but {_describe_flag(before)} when {optimizer} was "
+        "constructed\n\nhint: set requires_grad and add parameters on all ranks before "
+        "constructing the optimizer, or construct a new one"
+    )
+
+
+def _describe_flag(flag: bool | None) -> str:
+    return "no such parameter" if flag is None else f"requires_grad={flag}"
 
 
 def names_in_model(module: nn.Module | None, groups: Iterable[Mapping[str, Any]]) -> dict[int, str]:

@@ -5,7 +5,9 @@ errors, which are sharded again for the new number of ranks. If the replicas wer
 between two synchronisations, every new rank starts from their mean.
 """
 
+import inspect
 import io
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,41 @@ def pack_state(
     holder[COMMON] = _to_bytes({"optimizer": optimizer, **common})
     holder[own_key] = _to_bytes(own)
     return {"state": state, "param_groups": numbered}
+
+
+def check_state_dict_options() -> None:
+    """Check the options of `get_optimizer_state_dict`, if it or `set_optimizer_state_dict` calls.
+
+    torch fails with `full_state_dict` and `flatten_optimizer_state_dict`, because a state has
+    bytes, and its errors do not name the options. It passes its options to no function of an
+    optimizer, so they are looked up in the call stack.
+
+    Raises:
+        ValueError: one of these options is set.
+    """
+    # imported here, it would double the time to import gcnzc.optim
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    frame = None if module is None else inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is vars(module) and "info" in frame.f_locals:
+            info = frame.f_locals["info"]
+            # torch resets the option while it loads a full state
+            is_loading = frame.f_code.co_name == "_load_optim_state_dict"
+            found = {
+                "full_state_dict": is_loading or getattr(info, "full_state_dict", False),
+                "flatten_optimizer_state_dict": getattr(
+                    info, "flatten_optimizer_state_dict", False
+                ),
+            }
+            for name, is_set in found.items():
+                if is_set:
+                    raise ValueError(
+                        f"{name}=True is not supported, because each rank has its own state\n\n"
+                        "hint: omit the option, and save the state of each rank with "
+                        "torch.distributed.checkpoint; gcnzc.optim.resize_state converts states "
+                        "for another number of ranks"
+                    )
+        frame = frame.f_back
 
 
 def unpack_state(
@@ -105,6 +142,12 @@ def unpack_state(
     return rename_keys(snapshot)
 
 
+def _count_ranks(state_dict: Mapping[str, Any]) -> int:
+    """Return the number of ranks whose states a state dict has."""
+    entries = [each for each in state_dict.get("state", {}).values() if COMMON in each]
+    return sum(name.startswith("of rank ") for entry in entries for name in entry)
+
+
 def check_is_inner(state_dict: Mapping[str, Any]) -> None:
     """Check that a state dict is that of an optimizer of torch.
 
@@ -155,8 +198,9 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
     Args:
         states: the `state_dict()` or `snapshot()` of all old ranks, in the order of ranks, from the
-            same step. Those of `Averaged` without compression are equal on all ranks, and the first
-            is returned.
+            same step; or a single one with the states of all ranks, as `dcp_to_torch_save` of torch
+            writes. Those of `Averaged` without compression are equal on all ranks, and the first is
+            returned.
         rank: the new rank.
         world_size: the new number of ranks. If it is the old one, the state of `rank` is returned
             unchanged.
@@ -169,7 +213,9 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
     """
     if states and all(_is_of_inner(state) for state in states):
         return dict(states[0])
-    states = [unpack_state("", state) for state in states]
+    if len(states) == 1:
+        states = list(states) * max(1, _count_ranks(states[0]))
+    states = [unpack_state("", state, number) for number, state in enumerate(states)]
     ranks = [state["rank"] for state in states]
     if (
         not states

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from gcnzc.exchange import Group
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
 """options of torch's Adam that OneBitAdam, OneBitLamb and ZeroOneAdam do not support"""
+RATES = ("lr", "eps", "weight_decay")
+"""options that are finite numbers of at least 0"""
 
 
 def check_group(group: object) -> None:
@@ -94,45 +97,94 @@ def check_inner(wrapper: str, inner: object) -> None:
         )
 
 
-def check_adam_options(optimizer: str, group: Mapping[str, Any]) -> None:
+def check_adam_options(
+    optimizer: str, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
+) -> None:
     """Check the options of a parameter group of an Adam-like optimizer.
 
+    Args:
+        optimizer: the name of the optimizer, for the message.
+        group: the parameter group.
+        where: follows the name of an option in the message, such as " of parameter group 0".
+        with_gpu: whether to check tensors on a GPU, which synchronises with it.
+
     Raises:
-        ValueError: an option is out of its range, or not supported.
+        ValueError: an option is out of its range, of a wrong type, or not supported.
     """
     for name in UNSUPPORTED:
         if group.get(name):
             raise ValueError(
-                f"{name}={group[name]!r} is not supported by {optimizer}\n\nhint: omit {name}, or "
-                "wrap an optimizer of torch that supports it in gcnzc.optim.Averaged"
+                f"{name}={group[name]!r}{where} is not supported by {optimizer}\n\nhint: omit "
+                f"{name}, or wrap an optimizer of torch that supports it in gcnzc.optim.Averaged"
             )
-    for name in ("lr", "eps", "weight_decay"):
-        check_at_least_zero(name, group[name])
-    betas = group["betas"]
+    for name in RATES:
+        if with_gpu or not _is_on_gpu(group.get(name)):
+            check_at_least_zero(f"{name}{where}", group.get(name))
+    betas = group.get("betas")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)")
-    for index, beta in enumerate(betas):
-        check_fraction(f"betas[{index}]", beta)
+        raise ValueError(
+            f"betas{where} is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)"
+        )
+    _check_betas(betas, where, with_gpu=with_gpu)
+    for name in ("maximize", "compress"):
+        _check_flag(f"{name}{where}", group.get(name, False))
 
 
-def check_param_group(optimizer: str, group: Mapping[str, Any]) -> None:
-    """Check the parameters of a group, and `lr`, `eps`, `weight_decay` and `betas` if it has them.
+def check_inner_options(
+    group: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    where: str = "",
+    *,
+    with_gpu: bool = True,
+) -> None:
+    """Check the options of a parameter group of an inner optimizer.
 
-    torch's optimizers check their arguments, but not the options of a single parameter group.
+    torch's optimizers check their arguments, but not the options of a single parameter group. `lr`,
+    `eps`, `weight_decay` and `betas` are checked for their ranges. Other options whose default is a
+    number must be numbers, and those whose default is a flag must be flags.
+
+    Args:
+        group: the parameter group.
+        defaults: the default options of the optimizer.
+        where: see `check_adam_options`.
+        with_gpu: see `check_adam_options`.
 
     Raises:
-        TypeError: see `check_parameters`.
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range, or of a wrong type.
     """
-    check_parameters(optimizer, group["params"])
-    for name in ("lr", "eps", "weight_decay"):
-        # Adafactor, for example, has two numbers for eps
-        if _number(group.get(name)) is not None:
-            check_at_least_zero(name, group[name])
-    betas = group.get("betas", ())
-    for index, beta in enumerate(betas if isinstance(betas, tuple | list) else ()):
-        if _number(beta) is not None:
-            check_fraction(f"betas[{index}]", beta)
+    for name, value in group.items():
+        if name == "params" or value is None or (_is_on_gpu(value) and not with_gpu):
+            continue
+        default = defaults.get(name)
+        if name in RATES:
+            # Adafactor, for example, has two numbers for eps
+            if name == "lr" or not isinstance(value, tuple | list):
+                check_at_least_zero(f"{name}{where}", value)
+        elif name == "betas":
+            if not isinstance(value, tuple | list):
+                raise ValueError(f"betas{where} is {value!r}\n\nhint: give a tuple of numbers")
+            _check_betas(value, where, with_gpu=with_gpu)
+        elif isinstance(default, bool):
+            _check_flag(f"{name}{where}", value)
+        elif isinstance(default, int | float):
+            number = _number(value)
+            if number is None or math.isnan(number):
+                raise ValueError(f"{name}{where} is {value!r}\n\nhint: give a number")
+
+
+def check_rank(state_dict: Mapping[str, Any], group: Group) -> None:
+    """Check that a state is of this rank, with the same number of ranks.
+
+    Raises:
+        ValueError: it is of another rank, or of another number of ranks.
+    """
+    found = state_dict["rank"], state_dict["world_size"]
+    if found != (group.rank, group.world_size):
+        raise ValueError(
+            f"the state of rank {found[0]} of {found[1]} cannot be loaded on rank {group.rank} of "
+            f"{group.world_size}\n\nhint: gcnzc.optim.resize_state converts the states of all "
+            "ranks for another number of ranks"
+        )
 
 
 def check_unsupported(optimizer: str, options: Mapping[str, object]) -> None:
@@ -192,10 +244,31 @@ def check_count(name: str, value: object, least: int = 0) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number of at least {least}")
 
 
+def _check_betas(betas: Iterable[object], where: str, *, with_gpu: bool) -> None:
+    for index, beta in enumerate(betas):
+        # Adafactor of transformers, for example, has None for no momentum
+        if beta is not None and (with_gpu or not _is_on_gpu(beta)):
+            check_fraction(f"betas[{index}]{where}", beta)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool | int):
+        raise ValueError(f"{name} is {value!r}\n\nhint: give True or False")
+
+
+def _is_on_gpu(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
 def _number(value: object) -> float | None:
+    if type(value) is float:
+        # checked first, because the other checks take longer, and `step` checks every option
+        return value
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return float(value)
 
 
 def _sharded_kind(parameter: Tensor) -> str:

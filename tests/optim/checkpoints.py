@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import torch
 from optim.kinds import KINDS
@@ -9,6 +10,7 @@ from optim.models import Everything, batches
 from optim.replicas import gradients_of
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -17,6 +19,13 @@ from gcnzc.exchange import init_group
 
 # in the middle of windows of local steps, and with exchanges that go on
 SAVED, END = 6, 10
+# of `get_optimizer_state_dict`
+OPTIONS = (
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+    {"full_state_dict": True, "broadcast_from_rank0": True},
+    {"flatten_optimizer_state_dict": True},
+)
 # one of each kind of state
 COPIED = (
     "averaged sign",
@@ -115,4 +124,54 @@ def copy_and_pickle():
             first, *others = (bits_of(*pair) for pair in pairs)
             found[name] = [first == other for other in others]
             pairs[2][1].group.close()
+    return found
+
+
+def outcome_of(call, **options):
+    """The message of the error that a call raises, or "works"."""
+    try:
+        call(**options)
+    except (ValueError, checkpoint.CheckpointException) as error:
+        return str(error)
+    return "works"
+
+
+def try_options_of_states(folder):
+    """What the options of `get_optimizer_state_dict` lead to: an error's message, or "works".
+
+    Saves the states of all optimizers to `folder`, also as one file for each rank.
+    """
+    found = {}
+    with init_group(timeout_s=60) as group:
+        for number, (name, make) in enumerate(KINDS.items()):
+            model = trained_model()
+            optimizer = make(model, group)
+            train(model, optimizer, 0, SAVED)
+            for options in OPTIONS:
+                chosen = StateDictOptions(**options)
+                # read without the options
+                state = get_optimizer_state_dict(model, optimizer)
+                calls = {
+                    "get": partial(get_optimizer_state_dict, model, optimizer),
+                    "set": partial(set_optimizer_state_dict, model, optimizer, state),
+                }
+                for what, call in calls.items():
+                    found[(name, *options, what)] = outcome_of(call, options=chosen)
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            checkpoint.save(state, checkpoint_id=folder / str(number))
+            torch.save(optimizer.state_dict(), folder / f"{number} of {group.rank}")
+    return found
+
+
+def load_on_other_ranks(folder):
+    """For each optimizer, the error of loading another number of ranks' states, or "works"."""
+    found = {}
+    with init_group(timeout_s=60) as group:
+        for number, (name, make) in enumerate(KINDS.items()):
+            model = trained_model()
+            optimizer = make(model, group)
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            found[name] = outcome_of(
+                checkpoint.load, state_dict=state, checkpoint_id=folder / str(number)
+            )
     return found

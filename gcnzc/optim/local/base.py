@@ -24,7 +24,7 @@ from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
-from gcnzc.optim.validation import check_inner
+from gcnzc.optim.validation import check_inner, check_rank
 from gcnzc.system.scalars import scalars_like
 
 
@@ -423,7 +423,7 @@ class LocalUpdates(DistributedOptimizer):
         Raises:
             ValueError: it is the state of another rank, or of another number of ranks.
         """
-        self.check_rank(snapshot)
+        check_rank(snapshot, self.group)
         self.inner.load_state_dict(snapshot["inner"])
         self._share_inner_state()
         shared, local = snapshot["shared"], snapshot["local"]

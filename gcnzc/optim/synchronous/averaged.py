@@ -26,7 +26,7 @@ from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
-from gcnzc.optim.validation import check_above_zero, check_inner
+from gcnzc.optim.validation import check_above_zero, check_inner, check_rank
 from gcnzc.system.scalars import read_scalars, scalars_like
 
 NONE, DENSE, SPARSE = 0, 1, 2  # layouts of gradients
@@ -124,6 +124,7 @@ class Averaged(DistributedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
         if self.is_shared:
+            self.check_loaded_options(state_dict["param_groups"])
             self.restore(state_dict)
             self.mark_loaded()
         else:
@@ -157,7 +158,7 @@ class Averaged(DistributedOptimizer):
         if self.is_shared:
             check_is_inner(snapshot)
         else:
-            self.check_rank(snapshot)
+            check_rank(snapshot, self.group)
             inner = snapshot["inner"]
             self.skipped = snapshot["shared"]["skipped"]
             errors = snapshot["errors"]
@@ -342,10 +343,9 @@ class Gradients:
         extras, signal_means, is_finite = self._read(signal_values, sparse)
         skip_reason = ""
         if not is_finite:
-            parameters = [each for layout in self.layouts for each in layout.parameters]
             # GradScaler may have found a gradient that was clipped later
             scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
-            bad = [*(_count_bad(each, factor) for each in parameters), *bad]
+            bad += [_count_bad(p, factor) for each in self.layouts for p in each.parameters]
             *found, (is_skipped,) = read_scalars(*bad, scale.isnan())
             count = int(sum(count for (count,) in found) or is_skipped)
             skip_reason = yield from _skip_reason(count)

@@ -24,7 +24,7 @@ from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.validation import check_above_zero, check_adam_options, check_parameters
+from gcnzc.optim.validation import check_above_zero, check_adam_options, check_rank
 from gcnzc.system.scalars import scalars_like
 
 
@@ -103,10 +103,11 @@ class Replicated(DistributedOptimizer):
             )
         super().add_param_group(param_group)
 
-    def check_param_group(self, group: Mapping[str, Any]) -> None:
+    def check_options(
+        self, group: Mapping[str, Any], where: str = "", *, with_gpu: bool = True
+    ) -> None:
         """See `DistributedOptimizer`."""
-        check_parameters(type(self).__name__, group["params"])
-        check_adam_options(type(self).__name__, group)
+        check_adam_options(type(self).__name__, group, where, with_gpu=with_gpu)
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """Return a reducer of this rank for vectors of `num_elements`."""
@@ -281,7 +282,7 @@ class Replicated(DistributedOptimizer):
         Raises:
             ValueError: it is of another rank, another number of ranks or other parameters.
         """
-        self.check_rank(snapshot)
+        check_rank(snapshot, self.group)
         counts = [len(group["params"]) for group in self.param_groups]
         saved = [len(group["params"]) for group in snapshot["param_groups"]]
         if counts != saved:
