@@ -82,7 +82,8 @@ class Reducer(ABC):
             values: (n + k,), contiguous, on the device; written in place, equal on all ranks.
                 Inactive elements become 0, whatever their values.
             extras: k, the number of scalars appended to the vector. They are replaced by their
-                sums over the ranks, which are computed in float32, and also stored in `extra_sums`.
+                sums over the ranks, which are also stored in `extra_sums`. `Dense` computes the
+                sums in the dtype that it sends, other compressions in float32.
 
         Returns:
             An empty string, or the reason why there is no mean because elements are not finite,

@@ -72,8 +72,8 @@ class Group:
     Args:
         rank: the rank of this process, in [0, world_size).
         world_size: the number of ranks.
-        backend: "gloo" or "nccl"; "" for a single rank, which does not communicate.
-        store: a store of torch.distributed that all ranks share; None for a single rank.
+        backend: "gloo" or "nccl"; "" for a single rank, or a rank that `lockstep` simulates.
+        store: a store of torch.distributed that all ranks share; None without a backend.
         choices: the collective algorithm for each kind of request.
         timeout_s: time limit of a request, in seconds.
         ranks: the members' ranks in torch.distributed's default group, ascending; None if the group

@@ -44,7 +44,7 @@ def joint_work(group: Group) -> Iterator["Work"]:
 
     Raises:
         Exception: the error of the block, on the rank where it was raised. The other ranks raise an
-            error of the same type that names this rank.
+            error that names this rank, of the same type or of a base class that is built in.
         WorkerLost: another rank did not respond in time, or has ended.
     """
     work, error = Work(group), None

@@ -319,7 +319,7 @@ def _choose(ratios: Mapping[str, float], previous: str) -> str:
 
 
 def _choose_for_all_sizes(by_size: Mapping[int, Mapping[str, float]]) -> Steps:
-    """Choose an algorithm that is clearly faster than builtin at a size, and slower at none."""
+    """Choose an algorithm that is clearly faster than builtin at a size, clearly slower at none."""
     for name in set.intersection(*(set(seconds) for seconds in by_size.values())) - {BUILTIN}:
         ratios = [seconds[name] / seconds[BUILTIN] for seconds in by_size.values()]
         if max(ratios) <= 1 / CLEARLY and min(ratios) < CLEARLY:

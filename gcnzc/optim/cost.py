@@ -46,17 +46,17 @@ def exchange_averaged(models: Sequence[nn.Module], link: Link, name: str) -> Out
     )
 
 
-def exchange_compressed(models: Sequence[nn.Module], link: Link, words: str) -> Outcome:
+def exchange_compressed(models: Sequence[nn.Module], link: Link, name: str) -> Outcome:
     """Run a mean of all trained elements with a compression of `gcnzc.compress`.
 
     Args:
         models: one replica for each rank.
         link: the emulated link.
-        words: the name of the compression, as `gcnzc.compress.compression` takes it.
+        name: the name of the compression, as `gcnzc.compress.compression` takes it.
     """
     sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in models]
     reducers = [
-        compression(words).reducer(
+        compression(name).reducer(
             size, WorkerInfo(rank, len(models), torch.device("cpu"), torch.float32)
         )
         for rank, size in enumerate(sizes)
@@ -74,15 +74,15 @@ class MethodTraffic:
 
     parts: tuple[tuple[float, Method], ...]
     """pairs of a share of the steps, and the exchange of these steps"""
-    codes: str = ""
+    compression: str = ""
     """name of the compression of the last of `parts`; empty if it is not compressed"""
-    behind: float = 0.0
+    overlap_share: float = 0.0
     """share of the compute time of all steps that overlaps with exchanges"""
 
 
 def _dense(name: str) -> Method:
     # the same all-reduce as `gcnzc train` uses by default
-    return partial(exchange_compressed, words=name)
+    return partial(exchange_compressed, name=name)
 
 
 def _every(method: str) -> float:
@@ -104,11 +104,11 @@ METHODS: dict[str, MethodTraffic] = {
     },
     "local-sgd": MethodTraffic(((_every("local-sgd"), _dense("float32")),)),
     "diloco": MethodTraffic(((_every("diloco"), _dense("float32")),)),
-    "co2": MethodTraffic(((_every("co2"), _dense("float32")),), behind=1.0),
+    "co2": MethodTraffic(((_every("co2"), _dense("float32")),), overlap_share=1.0),
     # the exchange of each fragment overlaps with one step
     "streaming-diloco": MethodTraffic(
         ((_every("streaming-diloco"), _dense("float32")),),
-        behind=FRAGMENTS * _every("streaming-diloco"),
+        overlap_share=FRAGMENTS * _every("streaming-diloco"),
     ),
 }
 
@@ -176,7 +176,7 @@ class Cost:
     """bytes on the critical path, which are transferred one after another"""
     code_s: float = 0.0
     """time that a worker compresses and decompresses"""
-    behind: float = 0.0
+    overlap_share: float = 0.0
     """share of the compute time that overlaps with the exchange"""
 
     def seconds(self, bytes_per_s: float) -> float:
@@ -185,7 +185,7 @@ class Cost:
 
     def waited_s(self, bytes_per_s: float, compute_s: float) -> float:
         """Return the time of the exchange that does not overlap with `compute_s` per step."""
-        return max(0.0, self.seconds(bytes_per_s) - self.behind * compute_s)
+        return max(0.0, self.seconds(bytes_per_s) - self.overlap_share * compute_s)
 
     def mbit_per_s(self, seconds: float, compute_s: float = 0.0) -> float | None:
         """Return the link rate, in Mbit/s, at which the step waits `seconds` for the exchange.
@@ -197,7 +197,7 @@ class Cost:
         Returns:
             The rate including headers; None if latency and compression alone take longer.
         """
-        left_s = seconds + self.behind * compute_s - self.latency_s - self.code_s
+        left_s = seconds + self.overlap_share * compute_s - self.latency_s - self.code_s
         return self.serial_bytes / left_s * 8 / 1e6 / PAYLOAD if left_s > 0 else None
 
 
@@ -220,20 +220,20 @@ def step_cost(model: nn.Module, workers: int, network: Network, name: str) -> Co
         serial_bytes += share * (max(whole.seconds) - least_s) * link.bytes_per_s
         sent += share * max(ledger.bytes_sent for ledger in whole.ledgers)
     code_s = (
-        traffic.parts[-1][0] * measure_codec_s(model, workers, traffic.codes)
-        if traffic.codes
+        traffic.parts[-1][0] * measure_codec_s(model, workers, traffic.compression)
+        if traffic.compression
         else 0.0
     )
-    return Cost(workers, name, round(sent), latency_s, serial_bytes, code_s, traffic.behind)
+    return Cost(workers, name, round(sent), latency_s, serial_bytes, code_s, traffic.overlap_share)
 
 
-def measure_codec_s(model: nn.Module, workers: int, words: str) -> float:
+def measure_codec_s(model: nn.Module, workers: int, name: str) -> float:
     """Measure the time that a worker compresses and decompresses all elements, in seconds.
 
     It is the minimum of several repetitions on this machine.
     """
-    codes = compression(words)
-    assert isinstance(codes, Codec), f"{words} is a codec"
+    codes = compression(name)
+    assert isinstance(codes, Codec), f"{name} is a codec"
     values = torch.randn(sum(p.numel() for p in model.parameters() if p.requires_grad))
     error, layout = torch.zeros_like(values), codes.block_layout(len(values), workers)
     rows = torch.zeros(workers, layout.row_bytes, dtype=torch.uint8)

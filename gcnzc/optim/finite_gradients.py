@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.finite import can_be_squared
+from gcnzc.kernels.finite import can_be_squared, square_limit
+from gcnzc.optim.flat_parameters import to_device
 from gcnzc.system.scalars import read_scalars
 
 
@@ -23,10 +24,29 @@ def have_finite_gradients(parameters: Iterable[Tensor], factor: float | Tensor =
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            values = _values(gradient)
             by_kind.setdefault((values.device, values.dtype), []).append(values)
     flags = [
-        can_be_squared(*values, factor=factor.to(device) if isinstance(factor, Tensor) else factor)
+        can_be_squared(*values, factor=to_device(factor, device))
         for (device, _), values in by_kind.items()
     ]
     return not flags or all(flag > 0 for (flag,) in read_scalars(*flags))
+
+
+def count_bad_elements(parameter: Tensor, factor: float | Tensor) -> Tensor:
+    """Return () int64: the number of gradient elements that are not finite or too large.
+
+    Args:
+        parameter: whose gradient may be missing or sparse.
+        factor: see `DistributedOptimizer.gradient_factor`. If it is NaN, only elements that are not
+            finite count.
+    """
+    values = parameter.detach()[:0] if parameter.grad is None else _values(parameter.grad)
+    if isinstance(factor, Tensor):
+        # products of other elements with 0 are finite
+        factor = factor.to(parameter.device).nan_to_num(0.0)
+    return (~((values * factor).abs() < square_limit(values.dtype))).sum()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -121,7 +121,7 @@ def test_the_figures_of_a_line_are_consistent():
 
 
 def test_overlapped_exchanges_are_not_waited_for():
-    cost = Cost(4, "co2", 0, 0.01, 1e6, code_s=0.02, behind=1.0)
+    cost = Cost(4, "co2", 0, 0.01, 1e6, code_s=0.02, overlap_share=1.0)
     rate = NETWORK.bytes_per_s
     exchange_s = 0.03 + 1e6 / rate
     assert cost.seconds(rate) == pytest.approx(exchange_s)

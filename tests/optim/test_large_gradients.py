@@ -12,6 +12,7 @@ from gcnzc.compress import Dense
 from gcnzc.exchange import Group, lockstep
 from gcnzc.kernels.finite import square_limit
 from gcnzc.optim import Averaged, ZeroOneAdam
+from gcnzc.optim.finite_gradients import count_bad_elements
 
 # steps with a large gradient on rank 1: in the warm-up or before the first synchronisation, and
 # after it, before an exchange
@@ -291,3 +292,19 @@ def test_a_rank_with_parameters_that_are_too_large_is_excluded_from_the_mean(nam
     assert torch.equal(*vectors_of(models))
     assert vectors_of(models)[0].abs().amax() < 10
     assert [optimizer.dropped for optimizer in optimizers] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("factor", "count"),
+    [
+        (1.0, 3),
+        (torch.tensor(2.0**-10), 2),
+        # GradScaler has found an element that is not finite
+        (torch.tensor(math.nan), 2),
+    ],
+)
+def test_elements_are_counted_after_scaling(factor, count):
+    parameter = nn.Parameter(torch.ones(5))
+    assert count_bad_elements(parameter, factor) == 0
+    parameter.grad = torch.tensor([1.0, LIMIT, math.nan, -math.inf, -LIMIT / 2])
+    assert count_bad_elements(parameter, factor) == count

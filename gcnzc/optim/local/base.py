@@ -95,7 +95,7 @@ class LocalUpdates(DistributedOptimizer):
         self.since = 0
         """steps since the last synchronisation"""
         self.dropped = 0
-        """number of means that excluded ranks, whose parameters were not finite, or failed"""
+        """number of means that failed, or excluded ranks with non-finite or too large parameters"""
 
     @abstractmethod
     def describe_options(self) -> str:

@@ -152,15 +152,15 @@ class CO2(LocalUpdates):
         self.gap, self.compress = StalenessGap(gap), compress
         self.delay, self.is_sharded, self.eager = delay, sharded, eager
         count, world_size = self.flat_params.num_elements, self.group.world_size
-        self.share = count
+        self.shard_size = count
         """s, elements of a shard; those of the last ranks may be smaller"""
         self.begin, self.end = 0, count
         if sharded:
-            self.share = shard_bounds(count, 0, world_size)[1]
+            self.shard_size = shard_bounds(count, 0, world_size)[1]
             self.begin, self.end = shard_bounds(count, self.group.rank, world_size)
         else:
             self.mean = self.reducer("difference", compress, count)
-        self.padded = self.share * world_size if sharded else count
+        self.padded = self.shard_size * world_size if sharded else count
         """number of elements of an exchanged vector, without its extras"""
         self.start = self.flat_params.zeros()[:0]
         """elements begin to end of the parameters at the start of the current round"""
@@ -401,12 +401,12 @@ class CO2(LocalUpdates):
             values[: self.padded] = part
             # ranks may round the norm differently, but must use the same gap
             return max((yield AllGatherScalar(moved))) if self.gap.is_measured else moved
-        sent = part.new_zeros(self.share + 1)
+        sent = part.new_zeros(self.shard_size + 1)
         sent[: len(part)] = part
-        sent[self.share] = moved
+        sent[self.shard_size] = moved
         rows = yield AllGather(sent)
-        values[: self.padded].view(-1, self.share).copy_(rows[:, : self.share])
-        return math.hypot(*rows[:, self.share].tolist())
+        values[: self.padded].view(-1, self.shard_size).copy_(rows[:, : self.shard_size])
+        return math.hypot(*rows[:, self.shard_size].tolist())
 
     # --- cost, and checkpoints
 
@@ -419,7 +419,7 @@ class CO2(LocalUpdates):
             num_elements = self.flat_params.num_elements
             return distances + self.compress.bytes_sent(num_elements, workers, self.extras)
         extras = 2 * (workers - 1) * self.extras * size // workers
-        return (workers - 1) * (2 * self.share + 1) * size + extras
+        return (workers - 1) * (2 * self.shard_size + 1) * size + extras
 
     @property
     def state_bytes(self) -> int:

@@ -125,7 +125,7 @@ class DiLoCo(LocalUpdates):
         self.outer = Outer(outer_lr, outer_momentum, nesterov)
         self.compress, self.is_sharded = compress, sharded
         count, world_size = self.flat_params.num_elements, self.group.world_size
-        self.share = shard_bounds(count, 0, world_size)[1]
+        self.shard_size = shard_bounds(count, 0, world_size)[1]
         """s, elements of a shard; those of the last ranks may be smaller"""
         self.begin, self.end = (
             shard_bounds(count, self.group.rank, world_size) if sharded else (0, count)
@@ -169,22 +169,22 @@ class DiLoCo(LocalUpdates):
 
     def _synchronize_sharded(self) -> Algorithm[None]:
         """Reduce-scatter the parameters, take the outer step per shard, all-gather the anchors."""
-        count, share, extras = self.flat_params.num_elements, self.share, self.extras
+        count, shard_size, extras = self.flat_params.num_elements, self.shard_size, self.extras
         values = self.flat_params.read_parameters(self.flat_params.empty(extras))
         self.prepare_mean(values)
         # a row for each rank: its shard and the extras
-        rows = values.new_zeros(self.group.world_size, share + extras)
-        for row, part in zip(rows, values[:count].split(share), strict=False):
+        rows = values.new_zeros(self.group.world_size, shard_size + extras)
+        for row, part in zip(rows, values[:count].split(shard_size), strict=False):
             row[: len(part)] = part
-        rows[:, share:] = values[count:]
+        rows[:, shard_size:] = values[count:]
         summed = yield ReduceScatter(rows.view(-1))
         # `complete_mean` expects a mean over all ranks
-        summed[:share] /= self.group.world_size
+        summed[:shard_size] /= self.group.world_size
         if not self.complete_mean(summed, ""):
             return
         anchor, momentum = self.anchor.clone(), self.momentum.clone()
         self.outer.step(anchor, momentum, anchor - summed[: len(anchor)])
-        sent = anchor.new_zeros(share)
+        sent = anchor.new_zeros(shard_size)
         sent[: len(anchor)] = anchor
         everyones = (yield AllGather(sent)).view(-1)[:count]
         # all ranks detect a sum that overflows on one rank
@@ -199,7 +199,7 @@ class DiLoCo(LocalUpdates):
         """Bytes that this rank sends for an outer step."""
         workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if self.is_sharded:
-            return (workers - 1) * (2 * self.share + self.extras) * size
+            return (workers - 1) * (2 * self.shard_size + self.extras) * size
         return self.compress.bytes_sent(self.flat_params.num_elements, workers, self.extras)
 
     @property

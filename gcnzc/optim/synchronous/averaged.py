@@ -20,9 +20,9 @@ from gcnzc.compress import Compression, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
-from gcnzc.kernels.finite import can_be_squared, mark_large, square_limit
+from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.base import DistributedOptimizer, identify_caller
-from gcnzc.optim.finite_gradients import have_finite_gradients
+from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
@@ -329,7 +329,7 @@ class Gradients:
             mark_large(values[: layout.num_elements])
             if skip_reason := (yield from reducer.mean(values, len(extra))):
                 return GradientMeans([0.0] * len(signals), skip_reason, [], [])
-        bad = [_count_bad(parameter, factor) for parameter in self.sparse]
+        bad = [count_bad_elements(parameter, factor) for parameter in self.sparse]
         sparse = []
         for parameter in self.sparse:
             sparse.append((yield from self.mean_of_sparse(parameter, factor)))
@@ -345,7 +345,8 @@ class Gradients:
         if not is_finite:
             # GradScaler may have found a gradient that was clipped later
             scale = factor if isinstance(factor, Tensor) else torch.tensor(factor)
-            bad += [_count_bad(p, factor) for each in self.layouts for p in each.parameters]
+            dense = [parameter for layout in self.layouts for parameter in layout.parameters]
+            bad += [count_bad_elements(parameter, factor) for parameter in dense]
             *found, (is_skipped,) = read_scalars(*bad, scale.isnan())
             count = int(sum(count for (count,) in found) or is_skipped)
             skip_reason = yield from _skip_reason(count)
@@ -479,19 +480,6 @@ def _skip_reason(bad: int) -> Algorithm[str]:
     if not words:
         return "the mean of the gradients overflows"
     return f"elements of the gradient that are not finite or too large: {', '.join(words)}"
-
-
-def _count_bad(parameter: Tensor, factor: float | Tensor) -> Tensor:
-    """Count the gradient elements that, times `factor`, are not finite or too large."""
-    values = _values(parameter) * to_device(factor, parameter.device)
-    return (~(values.abs() < square_limit(values.dtype))).sum()
-
-
-def _values(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return parameter.detach()[:0]
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _kind(parameter: nn.Parameter) -> int:

@@ -6,10 +6,8 @@ near 1 from both sides for several checks, because a run whose variance is froze
 recover.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 
 @dataclass
@@ -55,11 +53,3 @@ class FreezeRule:
             return False
         last = self.norms[-self.patience - 1 :]
         return all(old > 0 and abs(new / old - 1) <= self.tolerance for old, new in pairwise(last))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the norms of the past checks."""
-        return {"norms": list(self.norms)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`."""
-        self.norms = list(state["norms"])

@@ -53,9 +53,9 @@ class Masked(Replicated):
         params: see `Replicated`.
         defaults: see `Replicated`.
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a dense
-        step. variance_floor: the smallest variance of an active element, as a share of the mean
-        variance of the
-            active elements of its parameter; 0 for none.
+            step.
+        variance_floor: the smallest variance of an active element, as a share of the mean variance
+            of the active elements of its parameter; 0 for none.
         dense: compression of dense gradients, without error feedback; None for uncompressed.
         options: see `Replicated`.
     """

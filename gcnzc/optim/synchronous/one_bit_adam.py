@@ -65,8 +65,7 @@ class OneBitAdam(Masked):
             gradient, at most 256 steps later; "refresh" reactivates them at the next refresh of the
             variance, and never if `refresh` is 0.
         variance_floor: the smallest variance of an active element after the warm-up, as a share of
-        the mean
-            variance of the active elements of its parameter; 0 for none, as in the paper.
+            the mean variance of the active elements of its parameter; 0 for none, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
         signals: see `Replicated`.

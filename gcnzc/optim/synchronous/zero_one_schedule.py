@@ -120,7 +120,8 @@ class ZeroOneSchedule:
         """Return a text that identifies the schedule, including the effect of `step_size`."""
         seen = [(self.variance_interval(1 << i), self.local_interval(1 << i)) for i in range(24)]
         return (
-            f"warm-up {self.warmup}, goes on {self.updates_variance_after_warmup}, intervals {seen}"
+            f"warm-up {self.warmup}, variance updates after it "
+            f"{self.updates_variance_after_warmup}, intervals {seen}"
         )
 
 
