@@ -70,12 +70,13 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
         restarts: how often all workers are restarted after one was lost.
 
     Returns:
-        0, or 1 if a worker reported a failure that a restart cannot fix.
+        0, or 1 if a worker reported a failure that a restart cannot fix, or that it was stopped.
 
     Raises:
         ValueError: another launcher has locked the run folder.
         RuntimeError: workers were lost more often than `restarts`.
-        KeyboardInterrupt: this process received a signal to end, and has ended the workers.
+        KeyboardInterrupt: this process received a signal to end, and has ended the workers before
+            one of them reported it.
     """
     logs = run / LOGS
     logs.mkdir(parents=True, exist_ok=True)
@@ -108,6 +109,9 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
                 "resumes from the last checkpoint"
             ) from None
         except SignalException:
+            if fatal.exists():
+                # a worker has reported how the run was stopped
+                return 1
             raise KeyboardInterrupt from None
         return 1 if fatal.exists() else 0
 

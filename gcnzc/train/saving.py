@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import all_gather, all_gather_scalar
+from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import unsaved
-from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, RECORD, WORKERS
+from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, CONFIG, RECORD, SCHEMA, WORKERS
+from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, Trainer
 from gcnzc.train.worker_state import FOLDER
@@ -91,16 +94,34 @@ def _write_checkpoint(trainer: Trainer, state: Mapping[str, Any], waits: bool) -
 
 
 def write_pending(trainer: Trainer) -> None:
-    """Write the best model, and all pending lines and events, on worker 0."""
+    """Write the best model, and all pending lines and events, on worker 0.
+
+    Files that were removed during the run are written again.
+    """
     files = trainer.files
+    write_description(trainer)
+    if trainer.best and not (trainer.folder / BEST).exists():
+        trainer.is_best_written = False
     if not trainer.is_best_written:
         best = trainer.best
         trainer.is_best_written = files.attempt(
             BEST, lambda: checkpoint.save(trainer.folder / BEST, best)
         )
     files.attempt(WORKERS, trainer.worker_record.append)
+    if trainer.lines and not (trainer.folder / RECORD).exists():
+        rewrite_record(trainer)
     files.attempt(RECORD, trainer.record.append)
     files.attempt(BOARD, trainer.events.append)
+
+
+def write_description(trainer: Trainer) -> None:
+    """Write the options and the schema of the run, if these files do not exist, on worker 0."""
+    folder, options = trainer.folder, config_to_dict(replace(trainer.config, resume=None))
+    if not (folder / SCHEMA).exists():
+        trainer.files.attempt(SCHEMA, lambda: write_schema(folder, trainer.data))
+    # written last: a folder without this file has no run
+    if not (folder / CONFIG).exists():
+        trainer.files.attempt(CONFIG, lambda: write_json(folder / CONFIG, options))
 
 
 def rewrite_record(trainer: Trainer) -> None:

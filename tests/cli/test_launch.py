@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     assert process.returncode == 1
     assert "all is saved" in err
     assert "Traceback" not in err
+    # the launcher adds no error of its own to those of the workers
+    assert len(re.findall("^error: ", err, re.MULTILINE)) == 1
     state = saved(run)
     assert len(state["rng"]) == 2
     command = [sys.executable, "-m", "gcnzc", "train", "--resume", str(run), "--workers", "1"]

@@ -1,5 +1,6 @@
 """Commands that use one folder at the same time, and files that change while they are in use."""
 
+import json
 import os
 import shutil
 import signal
@@ -163,3 +164,22 @@ def test_a_run_does_not_resume_on_another_graph_in_the_folder_of_its_graph(graph
     assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     # a copy of the graph
     assert main(["train", str(graph), "--resume", str(run), "--epochs", "2"]) == 0
+
+
+def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp_path):
+    run = tmp_path / "run"
+    words = [*OPTIONS, "--epochs", "1000000", "--checkpoint-every-s", "0"]
+    with started("train", graph, *words, "--out", run) as process:
+        wait_for(lambda: (run / "best.pt").exists(), process)
+        for path in run.iterdir():
+            if path.is_file():
+                path.unlink(missing_ok=True)
+        wait_for((run / "config.json").exists, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "all is saved" in err
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(len(lines)))
+    assert main(["evaluate", str(run)]) == 0
+    assert main(["train", "--resume", str(run), "--epochs", str(len(lines) + 1)]) == 0
