@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcnzc.testing.conversions import find_conversion
-from gcnzc.testing.elementwise import find_comparison, find_operation
+from gcnzc.testing.elementwise import Operation, find_comparison, find_operation
 from gcnzc.testing.faults import UnsupportedInstruction, unsupported
 from gcnzc.testing.launch_state import LaunchState, Step
 from gcnzc.testing.memory_instructions import decode_memory_instruction
 from gcnzc.testing.number_types import DTYPES, Array
-from gcnzc.testing.operands import Operands
+from gcnzc.testing.operands import Operands, both_defined
 from gcnzc.testing.program import Instruction, ParsedKernel, list_of, parse
 from gcnzc.testing.warp_instructions import NAMES as WARP_INSTRUCTIONS
 from gcnzc.testing.warp_instructions import decode_warp_instruction
@@ -154,9 +154,28 @@ def _decode(instruction: Instruction, operands: Operands) -> Step:
         for text, source in zip(texts[1:], operation.sources, strict=True)
     ]
 
+    if kind == "f32x2":
+        return _packed_floats(texts, operation, operands)
+
     def step(state: LaunchState) -> None:
         threads = state.threads
         write(threads, *operation(*[read(threads) for read in reads]))
+
+    return step
+
+
+def _packed_floats(texts: Sequence[str], operation: Operation, operands: Operands) -> Step:
+    """Return an operation on both halves of registers, of which one may be undefined."""
+    register = operands.symbols.registers[texts[0]]
+    reads = [operands.reader(text, "f32x2") for text in texts[1:]]
+    halves = [operands.halves_reader(text) for text in texts[1:]]
+
+    def step(state: LaunchState) -> None:
+        threads = state.threads
+        values, defined = operation(*[read(threads) for read in reads])
+        lower, upper = zip(*(each(threads) for each in halves), strict=True)
+        found = both_defined(*lower), both_defined(*upper)
+        threads.write(register, values, defined, found)
 
     return step
 
@@ -189,17 +208,19 @@ def _pack(texts: Sequence[str], kind: str, operands: Operands) -> Step:
     parts, wide = list_of(texts[1]), DTYPES[kind]
     bits = 8 * wide.itemsize // len(parts)
     reads = [operands.reader(text, f"b{bits}") for text in parts]
-    write = operands.writer(texts[0], kind)
+    register, own = operands.symbols.registers[texts[0]], operands.writer(texts[0], kind)
 
     def step(state: LaunchState) -> None:
         packed: Array = np.zeros((), wide)
-        defined: Array | None = None
-        for number, read in enumerate(reads):
-            value, is_defined = read(state.threads)
+        found = [read(state.threads) for read in reads]
+        for number, (value, _) in enumerate(found):
             packed = packed | (value.astype(wide) << wide.type(number * bits))
-            if is_defined is not None:
-                defined = is_defined if defined is None else defined & is_defined
-        write(state.threads, packed, defined)
+        defined = [each for _, each in found]
+        if bits == 32:
+            halves = defined[0], defined[1]
+            state.threads.write(register, packed, both_defined(*defined), halves)
+        else:
+            own(state.threads, packed, both_defined(*defined))
 
     return step
 
@@ -209,12 +230,13 @@ def _unpack(texts: Sequence[str], kind: str, operands: Operands) -> Step:
     parts, wide = list_of(texts[0]), DTYPES[kind]
     bits = 8 * wide.itemsize // len(parts)
     writes = [operands.writer(text, f"b{bits}") for text in parts]
-    read = operands.reader(texts[1], kind)
+    read, halves = operands.reader(texts[1], kind), operands.halves_reader(texts[1])
 
     def step(state: LaunchState) -> None:
         value, defined = read(state.threads)
-        for number, write in enumerate(writes):
+        each_defined = halves(state.threads) if bits == 32 else [defined] * len(parts)
+        for number, (write, part_defined) in enumerate(zip(writes, each_defined, strict=True)):
             part = (value >> wide.type(number * bits)).astype(f"u{bits // 8}")
-            write(state.threads, part, defined)
+            write(state.threads, part, part_defined)
 
     return step

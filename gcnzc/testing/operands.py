@@ -12,7 +12,7 @@ import numpy as np
 from gcnzc.testing.faults import unsupported
 from gcnzc.testing.number_types import DTYPES, Array, encode
 from gcnzc.testing.program import Symbols
-from gcnzc.testing.threads import SPECIAL_REGISTERS, Threads
+from gcnzc.testing.threads import SPECIAL_REGISTERS, Halves, Threads
 
 # a value in each thread, or one for all; and in which threads it is defined, None for all
 Value: TypeAlias = tuple[Array, Array | None]
@@ -89,6 +89,13 @@ class Operands:
             masked = number & ((1 << 8 * dtype.itemsize) - 1)
             return np.array(masked, f"u{dtype.itemsize}").view(dtype)
         raise unsupported(text, "unknown operand")
+
+    def halves_reader(self, text: str) -> Callable[[Threads], Halves]:
+        """Return a function that says where the halves of a 64-bit operand are defined."""
+        if text not in self.symbols.registers:
+            return lambda threads: (None, None)
+        register = self.symbols.registers[text]
+        return lambda threads: threads.halves(register)
 
     def immediate(self, text: str) -> int:
         """Return an integer constant."""

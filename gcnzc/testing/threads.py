@@ -1,7 +1,7 @@
 """The state of threads that execute together: registers, active lanes, and where they are."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -9,6 +9,8 @@ from gcnzc.testing.faults import Fault, unsupported
 from gcnzc.testing.number_types import Array, bits_of
 
 WARP_LANES = 32
+# (n,) where the lower half of a register is defined, and the upper one; None for everywhere
+Halves: TypeAlias = tuple[Array | None, Array | None]
 
 
 class Threads:
@@ -43,6 +45,8 @@ class Threads:
         self.registers: list[Array] = [np.zeros(self.count, dtype) for dtype in dtypes]
         nowhere = np.zeros(self.count, bool)
         self.defined: list[Array | None] = [nowhere] * len(dtypes)
+        # of 64-bit registers whose halves were written apart; a register is defined if both are
+        self._halves: dict[int, Halves] = {}
 
     @property
     def lanes(self) -> Any:
@@ -65,14 +69,23 @@ class Threads:
         found[self.active] = values
         return found
 
-    def write(self, register: int, values: Array, defined: Array | None) -> None:
+    def halves(self, register: int) -> Halves:
+        """Return where the lower and the upper half of a register are defined."""
+        return self._halves.get(register, (self.defined[register], self.defined[register]))
+
+    def write(
+        self, register: int, values: Array, defined: Array | None, halves: Halves | None = None
+    ) -> None:
         """Assign a register of active threads.
 
         Args:
             register: index of the register.
             values: (n,), or one value for all threads.
             defined: (n,), or None if all values are defined.
+            halves: where the lower and the upper half are defined, if they may differ.
         """
+        if halves is not None or register in self._halves:
+            self._write_halves(register, halves or (defined, defined))
         bits = bits_of(np.asarray(values))
         if self.active is None:
             self.registers[register] = np.full(self.count, bits) if bits.ndim == 0 else bits
@@ -84,6 +97,16 @@ class Threads:
             now = np.array(True) if defined is None else defined
             defined = np.where(self.active, now, True if before is None else before)
         self.defined[register] = None if defined is None or defined.all() else defined
+
+    def _write_halves(self, register: int, halves: Halves) -> None:
+        lower, upper = halves
+        if self.active is not None:
+            before = self.halves(register)
+            lower, upper = (
+                np.where(self.active, *(np.array(True) if each is None else each for each in pair))
+                for pair in zip(halves, before, strict=True)
+            )
+        self._halves[register] = lower, upper
 
     def require_defined(self, defined: Array | None, purpose: str) -> None:
         """Check that a value is defined in all active threads.

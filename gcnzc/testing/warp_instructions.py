@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gcnzc.testing.arithmetic import maximum, minimum
 from gcnzc.testing.faults import Fault, unsupported
 from gcnzc.testing.launch_state import LaunchState, Step
 from gcnzc.testing.number_types import Array
@@ -18,6 +19,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "min": np.minimum, "max": np.maximum,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
+_BITWISE = ("and", "or", "xor")
 
 
 def decode_warp_instruction(instruction: Instruction, operands: Operands) -> Step:
@@ -38,7 +40,7 @@ def decode_warp_instruction(instruction: Instruction, operands: Operands) -> Ste
         return _shuffle(instruction, operands)
     if instruction.name == "vote" and len(instruction.operands) == 3:
         return _vote(instruction, operands)
-    if instruction.name == "redux" and opcode[2] in _REDUCTIONS and len(opcode) == 4:
+    if instruction.name == "redux" and opcode[2] in _REDUCTIONS:
         return _reduction(instruction, operands)
     raise unsupported(instruction.text)
 
@@ -155,9 +157,12 @@ def _vote(instruction: Instruction, operands: Operands) -> Step:
 
 
 def _reduction(instruction: Instruction, operands: Operands) -> Step:
-    kind, join = instruction.opcode[-1], _REDUCTIONS[instruction.opcode[2]]
-    bitwise = instruction.opcode[2] in ("and", "or", "xor")
-    if kind not in (("b32",) if bitwise else ("u32", "s32")):
+    name, *modifiers, kind = instruction.opcode[2:]
+    join = _REDUCTIONS[name]
+    if kind == "f32" and name in ("min", "max") and set(modifiers) <= {"abs", "NaN"}:
+        extremum, nan = minimum if name == "min" else maximum, "NaN" in modifiers
+        join = lambda a, b: extremum(a, b, nan)  # noqa: E731
+    elif modifiers or kind not in (("b32",) if name in _BITWISE else ("u32", "s32")):
         raise unsupported(instruction.text)
     read, write = (
         operands.reader(instruction.operands[1], kind),
@@ -170,6 +175,8 @@ def _reduction(instruction: Instruction, operands: Operands) -> Step:
         _check_members(state, members)
         value, defined = _broadcast(read(threads), threads.count)
         threads.require_defined(defined, "an operand of a reduction")
+        if "abs" in modifiers:
+            value = np.abs(value)
         found = value.copy()
         active = threads.active_mask().reshape(-1, WARP_LANES)
         for warp in np.flatnonzero(active.any(1)):

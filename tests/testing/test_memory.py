@@ -299,6 +299,28 @@ def test_an_undefined_value_that_has_no_effect_is_allowed():
         assert out.tolist() == [7] * 32
 
 
+def test_the_halves_of_a_register_are_defined_apart():
+    sums = "add.f32x2 %d2, %d1, %d1; fma.rn.f32x2 %d2, %d2, %d1, %d2;"
+    for half, unpack in ((0, "mov.b64 {%r2, _}, %d2;"), (1, "mov.b64 {_, %r2}, %d2;")):
+        one = ["{%r5, %r1}", "{%r1, %r5}"]
+        body = f"mov.b32 %r5, 0x3f800000; mov.b64 %d1, {one[half]}; {sums}" + unpack
+        out = np.zeros(32, np.float32)
+        run(body + OUT.format("%r2"), {"out": out})
+        assert out.tolist() == [4.0] * 32
+        # the other half, and both together
+        other = f"mov.b32 %r5, 0; mov.b64 %d1, {one[1 - half]}; {sums}" + unpack
+        undefined(other + OUT.format("%r2"))
+        undefined(body + "add.s64 %d9, %out, %at8; st.global.b64 [%d9], %d2;")
+        # in some threads only
+        part = f"setp.lt.u32 %p1, %tid, 16; @%p1 mov.b64 %d2, {one[1 - half]};"
+        undefined(body + part + unpack + OUT.format("%r2"))
+        assert not run(body + part.replace("%r1", "%r5") + unpack, {"out": out}).counters
+        # a register that is written as a whole is defined as a whole
+        whole = f"mov.b64 %d1, {one[half]}; mov.b64 %d1, 0; mov.b64 {{%r2, %r3}}, %d1;"
+        run(f"mov.b32 %r5, 0; {whole} add.s32 %r2, %r2, %r3;" + OUT.format("%r2"), {"out": out})
+        assert out.tolist() == [0.0] * 32
+
+
 def test_undefined_shared_memory_must_not_be_stored():
     address = "mov.u32 %r1, smem; mad.lo.s32 %r2, %tid, 4, %r1;"
     undefined(address + "ld.shared.b32 %r3, [%r2];" + OUT.format("%r3"), shared=256,

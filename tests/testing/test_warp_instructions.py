@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptx_kernels import integers, run, signed
 
-from gcnzc.testing.faults import Fault
+from gcnzc.testing.faults import Fault, UnsupportedInstruction
 
 STORE = "add.s64 %d1, %out, %at4; st.global.b32 [%d1], {};"
 
@@ -119,3 +119,25 @@ def test_an_undefined_vote_is_a_fault():
         results("vote.sync.any.pred %p2, %p1, -1;")
     with pytest.raises(Fault, match="undefined value as an operand of a reduction"):
         results("redux.sync.add.u32 %r2, %r1, -1;")
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [("min", -7.5), ("max", 6.0), ("max.abs", 7.5), ("min.abs", 0.25), ("max.NaN", np.nan)],
+)
+def test_reductions_of_floating_point(operation, expected):
+    values = np.full(32, 0.25, np.float32)
+    values[[3, 9, 30]] = -7.5, 6.0, np.nan
+    out = np.zeros(32, np.float32)
+    body = f"""
+        add.s64 %d1, %source, %at4; ld.global.b32 %r1, [%d1];
+        redux.sync.{operation}.f32 %r2, %r1, 0xffffffff; {STORE.format("%r2")}
+    """
+    run(body, {"source": values, "out": out})
+    np.testing.assert_array_equal(out, np.full(32, expected, np.float32))
+
+
+def test_reductions_of_other_types_are_rejected():
+    for form in ("add.f32", "max.NaN.u32", "and.u32", "max.ftz.f32"):
+        with pytest.raises(UnsupportedInstruction, match="redux"):
+            run(f"redux.sync.{form} %r2, %r1, -1;")
