@@ -197,7 +197,7 @@ def _update_error_numba(
 
 @njit(nogil=True, cache=True)
 def _mean_numba(
-    codes, scales, table, active, out, geometry, row_layout, num_rows, share, begin, end
+    codes, scales, table, active, out, geometry, row_layout, num_rows, inverse_count, begin, end
 ):
     stride, first_scale, bits = row_layout
     decoded, total = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
@@ -210,7 +210,7 @@ def _mean_numba(
             for k in range(count):
                 total[uint64(k)] += decoded[uint64(k)]
         for k in range(count):
-            total[uint64(k)] *= share
+            total[uint64(k)] *= inverse_count
         _store_piece(total, active, i, count, out)
 
 

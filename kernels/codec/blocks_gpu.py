@@ -172,26 +172,26 @@ def decode_blocks_triton(
 
 
 @triton.jit
-def _load_sums(values, error, active, e, inside, HAS_ERROR: tl.constexpr, HAS_ACTIVE: tl.constexpr):
+def _load_sums(values, error, active, e, mask, HAS_ERROR: tl.constexpr, HAS_ACTIVE: tl.constexpr):
     """Load y at the indices `e`, with 0 where masked out or not active."""
     if HAS_ACTIVE:
-        inside = inside & (tl.load(active + e, mask=inside, other=0) != 0)
-    y = tl.load(values + e, mask=inside, other=0.0)
+        mask = mask & (tl.load(active + e, mask=mask, other=0) != 0)
+    y = tl.load(values + e, mask=mask, other=0.0)
     if HAS_ERROR:
-        y += tl.load(error + e, mask=inside, other=0.0)
+        y += tl.load(error + e, mask=mask, other=0.0)
     return y
 
 
 @triton.jit
-def _decode(codes, scales, table, start, i, inside, first_scale, block, BITS: tl.constexpr):
+def _decode(codes, scales, table, start, i, mask, first_scale, block_elements, BITS: tl.constexpr):
     """Decode elements `i` of a row that begins at byte `start`."""
     if BITS == 8:
-        code = tl.load(codes + start + i, mask=inside, other=0).to(tl.int32)
+        code = tl.load(codes + start + i, mask=mask, other=0).to(tl.int32)
     else:
-        byte = tl.load(codes + start + i // 2, mask=inside, other=0).to(tl.int32)
+        byte = tl.load(codes + start + i // 2, mask=mask, other=0).to(tl.int32)
         code = (byte >> (i % 2 * 4).to(tl.int32)) & 15
-    scale = tl.load(scales + start // 4 + first_scale + i // block, mask=inside, other=0.0)
-    return tl.load(table + code, mask=inside, other=0.0) * scale
+    scale = tl.load(scales + start // 4 + first_scale + i // block_elements, mask=mask, other=0.0)
+    return tl.load(table + code, mask=mask, other=0.0) * scale
 
 
 @triton.jit
@@ -216,11 +216,11 @@ def largest_gpu(
     active,
     largest,
     num_elements,
-    part,
+    part_elements,
     num_blocks,
-    blocks,
-    block,
-    spans,
+    blocks_per_part,
+    block_elements,
+    spans_per_block,
     HAS_ERROR: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -228,15 +228,17 @@ def largest_gpu(
 ):
     """Write the bits of the largest |y| of each span of COLUMNS elements; NaN is the largest."""
     program = tl.program_id(0).to(tl.int64)
-    index = program // spans * ROWS + tl.arange(0, ROWS)  # of the block, counted over all parts
-    span = program % spans
+    block = program // spans_per_block * ROWS + tl.arange(0, ROWS)  # counted over all parts
+    span = program % spans_per_block
     column = span * COLUMNS + tl.arange(0, COLUMNS)
-    i = (index % blocks * block)[:, None] + column[None, :]
-    e = (index // blocks * part)[:, None] + i
-    inside = (index < num_blocks)[:, None] & (column < block)[None, :] & (i < part)
-    y = _load_sums(values, error, active, e, inside & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
+    i = (block % blocks_per_part * block_elements)[:, None] + column[None, :]
+    e = (block // blocks_per_part * part_elements)[:, None] + i
+    mask = (block < num_blocks)[:, None] & (column < block_elements)[None, :] & (i < part_elements)
+    y = _load_sums(values, error, active, e, mask & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
     magnitudes = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.store(largest + index * spans + span, tl.max(magnitudes, 1), mask=index < num_blocks)
+    tl.store(
+        largest + block * spans_per_block + span, tl.max(magnitudes, 1), mask=block < num_blocks
+    )
 
 
 @triton.jit(do_not_specialize=["seed", "step", "offset"])
@@ -247,11 +249,11 @@ def encode_gpu(
     codes,
     scales,
     num_elements,
-    part,
+    part_elements,
     stride,
     first_scale,
-    block,
-    tiles,
+    block_elements,
+    tiles_per_part,
     seed,
     step,
     offset,
@@ -270,12 +272,18 @@ def encode_gpu(
 ):
     """Write the codes of TILE elements of one part."""
     program = tl.program_id(0).to(tl.int64)
-    j = program // tiles
-    first = program % tiles * TILE
+    j = program // tiles_per_part
+    first = program % tiles_per_part * TILE
     i = first + tl.arange(0, TILE)
-    e = j * part + i
-    y = _load_sums(values, error, active, e, (i < part) & (e < num_elements), HAS_ERROR, HAS_ACTIVE)
-    scale = tl.load(scales + j * stride // 4 + first_scale + i // block, mask=i < part, other=0.0)
+    e = j * part_elements + i
+    y = _load_sums(
+        values, error, active, e, (i < part_elements) & (e < num_elements), HAS_ERROR, HAS_ACTIVE
+    )
+    scale = tl.load(
+        scales + j * stride // 4 + first_scale + i // block_elements,
+        mask=i < part_elements,
+        other=0.0,
+    )
     has_scale = scale > 0  # false for NaN
     quotient = tl.where(has_scale, tl.div_rn(y, tl.where(has_scale, scale, 1.0)), 0.0)
     bits = quotient.to(tl.int32, bitcast=True)
@@ -290,7 +298,7 @@ def encode_gpu(
     rest = (magnitude & ((1 << DROPPED_BITS) - 1)).to(tl.float32) * (1.0 / (1 << DROPPED_BITS))
     share = tl.where(is_normal, rest, share)
     if STOCHASTIC:
-        counters = (offset + j * part + first) // 4 + tl.arange(0, TILE // 4)
+        counters = (offset + j * part_elements + first) // 4 + tl.arange(0, TILE // 4)
         word = _random_words(seed, step, counters).to(tl.uint32)
         up = (word >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)) < share
     elif TIES_UP:
@@ -302,12 +310,12 @@ def encode_gpu(
     negative = (1 << BITS) - code if INTEGER else (1 << (BITS - 1)) + code
     code = tl.where((bits < 0) & (code > 0), negative, code)
     if BITS == 8:
-        tl.store(codes + j * stride + i, code.to(tl.uint8), mask=i < part)
+        tl.store(codes + j * stride + i, code.to(tl.uint8), mask=i < part_elements)
     else:
         low_half, high_half = tl.split(tl.reshape(code, [TILE // 2, 2]))
         byte = first // 2 + tl.arange(0, TILE // 2)
         pair = (low_half | (high_half << 4)).to(tl.uint8)
-        tl.store(codes + j * stride + byte, pair, mask=byte < part // 2)
+        tl.store(codes + j * stride + byte, pair, mask=byte < part_elements // 2)
 
 
 @triton.jit
@@ -319,23 +327,23 @@ def update_error_gpu(
     scales,
     table,
     num_elements,
-    part,
+    part_elements,
     stride,
     first_scale,
-    block,
+    block_elements,
     BITS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Set `error` to the rounding error of TILE elements."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = e < num_elements
-    y = tl.load(values + e, mask=inside, other=0.0) + tl.load(error + e, mask=inside, other=0.0)
-    start, i = e // part * stride, e % part
-    residual = y - _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
+    mask = e < num_elements
+    y = tl.load(values + e, mask=mask, other=0.0) + tl.load(error + e, mask=mask, other=0.0)
+    start, i = e // part_elements * stride, e % part_elements
+    residual = y - _decode(codes, scales, table, start, i, mask, first_scale, block_elements, BITS)
     if HAS_ACTIVE:
-        residual = tl.where(tl.load(active + e, mask=inside, other=0) != 0, residual, 0.0)
-    tl.store(error + e, residual, mask=inside)
+        residual = tl.where(tl.load(active + e, mask=mask, other=0) != 0, residual, 0.0)
+    tl.store(error + e, residual, mask=mask)
 
 
 @triton.jit
@@ -347,21 +355,21 @@ def mean_gpu(
     num_elements,
     stride,
     first_scale,
-    block,
+    block_elements,
     num_rows,
-    share,
+    inverse_count,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the mean of TILE elements over all rows."""
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = i < num_elements
+    mask = i < num_elements
     start = tl.zeros_like(i)
     total = tl.zeros([TILE], tl.float32)
     for _ in range(num_rows):
-        total += _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
+        total += _decode(codes, scales, table, start, i, mask, first_scale, block_elements, BITS)
         start += stride
-    tl.store(out + i, total * share, mask=inside)
+    tl.store(out + i, total * inverse_count, mask=mask)
 
 
 @triton.jit
@@ -372,19 +380,19 @@ def decode_gpu(
     active,
     out,
     num_elements,
-    part,
+    part_elements,
     stride,
     first_scale,
-    block,
+    block_elements,
     BITS: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the decoded numbers of TILE elements."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = e < num_elements
-    start, i = e // part * stride, e % part
-    decoded = _decode(codes, scales, table, start, i, inside, first_scale, block, BITS)
+    mask = e < num_elements
+    start, i = e // part_elements * stride, e % part_elements
+    decoded = _decode(codes, scales, table, start, i, mask, first_scale, block_elements, BITS)
     if HAS_ACTIVE:
-        decoded = tl.where(tl.load(active + e, mask=inside, other=0) != 0, decoded, 0.0)
-    tl.store(out + e, decoded, mask=inside)
+        decoded = tl.where(tl.load(active + e, mask=mask, other=0) != 0, decoded, 0.0)
+    tl.store(out + e, decoded, mask=mask)

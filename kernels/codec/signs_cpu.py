@@ -71,8 +71,10 @@ def update_error_numba(
 
 def mean_numba(rows: Tensor, layout: BlockLayout, out: Tensor, threads: int | None = None) -> None:
     """`mean_of_signs_reference` on the CPU, for float32."""
-    memory, share = _locate(layout, rows), np.float32(1 / len(rows))
-    _run(_mean, memory, *memory[1:3], out.detach().numpy(), len(rows), share, threads=threads)
+    memory, inverse_count = _locate(layout, rows), np.float32(1 / len(rows))
+    _run(
+        _mean, memory, *memory[1:3], out.detach().numpy(), len(rows), inverse_count, threads=threads
+    )
 
 
 def decode_numba(
@@ -387,13 +389,13 @@ def _zero_inactive(x, active):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _mean(words, scales, out, num_rows, share, geometry, begin, end):
+def _mean(words, scales, out, num_rows, inverse_count, geometry, begin, end):
     stride, code_words = geometry[5:]
     for chunk_index in range(begin, end):
         _, block_index, first, offset, _, count = _chunk(chunk_index, geometry)
         out[offset : offset + count] = 0
         for row in range(num_rows):
-            scale = scales[row * stride + code_words + block_index] * share
+            scale = scales[row * stride + code_words + block_index] * inverse_count
             word = row * stride + first // WORD
             whole = count // WORD
             for i in range(whole):

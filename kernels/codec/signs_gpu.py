@@ -33,7 +33,9 @@ SCALES_PER_PROGRAM = 128  # scales that one program writes
 
 
 @triton.jit
-def _chunk(n, part, block, blocks, chunks, WORDS: tl.constexpr):
+def _chunk(
+    n, part_elements, block_elements, blocks_per_part, chunks_per_block, WORDS: tl.constexpr
+):
     """Locate the chunk of this program.
 
     Returns:
@@ -42,12 +44,12 @@ def _chunk(n, part, block, blocks, chunks, WORDS: tl.constexpr):
     """
     chunk_index = tl.program_id(0)
     # int64 before the multiplication: a vector may have more than 2**31 elements
-    row = (chunk_index // (blocks * chunks)).to(tl.int64)
-    block_index = (chunk_index // chunks % blocks).to(tl.int64)
-    inner = (chunk_index % chunks).to(tl.int64) * (32 * WORDS)
-    first = block_index * block + inner
-    length = tl.minimum(tl.minimum(block - inner, part - first), 32 * WORDS)
-    begin = row * part + first
+    row = (chunk_index // (blocks_per_part * chunks_per_block)).to(tl.int64)
+    block_index = (chunk_index // chunks_per_block % blocks_per_part).to(tl.int64)
+    inner = (chunk_index % chunks_per_block).to(tl.int64) * (32 * WORDS)
+    first = block_index * block_elements + inner
+    length = tl.minimum(tl.minimum(block_elements - inner, part_elements - first), 32 * WORDS)
+    begin = row * part_elements + first
     count = tl.maximum(tl.minimum(length, n - begin), 0)
     return row, block_index, first, begin, length, count
 
@@ -121,10 +123,10 @@ def _encode(
     totals,
     counts,
     n,
-    part,
-    block,
-    blocks,
-    chunks,
+    part_elements,
+    block_elements,
+    blocks_per_part,
+    chunks_per_block,
     stride,
     HAS_ERROR: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
@@ -132,7 +134,9 @@ def _encode(
     RAGGED: tl.constexpr,  # n is not a multiple of 32
     WORDS: tl.constexpr,
 ):
-    row, _, first, begin, length, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, _, first, begin, length, count = _chunk(
+        n, part_elements, block_elements, blocks_per_part, chunks_per_block, WORDS
+    )
     y = _load(values, begin, count, WORDS, RAGGED)
     if HAS_ERROR:
         y += _load(error, begin, count, WORDS, RAGGED)
@@ -153,18 +157,22 @@ def _encode(
 
 
 @triton.jit
-def _add_sums(totals, counts, block_totals, block_counts, chunks, TOTALS: tl.constexpr):
-    """Add the sums and counts of a block's `chunks` programs."""
-    block = tl.program_id(0).to(tl.int64)
+def _add_sums(totals, counts, block_totals, block_counts, chunks_per_block, TOTALS: tl.constexpr):
+    """Add the sums and counts of the `chunks_per_block` programs of a block."""
+    block_index = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, TOTALS)
     total = tl.zeros([TOTALS], tl.float64)
     count = tl.zeros([TOTALS], tl.int64)
-    for begin in range(0, chunks, TOTALS):
-        mask = begin + index < chunks
-        total += tl.load(totals + block * chunks + begin + index, mask=mask, other=0.0)
-        count += tl.load(counts + block * chunks + begin + index, mask=mask, other=0)
-    tl.store(block_totals + block, tl.sum(total, axis=0))
-    tl.store(block_counts + block, tl.sum(count, axis=0))
+    for begin in range(0, chunks_per_block, TOTALS):
+        mask = begin + index < chunks_per_block
+        total += tl.load(
+            totals + block_index * chunks_per_block + begin + index, mask=mask, other=0.0
+        )
+        count += tl.load(
+            counts + block_index * chunks_per_block + begin + index, mask=mask, other=0
+        )
+    tl.store(block_totals + block_index, tl.sum(total, axis=0))
+    tl.store(block_counts + block_index, tl.sum(count, axis=0))
 
 
 @triton.jit
@@ -173,8 +181,8 @@ def _write_scales(
     totals,
     counts,
     num_blocks,
-    part,
-    blocks,
+    part_elements,
+    blocks_per_part,
     stride,
     SQUARES: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -184,13 +192,17 @@ def _write_scales(
     A float64 division and square root take tens of instructions that most GPUs execute slowly, so
     each lane computes them for its own block.
     """
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    mask = block < num_blocks
-    count = tl.load(counts + block, mask=mask, other=0)
-    mean = tl.load(totals + block, mask=mask, other=0.0) / tl.maximum(count, 1).to(tl.float64)
+    block_index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    mask = block_index < num_blocks
+    count = tl.load(counts + block_index, mask=mask, other=0)
+    mean = tl.load(totals + block_index, mask=mask, other=0.0) / tl.maximum(count, 1).to(tl.float64)
     if SQUARES:
         mean = tl.sqrt(mean)
-    offset = block // blocks * stride + part // 32 + block % blocks
+    offset = (
+        block_index // blocks_per_part * stride
+        + part_elements // 32
+        + block_index % blocks_per_part
+    )
     tl.store(words + offset, mean.to(tl.float32).to(tl.int32, bitcast=True), mask=mask)
 
 
@@ -201,18 +213,20 @@ def _update_error(
     active,
     words,
     n,
-    part,
-    block,
-    blocks,
-    chunks,
+    part_elements,
+    block_elements,
+    blocks_per_part,
+    chunks_per_block,
     stride,
     HAS_ACTIVE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, block_index, _, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, _, begin, _, count = _chunk(
+        n, part_elements, block_elements, blocks_per_part, chunks_per_block, WORDS
+    )
     if count > 0:
-        scale = _load_scale(words, row * stride + part // 32 + block_index)
+        scale = _load_scale(words, row * stride + part_elements // 32 + block_index)
         y = _load(values, begin, count, WORDS, RAGGED) + _load(error, begin, count, WORDS, RAGGED)
         residual = y - _signed(scale, y >= 0)
         if HAS_ACTIVE:
@@ -225,23 +239,25 @@ def _mean(
     words,
     out,
     num_rows,
-    share,
+    inverse_count,
     n,
-    part,
-    block,
-    blocks,
-    chunks,
+    part_elements,
+    block_elements,
+    blocks_per_part,
+    chunks_per_block,
     stride,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, block_index, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, first, begin, _, count = _chunk(
+        n, part_elements, block_elements, blocks_per_part, chunks_per_block, WORDS
+    )
     if count > 0:
         total = tl.zeros([WORDS, 32], tl.float32)
         # a layout of one part: row 0 is the first rank's
         offset = row * stride
         for _row in range(num_rows):
-            scale = _load_scale(words, offset + part // 32 + block_index) * share
+            scale = _load_scale(words, offset + part_elements // 32 + block_index) * inverse_count
             total += _signed(scale, _bits(words, offset + first // 32, count, WORDS))
             offset += stride
         _store(out, total, begin, count, WORDS, RAGGED)
@@ -253,18 +269,20 @@ def _decode(
     active,
     out,
     n,
-    part,
-    block,
-    blocks,
-    chunks,
+    part_elements,
+    block_elements,
+    blocks_per_part,
+    chunks_per_block,
     stride,
     HAS_ACTIVE: tl.constexpr,
     RAGGED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    row, block_index, first, begin, _, count = _chunk(n, part, block, blocks, chunks, WORDS)
+    row, block_index, first, begin, _, count = _chunk(
+        n, part_elements, block_elements, blocks_per_part, chunks_per_block, WORDS
+    )
     if count > 0:
-        scale = _load_scale(words, row * stride + part // 32 + block_index)
+        scale = _load_scale(words, row * stride + part_elements // 32 + block_index)
         x = _signed(scale, _bits(words, row * stride + first // 32, count, WORDS))
         if HAS_ACTIVE:
             x = tl.where(_load(active, begin, count, WORDS, RAGGED) != 0, x, 0.0)

@@ -48,10 +48,10 @@ def update_error_signs_reference(
 
 def mean_of_signs_reference(rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
     """Reference for `mean_of_signs`, which must match it bit for bit."""
-    share = torch.tensor(1 / len(rows), dtype=torch.float32, device=rows.device)
+    inverse_count = torch.tensor(1 / len(rows), dtype=torch.float32, device=rows.device)
     out.zero_()
     for row in rows.split(1):
-        scales = _scale_of_elements(scales_view(row, layout) * share, layout)
+        scales = _scale_of_elements(scales_view(row, layout) * inverse_count, layout)
         out += torch.where(_sign_bits(row, layout), scales, -scales)
 
 

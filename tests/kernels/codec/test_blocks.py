@@ -518,8 +518,9 @@ from gcnzc.kernels.codec import blocks_gpu as gpu
 from gcnzc.kernels.codec.number_formats import NUMBER_FORMATS
 from gcnzc.kernels.codec.blocks_gpu import code_constants
 
-TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "share": "fp32", "seed": "i64",
-         "step": "i64", "offset": "i64", "part": "i64", "num_elements": "i64", "stride": "i64"}
+TYPES = {"codes": "*u8", "active": "*u8", "largest": "*i32", "inverse_count": "fp32",
+         "seed": "i64", "step": "i64", "offset": "i64", "part_elements": "i64",
+         "num_elements": "i64", "stride": "i64"}
 VECTORS = ["values", "error", "scales", "table", "out"]
 
 def ptx(kernel, **constants):

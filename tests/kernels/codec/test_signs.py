@@ -398,16 +398,18 @@ from gcnzc.kernels.codec import signs_gpu as pack_gpu
 
 cases = json.loads(sys.argv[1])
 types = dict(values="*fp32", error="*fp32", active="*u8", words="*i32", out="*fp32")
-types |= dict(totals="*fp64", counts="*i64", n="i64", part="i64", block="i32", blocks="i32")
+types |= dict(totals="*fp64", counts="*i64", n="i64", part_elements="i64",
+              block_elements="i32", blocks_per_part="i32")
 types |= dict(block_totals="*fp64", block_counts="*i64", num_blocks="i32")
-types |= dict(chunks="i32", stride="i32", num_rows="i32", share="fp32")
+types |= dict(chunks_per_block="i32", stride="i32", num_rows="i32", inverse_count="fp32")
 made = []
 for name, constants in cases:
     kernel = getattr(pack_gpu, name)
     names = list(kernel.arg_names)
     signature = {one: "constexpr" if one in constants else types[one] for one in names}
     # what a launch knows: memory of torch's, lengths of parts and blocks, and n where it is even
-    known = {"values", "error", "active", "words", "out", "totals", "counts", "part", "block"}
+    known = {"values", "error", "active", "words", "out", "totals", "counts"}
+    known |= {"part_elements", "block_elements"}
     known |= set() if constants.get("RAGGED", True) else {"n"}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in known}
     numbers = {(names.index(n),): value for n, value in constants.items()}
