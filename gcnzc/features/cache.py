@@ -61,7 +61,7 @@ class CachedTable(FeatureTable):
     def cache_nbytes(self) -> int:
         """Bytes of GPU memory for the cached rows and the slots that locate them.
 
-        For a sharded cache, the bytes on one GPU. Without a GPU, the most bytes that it would take.
+        For a sharded cache, the bytes on one GPU. Without a GPU, an upper bound of these bytes.
         """
         if self.copies is not None:
             return self.copies.nbytes
@@ -153,8 +153,8 @@ class CachedTable(FeatureTable):
         copies = self._copies_on(ids.device)
         if copies is None or copies.peers is None:
             ids = ids.cpu()
-            own = count_in_bitmap(self.own_bits, self.num_rows, ids)
-            return count_in_bitmap(self.cached_bits, self.num_rows, ids) - own
+            own_hits = count_in_bitmap(self.own_bits, self.num_rows, ids)
+            return count_in_bitmap(self.cached_bits, self.num_rows, ids) - own_hits
         slots = copies.slots[ids.long()]
         return ((slots >= 0) & (slots % self.gpus != copies.peers.own)).sum()
 
@@ -347,10 +347,10 @@ def _make_table(
     table: FeatureTable, choice: _CacheChoice, copies: Sequence[CachedRows], rank: int | None = None
 ) -> CachedTable:
     """Return the cached table of the GPU of one rank, or of all GPUs if `rank` is None."""
-    ids, own, rates = choice.ids.sort().values, None, choice.own_hit_rates
+    ids, own_bits, rates = choice.ids.sort().values, None, choice.own_hit_rates
     if choice.gpus > 1:
-        parts = peer_memory.split_round_robin(choice.ids, choice.gpus)
-        own = make_bitmap(parts[rank or 0], table.num_rows)
+        ids_by_gpu = peer_memory.split_round_robin(choice.ids, choice.gpus)
+        own_bits = make_bitmap(ids_by_gpu[rank or 0], table.num_rows)
     if rates is not None and rank is not None:
         rates = [rates[rank]]
     return CachedTable(
@@ -362,7 +362,7 @@ def _make_table(
         predicted_own_hit_rate=None if rates is None else sum(rates) / len(rates),
         other_copies=tuple(copies[1:]),
         gpus=choice.gpus,
-        own_bits=own,
+        own_bits=own_bits,
     )
 
 
@@ -387,21 +387,22 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
     size = check_integer(
         "size", size, hint="bytes as an integer, or a share of the rows as a float"
     )
-    least = cache_bytes(table, min(1, table.num_rows))
-    if size < least:
+    min_bytes = cache_bytes(table, min(1, table.num_rows))
+    if size < min_bytes:
         raise ValueError(
-            f"size: {size} bytes are too few for one cached row: it takes {least} bytes, which "
+            f"size: {size} bytes are too few for one cached row: it takes {min_bytes} bytes, which "
             f"include {SLOT_BYTES} for each of the table's {table.num_rows} rows\n\n"
             "hint: a larger size; or a share of the rows, such as 0.2"
         )
-    each = cache_bytes(table, 1) - cache_bytes(table, 0)
-    return min(table.num_rows, gpus * ((size - cache_bytes(table, 0)) // each))
+    slot_bytes = cache_bytes(table, 0)
+    row_bytes = cache_bytes(table, 1) - slot_bytes
+    return min(table.num_rows, gpus * ((size - slot_bytes) // row_bytes))
 
 
 def cache_bytes(table: FeatureTable, num_cached: int, gpus: int = 1) -> int:
-    """Return the most bytes of GPU memory for `num_cached` rows, sharded over `gpus` GPUs."""
-    each = table.row_bytes if table.is_sparse else padded_row_bytes(table.rows)
-    return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * each
+    """Return an upper bound of the bytes on each GPU, for `num_cached` rows on `gpus` GPUs."""
+    row_bytes = table.row_bytes if table.is_sparse else padded_row_bytes(table.rows)
+    return SLOT_BYTES * table.num_rows + -(-num_cached // gpus) * row_bytes
 
 
 def _get_device(device: torch.device | str | None, name: str = "device") -> torch.device:

@@ -75,7 +75,7 @@ class Share:
     """One process's share of a sharded cache, before the other shares are opened."""
 
     rows: Tensor  # (N, D), the table's rows on the host
-    parts: Sequence[Tensor]  # ids of the rows on each GPU, on the host
+    ids_by_gpu: Sequence[Tensor]  # ids of the rows on each GPU, on the host
     memory: Tensor  # (H / G, stride) bytes on this GPU
     handle: Handle
 
@@ -170,20 +170,23 @@ def make_sharded_rows(
         code = driver.enable_peer(device.index, peer.index)
         if code != 0:
             raise _no_access(device, str(peer), driver, code)
-    parts = split_round_robin(ids, len(devices))
+    ids_by_gpu = split_round_robin(ids, len(devices))
     memories = [
-        _copy_rows(rows, part, device, driver)[1]
-        for part, device in zip(parts, devices, strict=True)
+        _copy_rows(rows, own_ids, device, driver)[1]
+        for own_ids, device in zip(ids_by_gpu, devices, strict=True)
     ]
     # the copies must be complete before another GPU reads them
     driver.synchronize()
-    slots, addresses = assign_slots(parts, len(rows)), [memory.data_ptr() for memory in memories]
+    slots, addresses = (
+        assign_slots(ids_by_gpu, len(rows)),
+        [memory.data_ptr() for memory in memories],
+    )
     copies = [
         CachedRows(slots.to(device), memory, Peers(_int64(addresses, device), own, tuple(memories)))
         for own, (device, memory) in enumerate(zip(devices, memories, strict=True))
     ]
-    for each in copies:
-        _check_reads(rows, parts, each)
+    for cached in copies:
+        _check_reads(rows, ids_by_gpu, cached)
     return copies
 
 
@@ -207,8 +210,8 @@ def export_share(
         RuntimeError: the GPU has too little memory, or the driver cannot export it.
     """
     driver = driver or _driver()
-    parts = split_round_robin(ids, handle.world_size)
-    whole, memory = _copy_rows(rows, parts[handle.rank], device, driver)
+    ids_by_gpu = split_round_robin(ids, handle.world_size)
+    whole, memory = _copy_rows(rows, ids_by_gpu[handle.rank], device, driver)
     code, exported = driver.export(device.index, whole.data_ptr())
     if code != 0:
         raise RuntimeError(
@@ -223,7 +226,7 @@ def export_share(
     offset = memory.data_ptr() - whole.data_ptr() if len(memory) else 0
     description = f"{handle.description}, {alignment}"
     handle = replace(handle, description=description, memory=exported, offset=offset)
-    return Share(rows, parts, memory, handle)
+    return Share(rows, ids_by_gpu, memory, handle)
 
 
 def open_shares(
@@ -244,7 +247,7 @@ def open_shares(
         RuntimeError: the GPU cannot read another's memory, or reads wrong bytes from it.
     """
     driver, device = driver or _driver(), own_share.memory.device
-    slots, peers = assign_slots(own_share.parts, len(own_share.rows)).to(device), None
+    slots, peers = assign_slots(own_share.ids_by_gpu, len(own_share.rows)).to(device), None
     if len(handles) > 1:
         references: list[object] = [own_share.memory]
         addresses = []
@@ -258,7 +261,7 @@ def open_shares(
             addresses.append(mapping.address + handle.offset)
         peers = Peers(_int64(addresses, device), own_share.handle.rank, tuple(references))
     copies = CachedRows(slots, own_share.memory, peers)
-    _check_reads(own_share.rows, own_share.parts, copies)
+    _check_reads(own_share.rows, own_share.ids_by_gpu, copies)
     return copies
 
 
@@ -294,14 +297,14 @@ def _copy_rows(
     return whole, memory
 
 
-def _check_reads(rows: Tensor, parts: Sequence[Tensor], copies: CachedRows) -> None:
+def _check_reads(rows: Tensor, ids_by_gpu: Sequence[Tensor], copies: CachedRows) -> None:
     """Compare some rows on each GPU, as this GPU reads them, with the table.
 
-    On some machines peer access is available and returns wrong bytes.
+    Some machines report peer access, but reads of a peer's memory return wrong bytes.
     """
     device = copies.memory.device
-    for rank, part in enumerate(parts):
-        ids = part[:NUM_CHECKED_ROWS]
+    for rank, cached_ids in enumerate(ids_by_gpu):
+        ids = cached_ids[:NUM_CHECKED_ROWS]
         found = gather_cached(rows, ids.to(device), copies).cpu()
         expected = gather_reference(rows, ids)
         if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):

@@ -115,7 +115,7 @@ class Transfer:
         try:
             result.stages = [*batch.stages, *self._queue(rows, batch, nodes, copies)]
         finally:
-            # copies that were queued before an exception also read the host's memory
+            # after an exception, copies that are already queued still read the host's memory
             copied = self._copy_stream.record()
             with self._lock:
                 self._pending.append((copied, [source for _, source in copies]))
@@ -138,9 +138,9 @@ class Transfer:
         return pending.batch
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
-        """Return the first of a batch's nodes, whose rows the device reads; others are copied."""
-        own = self._table is None or self._table.device == self._streams.device
-        share = 0.0 if own else self._copied_share
+        """Return the nodes of a batch whose rows the gather kernel reads; others are copied."""
+        is_on_device = self._table is None or self._table.device == self._streams.device
+        share = 0.0 if is_on_device else self._copied_share
         return nodes[: len(nodes) - round(share * len(nodes))]
 
     def close(self) -> None:
@@ -170,8 +170,10 @@ class Transfer:
         """Allocate the features of a batch."""
         num_rows, num_columns = len(batch.nodes), table.num_columns
         num_copied = num_rows - len(self.nodes_read_in_place(batch.nodes))
-        both = (self._copy_stream, self._gather_stream) if num_copied else (self._gather_stream,)
-        x = memory.empty((num_rows, num_columns), table.dtype, *both)
+        writers = [self._gather_stream]
+        if num_copied:
+            writers.append(self._copy_stream)
+        x = memory.empty((num_rows, num_columns), table.dtype, *writers)
         codes = None
         if num_copied and table.scales is not None:
             codes = memory.empty((num_copied, num_columns), table.stored_dtype, self._copy_stream)
@@ -184,7 +186,7 @@ class Transfer:
         began, stages = self._copy_stream.timed_event(), []
         self._copy_stream.do(_copy, *copies[0])
         if rows is not None and (rows.num_read > 0 or len(ids) == 0):
-            stages.append(self._read(rows, ids))
+            stages.append(self._queue_gather(rows, ids))
         for pair in copies[1:]:
             self._copy_stream.do(_copy, *pair)
         if rows is not None and rows.num_read < len(ids):
@@ -193,12 +195,12 @@ class Transfer:
             copies.append((target, source))
             self._copy_stream.do(_copy, target, source)
             if rows.codes is not None:
-                out, last = rows.x[rows.num_read :], ids[rows.num_read :]
-                self._copy_stream.do(_dequantize, rows.table, rows.codes, last, out)
+                out, copied_ids = rows.x[rows.num_read :], ids[rows.num_read :]
+                self._copy_stream.do(_dequantize, rows.table, rows.codes, copied_ids, out)
         stages.append(Stage("copy", "copy stream", began, self._copy_stream.timed_event()))
         return stages
 
-    def _read(self, rows: "_Rows", ids: Tensor) -> Stage:
+    def _queue_gather(self, rows: "_Rows", ids: Tensor) -> Stage:
         """Queue the gather of the rows that the device reads, after the copy of their ids."""
         self._gather_stream.wait(self._copy_stream.record())
         began = self._gather_stream.timed_event()
@@ -207,9 +209,9 @@ class Transfer:
 
     def _gather_on_host(self, rows: "_Rows", ids: Tensor) -> Tensor:
         """Gather the rows to be copied, in this thread, while the device reads the others."""
-        last = ids[rows.num_read :]
-        out = self.host.empty((len(last), rows.table.num_columns), rows.table.stored_dtype)
-        return rows.table.gather_stored(last, out, threads=1)
+        copied_ids = ids[rows.num_read :]
+        out = self.host.empty((len(copied_ids), rows.table.num_columns), rows.table.stored_dtype)
+        return rows.table.gather_stored(copied_ids, out, threads=1)
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,6 @@ def _gather(table: FeatureTable, ids: Tensor, out: Tensor) -> None:
 def _dequantize(table: FeatureTable, codes: Tensor, ids: Tensor, out: Tensor) -> None:
     scales = table.scales_on(ids.device)
     assert scales is not None, "codes have scales"
-    of_ids = scales if table.scale_columns else scales[ids]
+    copied_scales = scales if table.scale_columns else scales[ids]
     rows = torch.arange(len(ids), device=ids.device)
-    FeatureTable(codes, of_ids, table.scale_columns).gather(rows, out)
+    FeatureTable(codes, copied_scales, table.scale_columns).gather(rows, out)

@@ -59,20 +59,20 @@ def forecast(
             measured_own[name] = compute_own_hit_rates(ranking, fresh, sizes, gpus)
     all_bytes = counted.nodes_per_batch * table.row_bytes
     lines = []
-    for place, (share, size) in enumerate(zip(shares, sizes, strict=True)):
+    for index, (share, size) in enumerate(zip(shares, sizes, strict=True)):
         line: dict[str, Any] = {
             "share": share,
             "rows": size,
             "memory_bytes": cache_bytes(table, size, gpus),
         }
         for name in RANKINGS:
-            rate = predicted[name][place]
+            rate = predicted[name][index]
             line[name] = {
                 "predicted_hit_rate": rate,
                 "bytes_per_batch": round(all_bytes * (1 - rate)),
             }
             if measured:
-                line[name]["measured_hit_rate"] = measured[name][place]
+                line[name]["measured_hit_rate"] = measured[name][index]
         lines.append(line)
     if gpus > 1:
         predicted_own = {
@@ -92,11 +92,17 @@ def forecast(
 
 
 def _add_peer_rates(
-    lines: Sequence[dict[str, Any]], how: str, own: Mapping[str, list[list[float]]]
+    lines: Sequence[dict[str, Any]], kind: str, own: Mapping[str, list[list[float]]]
 ) -> None:
-    """Add the hit rates of each GPU's own rows, and the mean hit rate of rows on other GPUs."""
+    """Add the hit rates of each GPU's own rows, and the mean hit rate of rows on other GPUs.
+
+    Args:
+        lines: of all sizes.
+        kind: "predicted" or "measured".
+        own: by policy, for each size the rates of all GPUs.
+    """
     for name, of_sizes in own.items():
         for line, rates in zip(lines, of_sizes, strict=True):
             figures = line[name]
-            figures[f"{how}_own_hit_rates"] = rates
-            figures[f"{how}_peer_hit_rate"] = figures[f"{how}_hit_rate"] - sum(rates) / len(rates)
+            figures[f"{kind}_own_hit_rates"] = rates
+            figures[f"{kind}_peer_hit_rate"] = figures[f"{kind}_hit_rate"] - sum(rates) / len(rates)

@@ -4,8 +4,9 @@ All times come from a `Bench`: this machine, or in tests a simulated one. The va
 are measured in interleaved rounds, and the fastest is the one with the least median. Values within
 `WITHIN` of it, in the median or in enough of the rounds, count as equally fast; the cheapest of
 them is chosen: fewest warps, threads, prefetched minibatches, or rows for the CPU to gather. Thus
-measurement noise does not decide, and no resources are wasted. If the rounds differ by more than
-`NOISY`, because other programs are running, the default is kept.
+measurement noise does not decide, and no resources are wasted. If the noise of the measurements of
+threads, prefetched minibatches or copied rows exceeds `NOISY`, because other programs are running,
+the default of that setting is kept.
 
 Settings are chosen in sequence, each with the previous ones fixed: layout; programs with warps and
 vectors; threads; prefetched minibatches; fraction of rows for the copy engine; cache size. Without
@@ -37,7 +38,7 @@ from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
 from gcnzc.tune.profiles import Setting, TuningProfile
 from gcnzc.tune.search import WITHIN, Progress, S, cheapest, measure_in_rounds, medians, spread
 
-NOISY = 0.2  # limit for the interquartile range of rounds over their median
+NOISY = 0.2  # limit of the noise, see `spread`
 
 
 # candidates for the GPU's gather kernel: programs, and pairs of warps and vectors in flight
@@ -53,7 +54,7 @@ THREADS = (1, 2, 3, 4, 6, 8)
 IDEAL_STEP = 0.2  # step of the copied shares that are measured, relative to the predicted share
 
 
-IDEAL_PARTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+IDEAL_FACTORS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 
 
 NUM_CACHE_SIZES = 200  # candidates for the cache size, if the model's compute time is known
@@ -264,20 +265,22 @@ def choose_copied_share(
         "copy": bench.copy_s,
     }
     engines |= {f"gather, {n} threads": partial(bench.host_s, n) for n in counts}
-    alone = medians(
+    engine_s = medians(
         measure_in_rounds(list(engines), lambda name: engines[name](), "engines", progress)
     )
     ideal = {}
     for count in counts:
         # gathering and copying are pipelined
-        copied_s = max(alone["copy"], alone[f"gather, {count} threads"])
-        ideal[count] = alone["read"] / (alone["read"] + copied_s)
+        copied_s = max(engine_s["copy"], engine_s[f"gather, {count} threads"])
+        ideal[count] = engine_s["read"] / (engine_s["read"] + copied_s)
 
     def with_share(count: int, share: float) -> LoaderSettings:
         ahead = count + loading.ahead - loading.threads
         return LoaderSettings(count, ahead, round(min(share, 0.95), 3), kernel_config)
 
-    settings = {with_share(count, ideal[count] * part) for count in counts for part in IDEAL_PARTS}
+    settings = {
+        with_share(count, ideal[count] * factor) for count in counts for factor in IDEAL_FACTORS
+    }
     times = measure_in_rounds(
         [loading, *sorted(settings, key=_cost)], bench.batch_s, "engines", progress
     )
@@ -285,25 +288,25 @@ def choose_copied_share(
     if chosen.copied_share > 0:
         # refine between the fastest share and its neighbours
         median_s = medians(times)
-        top = min(median_s, key=lambda one: median_s[one])
-        step = ideal[top.threads] * IDEAL_STEP
-        shares = [top.copied_share + step * part for part in (-0.5, -0.25, 0, 0.25, 0.5)]
-        near = {chosen, *(with_share(top.threads, share) for share in shares if share > 0)}
-        again = measure_in_rounds(
-            [loading, *sorted(near, key=_cost)], bench.batch_s, "engines", progress
+        fastest = min(median_s, key=lambda one: median_s[one])
+        step = ideal[fastest.threads] * IDEAL_STEP
+        shares = [fastest.copied_share + step * factor for factor in (-0.5, -0.25, 0, 0.25, 0.5)]
+        refined = {chosen, *(with_share(fastest.threads, share) for share in shares if share > 0)}
+        refined_times = measure_in_rounds(
+            [loading, *sorted(refined, key=_cost)], bench.batch_s, "engines", progress
         )
-        chosen, times = cheapest(again, _cost), times | again
+        chosen, times = cheapest(refined_times, _cost), times | refined_times
     best = ideal[chosen.threads]
     why = f"{_describe_lead(times, chosen)}; {best:.2f} predicted without sampling"
     if chosen.copied_share == 0:
         why = f"no share is faster by {WITHIN:.0%}; {best:.2f} predicted without sampling"
     named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in times}
     median_s = medians(times)
-    figures = {"alone_s": alone, "batch_s": {name: median_s[one] for name, one in named.items()}}
+    figures = {"alone_s": engine_s, "batch_s": {name: median_s[one] for name, one in named.items()}}
     share = Setting(chosen.copied_share, why, "measured", figures)
     if (noise := spread(times)) > NOISY:
-        return loading, _keep_default(share, 0.0, noise), alone["read"]
-    return chosen, share, alone["read"] * (1 - chosen.copied_share)
+        return loading, _keep_default(share, 0.0, noise), engine_s["read"]
+    return chosen, share, engine_s["read"] * (1 - chosen.copied_share)
 
 
 def choose_cache_size(
@@ -379,11 +382,11 @@ def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:
 
 
 def _smallest_cache(
-    counted: Presample, most: int, transfer_s: float, compute_s: float
+    counted: Presample, max_rows: int, transfer_s: float, compute_s: float
 ) -> tuple[int, str | None]:
     """Return the smallest cache with which transfers are hidden by compute, and the reason."""
     sizes = sorted(
-        {max(1, round(most * part / NUM_CACHE_SIZES)) for part in range(1, NUM_CACHE_SIZES + 1)}
+        {max(1, round(max_rows * n / NUM_CACHE_SIZES)) for n in range(1, NUM_CACHE_SIZES + 1)}
     )
     for size, rate in zip(sizes, counted.hit_rates(sizes), strict=True):
         if transfer_s * (1 - rate) <= compute_s:
@@ -393,7 +396,7 @@ def _smallest_cache(
                 f"model's {compute_s * 1e3:.3g} ms"
             )
             return size, why
-    return most, None
+    return max_rows, None
 
 
 def _requests(table: FeatureTable) -> dict[Layout, float]:
@@ -434,7 +437,7 @@ def _cost(loading: LoaderSettings) -> tuple[int, float]:
 def _why_not_measured(device: torch.device) -> str:
     if device.type != "cuda":
         return "no GPU"
-    return "this GPU does not read the host's memory"
+    return "this GPU cannot read host memory"
 
 
 def _warps(kernel_config: KernelConfig) -> int:

@@ -1,8 +1,8 @@
 """Measure how efficiently a GPU's gathers use the PCIe bus, and compare with predictions.
 
 The predictions are those of `gcnzc.features.pcie_traffic`, which needs no GPU. Measured rates are
-compared with two others: the rate of a large copy by the copy engine, and the rate at which the
-GPU's threads read a contiguous range, the upper bound of all gathers.
+compared with two others: the rate of a large copy by the copy engine, and the rate of a dense read,
+in which the GPU's threads read a contiguous range. It bounds the rate of all gathers.
 """
 
 import statistics
@@ -241,7 +241,7 @@ def _relative_rates(rate: float, figures: Mapping[str, Any], link: Mapping[str, 
         "payload_bytes_per_s": rate,
         "share_of_dense": rate / link["dense_bytes_per_s"],
         "share_of_copy": rate / link["copy_bytes_per_s"],
-        # the traffic of the gather, including packet headers
+        # bytes on the bus, including packet headers
         "share_of_link": None if whole is None else rate / figures["efficiency"] / whole,
     }
 

@@ -277,8 +277,8 @@ def _parse_profile(fields: Mapping[str, Any]) -> TuningProfile:
     return profile
 
 
-def _is_count(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
+def _is_count(value: Any, maximum: int) -> bool:
+    return type(value) is int and 1 <= value <= maximum
 
 
 def _is_share(value: Any) -> bool:

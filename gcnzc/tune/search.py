@@ -16,10 +16,14 @@ Progress: TypeAlias = Callable[[str, int, int], object]
 WITHIN = 0.03  # relative difference from the fastest that does not count
 
 
-MOSTLY = 0.6  # share of rounds in which a setting must be slower than that to be rejected
+# a setting is rejected if it is slower than that in at least this fraction of the rounds
+SLOWER_ROUNDS = 0.6
 
 
-ROUNDS = (3, 9)  # least and most rounds, after a warm-up round that compiles and touches pages
+ROUNDS = (
+    3,
+    9,
+)  # minimum and maximum of rounds, after a warm-up round that compiles and touches pages
 
 
 STAGE_S = 8.0  # time limit for the rounds of one kind of setting, in seconds
@@ -40,7 +44,7 @@ def cheapest(taken_s: Mapping[S, Sequence[float]], cost: Callable[[S], Any]) -> 
             return True
         pairs = zip(taken_s[setting], taken_s[best], strict=True)
         slower = [seconds > best_s * (1 + WITHIN) for seconds, best_s in pairs]
-        return sum(slower) < MOSTLY * len(slower)
+        return sum(slower) < SLOWER_ROUNDS * len(slower)
 
     return min(filter(is_as_good, taken_s), key=cost)
 
@@ -60,7 +64,7 @@ def spread(taken_s: Mapping[Any, Sequence[float]]) -> float:
 
 
 def measure_in_rounds(
-    settings: Sequence[S], seconds: Callable[[S], float], what: str, progress: Progress
+    settings: Sequence[S], seconds: Callable[[S], float], name: str, progress: Progress
 ) -> dict[S, list[float]]:
     """Measure all settings in rounds and return the seconds of each.
 
@@ -69,20 +73,20 @@ def measure_in_rounds(
     Args:
         settings: to measure.
         seconds: measures a setting once.
-        what: name of the measurement, for `progress`.
+        name: of the measurement, for `progress`.
         progress: see `Progress`.
     """
-    least, most = ROUNDS
-    rounds, began_s = most, time.perf_counter()
+    min_rounds, max_rounds = ROUNDS
+    rounds, began_s = max_rounds, time.perf_counter()
 
     def count_rounds() -> int:
         nonlocal rounds
         a_round_s = max(time.perf_counter() - began_s, 1e-9)
-        rounds = max(least, min(most, int(STAGE_S / a_round_s)))
+        rounds = max(min_rounds, min(max_rounds, int(STAGE_S / a_round_s)))
         return rounds
 
     def advance(done: int) -> None:
-        progress(what, done, len(settings) * (rounds + 1))
+        progress(name, done, len(settings) * (rounds + 1))
 
     return interleave(settings, seconds, count_rounds, advance=advance)
 

@@ -26,7 +26,7 @@ CHECK = "GCNZC_CHECK_IDS"
 
 
 # dtypes to which codes can be dequantized
-FROM_CODES = (torch.float32, torch.float16, torch.bfloat16)
+DEQUANTIZED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def gather_reference(
@@ -34,12 +34,12 @@ def gather_reference(
 ) -> Tensor:
     """Reference for `gather`, which must match it bit for bit."""
     # as bytes, since torch 2.4 cannot index float8 tensors
-    plain = table.view(torch.uint8) if table.element_size() == 1 else table
-    rows = plain[ids.to(table.device)].to(ids.device).view(table.dtype)
+    stored = table.view(torch.uint8) if table.element_size() == 1 else table
+    rows = stored[ids.to(table.device)].to(ids.device).view(table.dtype)
     if scales is None:
         return rows
-    of_ids = scales if scale_columns else scales[ids.to(scales.device)]
-    return dequantize_reference(rows, of_ids.to(ids.device), scale_columns)
+    row_scales = scales if scale_columns else scales[ids.to(scales.device)]
+    return dequantize_reference(rows, row_scales.to(ids.device), scale_columns)
 
 
 def gather_numba(
@@ -61,13 +61,13 @@ def gather_numba(
         if not cpu.gather_rows(table, ids, out, threads):
             _check_ids(table, ids)
     else:
-        exact = out if out.dtype == torch.float32 else torch.empty(out.shape)
+        products = out if out.dtype == torch.float32 else torch.empty(out.shape)
         if table.shape[0] == 0 or not cpu.dequantize_rows(
-            table, scales, scale_columns, ids, exact, threads
+            table, scales, scale_columns, ids, products, threads
         ):
             _check_ids(table, ids)
-        if exact is not out:
-            out.copy_(exact)
+        if products is not out:
+            out.copy_(products)
     return out
 
 
@@ -166,13 +166,13 @@ def _check_scales(
 ) -> None:
     if scales is None:
         return
-    (num_rows, num_columns), per = table.shape, scale_columns
-    count = num_rows if per is None else -(-num_columns // per)
+    num_rows, num_columns = table.shape
+    count = num_rows if scale_columns is None else -(-num_columns // scale_columns)
     fits = scales.dtype == torch.float32 and tuple(scales.shape) == (count,)
     if table.dtype not in MAX_CODE or not fits or not scales.is_contiguous():
         raise ValueError(
             f"gather: {table.dtype} of shape {tuple(table.shape)} cannot be scaled by "
-            f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {per}\n\n"
+            f"{scales.dtype} of shape {tuple(scales.shape)}, with scale_columns {scale_columns}\n\n"
             "hint: int8 or float8 codes with one float32 for each row, or for each block of columns"
         )
     if scales.device != ids.device:
@@ -184,12 +184,12 @@ def _check_scales(
 
 def _out(table: Tensor, ids: Tensor, out: Tensor | None, scales: Tensor | None) -> Tensor:
     shape = (ids.shape[0], table.shape[1])
-    dtypes = (table.dtype,) if scales is None else FROM_CODES
+    dtypes = (table.dtype,) if scales is None else DEQUANTIZED_DTYPES
     if out is None:
         return torch.empty(shape, dtype=dtypes[0], device=ids.device)
-    like = tuple(out.shape) == shape and out.dtype in dtypes and out.device == ids.device
-    is_disjoint = shape[0] <= 1 or out.stride(0) >= shape[1]
-    if not (like and is_disjoint and (shape[1] <= 1 or out.stride(1) == 1)):
+    matches = tuple(out.shape) == shape and out.dtype in dtypes and out.device == ids.device
+    has_disjoint_rows = shape[0] <= 1 or out.stride(0) >= shape[1]
+    if not (matches and has_disjoint_rows and (shape[1] <= 1 or out.stride(1) == 1)):
         raise ValueError(
             f"gather: out must be {shape} {dtypes[0]} on {ids.device} with contiguous rows, "
             f"not {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}\n\n"

@@ -13,21 +13,21 @@ def aligned_bytes(table: Tensor, row_bytes: int, stride_bytes: int) -> Tensor:
 
     The result does not keep the table's memory alive.
     """
-    inset = table.data_ptr() % VECTOR_BYTES
-    num_bytes = inset + (table.shape[0] - 1) * stride_bytes + row_bytes
+    misalignment = table.data_ptr() % VECTOR_BYTES
+    num_bytes = misalignment + (table.shape[0] - 1) * stride_bytes + row_bytes
     # whole vectors, so that any word divides the size, but no further vector
     num_bytes += -num_bytes % VECTOR_BYTES
     if table.device.type == "cpu":
-        memory = (ctypes.c_byte * num_bytes).from_address(table.data_ptr() - inset)
+        memory = (ctypes.c_byte * num_bytes).from_address(table.data_ptr() - misalignment)
         return torch.frombuffer(memory, dtype=torch.int8)
-    return _device_bytes(table, inset, num_bytes)
+    return _device_bytes(table, misalignment, num_bytes)
 
 
-def _device_bytes(table: Tensor, inset: int, num_bytes: int) -> Tensor:
+def _device_bytes(table: Tensor, misalignment: int, num_bytes: int) -> Tensor:
     # GPU allocations begin and end on lines, so the bytes below a view's first byte belong to the
     # allocation, even if the storage is shorter
     storage = table.untyped_storage()
-    begin = table.data_ptr() - inset - storage.data_ptr()
-    whole = torch.empty(0, dtype=torch.int8, device=table.device).set_(storage)
-    end = min(begin + num_bytes, len(whole))
-    return whole[begin : end - (end - begin) % 8]
+    begin = table.data_ptr() - misalignment - storage.data_ptr()
+    allocation = torch.empty(0, dtype=torch.int8, device=table.device).set_(storage)
+    end = min(begin + num_bytes, len(allocation))
+    return allocation[begin : end - (end - begin) % 8]

@@ -1,4 +1,4 @@
-"""Kernels that measure the PCIe bus: dense reads, and a chain of dependent reads."""
+"""Kernels that measure the PCIe bus: dense (contiguous) reads, and a chain of dependent reads."""
 
 import torch
 import triton
@@ -11,18 +11,18 @@ from gcnzc.kernels.gather.lanes import VECTOR_BYTES
 
 @triton.jit
 def _read_dense(source, out, count, TILE: tl.constexpr):
-    # each program copies tiles in which a lane loads 16 B at once
-    i = tl.arange(0, TILE)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    step = tl.num_programs(0).to(tl.int64) * (4 * TILE)
-    begin = tl.program_id(0).to(tl.int64) * (4 * TILE)
-    for at in range(begin, count, step):
-        inside = tl.arange(0, TILE)[:, None] * 4 < count - at
-        values = tl.load(source + at + i, mask=inside)
-        tl.store(out + at + i, values, mask=inside)
+    # a program copies tiles of TILE vectors in a grid-stride loop; a lane loads vectors of 16 B
+    offsets = tl.arange(0, TILE)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    grid_stride = tl.num_programs(0).to(tl.int64) * (4 * TILE)
+    first = tl.program_id(0).to(tl.int64) * (4 * TILE)
+    for begin in range(first, count, grid_stride):
+        mask = tl.arange(0, TILE)[:, None] * 4 < count - begin
+        values = tl.load(source + begin + offsets, mask=mask)
+        tl.store(out + begin + offsets, values, mask=mask)
 
 
 def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> None:
-    """Copy a contiguous range with loads of GPU threads, an upper bound for the rate of a gather.
+    """Copy a contiguous range with loads of GPU threads; its rate bounds that of a gather.
 
     Args:
         source: page-locked on the host, contiguous, a multiple of 16 B, aligned to 16 B.
@@ -50,10 +50,11 @@ def read_dense(source: Tensor, out: Tensor, *, programs: int | None = None) -> N
 
 @triton.jit
 def _chase_pointers(table, begin, steps, out):
-    place = tl.load(out).to(tl.int64) * 0 + begin
+    # int64 in every iteration, although `begin` may be int32
+    index = tl.load(out).to(tl.int64) * 0 + begin
     for _ in range(steps):
-        place = tl.load(table + place)
-    tl.store(out, place)
+        index = tl.load(table + index)
+    tl.store(out, index)
 
 
 def chase_pointers(table: Tensor, begin: int, steps: int, out: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.gather import CHECK, FROM_CODES, gpu
+from gcnzc.kernels.gather import CHECK, DEQUANTIZED_DTYPES, gpu
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LINE_BYTES
@@ -76,7 +76,7 @@ def gather_cached(
             f"{len(table)}\n\nhint: make_cached_rows(table, ids, device) copies them"
         )
     shape = (len(ids), table.shape[1])
-    dtypes = (table.dtype,) if scales is None else FROM_CODES
+    dtypes = (table.dtype,) if scales is None else DEQUANTIZED_DTYPES
     if out is not None and (
         tuple(out.shape) != shape
         or out.dtype not in dtypes
@@ -107,7 +107,7 @@ def gather_cached(
 
 
 def padded_row_bytes(table: Tensor) -> int:
-    """Return the most bytes that a cached row takes on a GPU, with padding to whole lines.
+    """Return an upper bound of the bytes that a cached row takes on a GPU, in whole lines.
 
     A copy has the same offset from a 128 B line as the row itself.
 
@@ -118,8 +118,8 @@ def padded_row_bytes(table: Tensor) -> int:
     row_bytes, begin = table.shape[1] * size, table.data_ptr() % LINE_BYTES
     # a single row may have any stride
     step = gcd(table.stride(0) * size, LINE_BYTES) if len(table) > 1 else LINE_BYTES
-    furthest = LINE_BYTES - step + begin % step
-    return -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
+    max_offset = LINE_BYTES - step + begin % step
+    return -(-(max_offset + row_bytes) // LINE_BYTES) * LINE_BYTES
 
 
 def make_bitmap(cached: Tensor, num_rows: int) -> Tensor:

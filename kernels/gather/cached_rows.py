@@ -1,4 +1,4 @@
-"""The cached rows as the gather kernel reads them: slots, memory and peer addresses."""
+"""The feature cache as the gather kernel reads it: slots, memory and addresses of peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Peers:
     """The memories of a sharded cache, as addressed by one of its GPUs."""
 
     addresses: Tensor  # (G,) int64 on that GPU, G > 1: the address of each memory, on a 128 B line
-    own: int  # index of that GPU's own memory
+    own: int  # index in `addresses` of that GPU's own memory
     owners: tuple[object, ...] = ()  # objects that keep the memories allocated
 
 
@@ -24,7 +24,8 @@ class Peers:
 class CachedRows:
     """Copies of some rows of a table, on one GPU or sharded over several.
 
-    In a cache that is sharded over G GPUs, slot s is row s // G of the memory of GPU s % G.
+    A slot is the number of a copy. In a cache that is sharded over G GPUs, slot s is row s // G of
+    the memory of GPU s % G.
     """
 
     slots: Tensor  # (N,) int32: the slot of each row's copy; -1 if the row is not cached
@@ -54,18 +55,18 @@ def make_cached_rows(table: Tensor, ids: Tensor, device: torch.device) -> Cached
         device: the GPU to copy to.
     """
     row_bytes = table.shape[1] * table.element_size()
-    furthest = int(_line_offsets(table, ids).max()) if len(ids) else 0
-    padded_row_bytes = -(-(furthest + row_bytes) // LINE_BYTES) * LINE_BYTES
-    whole = torch.zeros(len(ids) * padded_row_bytes + LINE_BYTES, dtype=torch.int8, device=device)
-    memory = aligned_view(whole, len(ids), padded_row_bytes)
+    max_offset = int(_line_offsets(table, ids).max()) if len(ids) else 0
+    padded_row_bytes = -(-(max_offset + row_bytes) // LINE_BYTES) * LINE_BYTES
+    buffer = torch.zeros(len(ids) * padded_row_bytes + LINE_BYTES, dtype=torch.int8, device=device)
+    memory = aligned_view(buffer, len(ids), padded_row_bytes)
     copy_rows(table, ids, memory)
     return CachedRows(assign_slots([ids], table.shape[0]).to(device), memory)
 
 
-def aligned_view(whole: Tensor, num_rows: int, padded_row_bytes: int) -> Tensor:
-    """Return a (num_rows, padded_row_bytes) view of `whole` that begins on its first 128 B line."""
-    begin = -whole.data_ptr() % LINE_BYTES
-    return whole[begin : begin + num_rows * padded_row_bytes].view(num_rows, padded_row_bytes)
+def aligned_view(buffer: Tensor, num_rows: int, padded_row_bytes: int) -> Tensor:
+    """Return a (num_rows, padded_row_bytes) view of `buffer` from its first 128 B line on."""
+    begin = -buffer.data_ptr() % LINE_BYTES
+    return buffer[begin : begin + num_rows * padded_row_bytes].view(num_rows, padded_row_bytes)
 
 
 def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
@@ -78,25 +79,25 @@ def copy_rows(table: Tensor, ids: Tensor, memory: Tensor) -> None:
             every row at its offset. Other bytes are not written.
     """
     row_bytes = table.shape[1] * table.element_size()
-    starts = _line_offsets(table, ids)
+    offsets = _line_offsets(table, ids)
     # there are at most as many offsets as elements in a line
-    for start in starts.unique().tolist():
-        at = (starts == start).nonzero().flatten()
-        for part in at.split(max(1, FILL_BYTES // max(1, row_bytes))):
-            rows = table[ids[part]].contiguous().view(torch.int8).to(memory.device)
-            memory[part.to(memory.device), start : start + row_bytes] = rows
+    for offset in offsets.unique().tolist():
+        indices = (offsets == offset).nonzero().flatten()
+        for chunk in indices.split(max(1, FILL_BYTES // max(1, row_bytes))):
+            rows = table[ids[chunk]].contiguous().view(torch.int8).to(memory.device)
+            memory[chunk.to(memory.device), offset : offset + row_bytes] = rows
 
 
-def assign_slots(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+def assign_slots(ids_by_gpu: Sequence[Tensor], num_rows: int) -> Tensor:
     """Return the (N,) int32 slots of a sharded cache on the host, see `CachedRows`.
 
     Args:
-        parts: the ids of the rows in each memory, in order; all distinct.
+        ids_by_gpu: the ids of the rows in each GPU's memory, in order; all distinct.
         num_rows: N.
     """
     slots = torch.full((num_rows,), -1, dtype=torch.int32)
-    for number, ids in enumerate(parts):
-        slots[ids] = number + len(parts) * torch.arange(len(ids), dtype=torch.int32)
+    for gpu, ids in enumerate(ids_by_gpu):
+        slots[ids] = gpu + len(ids_by_gpu) * torch.arange(len(ids), dtype=torch.int32)
     return slots
 
 

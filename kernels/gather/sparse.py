@@ -25,26 +25,26 @@ def gather_sparse_reference(table: Tensor, ids: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _densify_rows(indptr, columns, values, ids, out, bad, begin, end):
+def _densify_rows(indptr, columns, values, ids, out, is_invalid, begin, end):
     num_rows, num_columns = len(indptr) - 1, out.shape[1]
     for i in range(begin, end):
         row = ids[i]
         if not 0 <= row < num_rows:
-            bad[0] = 1
+            is_invalid[0] = 1
             return
         out[i] = 0
         first, last = indptr[row], indptr[row + 1]
         if not 0 <= first <= last <= len(columns):
-            bad[0] = 1
+            is_invalid[0] = 1
             return
-        for place in range(first, last):
-            column = columns[place]
+        for entry in range(first, last):
+            column = columns[entry]
             if not 0 <= column < num_columns:
-                bad[0] = 1
+                is_invalid[0] = 1
                 return
-            value, before = values[place], out[i, column]
+            value, total = values[entry], out[i, column]
             # 0 + value would be 0 for -0.0
-            out[i, column] = value if before == 0 else before + value
+            out[i, column] = value if total == 0 else total + value
 
 
 def gather_sparse(
@@ -95,7 +95,7 @@ def gather_sparse(
     # int32 or int64 without conversion, which would take longer than the gather
     indptr, columns = table.crow_indices().numpy(), table.col_indices().numpy()
     values = table.values().detach().numpy()
-    bad = np.zeros(1, np.int64)
+    is_invalid = np.zeros(1, np.int64)
     parallel_for(
         _densify_rows,
         shape[0],
@@ -104,11 +104,11 @@ def gather_sparse(
         values,
         ids.to(torch.int64).contiguous().numpy(),
         out.detach().numpy(),
-        bad,
+        is_invalid,
         threads=threads,
         grain_size=max(1, GRAIN_BYTES // max(1, 4 * shape[1])),
     )
-    if bad[0]:
+    if is_invalid[0]:
         _raise_invalid(table, ids)
     return out
 
@@ -124,7 +124,7 @@ def _raise_invalid(table: Tensor, ids: Tensor) -> None:
         )
     columns = table.col_indices()
     wrong = columns[(columns < 0) | (columns >= num_columns)]
-    what = (
-        f"column {int(wrong[0])} of {num_columns}" if len(wrong) else "an entry that is not there"
-    )
-    raise ValueError(f"gather_sparse: the table names {what}\n\n{VERIFY_HINT}")
+    fault = "offsets that are out of range"
+    if len(wrong):
+        fault = f"column id {int(wrong[0])}, which is not in [0, {num_columns})"
+    raise ValueError(f"gather_sparse: the table has {fault}\n\n{VERIFY_HINT}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gcnzc.kernels.gather import (
-    FROM_CODES,
+    DEQUANTIZED_DTYPES,
     cpu,
     gather,
     gather_numba,
@@ -191,7 +191,7 @@ def test_every_code_is_dequantized(dtype, implementation, device):
 
 @codes_of_one_byte
 @each_that_launches
-@pytest.mark.parametrize("target", FROM_CODES, ids=str)
+@pytest.mark.parametrize("target", DEQUANTIZED_DTYPES, ids=str)
 def test_writes_to_tensors_and_dtypes_of_the_caller(dtype, implementation, target, device):
     codes, scales = (
         part.to(on(implementation, device)) for part in quantized(torch.randn(40, 33), dtype)
