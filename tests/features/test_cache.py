@@ -463,6 +463,7 @@ def test_a_cache_on_one_gpu_is_not_sharded():
         assert mine.gpus == 1
 
 
+@pytest.mark.triton
 def test_gathers_on_several_gpus_read_the_copies(monkeypatch):
     """GPUs whose memories lie on the host, where the interpreter is the first of them."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)

@@ -61,6 +61,7 @@ def test_rows_are_assigned_to_gpus_round_robin():
     ]
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("peer_access")
 @pytest.mark.parametrize("gpus", [2, 3, 8])
 @pytest.mark.parametrize("num_cached", [1, 120, 300])
@@ -121,6 +122,7 @@ def test_a_driver_that_refuses_peer_access_is_reported():
     assert "a separate cache on each GPU" in hint
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("peer_access")
 def test_wrong_bytes_from_a_peer_are_detected(monkeypatch):
     monkeypatch.setattr(peer_memory, "copy_rows", lambda rows, ids, memory: None)

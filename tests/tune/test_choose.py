@@ -419,6 +419,7 @@ def interpreted(mine):
     return machine.Machine(mine, CPU, pcie_bench.Gpu(CPU, seconds, lambda busy: {}))
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_gpu_measurements_run_in_tritons_interpreter(quantized, loaders, monkeypatch):
@@ -444,6 +445,7 @@ def test_gpu_measurements_run_in_tritons_interpreter(quantized, loaders, monkeyp
     assert torch.equal(bench.copied[: len(ids)], mine.table.rows[ids])
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's case")
 def test_wrong_rows_are_not_timed(monkeypatch):
     bench = interpreted(case(100, 300))

@@ -260,6 +260,7 @@ def test_of_several_tables_only_distinct_float32_shapes_are_measured(machine):
     assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
 
 
+@pytest.mark.triton
 def test_a_report_runs_the_real_kernels(device):
     """On a GPU, or under Triton's interpreter."""
     where = pcie_bench.Gpu(device, a_millisecond, lambda busy: UNTOLD)
