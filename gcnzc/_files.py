@@ -2,8 +2,9 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -34,6 +35,18 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove temporary files of `replacing` that killed processes left in or below `folder`."""
+    for path in folder.rglob(".*.partial*"):
+        found = re.fullmatch(r"\..+\.(\d+)\.partial(\..*)?", path.name)
+        # such as `gcnzc plot`, which may be writing
+        if found is None or Path("/proc", found[1]).exists():
+            continue
+        # a file that is left on a read-only disk does no harm
+        with suppress(OSError):
+            path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

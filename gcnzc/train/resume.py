@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gcnzc._files import remove_partial
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Choices, run
 from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
@@ -94,6 +95,7 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
 def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> bytes:
     """Return the bytes of the checkpoint to resume from; empty for a new run."""
     _lock_folder(trainer, launch, stack)
+    remove_partial(trainer.folder)
     is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
         _check_free_folder(trainer)

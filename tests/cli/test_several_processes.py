@@ -183,3 +183,22 @@ def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp
     assert [line["epoch"] for line in lines] == list(range(len(lines)))
     assert main(["evaluate", str(run)]) == 0
     assert main(["train", "--resume", str(run), "--epochs", str(len(lines) + 1)]) == 0
+
+
+def test_half_written_files_of_a_killed_run_are_removed_when_it_resumes(graph, tmp_path):
+    run = tmp_path / "run"
+    words = [*ENDLESS, "--checkpoint-every-s", "0"]
+    with started("train", graph, *words, "--out", run) as process:
+        wait_for((run / "record.jsonl").exists, process)
+        while not (left := list(run.glob(".checkpoint.*"))):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+            process.send_signal(signal.SIGSTOP)
+        process.kill()
+        process.wait()
+    assert [path.name for path in left] == [f".checkpoint.{process.pid}.partial.pt"]
+    # of a process that runs
+    others = run / f".classes.{os.getpid()}.partial.csv"
+    others.touch()
+    assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
+    assert list(run.glob(".*")) == [others]
