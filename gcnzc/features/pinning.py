@@ -121,7 +121,7 @@ def needs_copy(table: FeatureTable) -> bool:
     if not torch.cuda.is_available() or table.device.type != "cpu" or table.is_sparse:
         return False
     page_locks, rows = registrations.process_page_locks(), table.rows
-    if page_locks is None or rows.numel() == 0 or not _read_only(rows):
+    if page_locks is None or rows.numel() == 0 or not _read_only_mappings(rows):
         return False
     if not page_locks.is_readable_by(torch.cuda.current_device()):
         return False
@@ -138,26 +138,26 @@ def needs_copy(table: FeatureTable) -> bool:
 def _locked(rows: Tensor, page_locks: PageLocks) -> Iterator[Tensor]:
     """Page-lock `rows`, or a copy of them if the driver cannot lock them."""
     address, num_bytes = rows.data_ptr(), _num_bytes(rows)
-    read_only = _read_only(rows)
+    read_only = _read_only_mappings(rows)
     with ExitStack() as locks:
         try:
             locks.enter_context(page_locks.locked(address, num_bytes, bool(read_only), rows))
         except LockRefused as refusal:
             if not read_only or not refusal.is_unsuitable:
                 raise
-            flat = _shared_copy(rows, read_only[0].path or "the table")
-            locks.enter_context(page_locks.locked(flat.data_ptr(), num_bytes, owner=flat))
-            rows = flat.view(rows.dtype).as_strided(rows.shape, rows.stride())
+            copy = _shared_copy(rows, read_only[0].path or "the table")
+            locks.enter_context(page_locks.locked(copy.data_ptr(), num_bytes, owner=copy))
+            rows = copy.view(rows.dtype).as_strided(rows.shape, rows.stride())
         yield rows
 
 
-def _read_only(rows: Tensor) -> list[Mapping]:
+def _read_only_mappings(rows: Tensor) -> list[Mapping]:
     """Return the read-only memory mappings that contain `rows`."""
     return [part for part in mappings(rows.data_ptr(), _num_bytes(rows)) if not part.writable]
 
 
 def _num_bytes(rows: Tensor) -> int:
-    """Return the number of bytes from the first to the last, gaps of a view included."""
+    """Return the bytes from the begin of the first row to the end of the last, with any gaps."""
     return _span(rows) * rows.element_size()
 
 
@@ -185,7 +185,7 @@ def _shared_copy(rows: Tensor, name: str) -> Tensor:
 
 
 def _span(rows: Tensor) -> int:
-    """Return the number of elements from the first to the last, gaps of a view included."""
+    """Return the elements from the begin of the first row to the end of the last, with any gaps."""
     return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
 
 
