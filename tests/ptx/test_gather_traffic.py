@@ -18,8 +18,8 @@ COUNT = 40  # gathered rows
 
 def spaced_rows(row_bytes, stride_bytes, base, dtype):
     """A table that begins `base` bytes after a line, and ids of rows that share no line."""
-    # odd, so that rows begin everywhere within a line that they can
-    step = (row_bytes + 2 * LINE_BYTES) // stride_bytes | 1
+    # at least a line between rows; odd, so that they begin everywhere within a line that they can
+    step = -(-(row_bytes + 2 * LINE_BYTES) // stride_bytes) | 1
     num_rows, size = COUNT * step, dtype.itemsize
     memory = torch.randint(
         -99, 99, (num_rows * stride_bytes + 2 * LINE_BYTES + base,), dtype=torch.int8
