@@ -20,6 +20,11 @@ from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pendin
 from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
 
+# of skipped steps in a row, so many are reported
+REPORTED_SKIPS = 3
+# a run ends with an error if an epoch ends with so many steps that were skipped on all workers
+DIVERGED_SKIPS = 10
+
 
 def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     """Train the rest of this epoch: all of its steps, or those after the resumed checkpoint."""
@@ -48,10 +53,13 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 loss.backward()
             trainer.optimizer.weight = trainer.loader.shares.loss_weight(step)
             trainer.optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
-            skipped = trainer.optimizer.skipped
+            skipped, ignored = trainer.optimizer.skipped, trainer.optimizer.num_ignored_gradients
             trainer.optimizer.step()
             step_end = trainer.now()
-            if trainer.optimizer.skip_reason:
+            is_ignored = trainer.optimizer.num_ignored_gradients > ignored
+            in_a_row = (trainer.epoch_stats.skipped_in_a_row + 1) * is_ignored
+            trainer.epoch_stats.skipped_in_a_row = in_a_row
+            if trainer.optimizer.skip_reason and in_a_row <= REPORTED_SKIPS:
                 effect = describe_skip(trainer.optimizer, skipped)
                 trainer.reporter.say(f"step {step + 1} of epoch {trainer.epoch + 1}{effect}")
             if len(batch.y):
@@ -109,11 +117,17 @@ def finish_epoch(trainer: Trainer) -> None:
     _add_worker_lines(trainer, worker_stats)
     stats = sum_stats(worker_stats)
     figures = stats.figures(trainer.task.has_accuracy, trainer.group.world_size)
+    cause = ""
     if not math.isfinite(figures["loss"]):
-        raise ValueError(
-            f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}\n\n"
-            "hint: use a smaller --lr, and check that all features are finite"
+        cause = f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}"
+    elif stats.skipped_in_a_row >= DIVERGED_SKIPS:
+        cause = (
+            f"the last {stats.skipped_in_a_row} steps up to the end of epoch {trainer.epoch + 1} "
+            "were skipped, because gradients were not finite or too large"
         )
+    if cause:
+        hint = "hint: use a smaller --lr, and check that all features are finite"
+        raise ValueError(f"{cause}\n\n{hint}")
     line: dict[str, Any] = {"epoch": trainer.epoch, "metric": trainer.task.metric, **figures}
     if isinstance(trainer.table, CachedTable):
         hits, rows = int(stats.hits), figures["payload_bytes"] // trainer.table.row_bytes
@@ -125,7 +139,8 @@ def finish_epoch(trainer: Trainer) -> None:
         line |= _evaluate(trainer, trainer.epoch, is_last=last)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
-    trainer.epoch_stats = EpochStats(trainer.device)
+    in_a_row, trainer.epoch_stats = trainer.epoch_stats.skipped_in_a_row, EpochStats(trainer.device)
+    trainer.epoch_stats.skipped_in_a_row = in_a_row
     if trainer.is_rank_zero:
         trainer.record.pending += record.to_line(line)
         trainer.events.add(trainer.epoch, line)

@@ -14,7 +14,16 @@ from gcnzc.system.spans import Seconds, Span, Stage
 TIMES = ("sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "hidden_s")
 
 
-COUNTS = ("seeds", "steps", "bytes", "bytes_sent", "seeds_checksum", "hits", "peer_hits")
+COUNTS = (
+    "seeds",
+    "steps",
+    "skipped_in_a_row",
+    "bytes",
+    "bytes_sent",
+    "seeds_checksum",
+    "hits",
+    "peer_hits",
+)
 
 
 SUMS = ("loss", "right")
@@ -43,6 +52,8 @@ class EpochStats:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         self.seeds = self.steps = self.bytes = 0
+        # the last steps without this worker's gradients, also those of earlier epochs
+        self.skipped_in_a_row = 0
         self.bytes_sent = 0  # payload of all messages to other workers
         self.seeds_checksum = 0  # modulo 2**64
         # rows read from the feature cache, and those of them read from another worker's GPU
@@ -141,10 +152,15 @@ class EpochStats:
 
 
 def sum_stats(tallies: Sequence[EpochStats]) -> EpochStats:
-    """Add up the statistics of workers; `steps` is the maximum, because all take the same steps."""
+    """Add up the statistics of workers.
+
+    `steps` is the maximum, because all take the same steps. `skipped_in_a_row` is the minimum, the
+    steps that no worker's gradients changed.
+    """
     states = [tally.state_dict() for tally in tallies]
     whole = {name: sum(state[name] for state in states) for name in (*COUNTS, *SUMS)}
     whole["steps"] = max(state["steps"] for state in states)
+    whole["skipped_in_a_row"] = min(state["skipped_in_a_row"] for state in states)
     names = states[0]["times"]
     times = {name: sum(state["times"][name] for state in states) for name in names}
     total = EpochStats(tallies[0].loss.device)

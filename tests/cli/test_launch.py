@@ -109,7 +109,7 @@ def epochs(run):
 
 def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     run = tmp_path / "run"
-    words = ("--workers", "2", "--epochs", "60")
+    words = ("--workers", "2", "--epochs", "25")
     with started(graph, run, *words, "--evaluate-every", "100") as process:
         # before it has imported torch, and anybody knows of it but the kernel
         wait_for(lambda: len(of_this(run)) == 3)
@@ -126,9 +126,9 @@ def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     assert "resuming " in err
     # one line, of the first worker
     line = json.loads(out)
-    assert (line["workers"], line["epochs"]) == (2, 60)
+    assert (line["workers"], line["epochs"]) == (2, 25)
     lines = (run / "record.jsonl").read_text().splitlines()
-    assert len(lines) == 60
+    assert len(lines) == 25
     # every epoch used each seed once
     seeds = load(graph).split["train"]
     expected = (len(seeds), f"{seeds_checksum(seeds):016x}")

@@ -26,6 +26,7 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.run_folder import new_folder
+from gcnzc.train.tasks.node import NodeTask
 from gcnzc.tune import profiles
 
 needs_dgl = pytest.mark.skipif(not importlib.util.find_spec("dgl"), reason="DGL is not installed")
@@ -271,9 +272,24 @@ def test_features_that_are_not_finite_are_rejected(config, graph, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
+    def not_finite(self, logits, labels):
+        return logits.sum() * torch.inf
+
+    monkeypatch.setattr(NodeTask, "loss", not_finite)
     with pytest.raises(ValueError, match=r"loss is (nan|inf)(.|\n)*hint: .*--lr"):
-        train(replace(config, optimizer="sgd", lr=1e9), tmp_path / "run")
+        train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "local-sgd"])
+def test_a_run_that_skips_its_steps_reports_some_and_ends(optimizer, config, tmp_path):
+    listener = Listener()
+    # 17 steps per epoch; gradients overflow after the first ones
+    config = replace(config, optimizer=optimizer, inner_optimizer="sgd", lr=1e9)
+    with pytest.raises(ValueError, match=r"the last 1\d steps .* were skipped(.|\n)*hint: .*--lr"):
+        train(config, tmp_path / "run", listener)
+    said = [line for line in listener.said if "skipped" in line]
+    assert 1 <= len(said) <= 6
 
 
 def test_runs_get_unique_names(config, monkeypatch, tmp_path):
