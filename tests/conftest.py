@@ -66,8 +66,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores, for `--numprocesses auto`: many tests wait for processes."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Two processes more than cores, for `--numprocesses auto`: many tests wait for processes."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -108,5 +108,5 @@ def test_a_run_without_the_launches_that_it_should_have_fails(name, options, fai
         (line,) = (line for line in run.stdout.splitlines() if line.startswith("_dropout_triton"))
         tests, launches, requests = map(int, line.split()[1:])
         assert (tests, launches) == (1, 1)
-        # 256 B are read and written, and may begin within a line
-        assert 4 <= requests <= 6
+        # two warps read and write 128 B each, which may begin within a line
+        assert 4 <= requests <= 8

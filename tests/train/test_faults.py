@@ -79,7 +79,7 @@ def uninterrupted(graph):
 
 
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
+    "kills", [1, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
 def test_a_run_killed_while_training_resumes(kills, graph, uninterrupted, tmp_path):
     whole, seconds = uninterrupted
@@ -119,7 +119,7 @@ def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
+    "kills", [1, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
 def test_a_preparation_that_is_killed_leaves_no_folder(kills, graph, tmp_path):
     source, dest = graph.parent / "raw", tmp_path / "prepared"

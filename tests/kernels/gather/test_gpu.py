@@ -63,7 +63,8 @@ def layouts_for(unit, inset=0):
 @pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("row_bytes", WIDTHS_BYTES)
 def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
-    for dtype, unit in itertools.product(DTYPES, UNITS):
+    # the slow test below has all dtypes
+    for dtype, unit in itertools.product((torch.int8, torch.float32), UNITS):
         if row_bytes % dtype.itemsize == 0 and unit % dtype.itemsize == 0:
             for layout in layouts_for(unit):
                 check(row_bytes, unit, dtype, layout, device)
@@ -72,7 +73,8 @@ def test_every_offset_of_a_row_in_a_line_is_read_correctly(row_bytes, device):
 @pytest.mark.triton(slow=True)
 @pytest.mark.parametrize("row_bytes", WIDE_BYTES)
 def test_rows_of_several_passes_are_read(row_bytes, device):
-    for dtype, unit in ((torch.int8, 1), (torch.float16, 4), (torch.float32, 16)):
+    # a few rows, which begin at different bytes of a line
+    for dtype, unit in ((torch.int8, 31), (torch.float16, 28), (torch.float32, 16)):
         if row_bytes % dtype.itemsize == 0:
             for layout in layouts_for(unit):
                 check(row_bytes, unit, dtype, layout, device)
@@ -122,15 +124,15 @@ WAYS = [
 @pytest.mark.parametrize("config", WAYS, ids=str)
 @pytest.mark.parametrize(("row_bytes", "unit"), [(100, 4), (128, 128), (1204, 4)])
 def test_every_kernel_config_gathers_the_same(config, row_bytes, unit, device):
-    table = table_of(row_bytes, unit, torch.float32, device, num_rows=150)
-    ids = torch.randint(150, (400,), device=device)
+    table = table_of(row_bytes, unit, torch.float32, device, num_rows=60)
+    ids = torch.randint(60, (130,), device=device)
     assert same_bits(gather_triton(table, ids, config=config), table[ids])
-    cached = make_cached_rows(table.cpu(), torch.arange(0, 150, 3), device)
+    cached = make_cached_rows(table.cpu(), torch.arange(0, 60, 3), device)
     if device.type == "cpu":
         assert same_bits(gather_cached(table, ids, cached, config=config), table[ids])
     codes = torch.randint(-127, 128, (90, 33), dtype=torch.int8, device=device)
     scales = torch.rand(90, device=device)
-    ids = torch.randint(90, (300,), device=device)
+    ids = torch.randint(90, (130,), device=device)
     expected = gather_reference(codes, ids, scales)
     assert same_bits(gather_triton(codes, ids, scales=scales, config=config), expected)
 
