@@ -101,7 +101,7 @@ class Loader:
             read (see `gcnzc.features.can_read_host`), are gathered on the host and copied.
         seeds: (S,) unique node ids, as a tensor, an array or a list; or other items of `sampler`.
         fanouts: number of neighbours sampled per node in each layer, input layer first, the reverse
-            of PyG's `num_neighbors`; see `gcnzc.Sampler`. Unused if `sampler` is given.
+            of PyG's `num_neighbors`; see `gcnzc.Sampler`. Unused if `sampler` is given; pass `()`.
         batch_size: number of seeds in a batch of one rank.
         labels: (N,) or (N, T), one row per node, a tensor or an array; None for batches without
             `y`.
@@ -111,8 +111,8 @@ class Loader:
         drop_last: drop the last step (the seeds of one batch on all ranks) if it is not full.
         seed: random seed of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit
             integer.
-        rank, world_size: this process's rank and the number of ranks, which share the seeds; see
-            `Shares`.
+        rank, world_size: this process's rank and the number of ranks, among which the seeds are
+            divided; see `Shares`.
         threads: number of threads that prepare batches. Default: one per core, at most four; ranks
             on one machine share its cores. Always 1 if the sampler is not `thread_safe`.
         ahead: number of batches that are prefetched: ready or in preparation. Default: one more

@@ -27,10 +27,11 @@ class Executor:
     """Executes launches, and adds up what they access.
 
     Attributes:
-        counters: of global memory, by load, store or atomic, and the name of the argument.
+        counters: of accesses to global memory, by kind and argument, such as `("load", "x")`; the
+            kinds are load, store and atomic.
         launches: names of the kernels.
         thread_instructions: number of instructions that threads have executed.
-        seconds: that execution took.
+        seconds: total time of all launches.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Executor:
         """Execute a grid.
 
         Args:
-            program: of each thread.
+            program: the decoded PTX of the kernel, which each thread executes.
             grid: number of blocks along one to three axes.
             block_threads: threads of a block, a multiple of 32.
             arguments: type and value of each parameter; that of a pointer is u64 and its device

@@ -6,8 +6,9 @@ the alignment of rows. It loads whole 16 B vectors, even if a row begins or ends
 bytes before and after the row are in the same 16 B, hence on the same page, and are masked when the
 row is stored.
 
-The kernel is persistent: a few programs loop over the rows, each with several loads in flight. Few
-programs saturate the bus, and leave registers to the kernels of the model that run concurrently.
+The kernel is persistent: a few programs loop over the rows, each with several loads in flight. They
+are expected to saturate the bus (not measured; `gcnzc check --tune` does), and leave registers to
+the kernels of the model that run concurrently.
 
 Notation: N rows in the table, D columns, B gathered rows.
 """

@@ -32,16 +32,17 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
 
     Args:
         data: a `torch_geometric.data.Data` with `edge_index`.
-        num_neighbors: number of neighbours sampled at each hop, first that of the seeds; -1 for
-            all.
+        num_neighbors: number of neighbours to sample at each hop, beginning with the hop from
+            the seed nodes; -1 for all.
         input_nodes: ids or a mask of the nodes to iterate over. Default: all nodes.
         transform: function that is applied to each minibatch.
         is_sorted: assume that `edge_index[1]` is ascending, without a check.
         seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
             torch's random generator, or 0 if `world_size` is above 1.
-        device: device of the minibatches. A GPU reads `data.x` in place in host memory.
-        rank, world_size: ranks share the nodes. By default all nodes are yielded, with one warning
-            if torch.distributed has several ranks.
+        device: device of the minibatches. For a GPU, the loader page-locks `data.x` until
+            `close()`, and the GPU reads it in host memory.
+        rank, world_size: the nodes are divided among the ranks. By default all nodes are yielded,
+            with one warning if torch.distributed has several ranks.
         threads: number of threads that prepare minibatches. Default: `num_workers` if above 0, else
             one per core up to four; ranks on one machine share its cores.
         ahead: maximum number of prefetched minibatches.
