@@ -55,7 +55,7 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
     """Run a distributed algorithm together with the other ranks, and return its result.
 
     Args:
-        algorithm: the same on all ranks.
+        algorithm: a generator of requests (collectives, sends, receives), the same on all ranks.
         group: the ranks. Tensors of requests are on the host or on this rank's GPU, and must be
             ready on its current stream; the results are ready on that stream too.
 
@@ -74,8 +74,8 @@ class Group:
         world_size: the number of ranks.
         backend: "gloo" or "nccl"; "" for a single rank, or a rank that `lockstep` simulates.
         store: a store of torch.distributed that all ranks share; None without a backend.
-        choices: the collective algorithm for each kind of request.
-        timeout_s: time limit of a request, in seconds.
+        choices: the algorithm, such as a ring, of each kind of collective.
+        timeout_s: time limit of one collective, send or receive, in seconds.
         ranks: the members' ranks in torch.distributed's default group, ascending; None if the group
             has all of them. `subgroup` sets them.
         monitor: the heartbeats of all ranks; None creates a monitor that uses `store`.
@@ -244,7 +244,7 @@ class Group:
             self.monitor.set_status(step, activity)
 
     def take_waits(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each request, transfers included.
+        """Return and clear the begin and end of the last 10,000 requests, transfers included.
 
         Times are those of `time.perf_counter`, in seconds.
         """
@@ -459,15 +459,15 @@ def init_group(
     Args:
         backend: "gloo"; "nccl", which needs one GPU per rank; "auto" selects "nccl" if there is one
             GPU per rank, and "gloo" otherwise.
-        choices: the collective algorithm for each kind of request.
-        timeout_s: time limit of each request, in seconds.
+        choices: the algorithm, such as a ring, of each kind of collective.
+        timeout_s: time limit of one collective, send or receive, in seconds.
         remedy: see `Group`.
 
     Yields:
         The group; it is closed at the end of the `with`.
 
     Raises:
-        WorkerLost: not all ranks connected within three minutes, or a rank is stopped.
+        WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
     """
     if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
         group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)

@@ -35,7 +35,7 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         The process group's store and the heartbeat monitor, each with its own connection.
 
     Raises:
-        WorkerLost: ranks are missing or stopped; the message names them.
+        WorkerLost: ranks did not connect, or are suspended (SIGSTOP); the message names them.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store_host, local_processes = _find_store_host(), LocalProcesses()

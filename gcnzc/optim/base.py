@@ -65,15 +65,15 @@ class LatePhaseWarning(UserWarning):
 class DistributedOptimizer(Optimizer):
     """The base class of optimizers whose `step` communicates with the other ranks.
 
-    The communication is an algorithm: `step` runs it over processes, `lockstep` in one process.
+    The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
+    it with torch.distributed; `gcnzc.exchange.lockstep` runs those of all ranks in one process.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers.
         defaults: default options of the parameter groups.
         group: the ranks that communicate; those of torch.distributed's default process group if
             None.
-        signals: the number of flags, such as a request to stop, that each exchange combines over
-            the ranks.
+        signals: the number of flags, such as a request to stop, combined in each exchange.
         module: the model. If given, its buffers and its parameters that are not in `params` are
             also broadcast from rank 0 at the start, and `finalize` makes its buffers equal.
         total_steps: the number of steps of the run; None if it is not known.
@@ -112,13 +112,12 @@ class DistributedOptimizer(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """weight of this rank's next gradient in the mean over the ranks: for ranks with different
-        batch sizes, its number of samples divided by the mean number over the ranks"""
+        """factor of this rank's next gradient, also of a local one: for ranks with different batch
+        sizes, its number of samples divided by the mean number over the ranks"""
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
-        """for each signal, whether any rank sent it in this step's exchange; all False without
-        one"""
+        """for each signal, whether any rank sent it in this step's exchange, if there was one"""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite or too large"""
         self.num_common_extras = 1 + signals
@@ -323,7 +322,7 @@ class DistributedOptimizer(Optimizer):
 
         This is the rank's weight. With GradScaler it is a tensor () of float64 on the device of the
         scale: the weight divided by the scale, or NaN if GradScaler found a gradient that is not
-        finite. NaN makes all ranks skip the step, even if the gradient was clipped later.
+        finite. NaN marks the gradient as not finite, even if it was clipped later.
         """
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
@@ -381,9 +380,10 @@ class DistributedOptimizer(Optimizer):
         return self.tensors()
 
     def connect(self) -> None:
-        """Give this optimizer its name, and broadcast the model if the group is connected.
+        """Register this optimizer with the group, and broadcast the model if there is a backend.
 
-        Every constructor ends with this call.
+        The constructor of each base class calls it once the parameters are laid out. It must not
+        need state that a subclass sets later.
         """
         if self.identity == type(self).__name__:
             self.identity = self.group.new_caller(self.identity)
@@ -433,7 +433,7 @@ class DistributedOptimizer(Optimizer):
         check_same_flags(type(self).__name__, self.trainable_flags(), self.is_trainable, names)
 
     def late_phase(self) -> str:
-        """Return the name of a phase that has not begun by the last step; empty if all have."""
+        """Return the name of a phase that has not begun at the current step, or an empty string."""
         return ""
 
     def warn_of_late_phase(self, steps: int) -> None:

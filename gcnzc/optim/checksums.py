@@ -23,7 +23,7 @@ from gcnzc.system.streams import CudaStreams
 
 # exchanges from one checksum to the next
 INTERVAL = 100
-# elements are summed by rows and by columns of so many
+# elements are summed by rows and by columns; this is the number of columns
 COLUMNS = 4096
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _HINT = (

@@ -2,11 +2,11 @@
 
 The vector has one dtype, whatever the dtypes of the parameters, which keep their own memory, so
 other references to them remain valid. The number of messages of an exchange does not depend on the
-number of parameters. The parameters of groups with `compress=False`, which are exchanged densely,
+number of parameters. The parameters of groups with `compress=False`, whose gradients are exchanged,
 are at its beginning. The extras of an exchange (numbers such as flags) can therefore be appended to
 the compressed elements.
 
-Notation: P parameters, n elements, d of them dense, k extras.
+Notation: P parameters, n elements, the first d of them in groups with `compress=False`, k extras.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class FlatParameters:
 
     Args:
         groups: the `param_groups` of an optimizer. Parameters without `requires_grad` are excluded.
-            Groups with `compress=False`, which are exchanged densely, come first.
+            Groups with `compress=False`, whose gradients are exchanged, come first.
         dtype: dtype of the vectors; float64 if any parameter has it, else float32, if None.
 
     Raises:

@@ -24,7 +24,7 @@ from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-# options on a GPU are read once in so many exchanges, because reading them synchronises with it
+# number of exchanges from one read of options on a GPU to the next; a read synchronises with it
 GPU_INTERVAL = 100
 # how long a rank whose connections are broken waits for the others' lines, and its poll interval
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05

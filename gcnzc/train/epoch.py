@@ -20,9 +20,10 @@ from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pendin
 from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
 
-# of skipped steps in a row, so many are reported
+# number of consecutive skipped steps that are reported; later ones are not
 REPORTED_SKIPS = 3
-# a run ends with an error if an epoch ends with so many steps that were skipped on all workers
+# a run ends with an error if at least this many consecutive steps, up to the end of an epoch, were
+# skipped on all workers
 DIVERGED_SKIPS = 10
 
 
@@ -35,7 +36,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     steps, first_step = len(trainer.loader), trainer.loader.resume_step
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
-        # discard the waits of loading and evaluation, which are no part of a step
+        # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.take_waits()
         # closed on an error, so that no thread reads the feature table after it is released
         batches = stack.enter_context(closing(iter(trainer.loader)))

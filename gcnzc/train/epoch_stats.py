@@ -51,6 +51,7 @@ class EpochStats:
         # float64 on the device, so that an addition does not synchronise with it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
+        # bytes: those of the gathered feature rows (`payload_bytes` of the record)
         self.seeds = self.steps = self.bytes = 0
         # the last steps without this worker's gradients, also those of earlier epochs
         self.skipped_in_a_row = 0

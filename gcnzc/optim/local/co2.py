@@ -9,8 +9,8 @@
 
 after Sun et al., "CO2: efficient distributed training with full communication-computation overlap"
 (2024, https://arxiv.org/abs/2401.16265), which has e = 0. The mean of a round is applied
-one round late, so training may diverge with a large momentum or in long rounds. A small momentum,
-the gap g and the clip c prevent this.
+one round late, so training may diverge with a large momentum or in long rounds. A small momentum
+and the gap g make this less likely, and `CO2` warns of it; the clip c bounds each step.
 
 With e > 0, a rank applies this fraction of its own last outer gradient d_i at once, until the mean
 replaces it. A gap is then not needed. Eager updates for DiLoCo are due to Kale et al. (2025,

@@ -5,8 +5,8 @@ collectives of a step does not depend on the number of parameters. If a gradient
 finite on any rank, or its square would overflow, all ranks skip a step with an exchange, and their
 state does not change.
 
-Notation: n elements, d of them dense, W ranks, k extras: numbers that are exchanged with a vector,
-such as signals.
+Notation: n elements, the first d of them in groups with `compress=False`, W ranks, k extras:
+numbers that are exchanged with a vector, such as signals.
 """
 
 import copy
@@ -33,13 +33,13 @@ class Replicated(DistributedOptimizer):
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. The
-            gradients of a group with `compress=False` are exchanged densely at every step.
+            gradients of a group with `compress=False` are exchanged at every step.
         defaults: default options of the parameter groups.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; None does not clip, and steps with gradients above
-            `gcnzc.kernels.finite.square_limit` are skipped. A dense step clips the mean gradient.
-            In a compressed step all ranks scale their gradients by the same factor, which follows
-            from the root mean square of their norms.
+            `gcnzc.kernels.finite.square_limit` are skipped. A step that exchanges
+            gradients clips their mean. In a compressed step all ranks scale their gradients by the
+            same factor, which follows from the root mean square of their norms.
         signals: the number of flags, such as a request to stop, that each exchange combines over
             the ranks.
         total_steps: the number of steps of the run; None if it is not known.
@@ -118,7 +118,7 @@ class Replicated(DistributedOptimizer):
         return compress.reducer(num_elements, worker_info)
 
     def dense_reducer(self, compress: Compression, num_elements: int) -> Reducer:
-        """Return a reducer for dense gradients, whose compression must not use error feedback.
+        """Return a reducer for exchanged gradients, whose compression must not use error feedback.
 
         Raises:
             ValueError: the compression uses error feedback.

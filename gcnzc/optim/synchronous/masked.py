@@ -3,14 +3,15 @@
 With a constant variance, an element with zero variance, such as of an embedding row that was never
 looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression and
 its errors, and updated by weight decay only. Each rank sums its gradients of inactive elements, the
-pending gradients. Once a rank has such a gradient, all ranks take a dense step that includes the
+pending gradients. Once a rank has such a gradient, all ranks take a gradient step that includes the
 sums, and that reactivates the elements: it initialises their variance. The distance from one such
 step to the next is at least 1, 2, 4, ... 256 steps.
 
 An element with a small variance, such as of a row that was looked up long ago, would take large
 steps. Its variance is raised to a share of the mean variance of its parameter, the floor.
 
-Notation: n elements, d of them dense, c = n - d compressed, P parameters, k extras.
+Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
+P parameters, k extras. A gradient step exchanges gradients, not momenta.
 """
 
 import warnings
@@ -29,8 +30,8 @@ from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
 
-# upper limit of the minimum distance, in steps, between dense steps that reactivate elements; the
-# minimum distance starts at 1 and doubles
+# upper limit of the minimum distance, in steps, between gradient steps that reactivate elements;
+# the minimum distance starts at 1 and doubles
 MAX_REACTIVATION_INTERVAL = 256
 
 # values of the option `reactivate`, and its values until 0.3
@@ -52,11 +53,11 @@ class Masked(Replicated):
     Args:
         params: see `Replicated`.
         defaults: see `Replicated`.
-        reactivate: "step" or "refresh": whether inactive elements with a gradient cause a dense
-            step.
+        reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
+            gradient step.
         variance_floor: the smallest variance of an active element, as a share of the mean variance
             of the active elements of its parameter; 0 for none.
-        dense: compression of dense gradients, without error feedback; None for uncompressed.
+        dense: compression of exchanged gradients, without error feedback; None for none.
         options: see `Replicated`.
     """
 
@@ -101,15 +102,15 @@ class Masked(Replicated):
             "reactivation_interval": 1,
         }
         self.pending_gradients: Tensor | None = None
-        """(inactive elements,): sums of this rank's gradients since the last dense step; None if
+        """(inactive elements,): sums of this rank's gradients since the last gradient step; None if
         they are not needed"""
         self._inactive: Tensor | None = None
         self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
         self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
-        # a flag for each parameter in dense steps
+        # a flag for each parameter in gradient steps
         self.max_extras = self.num_common_extras + len(flat_params.segments)
 
-    # --- dense steps
+    # --- gradient steps
 
     def exchange_gradients(self, values: Tensor) -> Algorithm[str]:
         """Replace all gradients, plus the pending ones, by their clipped means over the ranks.
@@ -168,9 +169,9 @@ class Masked(Replicated):
         variance.copy_(torch.where(here, variance, squares))
 
     def _delay_next_reactivation(self) -> None:
-        """Let steps pass before the next dense step that reactivates elements."""
+        """Let steps pass before the next gradient step that reactivates elements."""
         if self.numbers["has_inactive_gradient"]:
-            # even if elements are reactivated continually, dense steps become rare
+            # even if elements are reactivated continually, gradient steps become rare
             step, gap = self.steps + 1, self.numbers["reactivation_interval"]
             self.numbers |= {
                 "reactivate_from": step + gap,
@@ -228,12 +229,12 @@ class Masked(Replicated):
         Args:
             gradients: (inactive elements,).
         """
-        # an element whose square is rounded to 0 would remain inactive after each dense step
+        # an element whose square is rounded to 0 would remain inactive after each gradient step
         count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
         return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
     def add_pending_gradients(self, gradients: Tensor) -> None:
-        """Add gradients (inactive elements,) to the sums for the next dense step."""
+        """Add gradients (inactive elements,) to the sums for the next gradient step."""
         if self.pending_gradients is not None:
             self.bound_sums(self.pending_gradients.add_(gradients))
 

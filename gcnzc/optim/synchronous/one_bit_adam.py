@@ -14,7 +14,7 @@ Two changes to the paper concern sparse gradients, such as those of embeddings: 
 variance at the freeze are inactive until they have a gradient, and small variances are raised to a
 floor; see `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, d of them dense, k extras.
+Notation: n elements, the first d of them in groups with `compress=False`, k extras.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,8 @@ class OneBitAdam(Masked):
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
-            with `compress=False` is exchanged densely, and its variance is not frozen.
+            with `compress=False` exchanges its gradients in every step, and its variance is not
+            frozen.
         lr: the learning rate.
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the square root of the variance.
@@ -54,11 +55,13 @@ class OneBitAdam(Masked):
             limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
         refresh: the number of steps from the freeze to the first refresh of the variance; it
             doubles for each further refresh. 0 for no refresh.
-        refresh_steps: the number of dense steps of a refresh, at most `refresh`. The steps of one
-            refresh together decay the old variance as much as Adam would have since the last one.
+        refresh_steps: the number of steps of a refresh, which exchange gradients; at most
+            `refresh`. The steps of one refresh together decay the old variance as much as Adam
+            would have since the last one.
         compress: compression of the momenta after the warm-up; signs if None.
-        dense: compression of the gradients in dense steps, without error feedback; uncompressed if
-            None.
+        dense: compression of the gradients where gradients are exchanged: in the warm-up, refreshes
+            and reactivations, and in groups with `compress=False`; must not use error feedback.
+            Uncompressed if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
@@ -170,7 +173,7 @@ class OneBitAdam(Masked):
 
     @property
     def is_dense_step(self) -> bool:
-        """Whether the next step exchanges dense gradients."""
+        """Whether the next step exchanges gradients, not momenta."""
         if not self.is_frozen:
             return True
         if (
@@ -250,7 +253,7 @@ class OneBitAdam(Masked):
         self.vectors["momentum"][self.flat_params.num_dense :] = momenta
 
     def _mark_dense_gradients(self, means: Tensor) -> None:
-        """Mark the dense parameters that have a mean gradient for the first time."""
+        """Mark uncompressed parameters that have a mean gradient for the first time."""
         had_gradient = self.vectors["had_gradient"]
         inactive = {
             index: means[segment.begin : segment.end].any()

@@ -22,7 +22,7 @@ magnitude while they are compressed. Elements that never had a gradient are inac
 `one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole, and gets its k and
 C when it is reactivated.
 
-Notation: P parameters, n elements, d of them dense.
+Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,8 +50,8 @@ class OneBitLamb(OneBitAdam):
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
-            with `compress=False` is exchanged densely, and its variance and trust ratios are not
-            frozen.
+            with `compress=False` exchanges gradients in every step; its variance and trust
+            ratios are not frozen.
         lr: the learning rate, for a trust ratio of 1.
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the square root of the variance.
@@ -67,8 +67,8 @@ class OneBitLamb(OneBitAdam):
         warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
             largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
         compress: compression of the momenta after the warm-up; signs if None.
-        dense: compression of the gradients in dense steps, without error feedback; uncompressed if
-            None.
+        dense: compression of the gradients where gradients are exchanged: in the warm-up and in
+            groups with `compress=False`; must not use error feedback. Uncompressed if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
@@ -200,7 +200,7 @@ class OneBitLamb(OneBitAdam):
     def _freeze(self, step: int) -> None:
         dense = self.flat_params.num_dense
         if dense == self.flat_params.num_elements:
-            # all groups are dense, so it remains LAMB
+            # no group is compressed, so it remains LAMB
             return
         # a tensor with zero momentum has no scaling, so all its elements are inactive
         moves = self._norms(self._split_by_tensor(self.vectors["momentum"][dense:])) > 0

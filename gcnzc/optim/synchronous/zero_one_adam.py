@@ -1,10 +1,10 @@
 """0/1 Adam: exchange gradients, signs of updates, or nothing, by a schedule.
 
 Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (2022,
-https://arxiv.org/abs/2202.06009). Dense gradients update the variance at growing intervals. At
+https://arxiv.org/abs/2202.06009). Exchanged gradients update the variance at growing intervals. At
 other steps the ranks synchronise: they exchange the signs of u, the sum of their updates since the
 last synchronisation. After the warm-up some steps are local, without an exchange. The variance V
-changes only in steps with dense gradients:
+changes only in steps that exchange gradients:
 
     gradient  g = mean_i g_i             m <- b1 m + (1 - b1) g     V <- b2 V + (1 - b2) g^2
               x <- x - lr m / (sqrt(V) + eps)
@@ -22,7 +22,8 @@ before a variance update synchronises, so that one mean gradient updates both m 
 Elements with zero variance are inactive until the ranks exchange their gradients; see
 `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, d of them dense, c = n - d compressed, P parameters, W ranks, k extras.
+Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
+P parameters, W ranks, k extras.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,7 +53,7 @@ class ZeroOneAdam(Anchored):
     step, its rank steps with the unchanged momentum instead, and counts it in `num_nonfinite`; the
     mean of updates requires that all ranks take the same number of steps.
 
-    A group with `compress=False` is exchanged densely at every step, including local steps. Signals
+    A group with `compress=False` exchanges gradients at every step, including local steps. Signals
     are exchanged only at steps that exchange the other groups.
 
     Args:
@@ -208,7 +209,7 @@ class ZeroOneAdam(Anchored):
             self._move(part, values)
         return ""
 
-    # --- steps with dense gradients
+    # --- steps that exchange gradients
 
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the mean gradients, and update the variance if it is due."""
