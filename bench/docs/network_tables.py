@@ -121,8 +121,13 @@ LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"
 
 
 def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
-    """Return the newest times of each link, number of workers, collective and size."""
-    lines = [line for line in read("collectives") if line["part"] == "times"]
+    """Return the newest times of each link, number of workers, collective and size.
+
+    Times without a network, of `--links here`, are left out.
+    """
+    lines = [
+        line for line in read("collectives") if line["part"] == "times" and line["link"] in LINKS
+    ]
     return newest(lines, "link", "workers", "kind", "num_bytes")
 
 
