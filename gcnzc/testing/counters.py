@@ -24,6 +24,7 @@ class AccessCounters:
     warp_instructions: int = 0  # by warps of which at least one lane executes the instruction
     lanes: int = 0
     sectors: int = 0
+    half_lines: int = 0  # aligned blocks of 64 B, at whose boundaries some hosts split answers
     lines: int = 0
     requests: Counter[int] = field(default_factory=Counter)  # by bytes
 
@@ -43,6 +44,7 @@ class AccessCounters:
         self.warp_instructions += len(np.unique(keys >> sector_bits))
         self.lanes += len(addresses)
         self.sectors += len(keys)
+        self.half_lines += len(np.unique(keys // (_SECTORS // 2)))
         self.lines += len(np.unique(keys // _SECTORS))
         for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
             self.requests[int(length) * SECTOR_BYTES] += int(count)

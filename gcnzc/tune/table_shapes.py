@@ -44,6 +44,8 @@ class Shape:
     dtype: str  # name of a torch dtype
     stride_bytes: int  # from one row to the next
     base: int = 0  # offset of the first row in its 128 B line
+    has_scales: bool = False  # rows are quantized codes
+    scale_columns: int | None = None  # number of columns that share a scale; None: those of a row
 
     @property
     def item_bytes(self) -> int:
@@ -92,7 +94,16 @@ def shape_of(path: Path) -> Shape:
     rows = table.rows
     stride_bytes = rows.stride(0) * rows.element_size()
     base = rows.data_ptr() % LINE_BYTES
-    return Shape(name, rows.shape[0], rows.shape[1], about["dtype"], stride_bytes, base)
+    return Shape(
+        name,
+        rows.shape[0],
+        rows.shape[1],
+        about["dtype"],
+        stride_bytes,
+        base,
+        has_scales=table.scales is not None,
+        scale_columns=table.scale_columns,
+    )
 
 
 def public_shapes() -> list[Shape]:
@@ -133,6 +144,7 @@ def predict_traffic(shape: Shape, split_bytes: int | None = None) -> Figures:
             "stride_bytes": stride_bytes,
             "requests_per_row": float(found.requests_per_row),
             "requests": {str(size): float(count) for size, count in found.requests.items()},
+            "read_bytes_per_row": float(found.read_bytes),
             "wire_bytes_per_row": float(found.wire_bytes),
             "efficiency": float(found.efficiency),
             "memory": stride_bytes / shape.row_bytes - 1,

@@ -89,16 +89,17 @@ def test_random_accesses_equal_a_count_by_sets():
     warps = np.repeat(np.arange(8), 32)
     addresses = (random.integers(0, 200, 256) * 16 + (5 << 40)).astype(np.uint64)
     counters.add(warps, addresses)
-    expected = {"sectors": 0, "lines": 0}
+    expected = {"sectors": 0, "half_lines": 0, "lines": 0}
     requests: dict[int, int] = {}
     for warp in range(8):
         sectors = {int(address) // 32 for address in addresses[warps == warp]}
         expected["sectors"] += len(sectors)
+        expected["half_lines"] += len({sector // 2 for sector in sectors})
         expected["lines"] += len({sector // 4 for sector in sectors})
         for line in {sector // 4 for sector in sectors}:
             bits = "".join("1" if 4 * line + n in sectors else " " for n in range(4))
             for piece in bits.split():
                 requests[32 * len(piece)] = requests.get(32 * len(piece), 0) + 1
-    assert (counters.sectors, counters.lines) == (expected["sectors"], expected["lines"])
+    assert {name: getattr(counters, name) for name in expected} == expected
     assert counters.requests == requests
     assert (counters.warp_instructions, counters.lanes) == (8, 256)

@@ -22,6 +22,7 @@ from gcnzc.features.pcie_traffic import table_traffic, traffic
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load, prepare
 from gcnzc.kernels.gather.lanes import LAYOUTS
+from gcnzc.kernels.gather.quantize import SCALE_COLUMNS
 from gcnzc.system import nvml
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
 from gcnzc.system.page_lock import PageLocks
@@ -335,6 +336,53 @@ def test_a_report_without_a_gpu(monkeypatch):
     assert not any(reports_pcie.efficiency_points(found).measured.values())
 
 
+def with_compiled(found, **differs):
+    """Add what compiled kernels request: as predicted, or one request more where `differs`."""
+    for table in found["tables"]:
+        for layout, figures in table["layouts"].items():
+            names = ("requests_per_row", "read_bytes_per_row", "wire_bytes_per_row")
+            model = {name: figures[name] for name in names}
+            figures["compiled"] = compiled = {"sampled_rows": 32, "model": model}
+            for arch in ("sm_80", "sm_90"):
+                more = int(differs.get(layout) == arch)
+                compiled[arch] = {name: value + more for name, value in model.items()}
+                compiled[arch]["equals_model"] = not more
+    return found
+
+
+def test_requests_of_compiled_kernels_are_listed_beside_the_model():
+    report = pcie_bench.report([REDDIT], None, num_bytes=1 << 17, advance=quiet)
+    without = reports_pcie.format_report(report)
+    lines = reports_pcie.format_report(with_compiled(report))
+    assert lines[: len(without)] == without
+    title, _, *rows, summary = lines[len(without) :]
+    assert "for 32 rows" in title
+    assert [row.split()[-4] for row in rows] == ["model", "sm_80", "sm_90"] * len(LAYOUTS)
+    assert rows[9].split() == ["shifted", "model", "19.75", "2432.0", "2827.0"]
+    assert rows[10].split() == ["sm_80", "19.75", "2432.0", "2827.0"]
+    assert summary.endswith("predicts, with every layout, for sm_80 and sm_90")
+
+
+def test_other_requests_of_a_compiled_kernel_are_a_warning():
+    report = pcie_bench.report([REDDIT], None, num_bytes=1 << 17, advance=quiet)
+    lines = reports_pcie.format_report(with_compiled(report, shifted="sm_90"))
+    assert [line.split()[0] for line in lines if line.endswith("differs")] == ["sm_90"]
+    assert lines[-1] == (
+        "warning: reddit float32, shifted: compiled for sm_90, the gather makes 20.75 requests and "
+        "2828.0 B on the bus per row; the model predicts 19.75 requests and 2827.0 B on the bus "
+        "per row"
+    )
+    # of several tables, one line each
+    report = pcie_bench.report([REDDIT, REDDIT], None, num_bytes=1 << 17, advance=quiet)
+    lines = reports_pcie.format_report(with_compiled(report, scalar="sm_80"))
+    assert [line.endswith("differs: scalar sm_80") for line in lines[2:4]] == [True, True]
+    assert [line.startswith("warning: reddit") for line in lines[4:]] == [True, True]
+    report = pcie_bench.report([REDDIT, REDDIT], None, num_bytes=1 << 17, advance=quiet)
+    lines = reports_pcie.format_report(with_compiled(report))
+    assert all(line.endswith("compiled: equal") for line in lines[2:4])
+    assert len(lines) == 5
+
+
 class NVMLError(Exception):
     pass
 
@@ -458,8 +506,11 @@ def test_quantized_rows_have_one_byte_per_element(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
     prepare.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
     assert table_shapes.shape_of(tmp_path / "a") == table_shapes.Shape(
-        "raw", 40, 30, "float8_e5m2", 30
+        "raw", 40, 30, "float8_e5m2", 30, has_scales=True
     )
+    prepare.prepare(raw, tmp_path / "b", feature_dtype="int8", scales="columns", pitch_bytes=0)
+    found = table_shapes.shape_of(tmp_path / "b")
+    assert (found.has_scales, found.scale_columns) == (True, SCALE_COLUMNS)
 
 
 def test_rows_of_a_raw_folder_are_contiguous(tmp_path):

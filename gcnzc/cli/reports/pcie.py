@@ -35,7 +35,7 @@ def format_report(found: Mapping[str, Any]) -> list[str]:
     else:
         lines = [_describe_bus(bus)]
     if len(tables) > 1:
-        return [*lines, *_format_tables(tables)]
+        return [*lines, *_format_tables(tables), *_compiled_summary(tables)]
     (table,) = tables
     base = table["base"]
     offset = f", from {base} B after a multiple of {LINE_BYTES} B" if base else ""
@@ -51,7 +51,71 @@ def format_report(found: Mapping[str, Any]) -> list[str]:
         f"layout after `gcnzc prepare`, with a pitch of {table['pitch_bytes']} B: "
         f"{table['prepared_layout']}, because {table['why']}"
     )
+    return [*lines, *_format_compiled(table), *_compiled_summary(tables)]
+
+
+def _format_compiled(table: Mapping[str, Any]) -> list[str]:
+    """Format the traffic of the compiled kernel and of the model, for each layout of a table."""
+    compiled = {
+        layout: figures["compiled"]
+        for layout, figures in table["layouts"].items()
+        if "compiled" in figures
+    }
+    if not compiled:
+        return []
+    rows = [["layout", "", "requests per row", "bytes requested", "bytes on the bus"]]
+    for layout, figures in compiled.items():
+        for source in ("model", *_architectures(figures)):
+            traffic = figures[source]
+            rows.append(
+                [
+                    layout if source == "model" else "",
+                    source,
+                    f"{traffic['requests_per_row']:.2f}",
+                    f"{traffic['read_bytes_per_row']:.1f}",
+                    f"{traffic['wire_bytes_per_row']:.1f}",
+                    "" if traffic.get("equals_model", True) else "differs",
+                ]
+            )
+    counts = sorted({figures["sampled_rows"] for figures in compiled.values()})
+    numbers = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return [
+        f"the compiled gather kernel, executed on the CPU for {numbers} rows of each layout:",
+        *align_columns(rows, left=(0, 1, 5)),
+    ]
+
+
+def _compiled_summary(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """State whether the compiled kernel makes the predicted requests, with a line if not."""
+    lines: list[str] = []
+    architectures: list[str] = []
+    for table, layout in product(tables, LAYOUTS):
+        figures = table["layouts"][layout].get("compiled")
+        if figures is None:
+            continue
+        for arch in _architectures(figures):
+            if arch not in architectures:
+                architectures.append(arch)
+            if not figures[arch]["equals_model"]:
+                counted, predicted = (
+                    f"{figures[source]['requests_per_row']:.2f} requests and "
+                    f"{figures[source]['wire_bytes_per_row']:.1f} B on the bus per row"
+                    for source in (arch, "model")
+                )
+                lines.append(
+                    f"warning: {table['name']} {table['dtype']}, {layout}: compiled for {arch}, "
+                    f"the gather makes {counted}; the model predicts {predicted}"
+                )
+    if architectures and not lines:
+        lines.append(
+            "the compiled gather makes the requests that the model predicts, with every layout, "
+            f"for {' and '.join(architectures)}"
+        )
     return lines
+
+
+def _architectures(figures: Mapping[str, Any]) -> list[str]:
+    return [name for name in figures if name.startswith("sm_")]
 
 
 def _describe_bus(bus: Mapping[str, Any]) -> str:
@@ -100,5 +164,21 @@ def _format_tables(tables: Sequence[Mapping[str, Any]]) -> list[str]:
         rate = layouts[chosen].get("payload_bytes_per_s")
         if rate is not None:
             cells.append(f"{rate / 1e9:.2f} GB/s, {layouts[chosen]['share_of_dense']:.1%} of dense")
-        rows.append(cells)
+        rows.append([*cells, *_compiled_cells(layouts)])
     return align_columns(rows, left=(0,))
+
+
+def _compiled_cells(layouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a cell that says where the compiled kernel's requests differ from the model's."""
+    compiled = {
+        layout: figures["compiled"] for layout, figures in layouts.items() if "compiled" in figures
+    }
+    if not compiled:
+        return []
+    different = [
+        f"{layout} {arch}"
+        for layout, figures in compiled.items()
+        for arch in _architectures(figures)
+        if not figures[arch]["equals_model"]
+    ]
+    return [f"differs: {', '.join(different)}" if different else "compiled: equal"]

@@ -1,0 +1,189 @@
+"""Count the requests of the compiled gather kernel, whose PTX is executed on the CPU.
+
+`gcnzc.features.pcie_traffic` predicts the requests from the layout of lanes. A compiler may split
+the vectors of a lane, or assign several to it, which changes the requests and not the result. So
+the kernel is compiled for a GPU architecture, and `gcnzc.testing` executes the PTX on a sample of
+rows with the dtype, stride and alignment of a table. No GPU is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.features.pcie_traffic import HEADER_BYTES, SIZES, Traffic, table_traffic
+from gcnzc.kernels.gather import gather_reference
+from gcnzc.kernels.gather.gpu import gather_rows
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
+from gcnzc.system.progress import ProgressCallback
+from gcnzc.testing.counters import AccessCounters
+from gcnzc.testing.executor import Executor
+from gcnzc.testing.triton_driver import execute_on_cpu
+from gcnzc.tune.table_shapes import Figures, Shape
+
+# rows of a sample: at least one for each offset in a line at which a row of the table begins
+LEAST_ROWS = 32
+
+
+# bytes of a sample, unless a single row is larger
+SAMPLE_BYTES = 1 << 22
+
+
+# of a batch of programs; a row of 1 MiB takes about two million
+MAX_INSTRUCTIONS = 10**9
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows at the addresses of a table's rows within a line, and the ids of those to gather."""
+
+    rows: Tensor  # (N, D)
+    ids: Tensor  # (B,) of rows that share no line
+    scales: Tensor | None
+    scale_columns: int | None
+
+
+def sample_rows(shape: Shape, layout: Layout) -> Sample:
+    """Return a sample of rows as `layout` reads them.
+
+    The sample has rows at every offset within a line that occurs in the table, equally often,
+    unless `SAMPLE_BYTES` limits it to fewer rows.
+    """
+    stride_bytes, base = shape.stride_and_base(layout)
+    period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
+    num_ids = min(max(LEAST_ROWS, period), max(1, SAMPLE_BYTES // stride_bytes))
+    # at least a line between rows; odd, so that all offsets of rows within a line occur
+    step = -(-(shape.row_bytes + LINE_BYTES) // stride_bytes) | 1
+    num_rows = (num_ids - 1) * step + 1
+    generator = torch.Generator().manual_seed(0)
+    size = num_rows * stride_bytes + base + 2 * LINE_BYTES
+    # no value is infinite or NaN in any dtype
+    memory = torch.randint(100, (size,), dtype=torch.int8, generator=generator)
+    memory = memory[-memory.data_ptr() % LINE_BYTES + base :]
+    items = memory[: len(memory) // shape.item_bytes * shape.item_bytes]
+    rows = items.view(getattr(torch, shape.dtype)).as_strided(
+        (num_rows, shape.num_columns), (stride_bytes // shape.item_bytes, 1)
+    )
+    scales = None
+    if shape.has_scales:
+        per = shape.scale_columns
+        count = num_rows if per is None else -(-shape.num_columns // per)
+        scales = torch.rand(count, generator=generator)
+    ids = torch.randperm(num_ids, generator=generator) * step
+    return Sample(rows, ids, scales, shape.scale_columns)
+
+
+def count_requests(
+    sample: Sample, layout: Layout, arch: int, split_bytes: int | None = None
+) -> Traffic:
+    """Return the traffic of a row, averaged over a sample, by executing the compiled kernel.
+
+    Args:
+        sample: the rows to gather.
+        layout: see `gcnzc.kernels.gather.lanes.Lanes`.
+        arch: compute capability of a GPU, such as 90 for sm_90.
+        split_bytes: 64 or 128, see `gcnzc.features.pcie_traffic`.
+
+    Raises:
+        RuntimeError: this version of Triton is not supported, its interpreter is in use, or the
+            gathered rows are wrong.
+        Fault: the compiled kernel has an undefined result, see `gcnzc.testing.Executor.launch`.
+    """
+    executor = Executor(max_instructions=MAX_INSTRUCTIONS)
+    with execute_on_cpu(arch, executor=executor):
+        found = gather_rows(
+            sample.rows,
+            sample.ids,
+            layout=layout,
+            scales=sample.scales,
+            scale_columns=sample.scale_columns,
+        )
+    expected = gather_reference(sample.rows, sample.ids, sample.scales, sample.scale_columns)
+    if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
+        raise RuntimeError(
+            f"the gather kernel that is compiled for sm_{arch} returned wrong rows of "
+            f"{sample.rows.dtype} and shape {tuple(sample.rows.shape)} with the layout {layout}\n\n"
+            "hint: report this with the version of Triton, "
+            "https://github.com/triton-lang/triton/releases lists others"
+        )
+    row_bytes = sample.rows.shape[1] * sample.rows.element_size()
+    return _traffic(executor.counters["load", "table"], len(sample.ids), row_bytes, split_bytes)
+
+
+def _traffic(
+    counters: AccessCounters, num_rows: int, row_bytes: int, split_bytes: int | None
+) -> Traffic:
+    """Return counted requests as the traffic of a row."""
+    requests = {size: Fraction(counters.requests[size], num_rows) for size in SIZES}
+    read_bytes = sum(size * count for size, count in requests.items())
+    packets = counters.half_lines if split_bytes == 64 else counters.requests.total()
+    return Traffic(row_bytes, requests, read_bytes + Fraction(packets * HEADER_BYTES, num_rows))
+
+
+def compare_layouts(
+    shapes: Sequence[Shape],
+    archs: Sequence[int],
+    split_bytes: int | None = None,
+    *,
+    advance: ProgressCallback,
+) -> list[dict[Layout, Figures]]:
+    """Count the requests of all layouts of some tables, and predict them for the same rows.
+
+    Args:
+        shapes: shapes of the tables; equal ones are executed once.
+        archs: see `count_requests`.
+        split_bytes: see `count_requests`.
+        advance: called with the progress.
+
+    Returns:
+        For each table and layout JSON values: `sampled_rows`; `model`, the predicted traffic of the
+        sample; and for each architecture, such as `sm_90`, the counted traffic, and whether it
+        `equals_model`.
+
+    Raises:
+        RuntimeError, Fault: see `count_requests`.
+    """
+    known: dict[Any, Figures] = {}
+    results = []
+    for number, shape in enumerate(shapes):
+        table: dict[Layout, Figures] = {}
+        for position, layout in enumerate(LAYOUTS):
+            advance(
+                number * len(LAYOUTS) + position,
+                len(shapes) * len(LAYOUTS),
+                f"{shape.name} {shape.dtype} {layout}",
+            )
+            memory = shape.stride_and_base(layout)
+            scales = shape.has_scales, shape.scale_columns
+            key = (layout, memory, shape.num_columns, shape.dtype, scales)
+            if key not in known:
+                known[key] = _compare(shape, layout, archs, split_bytes)
+            table[layout] = known[key]
+        results.append(table)
+    advance(len(shapes) * len(LAYOUTS), len(shapes) * len(LAYOUTS))
+    return results
+
+
+def _compare(
+    shape: Shape, layout: Layout, archs: Sequence[int], split_bytes: int | None
+) -> Figures:
+    sample = sample_rows(shape, layout)
+    model = table_traffic(sample.rows, sample.ids, layout=layout, split_bytes=split_bytes)
+    found: Figures = {"sampled_rows": len(sample.ids), "model": _figures(model)}
+    for arch in archs:
+        counted = count_requests(sample, layout, arch, split_bytes)
+        found[f"sm_{arch}"] = {**_figures(counted), "equals_model": counted == model}
+    return found
+
+
+def _figures(traffic: Traffic) -> Figures:
+    return {
+        "requests_per_row": float(traffic.requests_per_row),
+        "requests": {str(size): float(count) for size, count in traffic.requests.items()},
+        "read_bytes_per_row": float(traffic.read_bytes),
+        "wire_bytes_per_row": float(traffic.wire_bytes),
+    }

@@ -1,0 +1,84 @@
+"""`gcnzc.tune.compiled_traffic` counts the requests of compiled gathers for tables of any kind."""
+
+import pytest
+import torch
+
+from gcnzc.features.pcie_traffic import table_traffic, traffic
+from gcnzc.kernels.gather import gpu
+from gcnzc.kernels.gather.lanes import LAYOUTS
+from gcnzc.tune import compiled_traffic
+from gcnzc.tune.compiled_traffic import compare_layouts, count_requests, sample_rows
+from gcnzc.tune.table_shapes import Shape
+
+
+def compare(shape, archs=(90,), **options):
+    (found,) = compare_layouts([shape], archs, advance=lambda *done: None, **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("packed", 1000, 25, "float32", 100, 4),
+        Shape("halves", 1000, 33, "float16", 128, 64),
+        Shape("codes", 1000, 50, "int8", 50, 7, has_scales=True),
+        Shape("blocks", 1000, 50, "float8_e4m3fn", 128, has_scales=True, scale_columns=16),
+        Shape("doubles", 1000, 5, "float64", 40),
+    ],
+    ids=lambda shape: shape.name,
+)
+def test_compiled_gathers_make_the_predicted_requests(shape):
+    for split_bytes in (64, 128):
+        found = compare(shape, split_bytes=split_bytes)
+        assert list(found) == list(LAYOUTS)
+        for layout, figures in found.items():
+            assert figures["sm_90"].pop("equals_model"), layout
+            assert figures["sm_90"] == figures["model"]
+            # the sample has the mean traffic of the whole table
+            stride_bytes, base = shape.stride_and_base(layout)
+            mean = traffic(
+                shape.row_bytes,
+                layout=layout,
+                item_bytes=shape.item_bytes,
+                stride_bytes=stride_bytes,
+                base=base,
+                split_bytes=split_bytes,
+            )
+            assert figures["model"]["requests_per_row"] == pytest.approx(
+                float(mean.requests_per_row)
+            )
+            assert figures["model"]["wire_bytes_per_row"] == pytest.approx(float(mean.wire_bytes))
+
+
+def test_wide_rows_are_sampled_less(monkeypatch):
+    monkeypatch.setattr(compiled_traffic, "SAMPLE_BYTES", 30_000)
+    found = compare(Shape("wide", 10, 1999, "float32", 7996, 4))
+    assert found["shifted"]["sampled_rows"] == 3
+    assert all(figures["sm_90"]["equals_model"] for figures in found.values())
+
+
+def test_other_requests_than_predicted_are_reported(monkeypatch):
+    shape = Shape("x", 1000, 100, "float32", 400)
+    sample = sample_rows(shape, "shifted")
+    # each row is read twice
+    monkeypatch.setattr(
+        compiled_traffic,
+        "gather_rows",
+        lambda rows, ids, **options: (
+            gpu.gather_rows(rows, ids, **options),
+            gpu.gather_rows(rows, ids, **options),
+        )[0],
+    )
+    model = table_traffic(sample.rows, sample.ids, layout="shifted")
+    counted = count_requests(sample, "shifted", 90)
+    assert counted.requests_per_row == 2 * model.requests_per_row
+    assert not compare(shape)["shifted"]["sm_90"]["equals_model"]
+
+
+def test_wrong_rows_are_rejected(monkeypatch):
+    monkeypatch.setattr(
+        compiled_traffic, "gather_rows", lambda rows, ids, **options: torch.zeros_like(rows[ids])
+    )
+    sample = sample_rows(Shape("x", 1000, 100, "float32", 400), "vector")
+    with pytest.raises(RuntimeError, match=r"(?s)compiled for sm_80 returned wrong rows.*hint: "):
+        count_requests(sample, "vector", 80)
