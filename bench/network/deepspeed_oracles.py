@@ -261,7 +261,7 @@ class ZeroOneAdamDeepSpeed(Replicated):
             # what is left out of updates is no continuation of what was left out of gradients
             signs = self.reducers["signs"] = self.reducer(self.signs, self.flat_params.num_elements)
         if refreshes:
-            skip_reason = yield from self.dense_mean(values)
+            skip_reason = yield from self.mean_gradients(values)
         elif not is_alone:
             skip_reason = yield from signs.mean(values)
         else:

@@ -47,7 +47,7 @@ TIMEOUT_S = 60.0
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
 
-# maximum number of intervals kept until `take_waits` or `take_overlapped`
+# maximum number of intervals kept until `pop_request_intervals` or `pop_overlapped_intervals`
 TIMES_KEPT = 10_000
 
 
@@ -243,14 +243,14 @@ class Group:
         if self.monitor is not None:
             self.monitor.set_status(step, activity)
 
-    def take_waits(self) -> list[tuple[float, float]]:
+    def pop_request_intervals(self) -> list[tuple[float, float]]:
         """Return and clear the begin and end of the last 10,000 requests, transfers included.
 
         Times are those of `time.perf_counter`, in seconds.
         """
         return _pop_all(self.waits)
 
-    def take_overlapped(self) -> list[tuple[float, float]]:
+    def pop_overlapped_intervals(self) -> list[tuple[float, float]]:
         """Return and clear the begin and end of each overlapped exchange since the last call.
 
         Times are those of `time.perf_counter`, in seconds. Exchanges over NCCL, which need no

@@ -64,7 +64,7 @@ MOST_MEMORY = Fraction(10, 100)
 class Traffic:
     """The PCIe traffic of one row, averaged over rows."""
 
-    payload_bytes: int  # bytes of a row
+    row_bytes: int  # bytes of a row
     requests: Mapping[int, Fraction]  # number of requests of each of `SIZES`
     wire_bytes: Fraction  # from the host, headers included
 
@@ -81,7 +81,7 @@ class Traffic:
     @property
     def efficiency(self) -> Fraction:
         """Bytes of the row divided by bytes on the wire; at most 128 / 148."""
-        return self.payload_bytes / self.wire_bytes
+        return self.row_bytes / self.wire_bytes
 
 
 class HasRows(Protocol):
@@ -237,7 +237,7 @@ def ceiling(link_bytes_per_s: float, latency_s: float, tags: int, row_traffic: T
     """
     rows_per_s = tags / latency_s / float(row_traffic.requests_per_row)
     return Ceiling(
-        link_bytes_per_s * float(row_traffic.efficiency), rows_per_s * row_traffic.payload_bytes
+        link_bytes_per_s * float(row_traffic.efficiency), rows_per_s * row_traffic.row_bytes
     )
 
 
@@ -283,7 +283,7 @@ def _traffic(lanes: Lanes, starts: Array, counts: Array, split_bytes: int | None
     num_rows = int(counts.sum())
     read_bytes = sum(size * count for size, count in totals.items())
     return Traffic(
-        payload_bytes=lanes.row_bytes,
+        row_bytes=lanes.row_bytes,
         requests={size: Fraction(count, num_rows) for size, count in totals.items()},
         wire_bytes=Fraction(read_bytes + packets * HEADER_BYTES, num_rows),
     )

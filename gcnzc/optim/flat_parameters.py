@@ -77,7 +77,7 @@ class FlatParameters:
     ) -> None:
         self.segments: list[Segment] = []
         self.parts: list[GroupSlice] = []
-        begin = dense = 0
+        begin = offset = 0
         seen: set[int] = set()
         order = sorted(enumerate(groups), key=lambda pair: bool(pair[1].get("compress", True)))
         for number, group in order:
@@ -93,10 +93,10 @@ class FlatParameters:
             part = GroupSlice(group, part_begin, begin, first, len(self.segments))  # type: ignore[arg-type]
             self.parts.append(part)
             if not group.get("compress", True):
-                dense = begin
-        self.num_elements, self.num_dense = begin, dense
-        self.dense_parts = [part for part in self.parts if part.begin < dense]
-        self.coded_parts = [part for part in self.parts if part.begin >= dense]
+                offset = begin
+        self.num_elements, self.num_uncompressed = begin, offset
+        self.uncompressed_parts = [part for part in self.parts if part.begin < offset]
+        self.compressed_parts = [part for part in self.parts if part.begin >= offset]
         """the group slices that are compressed"""
         self.parameters: list[Tensor] = [segment.parameter for segment in self.segments]
         """the P trained parameters, in the order of the vector"""

@@ -37,7 +37,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
         # discard the exchanges of loading and evaluation, which are not part of a step
-        trainer.group.take_waits()
+        trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
         batches = stack.enter_context(closing(iter(trainer.loader)))
         began = trainer.now()
@@ -72,10 +72,13 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 Stage("wait", "model", began, ready),
                 Stage("compute", "model", ready, step_end),
             ]
-            waits = [Span("exchange", "model", *wait) for wait in trainer.group.take_waits()]
+            waits = [
+                Span("exchange", "model", *wait) for wait in trainer.group.pop_request_intervals()
+            ]
             trainer.waits += waits
             overlapped = [
-                Span("overlapped", "exchange", *each) for each in trainer.group.take_overlapped()
+                Span("overlapped", "exchange", *each)
+                for each in trainer.group.pop_overlapped_intervals()
             ]
             trainer.epoch_stats.time(batch.times, stages, waits)
             if overlapped:

@@ -99,7 +99,7 @@ def sgd(parameters):
 
 
 def changes_activity(optimizer):
-    return optimizer.is_dense_step and optimizer.steps + 1 >= optimizer.warmup
+    return optimizer.is_gradient_step and optimizer.steps + 1 >= optimizer.warmup
 
 
 @dataclass

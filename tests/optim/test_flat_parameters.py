@@ -25,7 +25,7 @@ def test_dense_parameters_come_first_and_none_comes_twice():
     flat_params = FlatParameters(made)
     (coded, _), (dense,), (more, _) = (group["params"] for group in made)
     assert [id(each) for each in flat_params.parameters] == [id(dense), id(coded), id(more)]
-    assert (flat_params.num_dense, flat_params.num_elements) == (4, 11)
+    assert (flat_params.num_uncompressed, flat_params.num_elements) == (4, 11)
     assert [(each.begin, each.end) for each in flat_params.segments] == [(0, 4), (4, 10), (10, 11)]
     bounds = [(part.begin, part.end, part.first, part.last) for part in flat_params.parts]
     assert bounds == [(0, 4, 0, 1), (4, 10, 1, 2), (10, 11, 2, 3)]

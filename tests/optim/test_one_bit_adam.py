@@ -166,7 +166,7 @@ def test_replicas_are_equal_after_every_step(world_size):
     models, optimizers = team(world_size, warmup=4, refresh=5)
     kinds = set()
     for number in range(14):
-        kinds.add((optimizers[0].is_frozen, optimizers[0].is_dense_step))
+        kinds.add((optimizers[0].is_frozen, optimizers[0].is_gradient_step))
         train(models, optimizers, number + 1, number)
         first = values_of(models[0])
         assert all(torch.equal(values_of(model), first) for model in models)
@@ -306,7 +306,7 @@ def test_all_ranks_skip_gradients_that_are_not_finite_on_one(phase, bad):
         give(models, number)
         step(optimizers)
     assert optimizers[0].is_frozen == (phase != "warm-up")
-    assert optimizers[0].is_dense_step == (phase != "compressed")
+    assert optimizers[0].is_gradient_step == (phase != "compressed")
     before = [copy.deepcopy(model) for model in models], [tensors_of(each) for each in optimizers]
     numbers = [copy.deepcopy((each.steps, each.numbers)) for each in optimizers]
     for _ in range(2):
@@ -403,7 +403,7 @@ def test_rows_that_are_looked_up_later(reactivate):
     assert float((table[1::2] - 1).square().mean()) < float((start[1::2] - 1).square().mean())
     # none is asleep any more, so that all steps are compressed again
     assert "active" not in optimizer.vectors
-    assert not optimizer.is_dense_step
+    assert not optimizer.is_gradient_step
 
 
 def test_dense_steps_become_rare_if_rows_are_reactivated_continually():
@@ -414,7 +414,7 @@ def test_dense_steps_become_rare_if_rows_are_reactivated_continually():
     ]
     dense = []
     for number in range(1, 73):
-        if optimizers[0].is_dense_step:
+        if optimizers[0].is_gradient_step:
             dense.append(number)
         row = 0 if number <= 5 else number % 64
         for rank, table in enumerate(tables):
@@ -446,7 +446,7 @@ def test_a_gradient_too_small_for_a_variance_reactivates_nothing():
         give(models, number)
         for model in models:
             model[0].grad[:20] = 1e-25 if number > 2 else 0.0
-        assert number < 2 or not optimizers[0].is_dense_step
+        assert number < 2 or not optimizers[0].is_gradient_step
         step(optimizers)
 
 
@@ -761,7 +761,7 @@ def test_all_ranks_clip_by_the_same_factor(warmup):
         give(models, number, 10.0)
         give(plain, number, 10.0)
         gradients = [torch.cat([p.grad.view(-1) for p in model]) for model in plain]
-        if optimizers[0].is_dense_step:
+        if optimizers[0].is_gradient_step:
             norm = float(torch.stack(gradients).mean(dim=0).norm())
         else:
             # the root of the mean of squares, since nobody has the mean
@@ -906,7 +906,7 @@ def test_intervals_between_variance_refreshes_double(options, expected):
     models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), variance_floor=0.0, **options)
     dense, variances = [], {}
     for number in range(1, 32):
-        if optimizers[0].is_dense_step:
+        if optimizers[0].is_gradient_step:
             dense.append(number)
         give(models, number)
         step(optimizers)

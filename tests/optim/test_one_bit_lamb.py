@@ -156,7 +156,7 @@ def test_it_follows_deepspeed():
         # exact up to step 10; one unit in the last place of an element at step 11
         assert difference == 0 if step < 10 else difference <= 1.2e-7, step
         dense = [*recorded["dense_allreduce_at_step"], False]
-        assert optimizers[0].is_dense_step == dense[step + 1]
+        assert optimizers[0].is_gradient_step == dense[step + 1]
 
 
 @pytest.mark.parametrize("correct", [True, False])

@@ -6,7 +6,7 @@ The anchor a is equal on all ranks. The update u_i accumulates the local steps o
 The variance V is constant between synchronisations. Weight decay applies to a and u_i in the same
 way.
 
-Notation: n elements, d of them dense, c = n - d compressed.
+Notation: n elements, d of them uncompressed (of groups with `compress=False`), c = n - d compressed.
 """
 
 import torch
@@ -48,7 +48,7 @@ class Anchored(Masked):
             gradient: (c,), this rank's gradients; None to step with the unchanged momenta. With a
                 learning rate of 0 nothing changes, so that momenta in sync remain in sync.
         """
-        for part in self.flat_params.coded_parts:
+        for part in self.flat_params.compressed_parts:
             here, size, decay = (
                 self._coded_slice(part),
                 self._step_size(part),
@@ -68,14 +68,17 @@ class Anchored(Masked):
         `_accumulate_update` does the same to the update.
         """
         anchor, lr_sums = self.vectors["anchor"], list(self.numbers["lr_sums"])
-        had_gradient, dense = self.vectors["had_gradient"].tolist(), self.flat_params.num_dense
+        had_gradient, offset = (
+            self.vectors["had_gradient"].tolist(),
+            self.flat_params.num_uncompressed,
+        )
         for number, part in self._numbered_coded_parts():
             decay = self._decay_factor(part)
             lr_sums[number] = lr_sums[number] * decay + self._step_size(part)
             for index in range(part.first, part.last):
                 segment = self.flat_params.segments[index]
                 if had_gradient[index] and decay != 1:
-                    anchor[segment.begin - dense : segment.end - dense] *= decay
+                    anchor[segment.begin - offset : segment.end - offset] *= decay
         self.numbers["lr_sums"] = lr_sums
 
     def _set_parameters(self, anchor: Tensor, update: Tensor, out: Tensor) -> None:
@@ -87,7 +90,7 @@ class Anchored(Masked):
             out: (c,), receives the parameters; may be `update`.
         """
         roots = torch.empty_like(anchor)
-        for part in self.flat_params.coded_parts:
+        for part in self.flat_params.compressed_parts:
             self._compute_denominator(part, roots[self._coded_slice(part)])
         torch.addcdiv(anchor, update, roots, value=-1, out=out)
         self._write_coded(out)
@@ -107,29 +110,33 @@ class Anchored(Masked):
         """Write the denominator of Adam's update, sqrt(V) + eps, of a group slice into `out`."""
         torch.sqrt(self.vectors["variance"][part.begin : part.end], out=out)
         if self.bias_correction:
-            is_dense = part.begin < self.flat_params.num_dense
-            count = self.steps + 1 if is_dense else self.numbers["num_variance_updates"]
+            is_uncompressed = part.begin < self.flat_params.num_uncompressed
+            count = self.steps + 1 if is_uncompressed else self.numbers["num_variance_updates"]
             out /= (1 - part.group["betas"][1] ** count) ** 0.5
         out += part.group["eps"]
 
     def _numbered_coded_parts(self) -> list[tuple[int, GroupSlice]]:
-        dense = self.flat_params.num_dense
-        return [pair for pair in enumerate(self.flat_params.parts) if pair[1].begin >= dense]
+        offset = self.flat_params.num_uncompressed
+        return [pair for pair in enumerate(self.flat_params.parts) if pair[1].begin >= offset]
 
     def _coded_slice(self, part: GroupSlice) -> slice:
-        dense = self.flat_params.num_dense
-        return slice(part.begin - dense, part.end - dense)
+        offset = self.flat_params.num_uncompressed
+        return slice(part.begin - offset, part.end - offset)
 
     def _read_coded(self) -> Tensor:
         """Return a copy (c,) of the compressed parameters."""
         whole = self.flat_params.read_parameters(self.flat_params.empty())
-        return whole[self.flat_params.num_dense :].clone() if self.flat_params.num_dense else whole
+        return (
+            whole[self.flat_params.num_uncompressed :].clone()
+            if self.flat_params.num_uncompressed
+            else whole
+        )
 
     def _write_coded(self, values: Tensor) -> None:
-        dense = self.flat_params.num_dense
+        offset = self.flat_params.num_uncompressed
         for segment in self.flat_params.segments:
-            if segment.begin >= dense:
-                here = values[segment.begin - dense : segment.end - dense]
+            if segment.begin >= offset:
+                here = values[segment.begin - offset : segment.end - offset]
                 segment.parameter.copy_(here.view(segment.parameter.shape))
 
     @identify_caller

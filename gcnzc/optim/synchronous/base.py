@@ -87,7 +87,7 @@ class Replicated(DistributedOptimizer):
         """reducers by name; their compression errors are this rank's own"""
         self.max_extras = self.num_common_extras
         """the largest number of extras of an exchange"""
-        self._dense = self.reducer(Dense(), self.flat_params.num_elements)
+        self._gradient_reducer = self.reducer(Dense(), self.flat_params.num_elements)
         self.connect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Replicated(DistributedOptimizer):
         )
         return compress.reducer(num_elements, worker_info)
 
-    def dense_reducer(self, compress: Compression, num_elements: int) -> Reducer:
+    def gradient_reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """Return a reducer for exchanged gradients, whose compression must not use error feedback.
 
         Raises:
@@ -136,7 +136,7 @@ class Replicated(DistributedOptimizer):
         Pending sums survive a skipped step. If their mean or a norm overflowed, every later dense
         step would be skipped too.
         """
-        sent = getattr(self._dense, "dtype", self.flat_params.dtype)
+        sent = getattr(self._gradient_reducer, "dtype", self.flat_params.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
         largest = min(largest, square_limit(self.flat_params.dtype) / 2)
         return sums.clamp_(-largest, largest)
@@ -206,10 +206,10 @@ class Replicated(DistributedOptimizer):
         self.comparison.receive(bits, self.group.world_size)
         self.received_signals = [share > 0 for share in signals]
 
-    def dense_mean(self, values: Tensor) -> Algorithm[str]:
+    def mean_gradients(self, values: Tensor) -> Algorithm[str]:
         """Replace gradients (n + k,) by their clipped means over the ranks; see `Reducer.mean`."""
         count = self.flat_params.num_elements
-        skip_reason = yield from self._dense.mean(values, len(values) - count)
+        skip_reason = yield from self._gradient_reducer.mean(values, len(values) - count)
         if not skip_reason and self.clip_norm is not None:
             gradients = values[:count]
             self._clip(gradients, gradients.double().square().sum())

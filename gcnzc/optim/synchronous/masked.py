@@ -105,8 +105,8 @@ class Masked(Replicated):
         """(inactive elements,): sums of this rank's gradients since the last gradient step; None if
         they are not needed"""
         self._inactive: Tensor | None = None
-        self._dense = self.dense_reducer(self.dense, flat_params.num_elements)
-        self._dense_part = self.dense_reducer(self.dense, flat_params.num_dense)
+        self._gradient_reducer = self.gradient_reducer(self.dense, flat_params.num_elements)
+        self._uncompressed_reducer = self.gradient_reducer(self.dense, flat_params.num_uncompressed)
         # a flag for each parameter in gradient steps
         self.max_extras = self.num_common_extras + len(flat_params.segments)
 
@@ -126,12 +126,12 @@ class Masked(Replicated):
         flags = values[flat_params.num_elements + common :]
         flags.copy_(scalars_like(flat_params.have_gradients(), values))
         if self.pending_gradients is not None:
-            coded = values[flat_params.num_dense : flat_params.num_elements]
+            coded = values[flat_params.num_uncompressed : flat_params.num_elements]
             coded.index_add_(0, self._find_inactive(), self.pending_gradients)
             flags += self._have_pending_gradients(flags)
-        if skip_reason := (yield from self.dense_mean(values)):
+        if skip_reason := (yield from self.mean_gradients(values)):
             return skip_reason
-        sums = self._dense.extra_sums
+        sums = self._gradient_reducer.extra_sums
         self.receive_extras(sums)
         self.vectors["had_gradient"] |= torch.tensor(sums[common:]) > 0
         return ""
@@ -142,7 +142,7 @@ class Masked(Replicated):
         ends = torch.tensor([each.end for each in self.flat_params.segments])
         ends = ends.to(flags.device, non_blocking=True)
         owners = torch.bucketize(
-            self._find_inactive() + self.flat_params.num_dense, ends, right=True
+            self._find_inactive() + self.flat_params.num_uncompressed, ends, right=True
         )
         counts = torch.zeros_like(flags)
         return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
@@ -160,11 +160,11 @@ class Masked(Replicated):
         """Set the variance of the inactive elements of a slice to `squares`."""
         if (active := self.vectors.get("active")) is None:
             return
-        variance, dense = (
+        variance, offset = (
             self.vectors["variance"][part.begin : part.end],
-            self.flat_params.num_dense,
+            self.flat_params.num_uncompressed,
         )
-        here = active[part.begin - dense : part.end - dense]
+        here = active[part.begin - offset : part.end - offset]
         # the first gradient is the only estimate of the variance
         variance.copy_(torch.where(here, variance, squares))
 
@@ -184,7 +184,7 @@ class Masked(Replicated):
     def _raise_small_variances(self) -> None:
         """Apply the variance floor, because later gradients may be larger than earlier ones."""
         for segment in self.flat_params.segments if self.variance_floor else ():
-            if segment.begin >= self.flat_params.num_dense:
+            if segment.begin >= self.flat_params.num_uncompressed:
                 variance = self.vectors["variance"][segment.begin : segment.end]
                 is_active = variance > 0
                 least = self.variance_floor * variance.sum() / is_active.sum().clamp(min=1)
@@ -197,7 +197,7 @@ class Masked(Replicated):
         inactive = None if active is None else (~active).nonzero().flatten()
         if active is not None and inactive is not None and len(inactive):
             self._inactive, self.vectors["active"] = inactive, active
-            self.vectors["momentum"][self.flat_params.num_dense :].masked_fill_(~active, 0)
+            self.vectors["momentum"][self.flat_params.num_uncompressed :].masked_fill_(~active, 0)
             self._allocate_pending_gradients()
         for reducer in self.reducers.values():
             reducer.restrict_to(self.vectors.get("active"))

@@ -172,7 +172,7 @@ class OneBitAdam(Masked):
         return "" if self.is_frozen else "compression"
 
     @property
-    def is_dense_step(self) -> bool:
+    def is_gradient_step(self) -> bool:
         """Whether the next step exchanges gradients, not momenta."""
         if not self.is_frozen:
             return True
@@ -185,16 +185,18 @@ class OneBitAdam(Masked):
 
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`; this method only selects the kind of step."""
-        return self._dense_step(values) if self.is_dense_step else self._compressed_step(values)
+        return (
+            self._gradient_step(values) if self.is_gradient_step else self._compressed_step(values)
+        )
 
     @torch.no_grad()
-    def _dense_step(self, values: Tensor) -> Algorithm[str]:
+    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the mean gradients: exchange, average, update the parameters."""
         if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
         is_frozen, flat_params = self.is_frozen, self.flat_params
         for part in flat_params.parts:
-            with_variance = not is_frozen or part.begin < flat_params.num_dense
+            with_variance = not is_frozen or part.begin < flat_params.num_uncompressed
             self._average(part, values, with_variance=with_variance)
         if is_frozen:
             self._refresh_variance(values)
@@ -209,21 +211,23 @@ class OneBitAdam(Masked):
         if self.clip_norm is not None:
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
-        dense, end = flat_params.num_dense, flat_params.num_elements
+        offset, end = flat_params.num_uncompressed, flat_params.num_elements
         num_extras = self.num_common_extras + 1
         # this rank's momenta replace its gradients, followed by the extras: the common ones, and
         # the number of elements to reactivate
-        coded, momenta = values[dense : end + num_extras], values[dense:end]
+        coded, momenta = values[offset : end + num_extras], values[offset:end]
         inactive = momenta[self._find_inactive()] if "active" in self.vectors else None
         coded[-1] = 0 if inactive is None else self.count_reactivated(inactive)
         work = flat_params.empty_tile()
-        for part in flat_params.coded_parts:
+        for part in flat_params.compressed_parts:
             beta = part.group["betas"][0]
             for here in flat_params.tiles(part.begin, part.end):
                 decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
                 torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
-        if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
+        if offset and (
+            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
+        ):
             return skip_reason
         reducer = self.reducers["momentum"]
         if skip_reason := (yield from reducer.mean(coded, num_extras)):
@@ -232,11 +236,11 @@ class OneBitAdam(Masked):
         if inactive is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive)
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
-        for part in flat_params.dense_parts:
+        for part in flat_params.uncompressed_parts:
             self._average(part, values, with_variance=True)
         self._after_exchange(momenta, work)
-        if dense:
-            self._mark_dense_gradients(values)
+        if offset:
+            self._mark_uncompressed_gradients(values)
         self._apply(values)
         return ""
 
@@ -250,15 +254,15 @@ class OneBitAdam(Masked):
             momenta: (n - d,), the mean; may be overwritten.
             work: (elements of a tile,), overwritten.
         """
-        self.vectors["momentum"][self.flat_params.num_dense :] = momenta
+        self.vectors["momentum"][self.flat_params.num_uncompressed :] = momenta
 
-    def _mark_dense_gradients(self, means: Tensor) -> None:
+    def _mark_uncompressed_gradients(self, means: Tensor) -> None:
         """Mark uncompressed parameters that have a mean gradient for the first time."""
         had_gradient = self.vectors["had_gradient"]
         inactive = {
             index: means[segment.begin : segment.end].any()
             for index, segment in enumerate(self.flat_params.segments)
-            if segment.begin < self.flat_params.num_dense and not had_gradient[index]
+            if segment.begin < self.flat_params.num_uncompressed and not had_gradient[index]
         }
         if inactive:
             for index, (has_gradient,) in zip(
@@ -268,7 +272,7 @@ class OneBitAdam(Masked):
 
     def _is_variance_frozen(self, part: GroupSlice) -> bool:
         """Return whether the variance of a group slice is frozen; it is then bias-corrected."""
-        return self.is_frozen and part.begin >= self.flat_params.num_dense
+        return self.is_frozen and part.begin >= self.flat_params.num_uncompressed
 
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
@@ -284,7 +288,7 @@ class OneBitAdam(Masked):
             if self.bias_correction:
                 size /= 1 - beta1**step
                 # a frozen variance is already bias-corrected
-                if not is_frozen or part.begin < flat_params.num_dense:
+                if not is_frozen or part.begin < flat_params.num_uncompressed:
                     root /= (1 - beta2**step) ** 0.5
             root += options["eps"]
             for index in range(part.first, part.last):
@@ -316,7 +320,9 @@ class OneBitAdam(Masked):
         norm = None
         self.rule.norms = self.numbers["norms"]
         if self.rule.is_due(step):
-            norm = float(self.vectors["variance"][self.flat_params.num_dense :].double().sum())
+            norm = float(
+                self.vectors["variance"][self.flat_params.num_uncompressed :].double().sum()
+            )
             norm /= 1 - self.rule.beta2**step
         if self.rule.should_freeze(step, norm):
             self._freeze(step)
@@ -324,21 +330,21 @@ class OneBitAdam(Masked):
     def _freeze(self, step: int) -> None:
         self.numbers["frozen_at"] = step
         self.numbers |= {"next_refresh": step + self.refresh, "fresh_at": step}
-        variance, dense = self.vectors["variance"], self.flat_params.num_dense
-        for part in self.flat_params.coded_parts if self.bias_correction else ():
+        variance, offset = self.vectors["variance"], self.flat_params.num_uncompressed
+        for part in self.flat_params.compressed_parts if self.bias_correction else ():
             variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
         self._raise_small_variances()
         self.reducers = {"momentum": self._make_reducer()}
-        self._set_active(variance[dense:] > 0)
+        self._set_active(variance[offset:] > 0)
 
     def _make_reducer(self) -> Reducer:
         return self.reducer(
-            self.compress, self.flat_params.num_elements - self.flat_params.num_dense
+            self.compress, self.flat_params.num_elements - self.flat_params.num_uncompressed
         )
 
     def _refresh_variance(self, values: Tensor) -> None:
         """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""
-        dense, step, numbers = self.flat_params.num_dense, self.steps + 1, self.numbers
+        offset, step, numbers = self.flat_params.num_uncompressed, self.steps + 1, self.numbers
         is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
         # the last step of this refresh, and the number of steps since the end of the last one
         last = numbers["next_refresh"] + self.refresh_steps - 1
@@ -346,7 +352,7 @@ class OneBitAdam(Masked):
         if is_refresh and step == last:
             gap = numbers["next_refresh"] - numbers["frozen_at"]
             numbers |= {"next_refresh": numbers["next_refresh"] + gap, "fresh_at": step}
-        for part in self.flat_params.coded_parts:
+        for part in self.flat_params.compressed_parts:
             square = values[part.begin : part.end].square()
             if is_refresh:
                 beta2 = part.group["betas"][1] ** (passed / self.refresh_steps)
@@ -355,7 +361,7 @@ class OneBitAdam(Masked):
             self._initialize_variance(part, square)
         if self.numbers["has_inactive_gradient"] or is_refresh:
             self._raise_small_variances()
-            self._set_active(self.vectors["variance"][dense:] > 0)
+            self._set_active(self.vectors["variance"][offset:] > 0)
         self._delay_next_reactivation()
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -165,15 +165,15 @@ class OneBitLamb(OneBitAdam):
     def _after_exchange(self, momenta: Tensor, work: Tensor) -> None:
         """See `OneBitAdam`; also updates the fresh variance."""
         flat_params, scaling = self.flat_params, self.vectors["scaling"]
-        dense = flat_params.num_dense
+        offset = flat_params.num_uncompressed
         momentum, fresh = self.vectors["momentum"], self.vectors["fresh"]
         divisors = scaling.where(scaling > 0, torch.inf)
-        for part in flat_params.coded_parts:
+        for part in flat_params.compressed_parts:
             beta1, beta2 = part.group["betas"]
             for index in range(part.first, part.last):
                 segment = flat_params.segments[index]
                 for here in flat_params.tiles(segment.begin, segment.end):
-                    there = slice(here.start - dense, here.stop - dense)
+                    there = slice(here.start - offset, here.stop - offset)
                     own = momenta[there].div_(divisors[index])
                     # the mean gradient, reconstructed from the new momentum
                     gradient = torch.mul(momentum[here], beta1, out=work[: len(own)])
@@ -183,35 +183,37 @@ class OneBitLamb(OneBitAdam):
 
     def _update_fresh_variance(self, gradients: Tensor) -> None:
         """Update the fresh variance with the mean gradients (n,)."""
-        for part in self.flat_params.coded_parts:
+        for part in self.flat_params.compressed_parts:
             gradient, beta = gradients[part.begin : part.end], part.group["betas"][1]
             self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
     def _refresh_variance(self, values: Tensor) -> None:
         """See `OneBitAdam`; also updates the fresh variance and the scaling."""
-        dense, active = self.flat_params.num_dense, self.vectors.get("active")
+        offset, active = self.flat_params.num_uncompressed, self.vectors.get("active")
         super()._refresh_variance(values)
         self._update_fresh_variance(values)
         if active is not None:
-            fresh, variance = self.vectors["fresh"], self.vectors["variance"][dense:]
+            fresh, variance = self.vectors["fresh"], self.vectors["variance"][offset:]
             fresh.copy_(fresh.where(active, variance))
         self._scale()
 
     def _freeze(self, step: int) -> None:
-        dense = self.flat_params.num_dense
-        if dense == self.flat_params.num_elements:
+        offset = self.flat_params.num_uncompressed
+        if offset == self.flat_params.num_elements:
             # no group is compressed, so it remains LAMB
             return
         # a tensor with zero momentum has no scaling, so all its elements are inactive
-        moves = self._norms(self._split_by_tensor(self.vectors["momentum"][dense:])) > 0
-        torch._foreach_mul_(self._split_by_tensor(self.vectors["variance"][dense:]), list(moves))
+        moves = self._norms(self._split_by_tensor(self.vectors["momentum"][offset:])) > 0
+        torch._foreach_mul_(self._split_by_tensor(self.vectors["variance"][offset:]), list(moves))
         super()._freeze(step)
-        self.vectors["fresh"] = self.vectors["variance"][dense:].clone()
+        self.vectors["fresh"] = self.vectors["variance"][offset:].clone()
         self._scale()
 
     def _scale(self) -> None:
         """Set the scaling of tensors that have momentum but no scaling yet."""
-        momenta = self._split_by_tensor(self.vectors["momentum"][self.flat_params.num_dense :])
+        momenta = self._split_by_tensor(
+            self.vectors["momentum"][self.flat_params.num_uncompressed :]
+        )
         scaling = self.vectors["scaling"][self._first_compressed :]
         roots = self._num_active().sqrt().to(self.flat_params.dtype)
         # computed on the host, with one synchronisation with a GPU
@@ -302,7 +304,8 @@ class OneBitLamb(OneBitAdam):
     ) -> Tensor:
         """Return the ratio of the frozen to the fresh denominator; 0 for inactive elements."""
         there = slice(
-            here.start - self.flat_params.num_dense, here.stop - self.flat_params.num_dense
+            here.start - self.flat_params.num_uncompressed,
+            here.stop - self.flat_params.num_uncompressed,
         )
         # the same floor as of the frozen variance; else the smallest elements would determine the
         # maximum over their tensor
@@ -363,8 +366,8 @@ class OneBitLamb(OneBitAdam):
     @property
     def _first_compressed(self) -> int:
         """Index of the first tensor that is compressed."""
-        dense = self.flat_params.num_dense
-        return max((part.last for part in self.flat_params.parts if part.begin < dense), default=0)
+        offset = self.flat_params.num_uncompressed
+        return max((part.last for part in self.flat_params.parts if part.begin < offset), default=0)
 
     def _indexed_tensors(self) -> Iterator[tuple[GroupSlice, int]]:
         """Iterate over the indices of all tensors, each with its group slice."""
@@ -378,14 +381,14 @@ class OneBitLamb(OneBitAdam):
             yield from self.flat_params.tiles(segment.begin, segment.end)
 
     def _fresh(self, part: GroupSlice) -> Tensor:
-        dense = self.flat_params.num_dense
-        return self.vectors["fresh"][part.begin - dense : part.end - dense]
+        offset = self.flat_params.num_uncompressed
+        return self.vectors["fresh"][part.begin - offset : part.end - offset]
 
     def _split_by_tensor(self, coded: Tensor) -> list[Tensor]:
         """Return a view of `coded` (n - d,) for each compressed tensor."""
-        dense = self.flat_params.num_dense
+        offset = self.flat_params.num_uncompressed
         segments = self.flat_params.segments[self._first_compressed :]
-        return [coded[each.begin - dense : each.end - dense] for each in segments]
+        return [coded[each.begin - offset : each.end - offset] for each in segments]
 
     def _num_active(self) -> Tensor:
         """Return the number of active elements of each compressed tensor, at least 1."""

@@ -127,7 +127,7 @@ class ZeroOneAdam(Anchored):
             module=module,
         )
         flat_params = self.flat_params
-        self.num_coded = flat_params.num_elements - flat_params.num_dense
+        self.num_compressed = flat_params.num_elements - flat_params.num_uncompressed
         # `lr_sums`: s of each group slice
         self.numbers |= {"num_variance_updates": 0, "lr_sums": [0.0] * len(flat_params.parts)}
         self.update: Tensor | None = None
@@ -135,7 +135,7 @@ class ZeroOneAdam(Anchored):
         own, and `anchor` (c,) in `vectors` has the parameters of the last synchronisation"""
         self.num_nonfinite = 0
         """number of local steps of this rank in which its gradient was not finite or too large"""
-        self.reducers = {"update": self.reducer(self.compress, self.num_coded)}
+        self.reducers = {"update": self.reducer(self.compress, self.num_compressed)}
 
     @property
     def num_ignored_gradients(self) -> int:
@@ -186,10 +186,12 @@ class ZeroOneAdam(Anchored):
             yield from self.clip_gradients(values)
         else:
             self._clip_own(values)
-        dense, end = self.flat_params.num_dense, self.flat_params.num_elements
-        if dense and (skip_reason := (yield from self._dense_part.mean(values[:dense]))):
+        offset, end = self.flat_params.num_uncompressed, self.flat_params.num_elements
+        if offset and (
+            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
+        ):
             return skip_reason
-        coded = values[dense:end]
+        coded = values[offset:end]
         if exchange == "nothing":
             self._local_step(coded)
         else:
@@ -204,7 +206,7 @@ class ZeroOneAdam(Anchored):
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
-        for part in self.flat_params.dense_parts:
+        for part in self.flat_params.uncompressed_parts:
             self._average(part, values, with_variance=True)
             self._move(part, values)
         return ""
@@ -219,7 +221,7 @@ class ZeroOneAdam(Anchored):
         is_due = self.schedule.updates_variance(self.steps + 1)
         numbers["num_variance_updates"] += is_due
         for part in flat_params.parts:
-            with_variance = is_due or part.begin < flat_params.num_dense
+            with_variance = is_due or part.begin < flat_params.num_uncompressed
             self._average(part, values, with_variance=with_variance)
         if is_due or self.reactivate == "step":
             self._reactivate(values)
@@ -249,7 +251,7 @@ class ZeroOneAdam(Anchored):
 
     def _reactivate(self, gradients: Tensor) -> None:
         """Initialise the variance of inactive elements from their first gradients (n + k,)."""
-        for part in self.flat_params.coded_parts if "active" in self.vectors else ():
+        for part in self.flat_params.compressed_parts if "active" in self.vectors else ():
             squares = gradients[part.begin : part.end].square()
             if self.bias_correction:
                 squares *= 1 - part.group["betas"][1] ** self.numbers["num_variance_updates"]
@@ -261,7 +263,7 @@ class ZeroOneAdam(Anchored):
         active = None
         if not self.schedule.updates_variance(self.steps + 2):
             self._raise_small_variances()
-            active = self.vectors["variance"][self.flat_params.num_dense :] > 0
+            active = self.vectors["variance"][self.flat_params.num_uncompressed :] > 0
         self._set_active(active)
 
     # --- steps with updates
@@ -281,7 +283,7 @@ class ZeroOneAdam(Anchored):
         self.num_nonfinite += not is_finite
         if is_finite:
             self._add_inactive(gradient)
-        momentum = self.vectors["momentum"][self.flat_params.num_dense :]
+        momentum = self.vectors["momentum"][self.flat_params.num_uncompressed :]
         self._accumulate_update(momentum, self.update, gradient if is_finite else None)
         self._count_step()
         self._set_parameters(self.vectors["anchor"], self.update, out=gradient)
@@ -302,8 +304,8 @@ class ZeroOneAdam(Anchored):
         Returns:
             Why the step was skipped, without changes; empty if it was not.
         """
-        dense, count = self.flat_params.num_dense, self.num_coded
-        momentum = self.vectors["momentum"][dense:].clone()
+        offset, count = self.flat_params.num_uncompressed, self.num_compressed
+        momentum = self.vectors["momentum"][offset:].clone()
         sent = torch.cat([momentum.new_zeros(count), extras])
         if self.update is not None:
             sent[:count] = self.update
@@ -370,9 +372,9 @@ class ZeroOneAdam(Anchored):
         state = super().snapshot()
         local = {**state["local"], "num_nonfinite": self.num_nonfinite}
         if self.is_out_of_sync:
-            momentum, dense = self.vectors["momentum"], self.flat_params.num_dense
-            local |= {"update": self.update, "momentum": momentum[dense:].clone()}
-            state["shared"]["vectors"]["momentum"] = momentum[:dense].clone()
+            momentum, offset = self.vectors["momentum"], self.flat_params.num_uncompressed
+            local |= {"update": self.update, "momentum": momentum[offset:].clone()}
+            state["shared"]["vectors"]["momentum"] = momentum[:offset].clone()
         return {**state, "local": local}
 
     @torch.no_grad()
