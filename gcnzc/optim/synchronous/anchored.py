@@ -6,7 +6,8 @@ The anchor a is equal on all ranks. The update u_i accumulates the local steps o
 The variance V is constant between synchronisations. Weight decay applies to a and u_i in the same
 way.
 
-Notation: n elements, d of them uncompressed (of groups with `compress=False`), c = n - d compressed.
+Notation: n elements, of which d are not compressed (those of groups with `compress=False`) and
+c = n - d are.
 """
 
 import torch

@@ -125,16 +125,16 @@ class Replicated(DistributedOptimizer):
         """
         if getattr(compress, "has_feedback", False):
             raise ValueError(
-                f"dense is {compress}, which uses error feedback, but checkpoints have no errors "
-                "of dense gradients\n\nhint: give a compression without error feedback"
+                f"dense is {compress}, which uses error feedback, but checkpoints do not contain "
+                "compression errors of gradients\n\nhint: give a compression without error feedback"
             )
         return self.reducer(compress, num_elements)
 
     def bound_sums(self, sums: Tensor) -> Tensor:
-        """Clamp sums of gradients in place so that a dense exchange of them cannot overflow.
+        """Clamp sums of gradients in place so that their exchange cannot overflow.
 
-        Pending sums survive a skipped step. If their mean or a norm overflowed, every later dense
-        step would be skipped too.
+        Pending sums survive a skipped step. If their mean or a norm overflowed, every later
+        gradient step would be skipped too.
         """
         sent = getattr(self._gradient_reducer, "dtype", self.flat_params.dtype)
         largest = torch.finfo(sent).max / (2 * self.group.world_size)
