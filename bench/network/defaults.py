@@ -255,7 +255,7 @@ def describe(optimizer: DistributedOptimizer) -> str:
     """Return the options of an optimizer, which are equal on all ranks."""
     if isinstance(optimizer, LocalUpdates):
         return optimizer.describe_options()
-    return "; ".join(optimizer.layout()) if isinstance(optimizer, Replicated) else ""
+    return "; ".join(optimizer.layout_lines()) if isinstance(optimizer, Replicated) else ""
 
 
 @dataclass(frozen=True)

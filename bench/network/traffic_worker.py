@@ -84,7 +84,9 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
     if way in ("onebit-adam float16", "onebit-lamb float16"):
         kind = OneBitAdam if way.startswith("onebit-adam") else OneBitLamb
         half = Dense(torch.float16)
-        return kind(parameters, warmup=warmup, compress=Sign(), dense=half, group=group)
+        return kind(
+            parameters, warmup=warmup, compress=Sign(), gradient_compression=half, group=group
+        )
     assert way == "streaming-diloco float4_e3m0", f"no way {way}"
     inner = torch.optim.SGD(parameters, 1e-6)
     fragments, codes = task["fragments"], compression("float4_e3m0")

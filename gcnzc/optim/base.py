@@ -131,7 +131,7 @@ class DistributedOptimizer(Optimizer):
         group; copies have the same name"""
         self.comparison, self.checksums = Comparison(), Checksums()
         self.option_text = OptionText()
-        self.is_trainable: list[bool] = []
+        self.initial_requires_grad: list[bool] = []
         """`requires_grad` of all parameters when they were laid out"""
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead"""
@@ -252,7 +252,7 @@ class DistributedOptimizer(Optimizer):
         if self.group.world_size == 1:
             # there is no other rank to compare with
             return [0.0, *self.signals]
-        if self.trainable_flags() != self.is_trainable:
+        if self.requires_grad_flags() != self.initial_requires_grad:
             self.comparison.is_requested = True
         self.checksums.update(self.comparison.received, self.replicated_parameters)
         return [self.comparison.bit(self.hashed_lines), *self.signals]
@@ -363,7 +363,7 @@ class DistributedOptimizer(Optimizer):
                 f"{line}{names.get(id(tensor), '')}"
                 for line, (_, tensor) in zip(describe_layout(tensors), tensors, strict=True)
             ]
-            yield from check_same([*self.layout(), *lines], "optimizers")
+            yield from check_same([*self.layout_lines(), *lines], "optimizers")
             yield from broadcast(tensors)
         self.is_broadcast = True
         self.on_broadcast()
@@ -371,7 +371,7 @@ class DistributedOptimizer(Optimizer):
     def on_broadcast(self) -> None:
         """Initialise from the current parameters, which are equal on all ranks."""
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """Return lines, besides those of the tensors, that must agree before the broadcast."""
         return []
 
@@ -410,14 +410,14 @@ class DistributedOptimizer(Optimizer):
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that are equal on all ranks now; None if none need be."""
         names = names_in_model(self.module, self.param_groups)
-        named = zip(self.named_parameters(), self.is_trainable, strict=False)
+        named = zip(self.named_parameters(), self.initial_requires_grad, strict=False)
         return [
             (f"{position}{names.get(id(each), '')}", each)
             for (position, each), is_trained in named
             if self.is_replicated or not (is_trained or each.requires_grad)
         ]
 
-    def trainable_flags(self) -> list[bool]:
+    def requires_grad_flags(self) -> list[bool]:
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
@@ -430,7 +430,9 @@ class DistributedOptimizer(Optimizer):
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
         names = [name for name, _ in self.named_parameters()]
-        check_same_flags(type(self).__name__, self.trainable_flags(), self.is_trainable, names)
+        check_same_flags(
+            type(self).__name__, self.requires_grad_flags(), self.initial_requires_grad, names
+        )
 
     def late_phase(self) -> str:
         """Return the name of a phase that has not begun at the current step, or an empty string."""

@@ -7,6 +7,7 @@ from typing import Any
 # old and present keys in `shared` -> `numbers` and `vectors`, and in `local`
 KEYS = {
     "awake": "had_gradient",
+    "fresh_at": "refreshed_at",
     "join_from": "reactivate_from",
     "join_gap": "reactivation_interval",
     "left_out": "num_nonfinite",

@@ -73,7 +73,7 @@ def describe(optimizer):
     """The options that ranks compare."""
     if hasattr(optimizer, "describe_options"):
         return optimizer.describe_options()
-    return optimizer.layout()
+    return optimizer.layout_lines()
 
 
 def test_every_method_is_tested():

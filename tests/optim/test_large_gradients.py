@@ -197,7 +197,7 @@ def test_clipped_gradients_are_not_too_large(name, large):
 @pytest.mark.parametrize("name", REPLICATED)
 def test_sums_in_a_short_dtype_do_not_overflow_the_state(name):
     def make(model, group):
-        return KINDS[name](model, group, dense=Dense(torch.float16))
+        return KINDS[name](model, group, gradient_compression=Dense(torch.float16))
 
     found, _ = train(make, 1e30)
     expected, _ = train(make, math.nan)

@@ -118,7 +118,7 @@ def test_a_non_finite_state_of_an_earlier_version_is_repaired(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_pending_gradients_do_not_overflow_a_short_dtype(name):
-    tables, optimizers = make_team(name, dense=Dense(torch.float16))
+    tables, optimizers = make_team(name, gradient_compression=Dense(torch.float16))
     train(tables, optimizers, 1, FIRST - 1)
     for optimizer in optimizers:
         # so that gradients add up for longer

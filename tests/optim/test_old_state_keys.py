@@ -8,6 +8,7 @@ from optim.kinds import KINDS
 from optim.local import train, vector_of
 from optim.models import Everything
 
+from gcnzc.compress import Dense
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule, resize_state
 
@@ -18,6 +19,7 @@ OLD_NUMBERS = {
     "reactivation_interval": "join_gap",
     "num_variance_updates": "refreshes",
     "lr_sums": "lengths",
+    "refreshed_at": "fresh_at",
 }
 OLD_VECTORS = {"had_gradient": "awake"}
 OLD_LOCAL = {"pending_gradients": "waiting", "num_nonfinite": "left_out"}
@@ -32,8 +34,8 @@ OLD_SHARED = {"extra_sums": "told", "skip_reason": "blame"} | {
 SAVED, END = 6, 12
 # and how many names of their states have changed
 RENAMED = {
-    "onebit-adam": 4,
-    "onebit-lamb": 4,
+    "onebit-adam": 5,
+    "onebit-lamb": 5,
     "zero-one-adam": 7,
     "zero-one-adam local steps": 7,
     "streaming-diloco": 4,
@@ -124,6 +126,20 @@ def test_old_arguments_work(kind, wake, reactivate):
         assert optimizer.wake == reactivate
     with pytest.warns(DeprecationWarning, match=r"\.floor is now"):
         assert optimizer.floor == 0.5
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+def test_the_old_name_of_gradient_compression_works(kind):
+    parameters, half = [torch.nn.Parameter(torch.ones(2))], Dense(torch.bfloat16)
+    with pytest.warns(DeprecationWarning, match=r"dense of .* is now gradient_compression; "):
+        optimizer = kind(parameters, dense=half, group=Group())
+    assert optimizer.gradient_compression == half
+    with pytest.warns(DeprecationWarning, match=r"\.dense is now"):
+        assert optimizer.dense == half
+    # the name of an option is not in the state, so that of an older version is loaded
+    optimizer.load_state_dict(
+        kind(parameters, gradient_compression=half, group=Group()).state_dict()
+    )
 
 
 def test_old_names_of_the_schedule_work():

@@ -145,7 +145,7 @@ def test_the_warm_up_is_adamw_of_mean_gradients(world_size):
 
 
 def test_gradients_of_warm_up_may_be_sent_in_half():
-    models, optimizers = small_team(2, warmup=10, dense=Dense(torch.bfloat16))
+    models, optimizers = small_team(2, warmup=10, gradient_compression=Dense(torch.bfloat16))
     whole, others = small_team(2, warmup=10)
     for number in range(5):
         give(models, number)
@@ -245,7 +245,7 @@ def test_error_feedback_keeps_all_that_compression_leaves_out(world_size, block,
     assert float(pending.abs().max()) > 10 * limit
 
 
-def test_an_excluded_group_stays_dense_with_a_live_variance():
+def test_an_uncompressed_group_exchanges_gradients_and_updates_its_variance():
     torch.manual_seed(3)
     start = torch.randn(6)
     pairs = [
@@ -406,23 +406,23 @@ def test_rows_that_are_looked_up_later(reactivate):
     assert not optimizer.is_gradient_step
 
 
-def test_dense_steps_become_rare_if_rows_are_reactivated_continually():
+def test_gradient_steps_become_rare_if_rows_are_reactivated_continually():
     tables = [nn.Parameter(torch.zeros(64, 8)) for _ in range(2)]
     optimizers = [
         OneBitAdam([table], lr=0.01, warmup=5, group=Group(rank, 2))
         for rank, table in enumerate(tables)
     ]
-    dense = []
+    gradient_steps = []
     for number in range(1, 73):
         if optimizers[0].is_gradient_step:
-            dense.append(number)
+            gradient_steps.append(number)
         row = 0 if number <= 5 else number % 64
         for rank, table in enumerate(tables):
             table.grad = None
             (table[torch.tensor([0, 1, row if rank else 0])] - 1).square().mean().backward()
         step(optimizers)
     # a row each step asks for one; the sixth step is the first that sees a row asleep
-    assert dense == [1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 39, 71]
+    assert gradient_steps == [1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 39, 71]
     # and takes with it all that woke before
     assert not bool((tables[0] == 0).any())
     assert torch.equal(*tables)
@@ -436,7 +436,7 @@ def test_a_parameter_with_its_only_gradient_in_a_compressed_step_is_updated():
         for model in models:
             model[1].grad = model[1].grad if number == 4 else None
         step(optimizers)
-        # the gradient is pending until the next step, which is dense
+        # the gradient is pending until the next step, which exchanges gradients
         assert torch.equal(models[0][1], start) == (number < 5)
 
 
@@ -847,7 +847,7 @@ def test_it_is_an_optimizer_of_torch():
     with pytest.raises(ValueError, match="step or refresh"):
         OneBitAdam(model.parameters(), reactivate="maybe", group=Group())
     with pytest.raises(ValueError, match="uses error feedback"):
-        OneBitAdam(model.parameters(), dense=Sign(), group=Group())
+        OneBitAdam(model.parameters(), gradient_compression=Sign(), group=Group())
 
 
 def test_a_schedulers_step_size_is_kept_in_the_state():
@@ -904,16 +904,16 @@ def test_it_freezes_by_itself_when_the_variance_is_stable():
 )
 def test_intervals_between_variance_refreshes_double(options, expected):
     models, optimizers = small_team(2, warmup=4, betas=(0.9, 0.99), variance_floor=0.0, **options)
-    dense, variances = [], {}
+    gradient_steps, variances = [], {}
     for number in range(1, 32):
         if optimizers[0].is_gradient_step:
-            dense.append(number)
+            gradient_steps.append(number)
         give(models, number)
         step(optimizers)
         variances[number] = optimizers[0].vectors["variance"].clone()
         if number > 4 and number not in expected:
             assert torch.equal(variances[number], variances[number - 1])
-    assert dense == [1, 2, 3, 4, *expected]
+    assert gradient_steps == [1, 2, 3, 4, *expected]
 
 
 def test_a_refresh_decays_the_variance_like_all_steps_since_the_last_one():

@@ -78,7 +78,7 @@ class LocalUpdates(DistributedOptimizer):
         self.inner = inner
         self._share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
-        self.is_trainable = self.trainable_flags()
+        self.initial_requires_grad = self.requires_grad_flags()
         self.worker_info = WorkerInfo(
             self.group.rank, self.group.world_size, self.flat_params.device, self.flat_params.dtype
         )
@@ -191,7 +191,7 @@ class LocalUpdates(DistributedOptimizer):
         self.scale_gradients(self.flat_params.parameters)
         self.inner.step()
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
         inner = type(self.inner).__name__
         own = f"{self.describe_options()} around {inner} and {len(self.signals)} signals"

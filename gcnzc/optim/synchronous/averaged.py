@@ -90,12 +90,12 @@ class Averaged(DistributedOptimizer):
         for group in self.param_groups:
             self.check_param_group(group)
         rank, world_size = self.group.rank, self.group.world_size
-        self.is_trainable = self.trainable_flags()
+        self.initial_requires_grad = self.requires_grad_flags()
         self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
         # parameters may have been added
         self.is_broadcast = False
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
         inner = type(self.inner).__name__
         return [f"Averaged({inner}, compress={self.compress}, clip_norm={self.clip_norm})"]
@@ -225,7 +225,7 @@ class Averaged(DistributedOptimizer):
         Returns:
             Whether they have changed.
         """
-        is_changed = self.trainable_flags() != self.is_trainable
+        is_changed = self.requires_grad_flags() != self.initial_requires_grad
         if is_changed:
             self._lay_out()
         return is_changed

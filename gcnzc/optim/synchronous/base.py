@@ -74,7 +74,7 @@ class Replicated(DistributedOptimizer):
         super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
         self.flat_params = FlatParameters(self.param_groups)
-        self.is_trainable = self.trainable_flags()
+        self.initial_requires_grad = self.requires_grad_flags()
         self.clip_norm = clip_norm
         limit = square_limit(self.flat_params.dtype)
         # clipped gradients cannot overflow the state
@@ -125,8 +125,9 @@ class Replicated(DistributedOptimizer):
         """
         if getattr(compress, "has_feedback", False):
             raise ValueError(
-                f"dense is {compress}, which uses error feedback, but checkpoints do not contain "
-                "compression errors of gradients\n\nhint: give a compression without error feedback"
+                f"gradient_compression is {compress}, which uses error feedback, but checkpoints do "
+                "not contain compression errors of gradients\n\nhint: give a compression without "
+                "error feedback"
             )
         return self.reducer(compress, num_elements)
 
@@ -149,7 +150,7 @@ class Replicated(DistributedOptimizer):
         sums = saved.to(self.flat_params.device, self.flat_params.dtype, copy=True)
         return self.bound_sums(sums.nan_to_num_(0.0, 0.0, 0.0))
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
         options = option_lines(self.param_groups, with_gpu=True)
         own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.signals)} signals"

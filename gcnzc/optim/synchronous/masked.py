@@ -38,7 +38,11 @@ MAX_REACTIVATION_INTERVAL = 256
 REACTIVATE_CHOICES = ("step", "refresh")
 OLD_CHOICES = {"join": "step", "stay": "refresh"}
 # old and present names of arguments of the subclasses
-OLD_ARGUMENTS = {"wake": "reactivate", "floor": "variance_floor"}
+OLD_ARGUMENTS = {
+    "dense": "gradient_compression",
+    "floor": "variance_floor",
+    "wake": "reactivate",
+}
 
 
 class Masked(Replicated):
@@ -57,12 +61,14 @@ class Masked(Replicated):
             gradient step.
         variance_floor: the smallest variance of an active element, as a share of the mean variance
             of the active elements of its parameter; 0 for none.
-        dense: compression of exchanged gradients, without error feedback; None for none.
+        gradient_compression: compression of exchanged gradients, without error feedback; None for
+            none.
         options: see `Replicated`.
     """
 
     wake = renamed_attribute("wake", "reactivate")
     floor = renamed_attribute("floor", "variance_floor")
+    dense = renamed_attribute("dense", "gradient_compression")
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class Masked(Replicated):
         *,
         reactivate: str,
         variance_floor: float,
-        dense: Compression | None,
+        gradient_compression: Compression | None,
         **options: Any,
     ) -> None:
         if reactivate in OLD_CHOICES:
@@ -87,11 +93,8 @@ class Masked(Replicated):
                 f"reactivate is {reactivate!r}\n\nhint: give {' or '.join(REACTIVATE_CHOICES)}"
             )
         check_at_least_zero("variance_floor", variance_floor)
-        self.reactivate, self.variance_floor, self.dense = (
-            reactivate,
-            variance_floor,
-            dense or Dense(),
-        )
+        self.reactivate, self.variance_floor = reactivate, variance_floor
+        self.gradient_compression = gradient_compression or Dense()
         super().__init__(params, defaults, **options)
         flat_params = self.flat_params
         self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
@@ -105,8 +108,10 @@ class Masked(Replicated):
         """(inactive elements,): sums of this rank's gradients since the last gradient step; None if
         they are not needed"""
         self._inactive: Tensor | None = None
-        self._gradient_reducer = self.gradient_reducer(self.dense, flat_params.num_elements)
-        self._uncompressed_reducer = self.gradient_reducer(self.dense, flat_params.num_uncompressed)
+        self._gradient_reducer, self._uncompressed_reducer = (
+            self.gradient_reducer(self.gradient_compression, count)
+            for count in (flat_params.num_elements, flat_params.num_uncompressed)
+        )
         # a flag for each parameter in gradient steps
         self.max_extras = self.num_common_extras + len(flat_params.segments)
 
@@ -147,7 +152,7 @@ class Masked(Replicated):
         counts = torch.zeros_like(flags)
         return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
 
-    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
+    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         """Update the momenta, and the variance if `with_variance`, with the mean gradients."""
         here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
         gradient = values[here]

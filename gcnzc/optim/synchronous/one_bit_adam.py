@@ -14,7 +14,8 @@ Two changes to the paper concern sparse gradients, such as those of embeddings: 
 variance at the freeze are inactive until they have a gradient, and small variances are raised to a
 floor; see `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, the first d of them in groups with `compress=False`, k extras.
+Notation: n elements, the first d of them in groups with `compress=False`, k extras: numbers that
+are appended to an exchanged vector, such as signals.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,9 +38,11 @@ from gcnzc.system.scalars import read_scalars
 class OneBitAdam(Masked):
     """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
-    During the warm-up it is `torch.optim.AdamW` with the mean gradients of the ranks; a single rank
-    never ends the warm-up. By default there is one difference: once a parameter has had a gradient
-    on any rank, a missing gradient counts as zeros, whereas AdamW skips the parameter in that step.
+    During the warm-up it is `torch.optim.AdamW` with the mean gradients of the ranks, with two
+    differences by default. Once a parameter has had a gradient on any rank, a missing gradient
+    counts as zeros, whereas AdamW skips the parameter in that step. If a gradient is not finite or
+    too large to be squared on any rank, all ranks skip the step. A single rank does not freeze the
+    variance.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
@@ -53,15 +56,15 @@ class OneBitAdam(Masked):
             `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
         warmup_range: the limits of the warm-up length, in steps, if `warmup` is None. If the upper
             limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
-        refresh: the number of steps from the freeze to the first refresh of the variance; it
-            doubles for each further refresh. 0 for no refresh.
+        refresh: refreshes of the variance begin `refresh`, 2 `refresh`, 4 `refresh`, ... steps
+            after the freeze; 0 for none.
         refresh_steps: the number of steps of a refresh, which exchange gradients; at most
             `refresh`. The steps of one refresh together decay the old variance as much as Adam
-            would have since the last one.
+            would have since the previous refresh, or since the freeze.
         compress: compression of the momenta after the warm-up; signs if None.
-        dense: compression of the gradients where gradients are exchanged: in the warm-up, refreshes
-            and reactivations, and in groups with `compress=False`; must not use error feedback.
-            Uncompressed if None.
+        gradient_compression: compression of the gradients where gradients are exchanged: in the
+            warm-up, refreshes and reactivations, and in groups with `compress=False`; must not use
+            error feedback. Uncompressed if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
@@ -95,7 +98,7 @@ class OneBitAdam(Masked):
         refresh: int = REFRESH,
         refresh_steps: int = 16,
         compress: Compression | None = None,
-        dense: Compression | None = None,
+        gradient_compression: Compression | None = None,
         bias_correction: bool = True,
         reactivate: str = "step",
         variance_floor: float = 1e-4,
@@ -144,23 +147,23 @@ class OneBitAdam(Masked):
             defaults,
             reactivate=reactivate,
             variance_floor=variance_floor,
-            dense=dense,
+            gradient_compression=gradient_compression,
             group=group,
             clip_norm=clip_norm,
             signals=signals,
             total_steps=total_steps,
             module=module,
         )
-        # `next_refresh`: first step of the next refresh; `fresh_at`: final step of the previous
-        # refresh, or the freeze step
-        self.numbers |= {"frozen_at": 0, "norms": [], "next_refresh": 0, "fresh_at": 0}
+        # `next_refresh`: first step of the next refresh; `refreshed_at`: final step of the previous
+        # refresh, or the step of the freeze
+        self.numbers |= {"frozen_at": 0, "norms": [], "next_refresh": 0, "refreshed_at": 0}
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `Replicated`."""
         options = f"warmup {self.warmup} {self.rule}, {self.reactivate}"
         options += f", refresh {self.refresh} {self.refresh_steps}"
         options += f", floor {self.variance_floor:g}"
-        return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
+        return [*super().layout_lines(), f"{options}, {self.compress}, {self.gradient_compression}"]
 
     @property
     def is_frozen(self) -> bool:
@@ -191,13 +194,13 @@ class OneBitAdam(Masked):
 
     @torch.no_grad()
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with the mean gradients: exchange, average, update the parameters."""
+        """Take a step with the mean gradients: exchange them, update moments and parameters."""
         if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
         is_frozen, flat_params = self.is_frozen, self.flat_params
         for part in flat_params.parts:
             with_variance = not is_frozen or part.begin < flat_params.num_uncompressed
-            self._average(part, values, with_variance=with_variance)
+            self._update_moments(part, values, with_variance=with_variance)
         if is_frozen:
             self._refresh_variance(values)
         self._apply(values)
@@ -207,7 +210,10 @@ class OneBitAdam(Masked):
 
     @torch.no_grad()
     def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with compressed momenta: average, exchange, update the parameters."""
+        """Take a step with compressed momenta: update, exchange, then move the parameters.
+
+        In groups with `compress=False` the gradients are exchanged instead.
+        """
         if self.clip_norm is not None:
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
@@ -216,8 +222,8 @@ class OneBitAdam(Masked):
         # this rank's momenta replace its gradients, followed by the extras: the common ones, and
         # the number of elements to reactivate
         coded, momenta = values[offset : end + num_extras], values[offset:end]
-        inactive = momenta[self._find_inactive()] if "active" in self.vectors else None
-        coded[-1] = 0 if inactive is None else self.count_reactivated(inactive)
+        inactive_gradients = momenta[self._find_inactive()] if "active" in self.vectors else None
+        coded[-1] = 0 if inactive_gradients is None else self.count_reactivated(inactive_gradients)
         work = flat_params.empty_tile()
         for part in flat_params.compressed_parts:
             beta = part.group["betas"][0]
@@ -233,11 +239,11 @@ class OneBitAdam(Masked):
         if skip_reason := (yield from reducer.mean(coded, num_extras)):
             return skip_reason
         self.receive_extras(reducer.extra_sums)
-        if inactive is not None and self.reactivate == "step":
-            self.add_pending_gradients(inactive)
+        if inactive_gradients is not None and self.reactivate == "step":
+            self.add_pending_gradients(inactive_gradients)
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
         for part in flat_params.uncompressed_parts:
-            self._average(part, values, with_variance=True)
+            self._update_moments(part, values, with_variance=True)
         self._after_exchange(momenta, work)
         if offset:
             self._mark_uncompressed_gradients(values)
@@ -257,21 +263,24 @@ class OneBitAdam(Masked):
         self.vectors["momentum"][self.flat_params.num_uncompressed :] = momenta
 
     def _mark_uncompressed_gradients(self, means: Tensor) -> None:
-        """Mark uncompressed parameters that have a mean gradient for the first time."""
+        """Mark uncompressed parameters whose mean gradient is not zero for the first time."""
         had_gradient = self.vectors["had_gradient"]
-        inactive = {
+        unmarked = {
             index: means[segment.begin : segment.end].any()
             for index, segment in enumerate(self.flat_params.segments)
             if segment.begin < self.flat_params.num_uncompressed and not had_gradient[index]
         }
-        if inactive:
+        if unmarked:
             for index, (has_gradient,) in zip(
-                inactive, read_scalars(*inactive.values()), strict=True
+                unmarked, read_scalars(*unmarked.values()), strict=True
             ):
                 had_gradient[index] = has_gradient > 0
 
     def _is_variance_frozen(self, part: GroupSlice) -> bool:
-        """Return whether the variance of a group slice is frozen; it is then bias-corrected."""
+        """Whether the variance of a group slice is frozen.
+
+        A frozen variance is bias-corrected if `bias_correction` is on.
+        """
         return self.is_frozen and part.begin >= self.flat_params.num_uncompressed
 
     def _apply(self, values: Tensor) -> None:
@@ -329,7 +338,7 @@ class OneBitAdam(Masked):
 
     def _freeze(self, step: int) -> None:
         self.numbers["frozen_at"] = step
-        self.numbers |= {"next_refresh": step + self.refresh, "fresh_at": step}
+        self.numbers |= {"next_refresh": step + self.refresh, "refreshed_at": step}
         variance, offset = self.vectors["variance"], self.flat_params.num_uncompressed
         for part in self.flat_params.compressed_parts if self.bias_correction else ():
             variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
@@ -346,16 +355,16 @@ class OneBitAdam(Masked):
         """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""
         offset, step, numbers = self.flat_params.num_uncompressed, self.steps + 1, self.numbers
         is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
-        # the last step of this refresh, and the number of steps since the end of the last one
-        last = numbers["next_refresh"] + self.refresh_steps - 1
-        passed = last - numbers["fresh_at"]
-        if is_refresh and step == last:
+        # the final step of this refresh, and its distance from the final step of the previous one
+        final_step = numbers["next_refresh"] + self.refresh_steps - 1
+        num_steps = final_step - numbers["refreshed_at"]
+        if is_refresh and step == final_step:
             gap = numbers["next_refresh"] - numbers["frozen_at"]
-            numbers |= {"next_refresh": numbers["next_refresh"] + gap, "fresh_at": step}
+            numbers |= {"next_refresh": numbers["next_refresh"] + gap, "refreshed_at": step}
         for part in self.flat_params.compressed_parts:
             square = values[part.begin : part.end].square()
             if is_refresh:
-                beta2 = part.group["betas"][1] ** (passed / self.refresh_steps)
+                beta2 = part.group["betas"][1] ** (num_steps / self.refresh_steps)
                 variance = self.vectors["variance"][part.begin : part.end]
                 variance.copy_(variance * beta2 + square * (1 - beta2))
             self._initialize_variance(part, square)

@@ -67,8 +67,9 @@ class OneBitLamb(OneBitAdam):
         warmup_range: the smallest and the largest number of these steps if `warmup` is None. If the
             largest is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
         compress: compression of the momenta after the warm-up; signs if None.
-        dense: compression of the gradients where gradients are exchanged: in the warm-up and in
-            groups with `compress=False`; must not use error feedback. Uncompressed if None.
+        gradient_compression: compression of the gradients where gradients are exchanged: in the
+            warm-up and in groups with `compress=False`; must not use error feedback. Uncompressed
+            if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
@@ -104,7 +105,7 @@ class OneBitLamb(OneBitAdam):
         warmup: int | str | None = "default",
         warmup_range: tuple[int, int | None] = (0, None),
         compress: Compression | None = None,
-        dense: Compression | None = None,
+        gradient_compression: Compression | None = None,
         bias_correction: bool = True,
         reactivate: str = "step",
         variance_floor: float = 1e-4,
@@ -136,7 +137,7 @@ class OneBitLamb(OneBitAdam):
             warmup=warmup,
             warmup_range=warmup_range,
             compress=compress,
-            dense=dense,
+            gradient_compression=gradient_compression,
             bias_correction=bias_correction,
             reactivate=reactivate,
             variance_floor=variance_floor,
@@ -153,10 +154,13 @@ class OneBitLamb(OneBitAdam):
         self.vectors |= {"trust": zeros, "trust_weight": zeros.clone()}
         self.vectors |= {"factor": zeros + 1, "scaling": zeros.clone()}
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `Replicated`."""
         trust = f"trust {self.trust_range} {self.trust_beta}"
-        return [*super().layout(), f"{trust}, factor {self.factor_range} {self.factor_change}"]
+        return [
+            *super().layout_lines(),
+            f"{trust}, factor {self.factor_range} {self.factor_change}",
+        ]
 
     def _before_exchange(self, momenta: Tensor) -> None:
         scaling = self.vectors["scaling"][self._first_compressed :]

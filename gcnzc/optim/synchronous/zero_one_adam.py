@@ -64,7 +64,8 @@ class ZeroOneAdam(Anchored):
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
         schedule: the steps of each kind; `ZeroOneSchedule.for_run(total_steps)` if None.
         compress: compression of the updates; signs if None.
-        dense: compression of the gradients, without error feedback; uncompressed if None.
+        gradient_compression: compression of the gradients, without error feedback; uncompressed if
+            None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: how inactive elements with a gradient are reactivated: "step" exchanges
@@ -96,7 +97,7 @@ class ZeroOneAdam(Anchored):
         *,
         schedule: ZeroOneSchedule | None = None,
         compress: Compression | None = None,
-        dense: Compression | None = None,
+        gradient_compression: Compression | None = None,
         bias_correction: bool = True,
         reactivate: str = "step",
         variance_floor: float = 1e-4,
@@ -119,7 +120,7 @@ class ZeroOneAdam(Anchored):
             defaults,
             reactivate=reactivate,
             variance_floor=variance_floor,
-            dense=dense,
+            gradient_compression=gradient_compression,
             group=group,
             clip_norm=clip_norm,
             signals=signals,
@@ -142,13 +143,13 @@ class ZeroOneAdam(Anchored):
         """See `DistributedOptimizer`; includes local steps with an unchanged momentum."""
         return self.skipped + self.num_nonfinite
 
-    def layout(self) -> list[str]:
+    def layout_lines(self) -> list[str]:
         """See `Replicated`."""
         options = (
             f"{self.schedule.layout()}, {self.reactivate}, bias correction {self.bias_correction}"
         )
         options += f", floor {self.variance_floor:g}"
-        return [*super().layout(), f"{options}, {self.compress}, {self.dense}"]
+        return [*super().layout_lines(), f"{options}, {self.compress}, {self.gradient_compression}"]
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`; a schedule may also have no local steps."""
@@ -207,7 +208,7 @@ class ZeroOneAdam(Anchored):
             )
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
         for part in self.flat_params.uncompressed_parts:
-            self._average(part, values, with_variance=True)
+            self._update_moments(part, values, with_variance=True)
             self._move(part, values)
         return ""
 
@@ -222,7 +223,7 @@ class ZeroOneAdam(Anchored):
         numbers["num_variance_updates"] += is_due
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_uncompressed
-            self._average(part, values, with_variance=with_variance)
+            self._update_moments(part, values, with_variance=with_variance)
         if is_due or self.reactivate == "step":
             self._reactivate(values)
         self._update_active()
