@@ -4,7 +4,8 @@ from gcnzc._moved import renamed
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.group import Group, current_group, init_group, run
+from gcnzc.exchange.group import Group, current_group, run
+from gcnzc.exchange.init import init_group
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Link, Outcome, lockstep
 from gcnzc.exchange.measure import tune

@@ -1,8 +1,8 @@
 """Groups of ranks, and `run`, which executes distributed algorithms on them.
 
 Over gloo, `Choices` selects gcnzc's collectives or gloo's own, and tensors on a GPU are copied
-through reused page-locked buffers. With one GPU per rank, NCCL executes the requests with tensors
-on GPUs.
+through reused page-locked buffers. With the backend "nccl", which needs one GPU per rank, NCCL
+executes the requests with tensors on GPUs, and gloo those with tensors on the host.
 """
 
 import os
@@ -11,8 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from gcnzc._moved import renamed_attribute
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import ConnectionBroken, WorkerLost, explain
-from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost, describe_rank
+from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.process_group import Channel, T, network
 from gcnzc.exchange.requests import (
@@ -39,9 +39,9 @@ from gcnzc.exchange.requests import (
     Wait,
     describe_request,
 )
-from gcnzc.exchange.start import destroy, initialize, is_initialized, is_worker
+from gcnzc.exchange.start import is_initialized
 
-# default time limit of a request
+# default time limit of a wait for a message
 TIMEOUT_S = 60.0
 
 # default remedy in the message of `WorkerLost`
@@ -55,12 +55,14 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
     """Run a distributed algorithm together with the other ranks, and return its result.
 
     Args:
-        algorithm: a generator of requests (collectives, sends, receives), the same on all ranks.
+        algorithm: a generator of requests. Its collectives must be the same on all ranks, in the
+            same order. Each `Send` needs a `Receive` on its peer.
         group: the ranks. Tensors of requests are on the host or on this rank's GPU, and must be
             ready on its current stream; the results are ready on that stream too.
 
     Raises:
-        WorkerLost: another rank did not respond in time, or has ended; the message names it.
+        WorkerLost: another rank did not respond in time, or has ended; the message names it if
+            the heartbeats show which one it is.
         RequestMismatch: the ranks made different requests; raised on all of them.
     """
     return group.run(algorithm)
@@ -75,7 +77,10 @@ class Group:
         backend: "gloo" or "nccl"; "" for a single rank, or a rank that `lockstep` simulates.
         store: a store of torch.distributed that all ranks share; None without a backend.
         choices: the algorithm, such as a ring, of each kind of collective.
-        timeout_s: time limit of one collective, send or receive, in seconds.
+        timeout_s: time limit of each wait for a message over gloo, in seconds; a collective may
+            consist of several messages. NCCL's collectives have the time limit of their process
+            group, which `init_group` and `subgroup` set to `timeout_s`, and `current_group` does
+            not.
         ranks: the members' ranks in torch.distributed's default group, ascending; None if the group
             has all of them. `subgroup` sets them.
         monitor: the heartbeats of all ranks; None creates a monitor that uses `store`.
@@ -106,9 +111,9 @@ class Group:
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.remedy = remedy
         self.ledger = Ledger()
-        # begin and end of the requests of this rank's algorithms, by time.perf_counter
+        # begin and end of each request whose result this rank waited for, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        # begin and end of overlapped exchanges
+        # begin and end of each request on a channel's thread
         self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.log = RequestLog(rank)
         self._num_callers = 0
@@ -167,7 +172,7 @@ class Group:
     def subgroup(self, ranks: Iterable[int]) -> "Group":
         """Create a group of some ranks of this group, such as those with replicas of one shard.
 
-        All members must call it; other ranks need not. Members of several subgroups must create
+        All members must call it, and no other rank may. Members of several subgroups must create
         them in the same order, and all members must have created the same number of groups of
         torch.distributed before. `close` of this group also closes its subgroups.
 
@@ -239,29 +244,47 @@ class Group:
             channel.abort()
 
     def set_status(self, step: int, activity: str) -> None:
-        """Set this rank's step and activity, which the error messages of other ranks show."""
+        """Set this rank's step and activity, which error messages show, also those of other ranks.
+
+        Without a call, the step is the number of optimizer steps; see `count_step`.
+
+        Args:
+            step: the number of the training step.
+            activity: what this rank does, such as "training" or "evaluation".
+        """
         if self.monitor is not None:
             self.monitor.set_status(step, activity)
 
-    def pop_request_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of the last 10,000 requests, transfers included.
+    def count_step(self, num_steps: int) -> None:
+        """Count an optimizer step for error messages; see `HeartbeatMonitor.count_step`."""
+        if self.monitor is not None:
+            self.monitor.count_step(num_steps)
 
-        Times are those of `time.perf_counter`, in seconds.
+    def pop_request_intervals(self) -> list[tuple[float, float]]:
+        """Return and clear the begin and end of each request whose result this rank waited for.
+
+        These are the requests since the last call, at most the last 10,000, including the time of
+        the transfer; none with a single rank. Times are those of `time.perf_counter`, in seconds.
         """
         return _pop_all(self.waits)
 
     def pop_overlapped_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each overlapped exchange since the last call.
+        """Return and clear the begin and end of each request that a channel's thread executed.
 
-        Times are those of `time.perf_counter`, in seconds. Exchanges over NCCL, which need no
-        thread, are not included.
+        These are the requests since the last call, at most the last 10,000; none with a single
+        rank. They include the requests of started algorithms. A single collective that is started
+        over NCCL needs no thread, and is not included. Times are those of `time.perf_counter`, in
+        seconds.
         """
         return _pop_all(self.overlapped)
 
     @property
-    def staging_buffers(self) -> int:
+    def num_staging_buffers(self) -> int:
         """The number of scratch and staging buffers that have been allocated."""
         return sum(channel.buffers.num_allocated for channel in self._channels.values())
+
+    # old name, until 0.3
+    staging_buffers = renamed_attribute("staging_buffers", "num_staging_buffers")
 
     def free_buffers(self) -> None:
         """Free the buffers that no request is using."""
@@ -349,10 +372,12 @@ class Group:
             waited = time.perf_counter() - began
             failure = explain(self.monitor, error.__cause__)
             self.monitor.stop(failure)
+            step, limit = self.monitor.step, f"; the time limit of a wait is {self.timeout_s:g} s"
             raise WorkerLost(
-                f"{describe_rank(self.rank, self.ranks)} waited {waited:.0f} s in step "
-                f"{self.monitor.step} for {describe_request(request)}: {failure}\n\n"
-                f"hint: {self.remedy}; the time limit of a request is {self.timeout_s:g} s"
+                f"{describe_rank(self.rank, self.ranks)} waited {waited:.0f} s"
+                f"{'' if step is None else f' in step {step}'} for {describe_request(request)}: "
+                # NCCL has the time limit of its process group
+                f"{failure}\n\nhint: {self.remedy}{limit if self.backend == 'gloo' else ''}"
             ) from error.__cause__
         finally:
             if self._stall_monitor is not None:
@@ -419,7 +444,7 @@ class _DefaultGroup:
         self.lock = threading.Lock()
         self.group: Group | None = None
         self.process_group: weakref.ref[Any] | None = None
-        self.count = 0  # of the groups that were created
+        self.num_created = 0
 
     def find(self) -> Group:
         process_group = dist.group.WORLD
@@ -434,67 +459,12 @@ class _DefaultGroup:
             return self.group
 
     def _create(self) -> Group:
-        self.count += 1
+        self.num_created += 1
         store = dist.distributed_c10d._get_default_store()
         # a prefix separates the keys from those of an earlier group in the same store
-        store = PrefixStore(f"gcnzc {self.count}", store)
+        store = PrefixStore(f"gcnzc {self.num_created}", store)
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
         return Group(dist.get_rank(), dist.get_world_size(), backend, store)
 
 
 _default_group = _DefaultGroup()
-
-
-@contextmanager
-def init_group(
-    backend: str = "gloo",
-    choices: Choices | None = None,
-    timeout_s: float = TIMEOUT_S,
-    remedy: str = REMEDY,
-) -> Iterator[Group]:
-    """Initialize torch.distributed in a launcher's workers, and yield the group of all ranks.
-
-    Without a launcher such as torchrun, it yields a group of one rank.
-
-    Args:
-        backend: "gloo"; "nccl", which needs one GPU per rank; "auto" selects "nccl" if there is one
-            GPU per rank, and "gloo" otherwise.
-        choices: the algorithm, such as a ring, of each kind of collective.
-        timeout_s: time limit of one collective, send or receive, in seconds.
-        remedy: see `Group`.
-
-    Yields:
-        The group; it is closed at the end of the `with`.
-
-    Raises:
-        WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
-    """
-    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
-        group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
-        try:
-            yield group
-        finally:
-            group.close()
-        return
-    if backend == "auto":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
-    store, monitor = initialize(backend, timeout_s)
-    store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
-    if backend == "nccl":
-        # the time limit of NCCL's collectives, whose waits have no limit of their own
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-    rank, world_size = monitor.rank, monitor.world_size
-    try:
-        group = Group(
-            *(rank, world_size, backend, monitor.store, choices, timeout_s),
-            monitor=monitor,
-            remedy=remedy,
-        )
-        try:
-            yield group
-        finally:
-            group.close()
-    finally:
-        monitor.stop()
-        destroy()

@@ -44,8 +44,8 @@ class Heartbeat:
 
     beat: int
     """the number of this heartbeat, from 1"""
-    step: int
-    """the rank's training step"""
+    step: int | None
+    """the rank's training step; None before the first"""
     activity: str
     host: str
     """the name of the rank's machine"""
@@ -98,7 +98,10 @@ class HeartbeatMonitor:
         self.store, self.rank, self.world_size, self.host = store, rank, world_size, host
         self.store_host = store_host
         self.beat = 0
-        self.step, self.activity, self.end_reason = 0, "start", ""
+        self.step: int | None = None
+        self.activity, self.end_reason = "start", ""
+        self.is_step_counted = True
+        """whether `count_step` sets the step, because `set_status` was not called"""
         self.parent = os.getppid()
         self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self.stopped = threading.Event()
@@ -111,7 +114,17 @@ class HeartbeatMonitor:
 
     def set_status(self, step: int, activity: str) -> None:
         """Set the step and activity of the next heartbeats; does not access the store."""
-        self.step, self.activity = step, activity
+        self.step, self.activity, self.is_step_counted = step, activity, False
+
+    def count_step(self, num_steps: int) -> None:
+        """Set the step at the begin of an optimizer step, unless `set_status` was called.
+
+        Args:
+            num_steps: the number of steps that the optimizer has taken. The step is larger if a
+                group has several optimizers, because it also increases with each call.
+        """
+        if self.is_step_counted:
+            self.step, self.activity = max(self.step or 0, num_steps) + 1, "training"
 
     def write(self) -> None:
         """Write one heartbeat of this rank."""
@@ -274,7 +287,7 @@ def _end_launcher(parent: int) -> None:
 
 def describe_stopped_ranks(
     rank: int,
-    step: int,
+    step: int | None,
     ranks: Sequence[int],
     before: dict[int, Heartbeat],
     after: dict[int, Heartbeat],
@@ -284,7 +297,7 @@ def describe_stopped_ranks(
 
     Args:
         rank: the rank whose exchange failed.
-        step: its step.
+        step: its step; None before the first.
         ranks: all ranks of the group.
         before, after: heartbeats by rank, read some intervals apart.
         global_ranks: for a subgroup, its members' ranks in the default group.
@@ -302,13 +315,17 @@ def describe_stopped_ranks(
             ended.append(f"{name} ended: {last.end_reason}")
         elif other in before and before[other].beat == last.beat:
             failed.append(
-                f"{name} has stopped sending heartbeats; it was last in step {last.step}, at "
-                f"{last.activity}"
+                f"{name} has stopped sending heartbeats; it was last {_describe_status(last)}"
             )
-        elif last.step < step:
-            failed.append(f"{name} is running and still in step {last.step}, at {last.activity}")
+        elif (last.step or 0) < (step or 0):
+            failed.append(f"{name} is running and still {_describe_status(last)}")
     # ranks that reported their end are named only if no rank is missing or behind
     return "; ".join(failed or ended) or "all other ranks are running, so the network may be broken"
+
+
+def _describe_status(heartbeat: Heartbeat) -> str:
+    step = heartbeat.step
+    return f"{'' if step is None else f'in step {step}, '}at {heartbeat.activity}"
 
 
 def describe_rank(rank: int, global_ranks: Sequence[int] | None) -> str:

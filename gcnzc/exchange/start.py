@@ -57,6 +57,9 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
             # all ranks have registered, so connecting takes no longer than a request
             timeout=timedelta(seconds=timeout_s),
         )
+        if backend == "nccl":
+            # the time limit of NCCL's collectives, whose waits have no limit of their own
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as error:
         waited = time.monotonic() - began
         reason = str(error)

@@ -1,8 +1,9 @@
 """Optimizers that exchange gradients or updates between ranks."""
 
 from gcnzc._moved import renamed
-from gcnzc.optim.base import DistributedOptimizer, LatePhaseWarning
+from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.ddp import keep_gradients_local
+from gcnzc.optim.late_phase import LatePhaseWarning
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo

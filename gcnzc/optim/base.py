@@ -1,20 +1,22 @@
-"""The base class of optimizers whose `step` communicates with the other ranks."""
+"""The base class of optimizers whose `step` communicates with the other ranks.
 
-import warnings
+Extras are numbers that are appended to an exchanged vector: a hash bit (see `Comparison`) and the
+signals. Lines are texts that must be equal on all ranks.
+"""
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, current_group, run
+from gcnzc.exchange import Algorithm, Group, RequestMismatch, current_group, run
 from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronise_buffers
+from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.checksums import Checksums
-from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 from gcnzc.optim.group_options import (
     Comparison,
     OptionText,
@@ -25,6 +27,7 @@ from gcnzc.optim.group_options import (
     state_lines,
     trained_lines,
 )
+from gcnzc.optim.late_phase import is_late, warn_of_late_phase
 from gcnzc.optim.resize import check_state_dict_options, pack_state, unpack_state
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import (
@@ -35,31 +38,6 @@ from gcnzc.optim.validation import (
 )
 
 T = TypeVar("T")
-P = ParamSpec("P")
-Self = TypeVar("Self", bound="DistributedOptimizer")
-
-
-def identify_caller(
-    method: Callable[Concatenate[Self, P], Algorithm[T]],
-) -> Callable[Concatenate[Self, P], Algorithm[T]]:
-    """Decorate an algorithm of an optimizer so that the headers of its requests name the optimizer.
-
-    Otherwise ranks that step several optimizers in different orders would exchange the gradients of
-    different models.
-    """
-
-    @wraps(method)
-    def algorithm(self: Self, /, *args: P.args, **options: P.kwargs) -> Algorithm[T]:
-        before = yield Caller(self.identity)
-        result = yield from method(self, *args, **options)
-        yield Caller(before)
-        return result
-
-    return algorithm
-
-
-class LatePhaseWarning(UserWarning):
-    """A method's phase, such as compression or local steps, begins late in the run or never."""
 
 
 class DistributedOptimizer(Optimizer):
@@ -112,12 +90,17 @@ class DistributedOptimizer(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """factor of this rank's next gradient, also of a local one: for ranks with different batch
-        sizes, its number of samples divided by the mean number over the ranks"""
+        """factor by which every step multiplies this rank's gradients: before their mean over the
+        ranks, or before a local step. It stays until it is set again. If batch sizes differ between
+        ranks, set it before each `step` to this rank's number of samples divided by the mean number
+        over the ranks; the mean of the weights should be 1, because means divide by the number of
+        ranks. Means of parameters are not weighted."""
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
-        """for each signal, whether any rank sent it in this step's exchange, if there was one"""
+        """for each signal, whether any rank sent it in the exchange of the last `step`; all False
+        if the step had no exchange. A single rank receives its own signals. A skipped step may
+        discard signals, so send them until they are received."""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite or too large"""
         self.num_common_extras = 1 + signals
@@ -132,11 +115,12 @@ class DistributedOptimizer(Optimizer):
         self.comparison, self.checksums = Comparison(), Checksums()
         self.option_text = OptionText()
         self.initial_requires_grad: list[bool] = []
-        """`requires_grad` of all parameters when they were laid out"""
+        """`requires_grad` of all parameters when their positions in the vectors were determined"""
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead"""
         self.skip_reason = ""
-        """what the last `step` skipped or excluded from a mean, and why; empty if nothing"""
+        """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
+        nothing was skipped or excluded"""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -166,10 +150,12 @@ class DistributedOptimizer(Optimizer):
             self.check_options({**self.defaults, **group}, where)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that are copied and pickled: all except hooks.
+        """Return the attributes that are copied and pickled.
 
-        A copy communicates through the same group. An unpickled optimizer communicates through
-        torch.distributed if that is initialised with the same ranks; else its steps fail.
+        These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
+        communicates through the same group. An unpickled optimizer of several ranks needs
+        torch.distributed to be initialised with the same ranks; otherwise `step` raises a
+        RuntimeError.
         """
         return {
             name: value
@@ -193,13 +179,16 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: the number of steps, the loaded state, the trained parameters or an option
-                of a parameter group differs between ranks; raised on all ranks, after the next
-                exchange.
+            ValueError: the ranks differ; raised on all ranks. The next exchange detects a different
+                loaded state or `requires_grad`. Each exchange detects a different number of steps
+                or option of a parameter group with a probability of 1/2; an option in a GPU tensor
+                is compared in every 100th exchange only. Parameters that must be equal are also
+                compared about every 100 exchanges.
             RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
             ValueError: an option of a parameter group is out of its range; raised by this rank
                 before it communicates.
         """
+        self.group.count_step(self.steps)
         for number, group in enumerate(self.param_groups):
             # a scheduler, or the caller, may have changed them
             self.check_options(group, f" of parameter group {number}", with_gpu=False)
@@ -286,7 +275,7 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             ValueError: it is of another rank, number of ranks, type of optimizer, or model, or an
-                option is out of its range, in which case nothing is loaded.
+                option is out of its range. Nothing is loaded then.
         """
         snapshot = unpack_state(type(self).__name__, state_dict, self.group.rank)
         self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
@@ -315,7 +304,7 @@ class DistributedOptimizer(Optimizer):
 
     @abstractmethod
     def algorithm(self) -> Algorithm[None]:
-        """The communication and computation of `step`, for `lockstep`."""
+        """Return the communication and computation of `step`, which `step` and `lockstep` run."""
 
     def gradient_factor(self) -> float | Tensor:
         """Return the factor of this rank's gradients in the mean over the ranks.
@@ -382,8 +371,9 @@ class DistributedOptimizer(Optimizer):
     def connect(self) -> None:
         """Register this optimizer with the group, and broadcast the model if there is a backend.
 
-        The constructor of each base class calls it once the parameters are laid out. It must not
-        need state that a subclass sets later.
+        `Replicated` calls it in its constructor, so there `broadcast_model` must not need state
+        that a subclass sets later. A subclass of `LocalUpdates` calls it at the end of its own
+        constructor.
         """
         if self.identity == type(self).__name__:
             self.identity = self.group.new_caller(self.identity)
@@ -422,7 +412,7 @@ class DistributedOptimizer(Optimizer):
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
     def check_trainable(self) -> None:
-        """Check that the parameters have the same `requires_grad` as when they were laid out.
+        """Check that the parameters have the same `requires_grad` as at the construction.
 
         With several ranks it is called after a comparison, so that all ranks raise the error.
 
@@ -444,19 +434,10 @@ class DistributedOptimizer(Optimizer):
         Args:
             steps: the number of steps so far.
         """
-        total = self.total_steps
-        limit = LATE_STEPS if total is None else max(1, round(LATE_SHARE * total))
-        if steps != limit or self.group.rank or self.group.world_size == 1:
+        if self.group.rank or self.group.world_size == 1 or not is_late(steps, self.total_steps):
             return
         if phase := self.late_phase():
-            length = "" if total is None else f" of {total}"
-            warnings.warn(
-                f"{type(self).__name__}: no {phase} in the first {steps} steps{length}\n\nhint: a "
-                "shorter warm-up or fewer local steps let it begin sooner; silence this with "
-                "warnings.simplefilter('ignore', gcnzc.optim.LatePhaseWarning)",
-                LatePhaseWarning,
-                stacklevel=2,
-            )
+            warn_of_late_phase(type(self).__name__, phase, steps, self.total_steps)
 
     def finalize(self) -> None:
         """Make parameters and buffers equal on all ranks; call it once, after the last step.
@@ -471,7 +452,7 @@ class DistributedOptimizer(Optimizer):
 
     @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:
-        """The communication and computation of `finalize`, for `lockstep`."""
+        """Return the communication and computation of `finalize`; see `algorithm`."""
         yield from self.broadcast_model()
         if self.group.world_size > 1:
             # a rank with fewer steps has averaged different steps than the other ranks

@@ -84,9 +84,9 @@ def answer_everything(names):
     """Run `everything` twice in a process; return answers, ledger and numbers of buffers."""
     with init_group(choices=Choices.always(**names), timeout_s=60) as group:
         found = run(everything(group.rank, group.world_size), group)
-        made = group.staging_buffers
+        made = group.num_staging_buffers
         run(everything(group.rank, group.world_size), group)
-        return found, dataclasses.asdict(group.ledger), made, group.staging_buffers
+        return found, dataclasses.asdict(group.ledger), made, group.num_staging_buffers
 
 
 def exchange_until(what):

@@ -10,15 +10,19 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore, TCPStore
 
-from gcnzc.exchange import heartbeat
+from gcnzc.exchange import Group, Mean, WorkerLost, heartbeat, run
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
     StoreHost,
     describe_stopped_ranks,
 )
+from gcnzc.optim import Averaged, OneBitAdam
 
 # a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -223,3 +227,61 @@ def test_ranks_of_a_subgroup_are_reported_with_their_ranks_in_the_default_group(
     assert describe_stopped_ranks(0, 2, range(2), stopped, stopped).startswith(
         "rank 1 on here has stopped sending"
     )
+
+
+def take_step(optimizer, parameter):
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+
+
+def test_the_steps_of_optimizers_are_counted_until_the_user_sets_the_status():
+    group, parameter = Group(store=HashStore()), nn.Parameter(torch.ones(2))
+    first = Averaged(torch.optim.SGD([parameter], lr=0.1), group)
+    for _ in range(3):
+        take_step(first, parameter)
+    assert (group.monitor.step, group.monitor.activity) == (3, "training")
+    # the steps of several optimizers are counted together
+    second = OneBitAdam([parameter], group=group)
+    take_step(second, parameter)
+    take_step(first, parameter)
+    assert group.monitor.step == 5
+    # a resumed optimizer continues to count
+    second.steps = 100
+    take_step(second, parameter)
+    assert group.monitor.step == 101
+    group.set_status(7, "epoch 2")
+    take_step(first, parameter)
+    assert (group.monitor.step, group.monitor.activity) == (7, "epoch 2")
+    group.close()
+
+
+def ask(request):
+    return (yield request)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "message"),
+    [(None, "waited 0 s for Mean of 4 bytes"), (4, "waited 0 s in step 5 for Mean of 4 bytes")],
+)
+def test_an_error_names_the_step_if_it_is_known(num_steps, message, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(dist, "isend", fail)
+    monkeypatch.setattr(dist, "irecv", fail)
+    group = Group(0, 2, "gloo", HashStore())
+    if num_steps is not None:
+        group.count_step(num_steps)
+    with pytest.raises(WorkerLost, match=message):
+        run(ask(Mean(torch.ones(1))), group)
+    group.close()
+
+
+def test_a_rank_without_a_step_is_reported_without_one():
+    stopped = {1: Heartbeat(beat=3, step=None, activity="start", host="here")}
+    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped)
+    assert text == "rank 1 on here has stopped sending heartbeats; it was last at start"
+    running = {1: Heartbeat(beat=4, step=None, activity="start", host="here")}
+    text = describe_stopped_ranks(0, 2, range(2), stopped, running)
+    assert text == "rank 1 on here is running and still at start"

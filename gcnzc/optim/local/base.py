@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Group, Start, run
 from gcnzc.kernels.finite import are_finite, can_be_squared
-from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines

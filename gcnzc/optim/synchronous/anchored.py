@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Algorithm
-from gcnzc.optim.base import identify_caller
+from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.masked import Masked
 

@@ -21,7 +21,8 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Grou
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
-from gcnzc.optim.base import DistributedOptimizer, identify_caller
+from gcnzc.optim.base import DistributedOptimizer
+from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines

@@ -125,9 +125,9 @@ class Replicated(DistributedOptimizer):
         """
         if getattr(compress, "has_feedback", False):
             raise ValueError(
-                f"gradient_compression is {compress}, which uses error feedback, but checkpoints do "
-                "not contain compression errors of gradients\n\nhint: give a compression without "
-                "error feedback"
+                f"gradient_compression is {compress}, which uses error feedback, but checkpoints "
+                "do not contain compression errors of gradients\n\nhint: give a compression "
+                "without error feedback"
             )
         return self.reducer(compress, num_elements)
 

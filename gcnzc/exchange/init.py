@@ -1,0 +1,65 @@
+"""Initialize torch.distributed in a launcher's workers, and yield the group of all ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.group import REMEDY, TIMEOUT_S, Group
+from gcnzc.exchange.heartbeat import STORE_S
+from gcnzc.exchange.start import destroy, initialize, is_worker
+
+
+@contextmanager
+def init_group(
+    backend: str = "gloo",
+    choices: Choices | None = None,
+    timeout_s: float = TIMEOUT_S,
+    remedy: str = REMEDY,
+) -> Iterator[Group]:
+    """Initialize torch.distributed in a launcher's workers, and yield the group of all ranks.
+
+    Without a launcher such as torchrun, it yields a group of one rank.
+
+    Args:
+        backend: "gloo"; "nccl", which needs one GPU per rank; "auto" selects "nccl" if there is one
+            GPU per rank, and "gloo" otherwise.
+        choices: the algorithm, such as a ring, of each kind of collective.
+        timeout_s: time limit of each wait for a message, in seconds; see `Group`.
+        remedy: see `Group`.
+
+    Yields:
+        The group; it is closed at the end of the `with`.
+
+    Raises:
+        WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
+    """
+    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
+        group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
+        try:
+            yield group
+        finally:
+            group.close()
+        return
+    if backend == "auto":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
+    store, monitor = initialize(backend, timeout_s)
+    store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
+    rank, world_size = monitor.rank, monitor.world_size
+    try:
+        group = Group(
+            *(rank, world_size, backend, monitor.store, choices, timeout_s),
+            monitor=monitor,
+            remedy=remedy,
+        )
+        try:
+            yield group
+        finally:
+            group.close()
+    finally:
+        monitor.stop()
+        destroy()

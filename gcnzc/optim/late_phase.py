@@ -1,0 +1,41 @@
+"""Warn if a phase of an optimizer, such as compression, begins late in the run, or never."""
+
+import warnings
+
+from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
+
+
+class LatePhaseWarning(UserWarning):
+    """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
+
+    Rank 0 warns.
+    """
+
+
+def is_late(steps: int, total_steps: int | None) -> bool:
+    """Whether a phase that begins after `steps` steps begins late; True for one number of steps.
+
+    Args:
+        steps: the number of steps so far.
+        total_steps: the number of steps of the run; None if it is not known.
+    """
+    return steps == (LATE_STEPS if total_steps is None else max(1, round(LATE_SHARE * total_steps)))
+
+
+def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int | None) -> None:
+    """Warn that a phase has not begun.
+
+    Args:
+        optimizer: the name of the optimizer's type.
+        phase: the name of the phase.
+        steps: see `is_late`.
+        total_steps: see `is_late`.
+    """
+    length = "" if total_steps is None else f" of {total_steps}"
+    warnings.warn(
+        f"{optimizer}: no {phase} in the first {steps} steps{length}\n\nhint: a shorter warm-up or "
+        "fewer local steps let it begin sooner; silence this with "
+        "warnings.simplefilter('ignore', gcnzc.optim.LatePhaseWarning)",
+        LatePhaseWarning,
+        stacklevel=3,
+    )
