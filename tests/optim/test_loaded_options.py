@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from optim.kinds import FIXED_LAYOUT, KINDS, LR, REPLICATED, ZERO_ONE_LOCAL
+from optim.kinds import AVERAGED, FIXED_LAYOUT, KINDS, LOCAL, LR, REPLICATED, ZERO_ONE_LOCAL
 from torch import nn
 
 from gcnzc.exchange import Group, lockstep
@@ -72,6 +72,70 @@ def test_a_state_with_an_option_out_of_range_is_refused_and_changes_nothing(
         loaded.load_state_dict(state)
     assert bits_of(other, loaded) == before
     train(other, loaded, 1)
+
+
+def make_with_shape(name, shape):
+    torch.manual_seed(1)
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.randn(shape))
+    return holder, KINDS[name](holder, Group())
+
+
+def train_weight(model, optimizer, steps):
+    for _ in range(steps):
+        model.weight.grad = model.weight.detach().clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "has_layout"),
+    [
+        *((name, True) for name in KINDS),
+        # states of older versions have no layout
+        *((name, False) for name in AVERAGED | LOCAL),
+    ],
+)
+def test_a_state_of_a_parameter_of_another_shape_is_refused_and_changes_nothing(name, has_layout):
+    model, optimizer = make_with_shape(name, (3, 4))
+    train_weight(model, optimizer, 5)
+    # as many elements, and fewer
+    for shape in ((4, 3), (2, 3)):
+        other, loaded = make_with_shape(name, shape)
+        train_weight(other, loaded, 2)
+        before = bits_of(other, loaded)
+        state = copy.deepcopy(optimizer.snapshot())
+        if not has_layout:
+            state.pop("layout", None)
+        with pytest.raises(ValueError, match=r"the state has (?s:.*)\n\nhint: load it into"):
+            loaded.load_state_dict(state)
+        assert bits_of(other, loaded) == before
+        train_weight(other, loaded, 1)
+
+
+INNER = {
+    "sgd": lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9),
+    "rmsprop": lambda each: torch.optim.RMSprop(each, momentum=0.9, centered=True),
+    **{
+        kind.__name__: kind
+        for kind in (
+            *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD),
+            *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
+            lambda each: torch.optim.Adam(each, amsgrad=True),
+        )
+    },
+    **({"Adafactor": torch.optim.Adafactor} if hasattr(torch.optim, "Adafactor") else {}),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_states_of_torchs_optimizers_are_loaded(inner):
+    model, optimizers = nn.Linear(3, 2), []
+    for _ in range(2):
+        optimizers.append(Averaged(INNER[inner](model.parameters()), Group()))
+        train(model, optimizers[-1], 1)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    assert repr(optimizers[1].state_dict()) == repr(optimizers[0].state_dict())
+    train(model, optimizers[1], 1)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -25,6 +25,7 @@ from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
+from gcnzc.optim.state_layout import check_inner_state, check_layout
 from gcnzc.optim.validation import check_inner, check_rank
 from gcnzc.system.scalars import scalars_like
 
@@ -393,6 +394,7 @@ class LocalUpdates(DistributedOptimizer):
             local    vectors (n,) of this rank; has `parameters` unless they are in sync
             shards   this rank's shards of sharded vectors
             errors   the compression errors of each reducer
+            layout   a line for each trained parameter, with its shape and dtype
             rank, world_size
         """
         self._wait_for_pending()
@@ -414,6 +416,7 @@ class LocalUpdates(DistributedOptimizer):
             "local": local,
             "shards": {} if self.is_inner_only else self.shard_state(),
             "errors": {name: reducer.errors() for name, reducer in self.reducers.items()},
+            "layout": self.flat_params.layout(),
             "rank": self.group.rank,
             "world_size": self.group.world_size,
         }
@@ -422,9 +425,11 @@ class LocalUpdates(DistributedOptimizer):
         """Load a `snapshot` of this rank, or a result of `gcnzc.optim.resize_state`.
 
         Raises:
-            ValueError: it is the state of another rank, or of another number of ranks.
+            ValueError: it is the state of another rank, of another number of ranks, or of other
+                parameters. Nothing is loaded then.
         """
         check_rank(snapshot, self.group)
+        self._check_layout(snapshot)
         self.inner.load_state_dict(snapshot["inner"])
         self._share_inner_state()
         shared, local = snapshot["shared"], snapshot["local"]
@@ -445,6 +450,15 @@ class LocalUpdates(DistributedOptimizer):
             self.initialize()
         else:
             self.load_own(shared, local, snapshot["shards"])
+
+    def _check_layout(self, snapshot: Mapping[str, Any]) -> None:
+        own, saved = self.flat_params.layout(), snapshot.get("layout")
+        if saved is None:
+            # a state of an older version has only the vector of all parameters
+            vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
+            own, saved = ([f"{n} elements"] for n in (self.flat_params.num_elements, len(vector)))
+        check_layout(own, saved)
+        check_inner_state(self.inner, snapshot["inner"])
 
     @property
     def local_steps(self) -> int:

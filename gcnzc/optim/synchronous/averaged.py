@@ -27,6 +27,7 @@ from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradien
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner
+from gcnzc.optim.state_layout import check_inner_state, check_layout
 from gcnzc.optim.validation import check_above_zero, check_inner, check_rank
 from gcnzc.system.scalars import read_scalars, scalars_like
 
@@ -109,6 +110,10 @@ class Averaged(DistributedOptimizer):
         """See `DistributedOptimizer`."""
         self.broadcast_names |= {name for name, _ in self.tensors()}
 
+    def _state_layout(self) -> list[str]:
+        """Return a line for each parameter with its shape, which a state must have too."""
+        return [f"{name} {tuple(each.shape)}" for name, each in self.named_parameters()]
+
     def _share_inner_state(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if not self.is_shared:
@@ -145,6 +150,7 @@ class Averaged(DistributedOptimizer):
             "local": {},
             "shards": {},
             "errors": {str(i): each for i, each in enumerate(self.gradients.errors())},
+            "layout": self._state_layout(),
             "rank": self.group.rank,
             "world_size": self.group.world_size,
         }
@@ -153,14 +159,18 @@ class Averaged(DistributedOptimizer):
         """Load a snapshot; with compression, one of this rank and the same number of ranks.
 
         Raises:
-            ValueError: the compression errors are of another rank, or of another number of ranks.
+            ValueError: the compression errors are of another rank, or of another number of ranks;
+                or the state is of other parameters. Nothing is loaded then.
         """
-        inner = snapshot
         if self.is_shared:
             check_is_inner(snapshot)
         else:
             check_rank(snapshot, self.group)
-            inner = snapshot["inner"]
+        inner = snapshot if self.is_shared else snapshot["inner"]
+        # states of older versions have no layout
+        check_layout(self._state_layout(), snapshot.get("layout", self._state_layout()))
+        check_inner_state(self.inner, inner)
+        if not self.is_shared:
             self.skipped = snapshot["shared"]["skipped"]
             errors = snapshot["errors"]
             self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])

@@ -12,7 +12,6 @@ numbers that are exchanged with a vector, such as signals.
 import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.state_layout import check_group_lengths, check_layout
 from gcnzc.optim.validation import check_above_zero, check_adam_options, check_rank
 from gcnzc.system.scalars import scalars_like
 
@@ -284,20 +284,8 @@ class Replicated(DistributedOptimizer):
             ValueError: it is of another rank, another number of ranks or other parameters.
         """
         check_rank(snapshot, self.group)
-        counts = [len(group["params"]) for group in self.param_groups]
-        saved = [len(group["params"]) for group in snapshot["param_groups"]]
-        if counts != saved:
-            raise ValueError(
-                f"the state has groups of {saved} parameters, but this optimizer has groups of "
-                f"{counts}\n\nhint: load it into an optimizer of the same model"
-            )
-        for own, other in zip_longest(self.flat_params.layout(), snapshot["layout"]):
-            if own != other:
-                raise ValueError(
-                    f"the state has {other or 'no more parameters'}, but this optimizer has "
-                    f"{own or 'no more parameters'}\n\nhint: load it into an optimizer of the same "
-                    "model"
-                )
+        check_group_lengths(self.param_groups, snapshot["param_groups"])
+        check_layout(self.flat_params.layout(), snapshot["layout"])
         for group, other in zip(self.param_groups, snapshot["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
         numbers = copy.deepcopy(dict(snapshot["shared"]["numbers"]))
