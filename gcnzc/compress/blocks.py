@@ -20,7 +20,9 @@ SEED_BITS = 32
 
 @dataclass(frozen=True)
 class Blocks(Codec):
-    """Codes of 8 or 4 bits in two stages, see `Codec`; `gcnzc.kernels.codec.blocks` encodes them.
+    """Codes of 8 or 4 bits with one scale per block.
+
+    `gcnzc.kernels.codec.blocks` encodes them; `gcnzc.compress.two_stage` describes the exchange.
 
     Raises:
         ValueError: an option is not one of those below.
@@ -30,14 +32,16 @@ class Blocks(Codec):
     """number format, one of `NUMBER_FORMATS`: float8_e4m3fn, float8_e5m2, int8, int4 or
     float4_e3m0"""
     block: int | None = 256
-    """elements that share a scale, a multiple of 32; None for a rank's whole part"""
+    """elements that share a scale, a multiple of 32; None for one scale per part, the slice of the
+    vector of which one rank computes the mean"""
     stochastic: bool = False
     """whether to round up or down at random, so that the expected value of a code is the element;
     otherwise round to the nearest"""
     seed: int = 0
     """seed of random rounding, in [0, 2**32)"""
     has_feedback: bool = False
-    """whether the compression error of a mean is added to the next vector"""
+    """whether to use error feedback: the compression error of each vector, and of each mean, is
+    added to the next one"""
     mean_format: str = "same"
     """number format of the mean in the second stage: "same" as `number_format`, "bfloat16",
     "float32" or one of `NUMBER_FORMATS`"""

@@ -1,4 +1,4 @@
-"""One-bit compression: the signs of elements, with one magnitude per block."""
+"""One-bit compression: the signs of elements, with one scale per block."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,18 +12,23 @@ from gcnzc.kernels.codec.block_layout import BlockLayout
 
 @dataclass(frozen=True)
 class Sign(Codec):
-    """Signs in two stages with error feedback, as in 1-bit Adam (Tang et al., 2021); see `Codec`.
+    """Signs with one scale per block and error feedback, as in 1-bit Adam (Tang et al., 2021).
+
+    A zero counts as positive. `gcnzc.compress.two_stage` describes the exchange.
 
     Raises:
         ValueError: an option is not one of those below.
     """
 
     block: int | None = 4096
-    """elements that share a magnitude, a multiple of 32; None for a rank's whole part"""
+    """elements that share a scale, a multiple of 32; None for one scale per part, the slice of the
+    vector of which one rank computes the mean"""
     scale: Literal["rms", "l1"] = "rms"
-    """a block's magnitude: "rms", the root of its mean square, or "l1", its mean absolute value"""
+    """a block's scale: "rms", the root mean square of its elements, or "l1", their mean absolute
+    value"""
     has_feedback: bool = True
-    """whether the compression error of a mean is added to the next vector"""
+    """whether to use error feedback: the compression error of each vector, and of each mean, is
+    added to the next one"""
 
     def __post_init__(self) -> None:
         if self.scale not in ("rms", "l1"):

@@ -43,7 +43,8 @@ class Codec(Compression):
     """Encodes a vector as rows of codes; `gcnzc.kernels.codec.block_layout` defines the rows."""
 
     has_feedback: bool
-    """whether the compression error of a mean is added to the next vector"""
+    """whether to use error feedback: the compression error of each vector, and of each mean, is
+    added to the next one"""
     stochastic: bool = False
     """whether rounding is random"""
 

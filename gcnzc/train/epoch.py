@@ -28,7 +28,15 @@ DIVERGED_SKIPS = 10
 
 
 def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
-    """Train the rest of this epoch: all of its steps, or those after the resumed checkpoint."""
+    """Train the rest of this epoch: all of its steps, or those after the resumed checkpoint.
+
+    Args:
+        trainer: the run.
+        stopped: set when this process has received a stop request.
+
+    Raises:
+        Interrupted: a worker has received a stop request; see `handle_stop_request`.
+    """
     if not trainer.in_epoch:
         trainer.loader.set_epoch(trainer.epoch)
         trainer.in_epoch = True
@@ -97,7 +105,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
 
 
 def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
-    """Return what was skipped in the last step, to follow the number of the step.
+    """Return the end of a message that begins with "step N of epoch E": what was skipped, and why.
 
     Args:
         optimizer: its `skip_reason` is not empty.
@@ -111,7 +119,12 @@ def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
 
 
 def finish_epoch(trainer: Trainer) -> None:
-    """Evaluate the model if an evaluation is due, and record the epoch."""
+    """Evaluate the model if an evaluation is due, and record the epoch.
+
+    Raises:
+        ValueError: the loss of the epoch is not finite, or its last `DIVERGED_SKIPS` or more steps
+            were skipped on all workers.
+    """
     last = trainer.epoch + 1 == trainer.config.epochs
     if not last:
         # after the last epoch, `finalize` does this
@@ -156,7 +169,9 @@ def evaluate_last_epoch(trainer: Trainer) -> None:
     """Evaluate the model after the last epoch of a run, if `finish_epoch` has not done so.
 
     A run that was stopped between two evaluations, and resumed with fewer epochs than it was
-    started with, has not evaluated its last epoch.
+    started with, has not evaluated its last epoch. If it was stopped within a later epoch, the
+    weights are no longer those of the last epoch: nothing is evaluated, and the best model of the
+    earlier evaluations remains the result.
 
     Raises:
         ValueError: the run was stopped in a later epoch, before its first evaluation.
@@ -184,7 +199,8 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
     Args:
         trainer: the run.
         epoch: the epoch that the model was trained in last, counted from 0.
-        is_last: whether the run ends after this epoch.
+        is_last: whether this is the last of `--epochs`; then `finalize` is called first. A run
+            that ends earlier because of `--patience` ends without it.
 
     Returns:
         What the evaluation adds to the epoch's line of the record.

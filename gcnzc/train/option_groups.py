@@ -350,9 +350,9 @@ class OutputOptions(Options):
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None
-    """run folder to resume, with the options that it was started with; bit for bit, unless DATA,
-    --epochs or --workers is changed. --threads, --trace, --checkpoint-every-s, --timeout-s and
-    --restarts may be changed too"""
+    """run folder to resume, with the options that it was started with; on the same machine the
+    result is bit-identical, unless DATA, --epochs or --workers is changed. --threads, --trace,
+    --checkpoint-every-s, --timeout-s and --restarts may be changed too"""
     config: Path | None = None
     """TOML file with these options; those on the command line override it"""
 

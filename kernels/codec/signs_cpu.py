@@ -1,6 +1,6 @@
 """Encode and decode signs on CPUs, with numba.
 
-A kernel processes a vector in chunks of up to 4096 elements, each of a single block.
+A kernel processes a vector in chunks of up to 4096 elements, each within one block.
 """
 
 from typing import Any
@@ -38,7 +38,10 @@ def encode_numba(
     scale: Scale = "rms",
     threads: int | None = None,
 ) -> None:
-    """`encode_signs_reference` on the CPU, for float32."""
+    """Encode float32 vectors like `encode_signs_reference`.
+
+    Scales may have a relative difference of 1e-6.
+    """
     memory = _locate(layout, rows)
     sums = np.empty(memory[0])
     counts = np.empty(len(sums), np.int64)
@@ -64,13 +67,13 @@ def update_error_numba(
     rows: Tensor,
     threads: int | None = None,
 ) -> None:
-    """`update_error_signs_reference` on the CPU, for float32."""
+    """Update float32 errors like `update_error_signs_reference`."""
     memory = _locate(layout, rows)
     _run(_update_error, memory, *_to_numpy(values, error, active), memory[2], threads=threads)
 
 
 def mean_numba(rows: Tensor, layout: BlockLayout, out: Tensor, threads: int | None = None) -> None:
-    """`mean_of_signs_reference` on the CPU, for float32."""
+    """Decode the mean of rows like `mean_of_signs_reference`, into a float32 vector."""
     memory, inverse_count = _locate(layout, rows), np.float32(1 / len(rows))
     _run(
         _mean, memory, *memory[1:3], out.detach().numpy(), len(rows), inverse_count, threads=threads
@@ -84,7 +87,7 @@ def decode_numba(
     out: Tensor,
     threads: int | None = None,
 ) -> None:
-    """`decode_signs_reference` on the CPU, for float32."""
+    """Decode rows like `decode_signs_reference`, into a float32 vector."""
     memory, flags = _locate(layout, rows), _NO_FLAGS if active is None else active.numpy()
     _run(_decode, memory, *memory[1:3], flags, out.detach().numpy(), threads=threads)
 
@@ -128,8 +131,8 @@ def _to_numpy(values: Tensor, error: Tensor | None, active: Tensor | None) -> tu
     )
 
 
-# Intrinsics that process 32 elements at once: LLVM compares vectors and packs the results into a
-# word with single instructions, which it does not derive from loops.
+# Intrinsics for 32 elements at once. LLVM compiles vector comparisons, and the packing of their
+# results into a word, to a few instructions, but does not vectorize a loop of the same operations.
 
 _FLOATS = ir.VectorType(ir.FloatType(), WORD)
 
@@ -193,9 +196,10 @@ def _absolute(builder, x):
     return builder.call(function, [x])
 
 
-# Each returns a word with the sign bits of 32 values at an address, or of their sums with 32
-# errors, masked by `active_word`. It also adds the squares or absolute values to 8 float64 partial
-# sums at another address: element i adds to partial sum i % 8.
+# Each returns a word whose bit i is 1 if element i is active and at least 0. Element i is the i-th
+# value at the first address, plus the i-th error at the second if there is one; it is active if bit
+# i of `active_word` is 1. The squares or absolute values of the active elements are added to the 8
+# float64 partial sums at the last address, element i to partial sum i % 8.
 _encode_squares = _make_encoder(has_error=False, squares=True)
 
 
@@ -251,7 +255,8 @@ def _make_decoder(adding):
     return decode
 
 
-# write the scale with the signs of a word's 32 bits to an address, or add it there
+# Write 32 floats to an address, or add them there: the scale where the word's bit is 1, and its
+# negative where the bit is 0.
 _decode_word = _make_decoder(adding=False)
 
 
@@ -371,8 +376,8 @@ def _update_error(values, error, active, scales, geometry, begin, end):
             _zero_inactive(residual, active[offset : offset + count])
 
 
-# These loop over slices, whose indices are never negative: a check for negative indices would
-# prevent vectorization.
+# The following functions take slices and loop over all of their elements. With indices into the
+# whole vector, numba would check for negative ones, which prevents vectorization.
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
