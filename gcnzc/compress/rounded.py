@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Rounded(Codec):
-    """A codec that rounds elements to a dtype, without scales, in two stages; see `Codec`.
+    """A codec that rounds elements to a dtype, without scales.
+
+    `gcnzc.compress.two_stage` describes the exchange.
 
     Raises:
         ValueError: the dtype is not one of those below.
@@ -29,7 +31,8 @@ class Rounded(Codec):
     dtype: torch.dtype = torch.bfloat16
     """float32, bfloat16 or float16"""
     has_feedback: bool = False
-    """whether the rounding error of a mean is added to the next vector"""
+    """whether to use error feedback: the rounding error of each vector, and of each mean, is added
+    to the next one"""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -1,7 +1,8 @@
 """The base class of optimizers whose `step` communicates with the other ranks.
 
-Extras are numbers that are appended to an exchanged vector: a hash bit (see `Comparison`) and the
-signals. Lines are texts that must be equal on all ranks.
+Extras are numbers that are appended to an exchanged vector. The common extras, which every exchange
+has, are a hash bit (see `Comparison`) and the signals. Lines are texts that must be equal on all
+ranks.
 """
 
 from abc import abstractmethod
