@@ -24,8 +24,9 @@ _copying_scales = ForkSafeLock()
 class FeatureTable:
     """A table of features, one row per node, from which minibatches are gathered.
 
-    The rows can be on a GPU; on the host, for gathers on the CPU; or on the host inside `pinned`,
-    for gathers on GPUs as well. They may be memory-mapped and read-only.
+    The rows are on a GPU or on the host. The CPU gathers rows on the host; GPUs do too while the
+    rows are page-locked, in a `with gcnzc.pinned(table)` block. Rows may be memory-mapped and
+    read-only.
 
     Args:
         rows: one of
@@ -41,9 +42,10 @@ class FeatureTable:
             `gcnzc check --tune` finds. It does not change the results.
 
     Raises:
-        TypeError: `scale_columns` is not an int, or `kernel_config` is not a `KernelConfig`.
-        ValueError: `rows` is not such a table or requires a gradient, or `scales` have another
-            shape or dtype or are not finite.
+        TypeError: `scales` is not a tensor, `scale_columns` is not an integer, or `kernel_config`
+            is not a `KernelConfig`.
+        ValueError: `rows` is not such a table or requires a gradient, `scales` have another shape
+            or dtype or are not finite, or `scale_columns` is below 1.
     """
 
     rows: Tensor
@@ -69,6 +71,7 @@ class FeatureTable:
                 row.
 
         Raises:
+            TypeError: `dtype` is not a `torch.dtype`, or `scale_columns` is not an integer.
             ValueError: `rows`, `dtype` or `scale_columns` is not supported.
         """
         plain = FeatureTable(rows)
@@ -98,7 +101,7 @@ class FeatureTable:
             what = "an ndarray" if isinstance(rows, np.ndarray) else describe(rows)
             hint = "torch.from_numpy(array), and .view(-1, 1) for one feature per node"
             if rows is None:
-                hint = "data.table has the features of a dataset also if they are quantized"
+                hint = "data.table has the features of a dataset, even if they are quantized"
             raise ValueError(
                 f"rows is {what}, but a table of features is a tensor of two dimensions\n\n"
                 f"hint: {hint}"
@@ -222,9 +225,10 @@ class FeatureTable:
         """Gather rows `ids` into a dense (B, D) tensor on the device of `ids`.
 
         Args:
-            ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, if the rows
-                are inside `pinned`. A GPU does not check the range: with other ids it reads out of
-                bounds, unless GCNZC_CHECK_IDS is set.
+            ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, while the
+                rows are page-locked by `gcnzc.pinned`. A GPU does not check the range: with other
+                ids it reads out of bounds, unless the environment variable GCNZC_CHECK_IDS is not
+                empty.
             out: (B, D) of `dtype` on the device of `ids`, to write into; allocated if None. For
                 codes with scales it may also be float16 or bfloat16.
             threads: number of threads on the host. Default: `torch.get_num_threads()`.
@@ -265,7 +269,11 @@ class FeatureTable:
         return gather(self.rows, ids, out, threads=threads)
 
     def scales_on(self, device: torch.device) -> Tensor | None:
-        """Return the scales on a device, ready for any stream there; they are copied once."""
+        """Return the scales on a device, to which they are copied once.
+
+        A copy from the host has ended when this returns. Scales that are on a GPU already are
+        ordered with its current stream only.
+        """
         if self.scales is None or self.scales.device == device:
             return self.scales
         with _copying_scales:
@@ -309,4 +317,4 @@ def check_gather(ids: object, out: object, threads: object) -> None:
     if out is not None:
         check_kind("out", out, Tensor, "torch.empty of the rows' shape, or None")
     if threads is not None:
-        check_integer("threads", threads, 1, THREADS_LIMIT, "None takes torch.get_num_threads()")
+        check_integer("threads", threads, 1, THREADS_LIMIT, "None uses torch.get_num_threads()")

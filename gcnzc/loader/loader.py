@@ -56,21 +56,17 @@ from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
 from gcnzc.system.threads import use_batch_scheduling
 
-# the longest that a dropped iterator waits for a thread, which ends after its current batch
-JOIN_S = 30.0
-
+# seconds that the end of an iteration waits for each thread to finish its current batch
+JOIN_TIMEOUT_S = 30.0
 
 # iterator number of `batches_of`, whose progress `state_dict` ignores
 UNTRACKED = -1
-
-
 # arguments of the constructor that a copy needs: attributes of the loader, and of `loader.shares`
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees"),
 )
 SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
-
 
 _names = count()
 
@@ -81,10 +77,10 @@ class Loader:
     Each iteration yields the batches of one epoch, and the next iteration those of the next epoch.
     If an iteration was stopped early, the next one starts the same epoch again, unless `set_epoch`
     sets another; the drop-in loaders start the next epoch instead. Each iterator has its own
-    threads. They end after the last batch, on an exception or Ctrl-C, on `close`, and when the last
-    reference to the iterator goes, as at the `break` of `for batch in loader`. Several threads may
-    share an iterator; each batch goes to one of them. A forked child process may iterate over the
-    loader on the host, but an iterator works only in the process that created it.
+    threads. They end after the last batch, on an exception or Ctrl-C, on `close`, and when the
+    iterator is deleted, as at the `break` of `for batch in loader`. Several threads may share an
+    iterator; each batch goes to one of them. A forked child process may iterate over the loader on
+    the host, but an iterator works only in the process that created it.
 
     `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
     that were page-locked or mapped from a file are ordinary memory in the copy. A loader for a GPU
@@ -99,7 +95,8 @@ class Loader:
         table: features, one row per node; None for batches without `x`. For a GPU, put the rows in
             its memory or page-lock them with `gcnzc.pinned`. Sparse rows, and rows the GPU cannot
             read (see `gcnzc.features.can_read_host`), are gathered on the host and copied.
-        seeds: (S,) unique node ids, as a tensor, an array or a list; or other items of `sampler`.
+        seeds: (S,) unique node ids, as a tensor, an array or a list; or, if `sampler` has
+            `num_items`, indices in [0, num_items) of its items, such as edges.
         fanouts: number of neighbours sampled per node in each layer, input layer first, the reverse
             of PyG's `num_neighbors`; see `gcnzc.Sampler`. Unused if `sampler` is given; pass `()`.
         batch_size: number of seeds in a batch of one rank.
@@ -210,8 +207,9 @@ class Loader:
     def resume_step(self) -> int:
         """The step at which the next iteration starts, from 0 to `len(loader)`.
 
-        It is above 0 after a state was loaded. `state_dict` has the position of the iteration in
-        progress instead.
+        It is above 0 only between loading a state from the middle of an epoch, with the same batch
+        size and world size, and the next iteration. `state_dict` has the position of the iteration
+        in progress instead.
         """
         return self._resume_at
 
@@ -238,27 +236,27 @@ class Loader:
             self._iterators += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values, for a loader with the same arguments.
+        """Return the loader's position as plain values.
 
         The batch that was yielded last counts as used: a resumed loader starts with the next one.
         With several iterators, the position is that of the newest one.
         """
         done = {"position": self._position, "done": self.shares.seeds_done}
         shared = {name: getattr(self.shares, name) for name in PARTITION}
-        return {"epoch": self._epoch} | done | shared | self._same()
+        return {"epoch": self._epoch} | done | shared | self._settings_to_match()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the position of `state`, with the same batches bit for bit.
 
         With another world size or batch size, the unused seeds of the epoch are divided anew among
-        the ranks: none is lost or used twice.
+        the ranks: none is used twice, and none is lost except those that `drop_last` drops.
 
         Raises:
             TypeError: `state` is not a mapping, or one of its values has another type.
-            ValueError: `state` is not of a loader, or of one with other seeds, order, fanouts or
-                other settings of the sampler.
+            ValueError: `state` is not from a loader, or from one with another `seed`, `shuffle`,
+                `drop_last`, other `seeds` or settings of the sampler, such as `fanouts`.
         """
-        numbers = check_state(state, self._same(), len(self.seeds))
+        numbers = check_state(state, self._settings_to_match(), len(self.seeds))
         shared = {name: numbers[name] for name in PARTITION}
         done, position = numbers["done"], numbers["position"]
         before = self.shares.resumed(done, **shared)
@@ -277,7 +275,10 @@ class Loader:
         return _construct, (type(self), options | shares, self.state_dict()), added
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
-        """Return those of a batch's nodes whose rows are not gathered on the host and copied."""
+        """Return the nodes of a batch whose rows the gather kernel reads; without a GPU, all.
+
+        The rows of the others are gathered on the host and copied.
+        """
         return nodes if self._transfer is None else self._transfer.nodes_read_in_place(nodes)
 
     def __iter__(self) -> "Batches":
@@ -302,7 +303,7 @@ class Loader:
         """
         return Batches(self, UNTRACKED, epoch, iter(steps))
 
-    def _same(self) -> dict[str, Any]:
+    def _settings_to_match(self) -> dict[str, Any]:
         """Return the settings that must be equal in a state that this loader can resume."""
         return {
             "seed": self.seed,
@@ -373,7 +374,7 @@ class Loader:
         out = self._host.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
 
-    def _wait_for_copies(self, prepared: Batch | PendingBatch) -> Batch:
+    def _order_after_copies(self, prepared: Batch | PendingBatch) -> Batch:
         if isinstance(prepared, Batch):
             return prepared
         assert self._transfer is not None, "only batches on a GPU are pending"
@@ -414,7 +415,7 @@ class Batches(Iterator[Batch]):
         self._check_process()
         with self._next_lock:
             prepared = self._take()
-        return self._loader._wait_for_copies(prepared)
+        return self._loader._order_after_copies(prepared)
 
     def _take(self) -> Batch | PendingBatch:
         if not self._pending:
@@ -451,7 +452,7 @@ class Batches(Iterator[Batch]):
         # Not `wait=True`: a garbage collection may call this in one of the threads themselves.
         for thread in threading.enumerate():
             if thread.name.startswith(self._name) and thread is not threading.current_thread():
-                thread.join(JOIN_S)
+                thread.join(JOIN_TIMEOUT_S)
 
     def __del__(self) -> None:
         if hasattr(self, "_pending"):

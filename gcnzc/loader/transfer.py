@@ -1,15 +1,15 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-Each batch uses two CUDA streams. The copy stream, whose copies are done by a copy engine of the
-GPU, copies first the node ids, then the blocks and the labels. The gather stream runs the gather
-kernel, which reads rows from host memory and waits for the ids. A fraction of the rows can be
-copied instead: the thread that prepares the batch gathers them on the host while the GPU reads the
-others, and the copy stream copies them.
+Each batch uses two CUDA streams. The copy stream copies first the node ids, then the blocks, labels
+and pairs, with a copy engine of the GPU. The gather stream waits for the ids and runs the gather
+kernel, which reads rows from page-locked host memory, or from the device if the table is there. A
+fraction of the rows can be copied instead: the thread that prepares the batch gathers them on the
+host while the GPU reads the others, and the copy stream copies them and dequantizes codes.
 
-The memory of a batch is allocated from pools, and returns to them when the last reference to the
-batch is dropped. The "reader" of a batch is the stream that was current when the batch was yielded,
-on which the model reads it. These are all dependencies between streams; a test removes each of them
-in turn:
+Each tensor of a batch has memory from a pool, to which it returns when the last reference to the
+tensor and its views is dropped. The "reader" of a batch is the stream that was current when the
+batch was yielded, on which the model reads it. These are all the dependencies between streams; a
+test removes each of them in turn:
 
     operation                          waits for
     any operation                      work on the current stream when the epoch began
@@ -17,7 +17,7 @@ in turn:
     the gather                         the copy of the ids
     work of the model on a batch       the work of both streams on the batch
     reuse of host memory               the copies that read it
-    release of memory to CUDA          work that was queued on its last reader
+    release of memory to PyTorch       work that was queued on its last reader
 """
 
 import threading
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.gather import gather
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.system.spans import Stage
 from gcnzc.system.streams import Event, Stream, Streams
@@ -46,8 +47,9 @@ class Transfer:
         table: features, one row per node: on the device, where the device can read them, or with a
             `copied_share` of 1 anywhere on the host. None for batches without features.
         copied_share: fraction of each batch's rows that a thread gathers on the host and the copy
-            engine copies; unused if the table is on the device. They are the last rows of a batch,
-            which are the least likely to be cached.
+            engine copies; unused if the table is on the device. They are the last rows of a batch:
+            those of nodes that the last hop found, which are the least likely to be in a feature
+            cache.
         priority: of both streams; with a lower number, thread blocks of the gather kernel are
             scheduled before waiting ones of the model. CUDA ignores the priority of copies.
         max_pending: number of batches whose copies may be pending, above which `start` blocks.
@@ -87,7 +89,7 @@ class Transfer:
 
         Args:
             batch: on the host. References to its tensors are kept until they are copied; further
-                attributes of a subclass are passed through.
+                dataclass fields of a subclass are passed through and not copied.
 
         Returns:
             The pending batch, for `wait`.
@@ -138,7 +140,7 @@ class Transfer:
         return pending.batch
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
-        """Return the nodes of a batch whose rows the gather kernel reads; others are copied."""
+        """Return the nodes whose rows the gather kernel reads; all nodes without a table."""
         is_on_device = self._table is None or self._table.device == self._streams.device
         share = 0.0 if is_on_device else self._copied_share
         return nodes[: len(nodes) - round(share * len(nodes))]
@@ -250,9 +252,10 @@ class _BatchMemory:
 
     def _record_last_use(self) -> Sequence[Event]:
         """Record the events after all work with the memory, when the last reference is dropped."""
-        # `readers` are the model's streams, which wait for both streams of the transfer. Without a
-        # reader, the last work with the memory is on these two streams. Later work of the copy
-        # stream follows its earlier copies, and each gather waits for a later copy.
+        # The streams of `readers` wait for both streams of the transfer. A batch that was dropped
+        # before `wait` has no reader; its last work is on the copy stream and the gather stream. An
+        # event on the gather stream suffices: later work on the copy stream follows its earlier
+        # copies, and a later gather waits for the copy of its ids, which is queued after them.
         return [stream.record() for stream in self.readers or [self.gather_stream]]
 
 
@@ -292,4 +295,5 @@ def _dequantize(table: FeatureTable, codes: Tensor, ids: Tensor, out: Tensor) ->
     assert scales is not None, "codes have scales"
     copied_scales = scales if table.scale_columns else scales[ids]
     rows = torch.arange(len(ids), device=ids.device)
-    FeatureTable(codes, copied_scales, table.scale_columns).gather(rows, out)
+    # not as a FeatureTable, whose check of the scales' values would wait for the device
+    gather(codes, rows, out, scales=copied_scales, scale_columns=table.scale_columns)

@@ -28,14 +28,15 @@ class Sampler:
     """Sample multi-hop in-neighbourhoods of seed nodes; `sample` is thread-safe.
 
     Neighbours are sampled uniformly without replacement. A node with at most `fanout` in-edges
-    keeps all of them, in stored order. The neighbours of a node depend only on the seed, the epoch
-    and the hop, and not on the minibatch, threads, ranks or device.
+    keeps all of them, in stored order. The sampled neighbours of a node depend only on the graph,
+    the random seed, the epoch, the hop, the fanout and, for seed nodes, `without`, and not on the
+    minibatch, threads, ranks or device.
 
     Args:
         graph: on the host.
         fanouts: number of neighbours at each layer, input layer first, as in DGL: the last one is
             for the seeds. -1 takes all neighbours.
-        seed: 64-bit integer key of the random choices.
+        seed: random seed, a 64-bit integer.
         edge_ids: also return the positions in `graph.indices` of the edges of each block.
 
     Attributes:
@@ -58,7 +59,7 @@ class Sampler:
         self.edge_ids = check_flag("edge_ids", edge_ids)
         _check_degrees(graph)
         self.pool = Pool()
-        # workspaces that no thread is using; list.append and list.pop are atomic
+        # workspaces that no thread is using; `append` and `pop` of a list are atomic
         self._idle: list[Workspace] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,8 +94,11 @@ class Sampler:
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
         seeds = check_seeds("seeds", seeds, self.graph.num_nodes)
-        workspace = self._idle.pop() if self._idle else Workspace()
-        with named_damage(self.graph):
+        try:
+            workspace = self._idle.pop()
+        except IndexError:
+            workspace = Workspace()
+        with invalid_graph_errors(self.graph):
             sampled = sample(
                 self.graph.indptr,
                 self.graph.indices,
@@ -126,8 +130,8 @@ class Sampler:
 
 
 @contextmanager
-def named_damage(graph: Graph) -> Iterator[None]:
-    """Within the `with`, errors about values of `graph` name its files, if it has some."""
+def invalid_graph_errors(graph: Graph) -> Iterator[None]:
+    """Name the file in errors about invalid values of `graph`, if it is mapped from files."""
     try:
         yield
     except InvalidGraph as error:

@@ -19,8 +19,9 @@ from torch import Tensor
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.registrations import copy_into
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
-from gcnzc.kernels.gather.gpu import default_programs, gather_rows
+from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
+from gcnzc.kernels.gpu_launch import default_programs
 from gcnzc.system import nvml
 from gcnzc.system.progress import ProgressCallback
 from gcnzc.tune.search import interleave, medians

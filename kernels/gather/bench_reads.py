@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gcnzc.kernels.gather.gpu import VECTORS, WARPS, default_programs, on_device
+from gcnzc.kernels.gather.gpu import VECTORS, WARPS
 from gcnzc.kernels.gather.lanes import VECTOR_BYTES
+from gcnzc.kernels.gpu_launch import default_programs, on_device
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Gather rows on a GPU, from its own memory or over the PCIe bus from page-locked host memory.
 
-A load of a warp becomes one bus request for each 128 B line that it touches, so lanes are assigned
-to rows as in `gcnzc.kernels.gather.lanes`: the layout `shifted` requests no line twice, whatever
-the alignment of rows. It loads whole 16 B vectors, even if a row begins or ends within one; the
-bytes before and after the row are in the same 16 B, hence on the same page, and are masked when the
-row is stored.
+A load of a warp becomes at least one bus request for each 128 B line that it touches, so lanes are
+assigned to rows as in `gcnzc.kernels.gather.lanes`: the layout `shifted` requests no line of a row
+twice, whatever the alignment of rows. It loads whole 16 B vectors, even if a row begins or ends
+within one; the bytes before and after the row are in the same 16 B, hence on the same page, and are
+masked when the row is stored.
 
 The kernel is persistent: a few programs loop over the rows, each with several loads in flight. They
 are expected to saturate the bus (not measured; `gcnzc check --tune` does), and leave registers to
@@ -13,10 +13,8 @@ the kernels of the model that run concurrently.
 Notation: N rows in the table, D columns, B gathered rows.
 """
 
-import contextlib
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -33,14 +31,10 @@ from gcnzc.kernels.gather.lanes import (
     Layout,
     assign_lanes,
 )
+from gcnzc.kernels.gpu_launch import default_programs, on_device
 
 WARPS = 8
 VECTORS = 4  # vectors in flight per lane; with 8 warps a program has 16 KiB in flight
-
-# CUDA does not specify on which multiprocessor a program runs; usually it is an idle one, so that
-# up to this many multiprocessors run one program each. The default is not measured: `gcnzc check
-# --tune` measures the best number for a machine.
-DEFAULT_PROGRAMS = 32
 
 # exponent bits of codes; 0 for integers
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
@@ -92,7 +86,7 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
     if EXPONENT_BITS == 5:
         # e5m2 is the upper half of a float16
         return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    # e4m3fn: the bits of a float16 whose exponent is 8 too low, also below the normal numbers
+    # e4m3fn: the bits of a float16 whose exponent is 8 too low, subnormal numbers included
     half = ((bits & 0x7F) << 7) | (bits & -32768)
     values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
@@ -111,18 +105,18 @@ def _load_ids(
         i = tl.load(order + i, mask=row_mask, other=0)
     # int64 before the multiply: 2**31 elements is only 8 GB of float32
     i = i.to(tl.int64)
-    row = tl.load(ids + i, mask=row_mask, other=0).to(tl.int64)
+    row_id = tl.load(ids + i, mask=row_mask, other=0).to(tl.int64)
     if CHECK_IDS:
-        is_valid = (row >= 0) & (row < num_rows)
-        tl.store(invalid_position + tl.zeros_like(row), i, mask=row_mask & (is_valid == 0))
+        is_valid = (row_id >= 0) & (row_id < num_rows)
+        tl.store(invalid_position + tl.zeros_like(row_id), i, mask=row_mask & (is_valid == 0))
         row_mask = row_mask & is_valid
-    return i, row, row_mask
+    return i, row_id, row_mask
 
 
 @triton.jit
 def _cached_row_pointers(
     table, cached, slot, is_cached, line_offset,
-    VECTOR: tl.constexpr, SLOT_VECTORS: tl.constexpr, NUM_PEERS: tl.constexpr,
+    VECTOR_WORDS: tl.constexpr, SLOT_VECTORS: tl.constexpr, NUM_PEERS: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to the first vectors of cached rows, in this GPU's memory or in a peer's."""
     index = slot
@@ -134,19 +128,20 @@ def _cached_row_pointers(
         # Triton needs the alignment of the memories to load whole vectors
         memory = tl.multiple_of(memory, [16])
     # a copy has the same offset from a line as the row, so both use the same lanes
-    return memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR
+    return memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR_WORDS
 
 
 @triton.jit
-def _assign_vectors(load, lead, num_vectors, row_mask, WRAPPED: tl.constexpr):
+def _assign_vectors(load_index, lead, num_vectors, row_mask, WRAPPED: tl.constexpr):
     """Return the vector of a row that each lane loads, and the mask of lanes that load one.
 
-    `load` is the lane's number, counted over all passes. The first `lead` lanes are before the row.
+    `load_index` is the number of the lane's load, counted over all passes. The first `lead` lanes
+    are before the row.
     WRAPPED: these lanes load the row's last vectors; otherwise they are masked.
     """
-    vector = load - lead
+    vector = load_index - lead
     if WRAPPED:
-        mask = row_mask & (load < num_vectors)
+        mask = row_mask & (load_index < num_vectors)
         # `lead` may exceed the number of vectors of a short row
         vector = (vector % num_vectors + num_vectors) % num_vectors
     else:
@@ -155,7 +150,7 @@ def _assign_vectors(load, lead, num_vectors, row_mask, WRAPPED: tl.constexpr):
 
 
 # sizes and alignments that change between minibatches must not cause a recompilation; only the
-# table and the result are accessed as vectors
+# table, the cached rows and the result are accessed as vectors
 @triton.jit(
     do_not_specialize=[
         "ids",
@@ -186,10 +181,10 @@ def _gather_rows(
     ROW_BYTES: tl.constexpr,
     BASE_OFFSET: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    VECTOR_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     PASSES: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     LAYOUT: tl.constexpr,
     SLOT_VECTORS: tl.constexpr,
     NUM_PEERS: tl.constexpr,
@@ -201,15 +196,19 @@ def _gather_rows(
 ):
     """Gather rows of `table` into `out`, as words: elements of the dtype of `table`.
 
-    A program processes tiles of ROWS rows in a grid-stride loop. Each row is loaded by LANES lanes
-    in PASSES passes, one vector of VECTOR words per lane and pass, see `Lanes`.
+    A program processes tiles of TILE_ROWS rows in a grid-stride loop. Each row is loaded by LANES
+    lanes in PASSES passes, one vector of VECTOR_WORDS words per lane and pass, see `Lanes`.
 
     Sizes and modes are compile-time constants, so that Triton loads whole vectors and omits unused
     code. They are separate parameters, because Triton before 3.2 accepts no tuples. What follows
     from other parameters, such as the bytes of a word, is computed in the kernel.
 
+    A prefix such as "HAS_ORDER:" means that the argument is read only if the constant is set;
+    otherwise the host passes `ids`, since Triton needs a tensor. `constants` computes the constants
+    that are not listed.
+
     Args:
-        table: a multiple of 16 B; the first row begins BASE_OFFSET bytes after it.
+        table: aligned to 16 B; the first row begins BASE_OFFSET bytes after it.
         ids: (num_ids,) ids of the rows.
         order: HAS_ORDER: (num_ids,) positions in `ids`, in the order in which rows are read.
         out: the result, whose rows are OUT_STRIDE words apart.
@@ -222,37 +221,37 @@ def _gather_rows(
         num_ids: number of ids.
         num_rows: number of rows of the table.
         zero: 0, as an argument that the compiler cannot replace by a constant.
-        table_line_offset: bytes from the begin of a 128 B line to `table`. It changes with the
-            table's address, so it is no constant.
+        table_line_offset: bytes from the start of a 128 B line to `table`. It changes with the
+            table's address, so it is not a constant.
         EXPONENT_BITS: of float8 codes, which are passed as int8; 0 for other dtypes.
     """
     WORD_BYTES: tl.constexpr = table.dtype.element_ty.primitive_bitwidth // 8
-    VECTOR_BYTES: tl.constexpr = VECTOR * WORD_BYTES
-    ROW: tl.constexpr = ROW_BYTES // WORD_BYTES
+    LOAD_BYTES: tl.constexpr = VECTOR_WORDS * WORD_BYTES
+    ROW_WORDS: tl.constexpr = ROW_BYTES // WORD_BYTES
     # every row begins at a multiple of the vector size
-    ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % VECTOR_BYTES == 0
+    ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % LOAD_BYTES == 0
     # a shifted row that takes one pass begins on its first lane
     FROM_LINE: tl.constexpr = LAYOUT == "wrapped" or (LAYOUT == "shifted" and PASSES > 1)
-    tile_row = tl.arange(0, ROWS * LANES) // LANES
-    lane = tl.arange(0, ROWS * LANES) % LANES
-    vector_word = tl.arange(0, VECTOR)
-    grid_stride = tl.num_programs(0) * ROWS
-    for begin in range(tl.program_id(0) * ROWS, num_ids, grid_stride):
+    tile_row = tl.arange(0, TILE_ROWS * LANES) // LANES
+    lane = tl.arange(0, TILE_ROWS * LANES) % LANES
+    vector_word = tl.arange(0, VECTOR_WORDS)
+    grid_stride = tl.num_programs(0) * TILE_ROWS
+    for begin in range(tl.program_id(0) * TILE_ROWS, num_ids, grid_stride):
         i = begin + tile_row
         row_mask = i < num_ids
-        i, row, row_mask = _load_ids(
+        i, row_id, row_mask = _load_ids(
             ids, order, invalid_position, i, row_mask, num_rows, HAS_ORDER, CHECK_IDS
         )
         # 64-bit arithmetic for the addresses of rows, 32-bit within a row
-        start = BASE_OFFSET + row * STRIDE_BYTES
-        row_words = table + start // VECTOR_BYTES * VECTOR
-        # VECTOR_BYTES is a power of two, and `start` is not negative
-        misalignment = (start & (VECTOR_BYTES - 1)).to(tl.int32)
+        start = BASE_OFFSET + row_id * STRIDE_BYTES
+        row_words = table + start // LOAD_BYTES * VECTOR_WORDS
+        # LOAD_BYTES is a power of two, and `start` is not negative
+        misalignment = (start & (LOAD_BYTES - 1)).to(tl.int32)
         if ALIGNED:
             misalignment = tl.zeros_like(tile_row)
-        num_vectors = (misalignment + (ROW_BYTES + VECTOR_BYTES - 1)) // VECTOR_BYTES
-        # vectors from the begin of the 128 B line to the row's first vector
-        line_offset = ((table_line_offset + start) & 127).to(tl.int32) // VECTOR_BYTES
+        num_vectors = (misalignment + (ROW_BYTES + LOAD_BYTES - 1)) // LOAD_BYTES
+        # vectors from the start of the 128 B line to the row's first vector
+        line_offset = ((table_line_offset + start) & 127).to(tl.int32) // LOAD_BYTES
         lead = tl.zeros_like(tile_row)
         if FROM_LINE:
             lead = line_offset
@@ -260,19 +259,21 @@ def _gather_rows(
         skipped_words = misalignment // WORD_BYTES
         row_out = out + i * OUT_STRIDE
         if HAS_SCALES and SCALE_COLUMNS == 0:
-            row_scale = tl.load(scales + row, mask=row_mask, other=0)
+            row_scale = tl.load(scales + row_id, mask=row_mask, other=0)
         if SLOT_VECTORS > 0:
-            slot = tl.load(slots + row, mask=row_mask, other=-1)
+            slot = tl.load(slots + row_id, mask=row_mask, other=-1)
             is_cached = slot >= 0
             cached_row_words = _cached_row_pointers(
-                table, cached, slot, is_cached, line_offset, VECTOR, SLOT_VECTORS, NUM_PEERS
+                table, cached, slot, is_cached, line_offset, VECTOR_WORDS, SLOT_VECTORS, NUM_PEERS
             )
         for pass_index in range(PASSES):
-            load = pass_index * LANES + lane
-            vector, mask = _assign_vectors(load, lead, num_vectors, row_mask, LAYOUT == "wrapped")
+            load_index = pass_index * LANES + lane
+            vector, mask = _assign_vectors(
+                load_index, lead, num_vectors, row_mask, LAYOUT == "wrapped"
+            )
             # masked per vector, otherwise Triton would split the vectors
-            word = vector[:, None] * VECTOR + vector_word[None, :]
-            if VECTOR == 1:
+            word = vector[:, None] * VECTOR_WORDS + vector_word[None, :]
+            if VECTOR_WORDS == 1:
                 # If Triton knows that rows of the table or of the result are aligned, it assigns
                 # several adjacent words to each lane, and loads them one by one where the mask may
                 # differ: then each load touches all lines. A run-time zero hides the alignment.
@@ -287,8 +288,8 @@ def _gather_rows(
                 values = tl.load(words, mask=mask[:, None])
             column = word - skipped_words[:, None]
             store_mask = mask[:, None]
-            if not ALIGNED or ROW % VECTOR != 0:
-                store_mask = store_mask & (column >= 0) & (column < ROW)
+            if not ALIGNED or ROW_WORDS % VECTOR_WORDS != 0:
+                store_mask = store_mask & (column >= 0) & (column < ROW_WORDS)
             if HAS_SCALES:
                 if EXPONENT_BITS > 0:
                     values = _float8_values(values, EXPONENT_BITS)
@@ -326,7 +327,8 @@ def gather_rows(
         table: (N, D), each row contiguous; on the device of `ids`, or page-locked on the host.
         ids: (B,) int32 or int64 in [0, N); unless `checked`, an id out of range reads out of
             bounds.
-        out: (B, D), each row contiguous, on the device of `ids`, written; a new tensor if None.
+        out: (B, D) of `dtype` on the device of `ids`, each row contiguous, written; a new tensor
+            if None.
         layout: see `Lanes`. If None, that of `config`; if that is None, too, `pitched` if rows
             begin on lines, and otherwise `shifted`.
         dtype: of the result, to which elements are converted as by `Tensor.to`. If None, that of
@@ -348,8 +350,9 @@ def gather_rows(
         (B, D), computed on the current stream.
 
     Raises:
-        ValueError: the layout is `pitched`, and rows do not begin on lines; the device does not
-            support the conversion; or the layout does not support cached rows.
+        ValueError: the layout is `pitched`, and rows do not begin on lines; the layout does not
+            support cached rows; or `out` has another shape or dtype.
+        triton.CompilationError: the device does not support the conversion.
         IndexError: `checked`, and an id is outside [0, N).
     """
     if dtype is None:
@@ -357,6 +360,11 @@ def gather_rows(
         dtype = default_dtype if out is None else out.dtype
     shape = (ids.shape[0], table.shape[1])
     out = torch.empty(shape, dtype=dtype, device=ids.device) if out is None else out
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(
+            f"gather: out must be {shape} {dtype}, not {tuple(out.shape)} {out.dtype}\n\n"
+            "hint: omit it, or create it with torch.empty"
+        )
     if out.numel() == 0:
         return out
     converts = dtype != table.dtype or scales is not None
@@ -381,7 +389,7 @@ def gather_rows(
     if checked:
         invalid_position = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
     programs = programs or config.programs or default_programs(out.device)
-    num_programs = min(triton.cdiv(len(ids), _rows_per_program(lanes, config)), programs)
+    num_programs = min(triton.cdiv(len(ids), _rows_per_tile(lanes, config)), programs)
     slots, cached_words, slot_vectors, num_peers = ids, words, 0, 1
     if cached is not None and (cached.num_rows > 0 or cached.peers is not None):
         if layout not in ("shifted", "pitched"):
@@ -460,27 +468,15 @@ def constants(
         "ROW_BYTES": lanes.row_bytes,
         "BASE_OFFSET": base % VECTOR_BYTES,
         "OUT_STRIDE": out_stride,
-        "VECTOR": lanes.vector_bytes // word.itemsize,
+        "VECTOR_WORDS": lanes.vector_bytes // word.itemsize,
         "LANES": lanes.lanes,
         "PASSES": lanes.passes,
-        "ROWS": _rows_per_program(lanes, config),
+        "TILE_ROWS": _rows_per_tile(lanes, config),
         "LAYOUT": lanes.layout,
     }
 
 
-def default_programs(device: torch.device) -> int:
-    """Return the default number of programs on a device: at most two per multiprocessor."""
-    if device.type != "cuda":
-        return 2
-    return min(DEFAULT_PROGRAMS, 2 * _multiprocessors(device))
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _rows_per_program(lanes: Lanes, config: KernelConfig) -> int:
+def _rows_per_tile(lanes: Lanes, config: KernelConfig) -> int:
     return max(1, 32 * (config.warps or WARPS) * (config.vectors or VECTORS) // lanes.lanes)
 
 
@@ -490,8 +486,3 @@ def _word_dtype(lanes: Lanes, out: Tensor) -> torch.dtype:
     if out.shape[0] > 1:
         sizes.append(out.stride(0) * out.element_size())
     return next(_WORDS[n] for n in _WORDS if all(size % n == 0 for size in sizes))
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which kernels run on a tensor's device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -199,6 +199,24 @@ def test_two_engines_give_the_same_rows_as_a_plain_gather(kind, num_columns, cac
     assert all(torch.equal(found, want) for found, want in seen)
 
 
+@pytest.mark.parametrize("kind", ["codes", "columns", "float32"])
+def test_no_thread_waits_for_the_device_while_it_queues_a_batch(graph, kind, monkeypatch):
+    run = Run(graph, table_of(kind), 0.5, "eager")
+    transfer = Transfer(run.device, run.source, 0.5)
+    batch, want = run.batch(transfer, 30, 0)
+
+    def copy_to_host(tensor):
+        raise AssertionError("a copy to the host waits for all work of the stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "cpu", copy_to_host)
+        pending_batch = transfer.start(batch)
+    run.model(transfer, pending_batch, want)
+    transfer.close()
+    run.device.finish()
+    assert run.is_whole()
+
+
 def test_copied_rows_do_not_count_as_hits(graph):
     table = table_of("cached")
     run = Run(graph, table, 0.25, "eager").go()

@@ -7,7 +7,7 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample, Workspace, sample
-from gcnzc.sampling.neighbor import check_seeds, named_damage
+from gcnzc.sampling.neighbor import check_seeds, invalid_graph_errors
 from gcnzc.system.arguments import check_fanouts, check_seed
 
 
@@ -45,7 +45,7 @@ class PygSampler:
             ValueError: a seed is not a node.
         """
         workspace = self._idle.pop() if self._idle else Workspace()
-        with named_damage(self.graph):
+        with invalid_graph_errors(self.graph):
             subgraph = sample(
                 self.graph.indptr,
                 self.graph.indices,

@@ -151,7 +151,7 @@ def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
     ((grid, options),) = launched
     assert grid == (5,)
-    assert (options["num_warps"], options["ROWS"], options["LAYOUT"]) == (4, 8, "wrapped")
+    assert (options["num_warps"], options["TILE_ROWS"], options["LAYOUT"]) == (4, 8, "wrapped")
     # what is said beside it goes before it
     gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig("wrapped", programs=5))
     grid, options = launched[1]
@@ -257,6 +257,19 @@ def test_bytes_around_the_table_do_not_change_the_result(source, target, beside,
     table.copy_(torch.randint(-8, 8, (40, 3)))
     ids = torch.arange(40, device=device)
     assert torch.equal(gather_rows(table, ids, dtype=target), table.to(target))
+
+
+@pytest.mark.parametrize(
+    ("shape", "out_dtype", "dtype"),
+    [((4, 8), torch.float16, torch.float32), ((4, 8), torch.float32, torch.float16),
+     ((3, 8), torch.float32, None), ((4, 9), torch.float32, None)],
+)  # fmt: skip
+def test_a_result_of_another_shape_or_dtype_is_an_error(shape, out_dtype, dtype, device):
+    table, ids = torch.randn(6, 8, device=device), torch.arange(4, device=device)
+    out = torch.zeros(shape, dtype=out_dtype, device=device)
+    with pytest.raises(ValueError, match=r"out must be \(4, 8\)(.|\n)*hint: "):
+        gather_rows(table, ids, out, dtype=dtype)
+    assert not out.any()
 
 
 @pytest.mark.triton
