@@ -46,6 +46,7 @@ from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
 from gcnzc.kernels.gather.bench_reads import read_dense
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.kernels.gpu_launch import default_programs
 from gcnzc.tune import pcie_bench
 
 GIB = 1 << 30
@@ -100,7 +101,7 @@ class Bench:
         """Return tasks that bound a gather: dense reads by few and by many programs, and a copy."""
         source = memory[: max(self.scale.payload_bytes, LINE_BYTES)]
         out = torch.empty_like(source, device=self.device)
-        few = gpu.default_programs(self.device)
+        few = default_programs(self.device)
         return {
             "dense read": (len(source), lambda: read_dense(source, out)),
             "dense read, many programs": (

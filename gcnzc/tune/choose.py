@@ -28,8 +28,9 @@ from gcnzc.features.cache import DEFAULT_CACHED_SHARE, cache_bytes, num_rows_to_
 from gcnzc.features.pcie_traffic import choose_layout, table_traffic
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.gpu import DEFAULT_PROGRAMS, VECTORS, WARPS, KernelConfig
+from gcnzc.kernels.gather.gpu import VECTORS, WARPS, KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
+from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
 from gcnzc.loader.presampling import presample
 from gcnzc.loader.threads import default_threads
 from gcnzc.tune import pcie_bench, profiles
