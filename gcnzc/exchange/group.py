@@ -31,6 +31,7 @@ from gcnzc.exchange.requests import (
     AllGatherScalar,
     Caller,
     Compute,
+    Message,
     Receive,
     Request,
     Scratch,
@@ -322,7 +323,7 @@ class Group:
             return time.sleep(request.seconds)
         if isinstance(request, Start):
             if isinstance(request.request, Send | Receive):
-                return self._default_channel.start_message(request.request)
+                return self._start_message(request.request, request)
             channel = self._channels.get(request.channel) or self._execute(
                 lambda: self.channel(request.channel), request, self._default_channel.find_need
             )
@@ -333,10 +334,19 @@ class Group:
         if isinstance(request, Scratch):
             return torch.empty_like(request.values)
         if isinstance(request, Send | Receive):
-            work = self._default_channel.start_message(request)
+            work = self._start_message(request, request)
             return self._execute(work.result, request, work.find_need)
         return self._execute(
             lambda: self._default_channel.execute(request), request, self._default_channel.find_need
+        )
+
+    def _start_message(self, message: Message, request: Request) -> Any:
+        """Start a message; `request` is the message or its `Start`, for errors."""
+        return self._execute(
+            lambda: self._default_channel.start_message(message),
+            request,
+            lambda: None,
+            is_wait=False,
         )
 
     def _reject(self, request: Request) -> None:
@@ -352,15 +362,27 @@ class Group:
         )
 
     def _execute(
-        self, function: Callable[[], Any], request: Request, find_need: Callable[[], Need | None]
+        self,
+        function: Callable[[], Any],
+        request: Request,
+        find_need: Callable[[], Need | None],
+        *,
+        is_wait: bool = True,
     ) -> Any:
-        """Execute a request; if the network fails, raise an error that names the cause."""
+        """Execute a request; if the network fails, raise an error that names the cause.
+
+        Args:
+            function: executes it.
+            request: the request.
+            find_need: returns the request of a peer that it waits for.
+            is_wait: whether its time is one of `pop_request_intervals`.
+        """
         began = time.perf_counter()
         if self._stall_monitor is not None:
             self._stall_monitor.wait = CurrentWait(began, request, find_need)
         try:
             answer = function()
-            if self.world_size > 1:
+            if self.world_size > 1 and is_wait:
                 self.waits.append((began, time.perf_counter()))
             return answer
         except ConnectionBroken as error:

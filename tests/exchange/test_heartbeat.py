@@ -12,17 +12,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore, TCPStore
 
-from gcnzc.exchange import Group, Mean, WorkerLost, heartbeat, run
+from gcnzc.exchange import Group, Mean, Receive, Send, Start, WorkerLost, heartbeat, run
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
     StoreHost,
     describe_stopped_ranks,
 )
-from gcnzc.optim import Averaged, OneBitAdam
 
 # a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -229,32 +227,6 @@ def test_ranks_of_a_subgroup_are_reported_with_their_ranks_in_the_default_group(
     )
 
 
-def take_step(optimizer, parameter):
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-
-
-def test_the_steps_of_optimizers_are_counted_until_the_user_sets_the_status():
-    group, parameter = Group(store=HashStore()), nn.Parameter(torch.ones(2))
-    first = Averaged(torch.optim.SGD([parameter], lr=0.1), group)
-    for _ in range(3):
-        take_step(first, parameter)
-    assert (group.monitor.step, group.monitor.activity) == (3, "training")
-    # the steps of several optimizers are counted together
-    second = OneBitAdam([parameter], group=group)
-    take_step(second, parameter)
-    take_step(first, parameter)
-    assert group.monitor.step == 5
-    # a resumed optimizer continues to count
-    second.steps = 100
-    take_step(second, parameter)
-    assert group.monitor.step == 101
-    group.set_status(7, "epoch 2")
-    take_step(first, parameter)
-    assert (group.monitor.step, group.monitor.activity) == (7, "epoch 2")
-    group.close()
-
-
 def ask(request):
     return (yield request)
 
@@ -276,6 +248,21 @@ def test_an_error_names_the_step_if_it_is_known(num_steps, message, monkeypatch)
     with pytest.raises(WorkerLost, match=message):
         run(ask(Mean(torch.ones(1))), group)
     group.close()
+
+
+def test_a_message_that_cannot_be_started_is_a_lost_worker(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(dist, "isend", fail)
+    monkeypatch.setattr(dist, "irecv", fail)
+    for request in (Send(torch.ones(1), 1), Receive(torch.ones(1), 1)):
+        for program in (ask(request), ask(Start(request))):
+            group = Group(0, 2, "gloo", HashStore())
+            with pytest.raises(WorkerLost, match=r"rank 0 waited .*rank 1 never connected"):
+                run(program, group)
+            group.close()
 
 
 def test_a_rank_without_a_step_is_reported_without_one():

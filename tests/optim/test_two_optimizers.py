@@ -8,9 +8,10 @@ from optim.kinds import KINDS
 from optim.test_device_reads import drive
 from processes import results
 from torch import nn
+from torch.distributed import HashStore
 
 from gcnzc.exchange import Group, RequestMismatch, init_group, lockstep
-from gcnzc.optim import Averaged
+from gcnzc.optim import Averaged, OneBitAdam
 
 STEPS, SWAPPED = 12, 3
 NAMES = ("averaged", "onebit-adam", "zero-one-adam", "local-sgd", "streaming-diloco", "co2")
@@ -140,3 +141,29 @@ def swapped_steps(name, count):
         group = Group(rank, 2)
         found.append(steps(rank, [(model, KINDS[name](model, group)) for model in models]))
     return found
+
+
+def take_step(optimizer, parameter):
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+
+
+def test_the_steps_of_optimizers_are_counted_until_the_user_sets_the_status():
+    group, parameter = Group(store=HashStore()), nn.Parameter(torch.ones(2))
+    first = Averaged(torch.optim.SGD([parameter], lr=0.1), group)
+    for _ in range(3):
+        take_step(first, parameter)
+    assert (group.monitor.step, group.monitor.activity) == (3, "training")
+    # the steps of several optimizers are counted together
+    second = OneBitAdam([parameter], group=group)
+    take_step(second, parameter)
+    take_step(first, parameter)
+    assert group.monitor.step == 5
+    # a resumed optimizer continues to count
+    second.steps = 100
+    take_step(second, parameter)
+    assert group.monitor.step == 101
+    group.set_status(7, "epoch 2")
+    take_step(first, parameter)
+    assert (group.monitor.step, group.monitor.activity) == (7, "epoch 2")
+    group.close()
