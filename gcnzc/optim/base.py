@@ -116,7 +116,8 @@ class DistributedOptimizer(Optimizer):
         self.comparison, self.checksums = Comparison(), Checksums()
         self.option_text = OptionText()
         self.initial_requires_grad: list[bool] = []
-        """`requires_grad` of all parameters when their positions in the vectors were determined"""
+        """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates
+        it when all ranks have changed the same parameters"""
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead"""
         self.skip_reason = ""
