@@ -2,15 +2,13 @@
 
 Its memory is the host's. Work that is queued is kept with the addresses of its tensors and not with
 the tensors, as on a GPU; whatever is still queued when memory is used again then reads or writes
-what is now another's. A schedule says which stream goes on, where several may. Any one call that
-waits for, records or asks about an event can be left out, by the lines that lead to it.
+what is now another's. A schedule says which stream goes on, where several may.
 """
 
 import ctypes
 import itertools
 import mmap
 import random
-import sys
 import threading
 import weakref
 
@@ -25,19 +23,16 @@ class Device:
     Args:
         schedule: "eager" does work when it is queued, "lazy" when somebody waits for it;
             "not NAME" is eager but for the stream NAME; a number is the seed of a random choice.
-        without: the call to leave out: lines of transfer.py that lead to it, and the stream that is
-            recorded, waited for or asked about.
     """
 
     # not where the host's tensors are, by name
     device = torch.device("cpu", 0)
 
-    def __init__(self, schedule="eager", without=None):
-        self.schedule, self.without = schedule, without
+    def __init__(self, schedule="eager"):
+        self.schedule = schedule
         self.random = random.Random(schedule)
         self.lock = threading.RLock()
         self.streams = []
-        self.calls = set()  # that could be left out
         self.regions = []  # all memory, which is never given back
         self.faults = []  # what work ran into that found other memory than it was given
         self.own = self.new(name="model")
@@ -72,22 +67,6 @@ class Device:
         self.regions.append(region)
         memory = torch.frombuffer(region, dtype=torch.uint8)[:num_bytes].fill_(POISON)
         return at(memory.data_ptr(), memory)
-
-    def is_left_out(self, stream):
-        """Whether the call of the code under test, about this stream, is left out."""
-        lines, frame = [], sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename.endswith("/transfer.py"):
-                lines.append(frame.f_lineno)
-                # of what only waits for many, who called it
-                if not frame.f_code.co_name.startswith("_wait"):
-                    break
-            frame = frame.f_back
-        if not lines:
-            return False
-        call = (*lines, stream.name)
-        self.calls.add(call)
-        return call == self.without
 
     def go_on(self):
         """Do what the schedule lets be done now."""
@@ -129,20 +108,13 @@ class Stream:
 
     def record(self):
         event = Event(self)
-        if self.device.is_left_out(self):
-            event.past = True
-        else:
-            self.queue(event)
-        return event
-
-    def timed_event(self):
-        event = Event(self)
         self.queue(event)
         return event
 
+    timed_event = record
+
     def wait(self, event):
-        if not self.device.is_left_out(event.stream):
-            self.queue(Wait(event))
+        self.queue(Wait(event))
 
     def is_able(self):
         return bool(self.items) and not (
@@ -172,14 +144,10 @@ class Event:
         self.stream, self.past, self.tick = stream, False, next(Event.ticks)
 
     def is_done(self):
-        if self.stream.device.is_left_out(self.stream):
-            return True
         self.stream.device.go_on()
         return self.past
 
     def synchronize(self):
-        if self.stream.device.is_left_out(self.stream):
-            return
         with self.stream.device.lock:
             while not self.past:
                 self.force()

@@ -9,10 +9,10 @@ host while the GPU reads the others, and the copy stream copies them and dequant
 Each tensor of a batch has memory from a pool, to which it returns when the last reference to the
 tensor and its views is dropped. The "reader" of a batch is the stream that was current when the
 batch was yielded, on which the model reads it. These are all the dependencies between streams; a
-test removes each of them in turn:
+happens-before checker finds each of them that is removed:
 
     operation                          waits for
-    any operation                      work on the current stream when the epoch began
+    a copy                             work on the current stream when the epoch began
     a write into reused memory         work that was queued on its last reader
     the gather                         the copy of the ids
     work of the model on a batch       the work of both streams on the batch
@@ -80,9 +80,8 @@ class Transfer:
 
     def order_after_current_stream(self) -> None:
         """Order later batches after the work on the current stream, such as a copy of the table."""
-        queued = self._streams.current().record()
-        for stream in (self._copy_stream, self._gather_stream):
-            stream.wait(queued)
+        # each gather waits for the copy of its ids
+        self._copy_stream.wait(self._streams.current().record())
 
     def start(self, batch: Batch) -> "PendingBatch":
         """Queue the copies of a batch and the gather of its features, without waiting for them.
@@ -119,8 +118,7 @@ class Transfer:
         finally:
             # after an exception, copies that are already queued still read the host's memory
             copied = self._copy_stream.record()
-            with self._lock:
-                self._pending.append((copied, [source for _, source in copies]))
+            self._pending.append((copied, [source for _, source in copies]))
         if rows is None:
             return PendingBatch(result, memory, [copied])
         result.x = rows.x

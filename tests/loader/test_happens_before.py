@@ -1,0 +1,106 @@
+"""Random programs of Transfer, Loader and the feature cache, under a happens-before checker.
+
+It finds accesses that no event, stream order, lock or queue puts in order, whatever order they were
+executed in; see `transfer_programs`, `checked_device` and `happens_before`.
+"""
+
+from functools import cache
+
+import pytest
+from mutants import find_calls, without_call
+from transfer_programs import LoaderProgram, TransferProgram, replaced, replaced_threads, run
+
+from gcnzc.loader import transfer
+
+# of each kind: what `make test` runs, and the slow test
+NUM_SCHEDULES = {TransferProgram: 400, LoaderProgram: 100}
+MANY_SCHEDULES = {TransferProgram: 7000, LoaderProgram: 3000}
+# runs without a call, one of which must be found; two threads meet in few of them
+NUM_ATTEMPTS = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    with replaced_threads():
+        yield
+
+
+def run_all(kind, seeds):
+    """Run programs, which have no race; return the seeds of those that make each call."""
+    seeds_by_call = {}
+    for seed in seeds:
+        device = run(kind, seed).device
+        assert not device.races, f"{kind.__name__} {seed}: {device.races[0]}"
+        for call in device.calls:
+            seeds_by_call.setdefault(call, []).append(seed)
+    return seeds_by_call
+
+
+@cache
+def run_some(kind):
+    return run_all(kind, range(NUM_SCHEDULES[kind]))
+
+
+@pytest.mark.parametrize("kind", NUM_SCHEDULES)
+def test_all_accesses_are_ordered_in_random_schedules(kind):
+    run_some(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MANY_SCHEDULES)
+def test_all_accesses_are_ordered_in_ten_thousand_schedules(kind):
+    run_all(kind, range(MANY_SCHEDULES[kind]))
+
+
+def is_found(kind, seed, call=None):
+    """Whether a run has a race, or fails, as where a lock is left out."""
+    program = run(kind, seed, call, may_fail=True)
+    if call is not None and call[0] != "lock":
+        return bool(program.device.races)
+    return bool(program.device.races) or program.error is not None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_leaving_out_any_call_that_orders_accesses_is_found():
+    calls = run_some(TransferProgram).keys() | run_some(LoaderProgram).keys()
+    assert {call[0] for call in calls} >= {
+        "record",
+        "wait",
+        "query",
+        "synchronize",
+        "append",
+        "lock",
+    }
+    for call in sorted(calls):
+        assert any(
+            is_found(kind, seed, call)
+            for kind in NUM_SCHEDULES
+            for seed in run_some(kind).get(call, [])[:NUM_ATTEMPTS]
+        ), f"nothing is found without {call}"
+
+
+# what statements call that order accesses, or that keep what is accessed or by whom
+ORDERING = ("wait", "_wait", "synchronize", "close", "readers.append", "writers.append")
+ORDERING += ("copies.append", "_pending.append")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ORDERING)
+def test_leaving_out_any_statement_that_orders_accesses_is_found(name):
+    lines = find_calls(transfer, name)
+    assert lines
+    for line in lines:
+        names = without_call(transfer, line)
+        with replaced((transfer, "Transfer", names["Transfer"])):
+            found = any(is_found(TransferProgram, seed) for seed in range(NUM_ATTEMPTS))
+        assert found, f"nothing is found without line {line} of transfer.py"
+
+
+@pytest.mark.parametrize("kind", NUM_SCHEDULES)
+def test_a_seed_reproduces_its_schedule(kind):
+    def trace(seed):
+        program = run(kind, seed)
+        return [actor.clock for actor in program.device.checker.actors]
+
+    for seed in range(10):
+        assert trace(seed) == trace(seed)
