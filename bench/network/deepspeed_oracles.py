@@ -150,8 +150,8 @@ class RefedPaddedSignReducer(PaddedSignReducer):
 class OneBitAdamDeepSpeed(OneBitAdam):
     """1-bit Adam without bias correction, whose sums are rounded in DeepSpeed's order."""
 
-    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        _average(self, part, values, with_variance)
+    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
+        _update_moments(self, part, values, with_variance)
 
     def _move(
         self,
@@ -171,11 +171,13 @@ class OneBitAdamDeepSpeed(OneBitAdam):
 class OneBitLambDeepSpeed(OneBitLamb):
     """1-bit LAMB without bias correction, whose sums are rounded in DeepSpeed's order."""
 
-    def _average(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        _average(self, part, values, with_variance)
+    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
+        _update_moments(self, part, values, with_variance)
 
 
-def _average(optimizer: OneBitAdam, part: GroupSlice, values: Tensor, with_variance: bool) -> None:
+def _update_moments(
+    optimizer: OneBitAdam, part: GroupSlice, values: Tensor, with_variance: bool
+) -> None:
     here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
     gradient = values[here]
     optimizer.vectors["momentum"][here].mul_(beta1).add_(gradient, alpha=1 - beta1)
