@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.clocks import gpu_state
 from gcnzc.tune.search import interleave
 
 RESULTS = Path(__file__).parent / "results"
@@ -89,24 +91,45 @@ def record(
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, versions and commit; without git, GCNZC_COMMIT has the commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    """Describe the machine, versions and commit; without git, GCNZC_COMMIT has the commit.
+
+    With a GPU, `gpu_state` has its clocks, temperature, power and PCIe link.
+    """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": os.environ.get("GCNZC_COMMIT", commit),
+        "commit": os.environ.get("GCNZC_COMMIT") or _commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": _driver() if torch.cuda.is_available() else "none",
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
+        **_gpu_state(),
     } | {name: _version(name) for name in PACKAGES}
+
+
+@cache
+def _commit() -> str:
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+
+
+def _gpu_state() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # many lines may be recorded in a second
+    return {"gpu_state": _gpu_state_at(str(getattr(properties, "uuid", "")), int(time.monotonic()))}
+
+
+@lru_cache(1)
+def _gpu_state_at(uuid: str, second: int) -> dict[str, float | None]:
+    return gpu_state(uuid)
 
 
 def _driver() -> str:

@@ -27,10 +27,10 @@ extern "C" __global__ void bulk(
     asm volatile("fence.mbarrier_init.release.cluster;");
     asm volatile("fence.proxy.async.shared::cta;");
     long long step = gridDim.x, first = blockIdx.x;
-    auto load = [&](long long turn) {
-        long long i = first + turn * step;
+    auto load = [&](long long round) {
+        long long i = first + round * step;
         if (i >= num_ids) return;
-        int s = turn % STAGES;
+        int s = round % STAGES;
         unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
         unsigned to = (unsigned)__cvta_generic_to_shared(rows + s * pitch);
         const char* from = table + ids[i] * (long long)row_bytes;
@@ -41,21 +41,21 @@ extern "C" __global__ void bulk(
             " [%0], [%1], %2, [%3];"
             :: "r"(to), "l"(from), "r"(row_bytes), "r"(bar) : "memory");
     };
-    for (int turn = 0; turn < STAGES - 1; turn++) load(turn);
-    for (long long turn = 0; first + turn * step < num_ids; turn++) {
+    for (int round = 0; round < STAGES - 1; round++) load(round);
+    for (long long round = 0; first + round * step < num_ids; round++) {
         // the next load overwrites the stage whose row was stored in the previous iteration
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        load(turn + STAGES - 1);
-        int s = turn % STAGES;
+        load(round + STAGES - 1);
+        int s = round % STAGES;
         unsigned bar = (unsigned)__cvta_generic_to_shared(&arrived[s]);
-        unsigned phase = (turn / STAGES) & 1, done = 0;
+        unsigned phase = (round / STAGES) & 1, done = 0;
         while (!done) {
             asm volatile(
                 "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
                 " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
         }
         unsigned from = (unsigned)__cvta_generic_to_shared(rows + s * pitch);
-        char* to = out + (first + turn * step) * (long long)row_bytes;
+        char* to = out + (first + round * step) * (long long)row_bytes;
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
             :: "l"(to), "r"(from), "r"(row_bytes) : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -77,8 +77,6 @@ def bulk_gather(table: Tensor, ids: Tensor, out: Tensor, *, blocks: int = 0) -> 
     Raises:
         RuntimeError: the device does not support bulk copies, or rejects these.
     """
-    if ids.device.type != "cuda":
-        raise RuntimeError("no CUDA device here, so no bulk copies")
     if torch.cuda.get_device_capability(ids.device) < (9, 0):
         raise RuntimeError("bulk copies need a GPU of compute capability 9.0")
     row_bytes = table.shape[1] * table.element_size()

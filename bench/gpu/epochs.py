@@ -1,14 +1,15 @@
-"""Measure epochs on a GPU: alternatives, and each stage of ours, on shapes of public datasets.
+"""Measure epochs of training on a GPU with different methods of loading, and their stages.
 
-Parts of `bench/gpu/suite.py`, which runs them. The graphs are made up, with the numbers of nodes,
-edges, columns and training nodes of ogbn-products and ogbn-papers100M and degrees that are as
-uneven; the features are bytes of no meaning, since times do not depend on them. Every way trains on
-the same minibatches, drawn by as many threads, and takes turns with the others; a round is some
-minibatches of an epoch, and an epoch's seconds are the median round's times its number of
-minibatches.
+These are parts of `bench/gpu/suite.py`. The graphs are generated with the numbers of nodes, edges,
+columns and training nodes of ogbn-products and ogbn-papers100M, and with power-law degrees. The
+features are random bytes, because times do not depend on them. All methods train on the same
+minibatches with the same number of loading threads. They alternate: a round is some minibatches of
+an epoch with each method. The seconds of an epoch are the median time of a minibatch times their
+number.
 
-An epoch cannot be shorter than the longest of its parts alone: `sampling`, `transfer` (zero-copy,
-with no model) and `compute` (the model on a minibatch that is there), measured in the same rounds.
+An epoch takes at least as long as the slowest of three stages, which are measured in the same
+rounds: `sampling`; `transfer`, zero-copy without a model; and `compute`, the model on a minibatch
+that is on the GPU.
 """
 
 import statistics
@@ -40,14 +41,14 @@ from gcnzc.train.tracing import overlap_share
 from gcnzc.tune import pcie_bench
 
 CLASSES = 47
-HOT_SHARE = 0.2
+CACHED_SHARE = 0.2
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 ROW_BYTES = (400, 512, 2408)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a public set, and how much of an epoch is run."""
+    """The numbers of a public dataset, and how many of its minibatches are measured."""
 
     name: str
     num_nodes: int
@@ -68,7 +69,7 @@ SMALL = (Shape("small", 900, 9000, 12, 600, 2, 1, batch_size=20, fanouts=(3, 2),
 
 
 class Bench(Protocol):
-    """What these parts need of `bench/gpu/suite.py`."""
+    """The part of `bench.gpu.suite.Bench` that this module uses."""
 
     where: pcie_bench.Gpu
     device: torch.device
@@ -105,7 +106,7 @@ def graph_of(shape: Shape) -> gcnzc.Graph:
 
 
 class Work:
-    """A model that trains on a shape's minibatches, brought in one of many ways."""
+    """A model, and the minibatches of a shape on which it trains."""
 
     def __init__(self, bench: Bench, shape: Shape, graph: gcnzc.Graph, model: str) -> None:
         torch.manual_seed(0)
@@ -120,7 +121,7 @@ class Work:
         self.labels = torch.arange(shape.num_nodes, dtype=torch.int32).remainder_(CLASSES).long()
 
     def loader(self, table: FeatureTable | None, **options: Any) -> Loader:
-        """Return a loader of the minibatches, from the first on."""
+        """Return a loader of the minibatches."""
         shape = self.shape
         return Loader(
             self.graph,
@@ -130,7 +131,7 @@ class Work:
             shape.batch_size,
             labels=self.labels,
             device=self.device,
-            **{"threads": threads_of(self.device)} | options,
+            **{"threads": num_threads()} | options,
         )
 
     def step(self, batch: Batch, x: Tensor) -> None:
@@ -142,20 +143,20 @@ class Work:
         self.optimizer.step()
 
 
-def threads_of(device: torch.device) -> int:
-    """Return the number of loading threads: two less than the cores, up to 12; 1 without a GPU."""
-    return max(1, min(12, torch.get_num_threads() - 2)) if device.type == "cuda" else 1
+def num_threads() -> int:
+    """Return the number of loading threads: two less than the cores, up to 12."""
+    return max(1, min(12, torch.get_num_threads() - 2))
 
 
-class Way:
-    """Minibatches without end, and what is done with each."""
+class Method:
+    """Minibatches without end, and the function that is called with each."""
 
     def __init__(self, source: Loader | Batch, step: Callable[[Batch], object]) -> None:
         self.step = step
         if isinstance(source, Batch):
             self.ahead, self.batches = 1, repeat(source)
         else:
-            # what was made ahead in the time of others is taken before the clock starts
+            # minibatches that were prefetched while other methods were measured are not timed
             self.ahead = source.ahead + source.threads
             self.batches = chain.from_iterable(repeat(source))
 
@@ -163,24 +164,18 @@ class Way:
         """Measure the seconds per minibatch over a number of minibatches."""
         for batch in islice(self.batches, self.ahead):
             self.step(batch)
-        wait(bench)
+        torch.cuda.synchronize()
         began_s = time.perf_counter()
         for batch in islice(self.batches, number):
             self.step(batch)
-        wait(bench)
+        torch.cuda.synchronize()
         return (time.perf_counter() - began_s) / number
 
 
-def wait(bench: Bench) -> None:
-    """Wait until the GPU has finished."""
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def ways_of(
+def methods_of(
     bench: Bench, work: Work, tables: dict[str, FeatureTable], shares: tuple[float, ...]
-) -> dict[str, Way]:
-    """Return the compared ways of training, by name."""
+) -> dict[str, Method]:
+    """Return the methods that are compared, by name."""
     exact = tables["float32"]
 
     def train(batch: Batch) -> None:
@@ -191,42 +186,49 @@ def ways_of(
         pass
 
     def index(batch: Batch) -> None:
-        # as in most training loops: the features are picked and sent when the batch is there
+        # as in most training loops: features are indexed and copied when they are needed
         work.step(batch, exact.rows[batch.nodes.cpu()].to(work.device))
 
     def block(batch: Batch) -> None:
         x = exact.gather(batch.nodes)
-        wait(bench)
+        torch.cuda.synchronize()
         work.step(batch, x)
 
-    def copied(name: str, share: float) -> Way:
-        return Way(work.loader(tables[name], copied_share=share), train)
+    def copied(name: str, share: float) -> Method:
+        return Method(work.loader(tables[name], copied_share=share), train)
 
-    [kept] = islice(work.loader(exact), 1)
-    ways = {
-        "sampling": Way(work.loader(None), nothing),
-        "transfer": Way(work.loader(exact), nothing),
-        "compute": Way(kept, train),
-        "CPU index, pageable copy": Way(work.loader(None), index),
+    [resident] = islice(work.loader(exact), 1)
+    methods = {
+        "sampling": Method(work.loader(None), nothing),
+        "transfer": Method(work.loader(exact), nothing),
+        "compute": Method(resident, train),
+        "CPU index, pageable copy": Method(work.loader(None), index),
         "CPU gather, page-locked copy": copied("float32", 1.0),
         "CPU gather, page-locked copy, float16": copied("float16", 1.0),
-        "zero-copy, blocking": Way(work.loader(None), block),
+        "zero-copy, blocking": Method(work.loader(None), block),
         "zero-copy": copied("float32", 0.0),
         "zero-copy, float16": copied("float16", 0.0),
         "zero-copy, int8": copied("int8", 0.0),
-        f"zero-copy, {HOT_SHARE:.0%} hot": copied("hot", 0.0),
+        f"zero-copy, {CACHED_SHARE:.0%} cached": copied("cached", 0.0),
     }
     for share in shares:
-        ways[f"two engines, {share:.0%} by the copy engine"] = copied("float32", share)
+        methods[f"two engines, {share:.0%} by the copy engine"] = copied("float32", share)
     if "device" in tables:
-        ways["all features on the GPU"] = copied("device", 0.0)
-    return ways
+        methods["all features on the GPU"] = copied("device", 0.0)
+    return methods
 
 
 def tables_of(
     bench: Bench, work: Work, memory: Tensor, *, fits: bool
 ) -> Iterator[tuple[str, FeatureTable]]:
-    """Return tables of each kind in the same memory."""
+    """Yield tables of each dtype in the same memory, one with a cache, and one on the GPU.
+
+    Args:
+        bench: see `Bench`.
+        work: the model and its minibatches.
+        memory: page-locked, for float32 rows of all nodes.
+        fits: whether the GPU has memory for all features.
+    """
     shape = work.shape
     size = shape.num_nodes * shape.num_columns
 
@@ -238,46 +240,46 @@ def tables_of(
     yield "float32", exact
     yield "float16", FeatureTable(rows(torch.float16))
     yield "int8", FeatureTable(rows(torch.int8), torch.full((shape.num_nodes,), 0.01))
-    # rows are ranked by how often they are sources, not by the weights that sources were drawn by
+    # rows are ranked by how often they are sources
     popularity = torch.bincount(work.graph.indices[: 1 << 27].long(), minlength=shape.num_nodes)
-    yield "hot", cached(exact, HOT_SHARE, popularity, device=bench.device)
+    yield "cached", cached(exact, CACHED_SHARE, popularity, device=bench.device)
     if fits:
         yield "device", exact.to(bench.device)
 
 
 def measure_epochs(bench: Bench, locked: Callable[..., Any], shapes: tuple[Shape, ...]) -> None:
-    """Measure every way on every shape, for GraphSAGE and GAT.
+    """Measure all methods on all shapes, for GraphSAGE and GAT.
 
     Args:
-        bench: where.
+        bench: see `Bench`.
         locked: `random_bytes` of bench/gpu/suite.py.
-        shapes: to run.
+        shapes: shapes of the graphs.
     """
     for shape in shapes:
         graph = graph_of(shape)
         with locked(shape.num_nodes * shape.num_columns * 4) as memory:
             for model in ("SAGE", "GAT"):
                 work = Work(bench, shape, graph, model)
-                # the larger table is what a GPU has no room for
+                # the features of the larger graph do not fit into the memory of most GPUs
                 tables = dict(tables_of(bench, work, memory, fits=shape is not PAPERS))
-                ways = ways_of(bench, work, tables, (0.2, 0.4))
-                found: dict[str, list[float]] = {name: [] for name in ways}
-                for turn in range(shape.rounds + 1):
-                    for name, way in ways.items():
-                        seconds = way.seconds(bench, shape.batches)
-                        # the first round compiles, and fills the pools
-                        if turn:
+                methods = methods_of(bench, work, tables, (0.2, 0.4))
+                found: dict[str, list[float]] = {name: [] for name in methods}
+                for round_index in range(shape.rounds + 1):
+                    for name, method in methods.items():
+                        seconds = method.seconds(bench, shape.batches)
+                        # the first round compiles kernels and allocates memory
+                        if round_index > 0:
                             found[name].append(seconds)
                 record_epochs(bench, work, model, found)
-                del ways, tables, work
+                del methods, tables, work
 
 
 def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[float]]) -> None:
-    """Record one line for each way, relative to its longest stage and to the alternatives."""
+    """Record one line for each method, with its time relative to the slowest stage and others."""
     shape, batches = work.shape, -(-work.shape.num_seeds // work.shape.batch_size)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     longest = max(medians[name] for name in ("sampling", "transfer", "compute"))
-    usual = medians["CPU index, pageable copy"]
+    baseline = medians["CPU index, pageable copy"]
     case: dict[str, object] = {
         "shape": shape.name,
         "num_nodes": shape.num_nodes,
@@ -285,18 +287,18 @@ def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[fl
         "num_columns": shape.num_columns,
         "model": model,
         "fanouts": list(shape.fanouts),
-        "threads": threads_of(work.device),
+        "threads": num_threads(),
         "batches": shape.batches,
     }
     for name, seconds in medians.items():
         bench.record(
             "epoch",
-            {"way": name} | case,
+            {"method": name} | case,
             batch_s=seconds,
             spread_s=max(found[name]) - min(found[name]),
             epoch_s=seconds * batches,
             times_longest_part=seconds / longest,
-            faster_than_cpu_index=usual / seconds,
+            faster_than_cpu_index=baseline / seconds,
             share_of_all_on_gpu=(
                 medians["all features on the GPU"] / seconds
                 if "all features on the GPU" in medians
@@ -326,11 +328,11 @@ def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> N
                     stages.extend([*batch.stages, Stage("compute", "model", begin, now())])
                     spans.extend(batch.spans)
 
-                way = Way(work.loader(table, ahead=ahead, priority=priority), step)
-                way.seconds(bench, 1)
+                method = Method(work.loader(table, ahead=ahead, priority=priority), step)
+                method.seconds(bench, 1)
                 stages.clear()
                 spans.clear()
-                batch_s = way.seconds(bench, shape.batches)
+                batch_s = method.seconds(bench, shape.batches)
                 spans += [stage.span() for stage in stages]
                 bench.record(
                     "overlap",
@@ -352,26 +354,24 @@ def measure_two_engines(
     """Measure bytes per second of simultaneous reads and copies, by copied share.
 
     Args:
-        bench: where.
+        bench: see `Bench`.
         memory: page-locked memory for the table.
         bounds: `Bench.bounds` of bench/gpu/suite.py: dense reads, and a copy by the copy engine.
         payload_bytes: bytes of the rows of one minibatch.
         batches: minibatches of a round.
     """
-    if bench.device.type != "cuda":
-        return
     rates = pcie_bench.measure_rates(bounds(memory), bench.where.seconds, 5)
     for row_bytes in ROW_BYTES:
         table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
         table = FeatureTable(table.rows.view(torch.float32))
         num_ids = max(1, payload_bytes // row_bytes)
-        drawn = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
+        sampled = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
         for threads in (1, 4, 12):
             for share in SHARES:
                 transfer = Transfer(
                     CudaStreams(bench.device), table, share, max_pending=threads + 2
                 )
-                with sending(transfer, drawn, threads) as send:
+                with started_batches(transfer, sampled, threads) as send:
                     send(batches // 2)
                     torch.cuda.synchronize()
                     began_s = time.perf_counter()
@@ -389,21 +389,21 @@ def measure_two_engines(
 
 
 @contextmanager
-def sending(
-    transfer: Transfer, drawn: list[Tensor], threads: int
+def started_batches(
+    transfer: Transfer, sampled: list[Tensor], threads: int
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that copies a number of batches, started by several threads."""
 
     def batch(number: int) -> Batch:
-        ids = transfer.host.empty(drawn[0].shape, torch.int64)
-        ids.copy_(drawn[number % len(drawn)])
+        ids = transfer.host.empty(sampled[0].shape, torch.int64)
+        ids.copy_(sampled[number % len(sampled)])
         return Batch(ids, ids[:0], ())
 
     with ThreadPoolExecutor(threads) as executor:
 
         def send(number: int) -> None:
-            for sent in executor.map(lambda n: transfer.start(batch(n)), range(number)):
-                transfer.wait(sent)
+            for pending in executor.map(lambda n: transfer.start(batch(n)), range(number)):
+                transfer.wait(pending)
 
         transfer.order_after_current_stream()
         yield send
@@ -416,7 +416,9 @@ def parts(locked: Callable[..., Any], *, small: bool) -> dict[str, Callable[[Any
 
     def two_engines(bench: Any) -> None:
         with locked(bench.scale.table_bytes) as memory:
-            measure_two_engines(bench, memory, bench.bounds, bench.scale.payload_bytes, 40)
+            measure_two_engines(
+                bench, memory, bench.bounds, bench.scale.payload_bytes, 4 if small else 40
+            )
 
     return {
         "two-engine": two_engines,

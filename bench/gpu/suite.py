@@ -1,9 +1,11 @@
-"""Measure what requires a GPU, in one command of under nine minutes.
+"""Measure gathers, copies and epochs on a GPU, in under nine minutes.
 
     python -m bench.gpu.suite all                       everything, recorded in results/gpu_*.jsonl
     python -m bench.gpu.suite gather --results FOLDER   one part, recorded elsewhere
     python -m bench.gpu.suite link gather --quick       fewer widths and rounds, in about a minute
-    python -m bench.gpu.suite all --small               tiny, on any machine, and not recorded
+    python -m bench.gpu.suite all --small               tiny, recorded only with --results
+
+`python -m bench.gpu.session --dry-run` runs the suite on a fake device, without a GPU.
 
 `link` measures the PCIe bus; `gather` layouts, widths, dtypes, numbers of ids and of programs;
 `tlb` tables beyond the reach of the GPU's TLB; `cache` cached rows by their hit rate; `codes`
@@ -13,13 +15,14 @@ quantized rows; `bulk` asynchronous bulk copies from host memory into shared mem
 Each gather is first run once, and its rows are compared with the expected ones. Times are measured
 by CUDA events; each is the median of rounds in which all tasks of a case alternate. Rates are also
 recorded relative to a dense read, of a contiguous range by the GPU's threads, in the same rounds.
+Each line has the GPU, its driver and its clocks; `bench/gpu/comparison.py` compares them with the
+model of PCIe traffic and with published rates.
 
 On a machine without git, the environment variable GCNZC_COMMIT sets the commit that is recorded.
 """
 
 import argparse
 import mmap
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +36,6 @@ import torch
 from torch import Tensor
 
 from bench import harness
-
-if "--small" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from bench.gpu import epochs
 from bench.gpu.bulk import bulk_gather
 from gcnzc.features.pcie_traffic import traffic
@@ -54,7 +53,7 @@ ROUNDS = 11
 # rows of public datasets in float32 or float16, and widths near those of vectors, lines and warps
 WIDTHS_BYTES = (
     *(4, 16, 32, 64, 100, 128, 132, 200, 256, 400, 512, 516),
-    *(768, 1024, 1204, 1536, 2000, 2408, 4096, 5732, 14812, 27220),
+    *(768, 1024, 1204, 1412, 1536, 2000, 2408, 4096, 5732, 14812, 27220),
 )
 PROGRAMS = (4, 8, 16, 32, 64, 132, 264)
 NUM_IDS = (1_000, 10_000, 100_000, 1_000_000)
@@ -62,7 +61,7 @@ NUM_IDS = (1_000, 10_000, 100_000, 1_000_000)
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is read."""
+    """Sizes and numbers of the measurements."""
 
     table_bytes: int = 8 * GIB
     payload_bytes: int = 1 << 26
@@ -71,19 +70,26 @@ class Scale:
     num_ids: tuple[int, ...] = NUM_IDS
     programs: tuple[int, ...] = PROGRAMS
     tlb_gib: tuple[float, ...] = (1, 4, 16, 64)
+    other_widths: tuple[int, ...] = (400, 1204, 2408)  # for all but the layouts
+    # warps, and vectors in flight per lane
+    launches: tuple[tuple[int, int], ...] = ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4))
 
 
-SMALL = Scale(1 << 20, 1 << 13, 1, (4, 132, 400, 1204), (10, 40), (1, 4), (1 / 1024,))
-QUICK = Scale(2 * GIB, 1 << 25, 3, (400, 512, 2408, 5732), (10_000, 100_000), (8, 32, 132), (1, 2))
+SMALL = Scale(
+    *(1 << 20, 1 << 12, 1, (132, 1204), (40,), (4,), (1 / 1024,)),
+    other_widths=(1204,),
+    launches=((4, 2), (8, 4)),
+)
+QUICK = Scale(
+    2 * GIB, 1 << 25, 3, (400, 512, 1412, 2408, 5732), (10_000, 100_000), (8, 32, 132), (1, 2)
+)
 
 
 class Bench:
     """The device, the scale of the measurements, and how results are recorded."""
 
-    def __init__(self, scale: Scale, recorded: bool) -> None:
-        self.where = pcie_bench.current_gpu() or pcie_bench.Gpu(
-            torch.device("cpu"), _wall_seconds, lambda _: {}
-        )
+    def __init__(self, where: pcie_bench.Gpu, scale: Scale, recorded: bool) -> None:
+        self.where = where
         self.device, self.scale, self.recorded = self.where.device, scale, recorded
 
     def record(self, part: str, case: dict[str, object], **derived: object) -> None:
@@ -110,12 +116,6 @@ class Bench:
             ),
             "copy engine": (len(source), partial(copy_into, out, source, non_blocking=True)),
         }
-
-
-def _wall_seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def measure_gather(bench: Bench) -> None:
     with random_bytes(bench.scale.table_bytes) as memory:
         for row_bytes in bench.scale.widths:
             measure_layouts(bench, memory, row_bytes)
-        for row_bytes in (400, 1204, 2408):
+        for row_bytes in bench.scale.other_widths:
             measure_others(bench, memory, row_bytes)
             measure_programs(bench, memory, row_bytes)
         for columns in (128, 602):
@@ -219,7 +219,7 @@ def measure_others(bench: Bench, memory: Tensor, row_bytes: int) -> None:
         ids = torch.randint(len(small), (num_ids,), device=bench.device)
         host_ids, num_bytes = ids.cpu(), num_ids * row_bytes
         out = torch.empty(num_ids, rows.shape[1], device=bench.device)
-        staging = torch.empty(num_ids, rows.shape[1], pin_memory=bench.device.type == "cuda")
+        staging = torch.empty(num_ids, rows.shape[1], pin_memory=True)
         gathers: dict[str, Callable[[], object]] = {
             "zero-copy": partial(gather_rows, small, ids, out),
             "zero-copy, ids sorted": partial(gather_in_order, small, ids, out),
@@ -260,7 +260,7 @@ def measure_programs(bench: Bench, memory: Tensor, row_bytes: int) -> None:
     out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
     chosen = gpu.WARPS, gpu.VECTORS
     try:
-        for warps, vectors in ((4, 4), (8, 2), (8, 4), (8, 8), (16, 4)):
+        for warps, vectors in bench.scale.launches:
             gpu.WARPS, gpu.VECTORS = warps, vectors
             gathers = {
                 str(programs): partial(gather_rows, rows, ids, out, programs=programs)
@@ -314,7 +314,7 @@ def record_shares(
         if model is not None:
             derived["model_requests_per_row"] = float(model.requests_per_row)
             derived["model_efficiency"] = float(model.efficiency)
-        bench.record(part, {"way": name} | case, **derived)
+        bench.record(part, {"method": name} | case, **derived)
 
 
 def measure_tlb(bench: Bench) -> None:
@@ -331,8 +331,8 @@ def measure_tlb(bench: Bench) -> None:
                 ordered = ids.sort().values
                 out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=bench.device)
                 gathers = {
-                    "ids as they come": (partial(gather_rows, rows, ids, out), ids),
-                    "ids in order": (partial(gather_rows, rows, ordered, out), ordered),
+                    "ids in random order": (partial(gather_rows, rows, ids, out), ids),
+                    "ids sorted": (partial(gather_rows, rows, ordered, out), ordered),
                 }
                 for name, (gather, expected) in gathers.items():
                     check_gather(gather, out, rows, expected, f"{gib} GiB, {name}")
@@ -424,7 +424,7 @@ def measure_bulk(bench: Bench) -> None:
                 check_gather(partial(bulk_gather, rows, ids, out), out, rows, ids, "bulk")
             except (RuntimeError, OSError, AttributeError) as error:
                 outcome = str(error).strip().splitlines()[0]
-                bench.record("bulk", {"way": "bulk"} | case, outcome=outcome)
+                bench.record("bulk", {"method": "bulk"} | case, outcome=outcome)
                 continue
             num_bytes = num_ids * row_bytes
             tasks = bench.bounds(memory) | {
@@ -458,10 +458,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.results:
         harness.RESULTS = options.results
-    if not (torch.cuda.is_available() or options.small):
-        parser.exit(1, "error: no CUDA device here\n\nhint: --small shows that it runs\n")
+    where = pcie_bench.current_gpu()
+    if where is None:
+        parser.exit(
+            1,
+            "error: torch finds no CUDA device\n\n"
+            "hint: `python -m bench.gpu.session --dry-run` runs without a GPU\n",
+        )
     scale = SMALL if options.small else QUICK if options.quick else Scale()
-    bench = Bench(scale, recorded=not options.small)
+    bench = Bench(where, scale, recorded=options.results is not None or not options.small)
     for name, part in (PARTS | epochs.parts(random_bytes, small=options.small)).items():
         if name in options.parts or "all" in options.parts:
             began_s = time.perf_counter()

@@ -25,8 +25,12 @@ def session(*options):
     )
 
 
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / "session.jsonl").read_text().splitlines()]
+    return read_lines(folder / "session.jsonl")
 
 
 def is_alive(pid):
@@ -87,41 +91,100 @@ def test_stages_that_do_not_fit_into_the_session_are_skipped(tmp_path):
 def test_the_stages_fit_into_ten_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_session.py"])
     options = gpu_session._options()
-    stages = gpu_session.stages_of(options, tmp_path)
+    stages = gpu_session.stages_of(options, tmp_path, os.environ["PATH"])
     assert [stage.name for stage in stages] == list(gpu_session.STAGES)
     assert sum(stage.limit_s for stage in stages) <= 600 - 15
-    told = gpu_session.__doc__
-    assert all(f"\n    {name} " in told for name in gpu_session.STAGES)
+    text = gpu_session.__doc__
+    assert all(f"\n    {name} " in text for name in gpu_session.STAGES)
+
+
+def test_a_dry_run_executes_the_commands_of_a_session(tmp_path, monkeypatch):
+    """The commands differ in the fakes, the sizes, and in tests that are only collected."""
+    commands = {}
+    for name in ("session", "dry run"):
+        monkeypatch.setattr(sys, "argv", ["session", *(["--dry-run"] if name == "dry run" else [])])
+        options = gpu_session._options()
+        path = gpu_session._environment(options, tmp_path)["PATH"]
+        words = {
+            stage.name: {str(word) for command in stage.commands for word in command}
+            for stage in gpu_session.stages_of(options, tmp_path, path)
+        }
+        commands[name] = words
+    fakes = {"fake_cuda", str(ROOT / "tests" / "fake_tools" / "compute-sanitizer")}
+    sizes = {"--nodes", "500", "--edges", "3000", "--arch", "80", "90", "all", "--small"}
+    sizes |= {"--collect-only", "--error-exitcode", "9"}
+    real = {"link", "gather", "--quick", "-n", "16"}
+    for stage in gpu_session.STAGES:
+        more = commands["dry run"][stage] - commands["session"][stage]
+        assert more <= fakes | sizes, stage
+        less = commands["session"][stage] - commands["dry run"][stage]
+        assert {word for word in less if "compute-sanitizer" not in word} <= real, stage
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_reported(tmp_path):
     run = session("--out", tmp_path / "out")
     assert run.returncode == 2
-    assert run.stderr.startswith("error: no CUDA device here\n\nhint: --rehearse runs")
+    assert run.stderr.startswith("error: torch finds no CUDA device\n\nhint: ")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
-def test_a_rehearsal_runs_what_needs_no_gpu(tmp_path):
-    run = session("--rehearse", "--out", tmp_path, "--stages", "driver", "gathers")
-    assert run.returncode == 0, run.stdout + (tmp_path / "driver.log").read_text()
-    driver, gathers = lines_of(tmp_path)
-    assert (driver["status"], gathers["status"]) == ("passed", "passed")
-    rules = driver["findings"]["rules"]
-    assert rules["copy a registration"] == rules["copy beside it on its page"] == "right"
-    for refused in ("copy across two registrations", "copy into it from outside", "copy out of it"):
-        assert rules[refused] == "CUDA error: invalid argument"
-    assert rules["lock beside it on its page"] == 0
-    assert (rules["lock what overlaps it"], rules["unlock what is not locked"]) == (712, 713)
-    assert Path(gathers["log"]).read_text().count("are right") == 12
-    if gpu_session._sanitizer() is None:
-        assert "compute-sanitizer is not installed" in run.stdout
+def check_measurements(folder):
+    """Check that all parts of the benchmarks have recorded lines with the GPU and its clocks."""
+    found = {path.stem.removeprefix("gpu_"): read_lines(path) for path in folder.iterdir()}
+    assert found.keys() == {
+        *("link", "gather", "gather_beside", "gather_dtypes", "gather_programs"),
+        *("tlb", "cache", "codes", "bulk", "two_engines", "overlap", "epoch"),
+    }
+    for line in (line for lines in found.values() for line in lines):
+        assert (line["gpu"], line["gpu_state"]["max_sm_mhz"]) == ("fake GPU", 1980)
+        # nvidia-smi does not report it
+        assert line["gpu_state"]["watts"] is None
+    methods = {line["method"] for line in found["epoch"]}
+    stages = {"sampling", "transfer", "compute"}
+    assert stages < methods
+    # alternatives, zero-copy with several dtypes and shares, and all features on the GPU
+    assert len(methods - stages) == 11
+    assert {line["method"] for line in found["bulk"]} >= {"bulk", "threads"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
-def test_a_rehearsal_within_tiny_limits_ends_with_a_table(tmp_path):
-    run = session("--rehearse", "--out", tmp_path, "--stage-limit-s", "0.3")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_measures_a_fake_device(tmp_path):
+    stages = ["driver", "bench", "comparison"]
+    run = session("--dry-run", "--out", tmp_path, "--stages", *stages)
+    logs = "".join(path.read_text()[-3000:] for path in tmp_path.glob("*.log"))
+    assert run.returncode == 0, run.stdout + run.stderr + logs
+    lines = lines_of(tmp_path)
+    assert [(line["stage"], line["status"]) for line in lines] == [
+        (stage, "passed") for stage in stages
+    ]
+    for line in lines:
+        assert (line["gpu"], line["gpu_state"]["sm_mhz"]) == ("fake GPU", 345)
+        assert line["driver"]
+    found = json.loads((tmp_path / "driver.json").read_text())
+    assert found["attributes"]["host_register_supported"] == 1
+    rules = found["rules"]
+    assert rules["copy a range"] == "correct"
+    assert rules["copy memory before a range, on its page"] == "correct"
+    for name in (
+        "copy two adjacent ranges at once",
+        "copy memory from before a range into it",
+        "copy memory from a range beyond it",
+    ):
+        assert rules[name] == "CUDA error: invalid argument"
+    assert rules["register an adjacent range on the same page"] == 0
+    assert rules["register an overlapping range"] == 712
+    assert rules["unregister an address that is not registered"] == 713
+    check_measurements(tmp_path / "results")
+    compared = read_lines(tmp_path / "comparison.jsonl")
+    assert {line["compared"] for line in compared} >= {"bus", "gather"}
+    assert all(line["gpu"] == "fake GPU" for line in compared)
+    assert "Gathers, and the model of PCIe traffic" in run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_within_tiny_limits_ends_with_a_table(tmp_path):
+    run = session("--dry-run", "--out", tmp_path, "--stage-limit-s", "0.3")
     assert run.returncode == 1
     lines = lines_of(tmp_path)
     assert [line["stage"] for line in lines] == list(gpu_session.STAGES)
@@ -132,16 +195,35 @@ def test_a_rehearsal_within_tiny_limits_ends_with_a_table(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU for the real one")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_whole_dry_run_passes(tmp_path):
+    # the old name of the option
+    run = session("--rehearse", "--out", tmp_path)
+    logs = "".join(path.read_text()[-3000:] for path in tmp_path.glob("*.log"))
+    assert run.returncode == 0, run.stdout + logs
+    assert [line["stage"] for line in lines_of(tmp_path)] == list(gpu_session.STAGES)
+    gathers = (tmp_path / "gathers.log").read_text()
+    assert "COMPUTE-SANITIZER" in gathers
+    assert gathers.count(" passed") == 12
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["device"], result["gpu"], result["epochs"]) == ("cuda:0", "fake GPU", 2)
+    assert "Resources of kernels, and budgets" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_kernels_are_compiled_for_absent_gpus_and_found_in_the_cache(tmp_path):
     cache = tmp_path / "cache"
-    options = ["--rehearse", "--stages", "compile", "--cache", cache, "--arch", "90"]
+    options = ["--dry-run", "--stages", "compile", "--cache", cache, "--arch", "90"]
     limits = ["--limit-s", "500", "--stage-limit-s", "500"]
-    for turn in ("first", "again"):
-        run = session(*options, *limits, "--out", tmp_path / turn)
-        assert run.returncode == 0, (tmp_path / turn / "compile.log").read_text()
-        made = sorted(cache.rglob("*.cubin"))
-        assert len(made) >= 9
-        if turn == "first":
-            first = {path: path.stat().st_mtime_ns for path in made}
-    assert {path: path.stat().st_mtime_ns for path in made} == first
+    for name in ("first", "again"):
+        run = session(*options, *limits, "--out", tmp_path / name)
+        assert run.returncode == 0, (tmp_path / name / "compile.log").read_text()
+        written = sorted(cache.rglob("*.cubin"))
+        assert len(written) >= 9
+        if name == "first":
+            first = {path: path.stat().st_mtime_ns for path in written}
+    assert {path: path.stat().st_mtime_ns for path in written} == first
+    kernels = read_lines(tmp_path / "again" / "kernels.jsonl")
+    assert {line["launch"] for line in kernels} >= {"gather 602 float32, shifted"}
+    assert all(line["arch"] == 90 and line["registers"] > 0 for line in kernels)

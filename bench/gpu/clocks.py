@@ -1,0 +1,49 @@
+"""Clocks, temperature, power and PCIe link of a GPU, from nvidia-smi."""
+
+import shutil
+import subprocess
+
+# fields of `nvidia-smi --query-gpu`, and their names in results
+FIELDS = {
+    "clocks.sm": "sm_mhz",
+    "clocks.max.sm": "max_sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "clocks.max.mem": "max_memory_mhz",
+    "temperature.gpu": "celsius",
+    "power.draw": "watts",
+    "pcie.link.gen.max": "pcie_generation",
+    "pcie.link.width.max": "pcie_lanes",
+}
+
+
+def gpu_state(uuid: str, path: str | None = None) -> dict[str, float | None]:
+    """Return the present state of a GPU.
+
+    Args:
+        uuid: of the GPU, as torch reports it: without "GPU-".
+        path: folders in which nvidia-smi is found; those of the environment if None.
+
+    Returns:
+        A value for each name in `FIELDS`, None if the GPU does not report it; empty without
+        nvidia-smi.
+    """
+    program = shutil.which("nvidia-smi", path=path)
+    if program is None:
+        return {}
+    command = [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        run = subprocess.run(
+            [*command, f"--id=GPU-{uuid}"], capture_output=True, text=True, check=True, timeout=10
+        )
+    except subprocess.SubprocessError:
+        return {}
+    values = run.stdout.splitlines()[0].split(",")
+    return {name: _number(text) for name, text in zip(FIELDS.values(), values, strict=True)}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        # such as [N/A]
+        return None

@@ -1,0 +1,248 @@
+"""A fake CUDA device on the host, which runs code for GPUs on a machine without one.
+
+    python -m fake_cuda -m MODULE [ARGUMENT]...
+
+runs a module in a process in which `torch.cuda` reports one GPU. Tensors "on" this GPU are in host
+memory, work on streams runs at once, events have the host's time, Triton interprets kernels unless
+TRITON_INTERPRET=0, and libcuda.so.1 is a library whose registrations and copies follow
+`fake_driver.FakeDriver`. Results of measurements have no meaning. This finds errors in code that
+no machine without a GPU executes otherwise, such as wrong names and arguments.
+"""
+
+import contextlib
+import ctypes
+import os
+import runpy
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from fake_driver import FakeDriver, FakeGpu
+
+NAME = "fake GPU"
+ATTRIBUTES = {16: 1, 19: 1, 40: 2, 41: 1, 88: 0, 91: 1, 99: 1, 100: 0, 113: 0}
+HOST_MEMORY = 1
+
+
+class FakeLibrary:
+    """The functions of libcuda that `gcnzc.system.cuda_driver.Driver` calls for one GPU."""
+
+    def __init__(self, driver):
+        self.driver = driver
+        for name in dir(type(self)):
+            if name.startswith("cu"):
+                # an object of its own, which can have argument types
+                setattr(self, name, _Function(getattr(self, name)))
+        for name in (
+            *("cuCtxEnablePeerAccess", "cuIpcCloseMemHandle", "cuIpcGetMemHandle"),
+            *("cuIpcOpenMemHandle_v2", "cuMemAlloc_v2", "cuMemFree_v2"),
+        ):
+            setattr(self, name, _Function(lambda *arguments: 801))
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 1
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = ATTRIBUTES.get(attribute, 0)
+        return 0 if attribute in ATTRIBUTES else 1
+
+    def cuDevicePrimaryCtxGetState(self, device, flags, active):
+        active._obj.value = 1
+        return 0
+
+    def cuGetErrorName(self, code, name):
+        name._obj.value = b"CUDA_ERROR_FAKE"
+        return 0
+
+    def cuMemHostGetDevicePointer_v2(self, seen, address, flags):
+        found = self.driver.device_address(address)
+        seen._obj.value = found or 0
+        return 0 if found else 1
+
+    def cuMemHostRegister_v2(self, address, num_bytes, flags):
+        return self.driver.lock(address, num_bytes, bool(flags & 8))
+
+    def cuMemHostUnregister(self, address):
+        return self.driver.unlock(address)
+
+    def cuPointerGetAttribute(self, value, attribute, address):
+        found = self.driver.locked_range(address)
+        if found is None:
+            return 1
+        value._obj.value = {2: HOST_MEMORY, 11: found[0], 12: found[1] - found[0]}[attribute]
+        return 0
+
+
+class _Function:
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, *arguments):
+        return self.call(*arguments)
+
+
+class FakeCuda(FakeGpu):
+    """Creates tensors of the GPU in host memory, in every thread that enters it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        kwargs.pop("pin_memory", None)
+        if name == "is_pinned":
+            # of registered memory, as CUDA reports it, and of the GPU's, which is on the host here
+            return (
+                self.is_there(args[0]) or self.driver.locked_range(args[0].data_ptr()) is not None
+            )
+        if name in ("pin_memory", "record_stream"):
+            return args[0]
+        if name == "to" and any(map(_is_cuda, (*args[1:], *kwargs.values()))):
+            # of (device, dtype, non_blocking) only the dtype has an effect
+            dtypes = [
+                value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)
+            ]
+            return self._put(func(args[0], *dtypes) if dtypes else args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_cuda(device):
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+class Stream:
+    """A stream on which work is finished as soon as it is queued."""
+
+    cuda_stream = 0
+
+    def __init__(self, device=None, priority=0):
+        self.device, self.priority = device, priority
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        assert event.at_s is not None, "an event that was not recorded"
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    """An event with the host's time."""
+
+    def __init__(self, enable_timing=False, blocking=False):
+        self.enable_timing, self.at_s = enable_timing, None
+
+    def record(self, stream=None):
+        self.at_s = time.perf_counter()
+
+    def query(self):
+        return self.at_s is not None
+
+    def synchronize(self):
+        assert self.at_s is not None, "an event that was not recorded"
+
+    def elapsed_time(self, end):
+        assert self.enable_timing, "an event without a time"
+        assert end.enable_timing, "an event without a time"
+        # not 0, by which rates are divided
+        return max(1e3 * (end.at_s - self.at_s), 1e-6)
+
+
+def compile_kernel(source, name):
+    """Return what gathers rows as `bench.gpu.bulk.SOURCE` does."""
+    assert f"void {name}(" in source
+
+    def launch(grid, block, arguments, shared_mem):
+        table, ids, out, num_ids, row_bytes, pitch = arguments
+        assert len(ids) == num_ids
+        assert table.shape[1] * table.element_size() == row_bytes
+        assert shared_mem % pitch == 0
+        assert all(grid)
+        assert all(block)
+        out.copy_(table[ids])
+
+    return launch
+
+
+@contextlib.contextmanager
+def installed():
+    """Make this process use the fake device within the `with`; it is not undone afterwards."""
+    driver = FakeDriver()
+    device = FakeCuda(driver)
+    properties = SimpleNamespace(
+        name=NAME, major=9, minor=0, multi_processor_count=1, total_memory=1 << 34, uuid="fake"
+    )
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": NAME,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "mem_get_info": (1 << 33, 1 << 34),
+        "max_memory_allocated": 1 << 20,
+        "memory_allocated": 1 << 20,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "can_device_access_peer": False,
+        **dict.fromkeys(
+            ("init", "synchronize", "set_device", "set_rng_state", "empty_cache", "manual_seed")
+        ),
+        **dict.fromkeys(("manual_seed_all", "reset_peak_memory_stats")),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *given, answer=answer, **options: answer)
+    own = Stream()
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    torch.cuda.current_stream = lambda device=None: own
+    torch.cuda.stream = torch.cuda.device = contextlib.nullcontext
+    torch.cuda._compile_kernel = compile_kernel
+    load, library = torch.load, ctypes.CDLL
+
+    def load_on_host(*given, map_location=None, **options):
+        return load(*given, map_location="cpu", **options)
+
+    torch.load = load_on_host
+    fake_library = FakeLibrary(driver)
+    ctypes.CDLL = lambda name, *given, **options: (
+        fake_library if name == "libcuda.so.1" else library(name, *given, **options)
+    )
+    run = threading.Thread.run
+
+    def run_with_device(thread):
+        # modes of torch belong to a thread
+        with device:
+            run(thread)
+
+    threading.Thread.run = run_with_device
+    with device:
+        yield
+
+
+def main():
+    """Run the module of the command line with the fake device."""
+    _, option, module, *arguments = sys.argv
+    assert option == "-m", __doc__
+    sys.argv = [module, *arguments]
+    with installed():
+        from gcnzc.tune import pcie_bench
+
+        # interpreted kernels are slow
+        pcie_bench.ROOF_BYTES, pcie_bench.ROOF_ROUNDS = 1 << 16, 1
+        pcie_bench.PROGRAMS, pcie_bench.ROUNDS, pcie_bench.CHASE_STEPS = (2, 3), 2, 16
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
