@@ -38,8 +38,13 @@ def waits_for_device(func, args, kwargs):
 class OnDevice(torch.Tensor):
     """A tensor of the simulated device; `inner` has its values."""
 
+    # called with `inner` of each new tensor, and of each whose values the host reads
+    on_new = on_read = None
+
     @staticmethod
     def __new__(cls, inner):
+        if cls.on_new is not None:
+            cls.on_new(inner)
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -102,6 +107,8 @@ class Factories(TorchFunctionMode):
             return found if found is None else OnDevice(found)
         if func in self.READERS and isinstance(args[0], OnDevice):
             Reads.seen.append(func.__name__)
+            if OnDevice.on_read is not None:
+                OnDevice.on_read(args[0].inner)
             return func(args[0].inner)
         if func in self.GUARDED and any(isinstance(each, OnDevice) for each in args):
             if func is torch.Tensor.nonzero:
