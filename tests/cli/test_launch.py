@@ -206,21 +206,20 @@ def run_ids(run):
     return found
 
 
-def test_runs_on_one_machine_have_different_random_run_ids(graph, tmp_path):
+def test_runs_have_different_random_run_ids(tmp_path, monkeypatch):
     """A process that knows the run id could join the run, so it must not be guessable."""
     found = []
+
+    def record(config, _command):
+        found.append(uuid.UUID(config.run_id))
+        return lambda *_words: {}
+
+    monkeypatch.setattr(launch, "elastic_launch", record)
     for name in ("one", "other"):
-        run = tmp_path / name
-        words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-        with started(graph, run, *words):
-            wait_for(lambda run=run: len(run_ids(run)) == 2)
-            one, other = run_ids(run)
-        assert one == other
-        found.append(uuid.UUID(one))
-        # of 122 random bits
-        assert found[-1].version == 4
-        assert found[-1].variant == uuid.RFC_4122
+        assert launch.launch(["train"], 2, tmp_path / name) == 0
     assert len(set(found)) == 2
+    # of 122 random bits
+    assert {(each.version, each.variant) for each in found} == {(4, uuid.RFC_4122)}
 
 
 def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
@@ -241,6 +240,10 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
     with started(graph, run, *words) as process:
         wait_for(lambda: epochs(run) >= 1)
+        # the random id of this run, which no other process can guess
+        one, other = run_ids(run)
+        assert one == other
+        assert uuid.UUID(one).version == 4
         # nothing that another machine could connect to
         addresses = listening(of_this(run))
         assert addresses
