@@ -40,7 +40,9 @@ from bench.network.namespaces import (
 )
 from bench.network.tcp import Measured, measure
 
-PORT = 29500
+# of the rendezvous in the first run; each run takes the next one, since processes and connections
+# that the run before it left behind may still use its port
+FIRST_PORT = 29500
 LAST_WORDS_S = 1.0
 
 
@@ -110,6 +112,7 @@ class Cluster:
         self.switch = "bridge"
         self._machines: Machines | None = None
         self._started: list[subprocess.Popen[str]] = []
+        self._num_runs = 0
 
     def __enter__(self) -> "Cluster":
         reason = can_make()
@@ -202,7 +205,7 @@ class Cluster:
     def _environment(self, worker: int) -> dict[str, str]:
         return {
             "MASTER_ADDR": self.addresses[0],
-            "MASTER_PORT": str(PORT),
+            "MASTER_PORT": str(FIRST_PORT + self._num_runs),
             "RANK": str(worker),
             "WORLD_SIZE": str(self.workers),
             "LOCAL_RANK": "0",
@@ -229,6 +232,7 @@ class Cluster:
             environment: as for `start`.
         """
         before, begin = self.counters(), time.monotonic()
+        self._num_runs += 1
         processes, readers = [], []
         output: list[list[str]] = [[] for _ in range(self.workers)]
         in_time = False

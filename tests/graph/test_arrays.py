@@ -351,7 +351,7 @@ def test_reverse_edges_that_are_added_by_a_guess_are_noted(tmp_path, caplog):
     assert message.startswith("the reverse of every edge was added, because all edges point one")
     assert "bidirected=False" in message
     caplog.clear()
-    # said once, and not where there is nothing to guess
+    # logged once, and not where there is nothing to guess
     gcnzc.prepare(tmp_path / "guessed", tmp_path / "again")
     cases = {"both": {"bidirected": True}, "no": {"bidirected": False}, "two": {"edges": EDGES}}
     for name, given in cases.items():
