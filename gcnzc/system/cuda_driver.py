@@ -296,8 +296,8 @@ class Driver:
     def _call(self, name: str, *arguments: Any) -> int:
         context = ctypes.c_void_p()
         if self._library.cuCtxGetCurrent(ctypes.byref(context)) != 0 or not context.value:
-            # this thread has not used CUDA; any runtime call sets torch's context
-            torch.cuda.synchronize()
+            # this thread has not used CUDA; any context will do
+            return self._call_on(self._used_device(), name, *arguments)
         return int(getattr(self._library, name)(*arguments))
 
     def _call_on(self, device: int, name: str, *arguments: Any) -> int:
@@ -306,6 +306,14 @@ class Driver:
             # a runtime call sets the device's context in this thread
             torch.cuda.synchronize(device)
             return int(getattr(self._library, name)(*arguments))
+
+    def _used_device(self) -> int:
+        """Return a GPU that this process uses; the current one if it uses none."""
+        # The current GPU of a new thread is the first one, whatever this process uses. A context
+        # there would take several hundred megabytes of its memory.
+        current = torch.cuda.current_device()
+        devices = (current, *range(torch.cuda.device_count()))
+        return next((device for device in devices if self._is_used(device)), current)
 
     def _is_used(self, device: int) -> bool:
         handle, flags, active = _INT(), _UINT(), _INT()

@@ -234,14 +234,6 @@ def test_errors_have_their_cuda_names(driver):
     assert driver.error_name(4711) == "error (4711)"
 
 
-def test_a_thread_without_a_context_uses_torchs(driver, library, waits):
-    driver.unlock(ADDRESS)
-    assert waits == ["init"]
-    library.context = None
-    driver.unlock(ADDRESS)
-    assert waits == ["init", None]
-
-
 def test_only_gpus_in_use_are_synchronized(driver, library, waits):
     library.used = {0, 2}
     driver.synchronize()
