@@ -167,7 +167,8 @@ def sum_numba(
     return out.to(x.dtype)
 
 
-# blocks are views of one buffer, whose alignments differ between minibatches
+# not specialized for the alignment of a block's arrays: it may differ between minibatches, as they
+# may be views, and each alignment would be compiled separately
 @triton.jit(do_not_specialize=["indptr", "indices", "a_S", "b_T"])
 def _sum_triton(
     indptr,
@@ -302,8 +303,29 @@ def aggregate(
     ):
         if scale is not None and scale.shape != (length,):
             raise ValueError(f"aggregate: {name} has shape {tuple(scale.shape)}, not ({length},)")
-    # always int64, so that kernels are compiled once
+        if scale is not None:
+            check_device("aggregate", name, scale, x.device)
+    # indptr is always int64, so that kernels are not compiled a second time for int32
     return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
+
+
+def check_device(name: str, what: str, tensor: Tensor, device: torch.device) -> None:
+    """Check that an argument is on the same device as the rows.
+
+    Args:
+        name: of the operation, for messages.
+        what: name of the argument.
+        tensor: the argument.
+        device: of the rows.
+
+    Raises:
+        ValueError: it is on another device.
+    """
+    if tensor.device != device:
+        raise ValueError(
+            f"{name}: {what} is on {tensor.device}, but the rows are on {device}\n\n"
+            "hint: move the block, its rows and their weights to one device with .to()"
+        )
 
 
 def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
@@ -324,11 +346,7 @@ def check_block(name: str, indptr: Tensor, indices: Tensor, x: Tensor) -> None:
                 f"{name}: {what} is {tensor.dim()}-dimensional {tensor.dtype}; it must be "
                 "1-dimensional, int32 or int64"
             )
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name}: {what} is on {tensor.device} and x on {x.device}\n\n"
-                "hint: move the block and its rows to one device with .to()"
-            )
+        check_device(name, what, tensor, x.device)
     if len(indptr) == 0:
         raise ValueError(f"{name}: indptr is empty; it must have one more entry than targets")
     if not x.is_floating_point():

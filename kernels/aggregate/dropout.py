@@ -1,14 +1,15 @@
 """Dropout, optionally fused with ReLU, with a counter-based random generator.
 
-Dropout is Srivastava et al., JMLR 2014. On a CPU torch generates the random bits sequentially,
+Dropout: Srivastava et al., JMLR 2014. On a CPU torch generates the random bits sequentially,
 which takes half of the time of a training step of GraphSAGE. Here the bits are a function of the
 element's position, computed by Philox, so that threads and vector lanes generate them in parallel,
 the backward pass recomputes the mask instead of storing it, and the CPU and a GPU drop the same
 elements.
 
-Elements are numbered in memory order, in chunks of 1024. A chunk has 128 counters, each of which
-gives eight 16-bit halves of words: element `e` of a chunk uses half `e // 128` of counter
-`e % 128`, so that neighbours in memory use neighbouring counters.
+Elements are numbered in row-major order of their indices, whatever the strides of the tensor, in
+chunks of 1024. A chunk has 128 counters, each of which gives eight 16-bit halves of words: element
+`e` of a chunk uses half `e // 128` of counter `e % 128`, so that neighbours in a row use
+neighbouring counters.
 """
 
 import math
@@ -48,7 +49,7 @@ def dropout_reference(x: Tensor, p: float, seed: int, floor: float = math.nan) -
     shifts = halves.numpy() % 2 * 16
     random_bits = words[halves.numpy() // 2, positions.numpy()] >> shifts & 0xFFFF
     is_kept = torch.from_numpy(random_bits >= _threshold(p)).view(x.shape).to(x.device)
-    # written so that a floor of NaN has no effect, and NaN elements stay NaN
+    # written so that a floor of NaN has no effect, and kept NaN elements stay NaN
     return torch.where(is_kept & ~(x <= floor), x * _scale(p), 0.0)
 
 
@@ -95,15 +96,17 @@ def _dropout_triton(
     count,
     seed: tl.int64,
     threshold,
-    scale,
+    scale: tl.float64,  # without the type, Triton would round it to float32
     COUNTERS: tl.constexpr,
     RELU: tl.constexpr,
+    WIDE: tl.constexpr,  # float64 for float64 elements, else float32
 ):
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, COUNTERS)
     counter = chunk * COUNTERS + i
     zero = tl.zeros([COUNTERS], tl.uint32)
     low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    factor = tl.full([COUNTERS], scale, WIDE)
     c0, c1, c2, c3 = tl.philox(seed, low, high, zero, zero)
     for half in tl.static_range(8):
         if half // 2 == 0:
@@ -118,7 +121,7 @@ def _dropout_triton(
         mask = position < count
         random_bits = (word.to(tl.uint32) >> (16 * (half % 2))) & 0xFFFF
         value = tl.load(x + position, mask=mask)
-        result = tl.where(random_bits >= threshold, (value * scale).to(value.dtype), 0.0)
+        result = tl.where(random_bits >= threshold, (value * factor).to(value.dtype), 0.0)
         if RELU:
             result = tl.where(value <= 0, 0.0, result)
         tl.store(out + position, result.to(value.dtype), mask=mask)
@@ -164,10 +167,11 @@ def dropout_triton(
     num_chunks = triton.cdiv(x.numel(), CHUNK)
     with torch.cuda.device_of(x):
         threshold, scale = _threshold(p), _scale(p)
+        wide = tl.float64 if x.dtype == torch.float64 else tl.float32
         # Triton expects the 64 bits as a signed integer
         signed_seed = seed - 2**64 if seed >= 2**63 else seed
         _dropout_triton[(num_chunks,)](
-            x, out, x.numel(), signed_seed, threshold, scale, COUNTERS, relu
+            x, out, x.numel(), signed_seed, threshold, scale, COUNTERS, relu, wide
         )
     return out
 
@@ -191,7 +195,8 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _dropout_on_device(grad, ctx.p, ctx.seed), None, None
+        # dropout is linear, so that its gradient is the same function, and differentiable, too
+        return _Dropout.apply(grad, ctx.p, ctx.seed), None, None
 
 
 class _ReluDropout(torch.autograd.Function):
@@ -225,7 +230,7 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
         x: floating point, of any shape, on the CPU or a GPU.
         p: probability of an element to be zeroed, in [0, 1); rounded to a multiple of 2**-16.
         seed: 64-bit seed of the mask. Whether an element is zeroed depends on the seed and on its
-            position in memory order.
+            position in row-major order, not on the strides of `x`.
 
     Returns:
         A contiguous tensor like `x`; on a GPU, computed on the current stream. Gradients flow

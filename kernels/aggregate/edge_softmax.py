@@ -3,7 +3,8 @@
 `weight[e] = softmax of leaky_relu(score_source[s] + score_target[t])` over the edges `e = s -> t`
 of each `t`: the attention weights of Veličković et al., 2018, https://arxiv.org/abs/1710.10903.
 
-Notation: S sources, T targets, E edges of the block, H heads.
+Notation: S sources, T targets, E edges of the block, H heads. A suffix names the axes: `score_SH`
+is (S, H). The numba kernels get flattened arrays.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from gcnzc.kernels.aggregate import (
     GRAIN_SIZE,
     check_block,
+    check_device,
     empty_rows,
     first_target,
     prefetch_row,
@@ -55,79 +57,83 @@ def edge_softmax_reference(
 
 
 @njit(nogil=True, cache=True)
-def _edge_softmax(indptr, indices, score_S, score_T, slope, weight_E, num_heads, begin, end):
-    H, row_bytes = num_heads, num_heads * score_S.itemsize
-    max_H = np.empty(H, dtype=weight_E.dtype)
-    # float64, which is cheap for one sum per head, so that its rounding error does not matter
+def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_heads, begin, end):
+    H, row_bytes = num_heads, num_heads * score_SH.itemsize
+    max_H = np.empty(H, dtype=weight_EH.dtype)
+    # float64: one sum per head costs little, and its rounding error is then negligible
     total = np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         max_H[:] = -np.inf
         total[:] = 0
-        target_H = score_T[t * H : (t + 1) * H]
+        target_H = score_TH[t * H : (t + 1) * H]
         for upcoming in range(
             indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
         ):
-            prefetch_row(score_S.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
+            prefetch_row(score_SH.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             s = np.int64(indices[e])
-            source_H = score_S[s * H : (s + 1) * H]
-            weight_H = weight_E[e * H : (e + 1) * H]
+            source_H = score_SH[s * H : (s + 1) * H]
+            weight_H = weight_EH[e * H : (e + 1) * H]
             for h in range(H):
                 score = source_H[h] + target_H[h]
                 weight_H[h] = score if score > 0 else score * slope
                 max_H[h] = max(max_H[h], weight_H[h])
         for e in range(indptr[t], indptr[t + 1]):
-            weight_H = weight_E[e * H : (e + 1) * H]
+            weight_H = weight_EH[e * H : (e + 1) * H]
             for h in range(H):
                 weight_H[h] = np.exp(weight_H[h] - max_H[h])
                 total[h] += weight_H[h]
         for e in range(indptr[t], indptr[t + 1]):
-            weight_H = weight_E[e * H : (e + 1) * H]
+            weight_H = weight_EH[e * H : (e + 1) * H]
             for h in range(H):
                 weight_H[h] /= total[h]
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _edge_softmax_grad(
-    indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads, begin, end
+    indptr, indices, score_SH, score_TH, slope, weight_EH, grad_EH, out_EH, out_TH, num_heads,
+    begin, end,
 ):  # fmt: skip
-    H, row_bytes = num_heads, num_heads * score_S.itemsize
+    H, row_bytes = num_heads, num_heads * score_SH.itemsize
     total, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         total[:] = 0
         sum_H[:] = 0
-        target_H = score_T[t * H : (t + 1) * H]
+        target_H = score_TH[t * H : (t + 1) * H]
         for upcoming in range(
             indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
         ):
-            prefetch_row(score_S.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
+            prefetch_row(score_SH.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
         for e in range(indptr[t], indptr[t + 1]):
             for h in range(H):
-                total[h] += np.float64(weight_E[e * H + h]) * grad_E[e * H + h]
+                total[h] += np.float64(weight_EH[e * H + h]) * grad_EH[e * H + h]
         for e in range(indptr[t], indptr[t + 1]):
             s = np.int64(indices[e])
-            source_H = score_S[s * H : (s + 1) * H]
+            source_H = score_SH[s * H : (s + 1) * H]
             for h in range(H):
-                grad = weight_E[e * H + h] * (grad_E[e * H + h] - total[h])
+                grad = weight_EH[e * H + h] * (grad_EH[e * H + h] - total[h])
                 if not source_H[h] + target_H[h] > 0:
                     grad *= slope
-                out_E[e * H + h] = grad
+                out_EH[e * H + h] = grad
                 sum_H[h] += grad
-        out_T[t * H : (t + 1) * H] = sum_H
+        out_TH[t * H : (t + 1) * H] = sum_H
 
 
-# blocks are views of one buffer, whose alignments differ between minibatches
+# not specialized for the alignment of a block's arrays: it may differ between minibatches, as they
+# may be views, and each alignment would be compiled separately
 @triton.jit(do_not_specialize=["indptr", "indices"])
 def _edge_softmax_triton(
-    indptr, indices, score_S, score_T, slope, weight_E, num_heads, SUM: tl.constexpr,
-    HEADS: tl.constexpr, EDGES: tl.constexpr,
+    indptr, indices, score_SH, score_TH, slope: tl.float64, weight_EH, num_heads,
+    SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
     head_mask = heads < num_heads
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
-    target_H = tl.load(score_T + t * num_heads + heads, mask=head_mask, other=0.0)
+    target_H = tl.load(score_TH + t * num_heads + heads, mask=head_mask, other=0.0)
+    # rounded once, to the dtype of the scores
+    exact_slope = tl.full([1, 1], slope, SUM)
     max_H = tl.full([HEADS], float("-inf"), SUM)
     total_H = tl.zeros([HEADS], SUM)
     # the scores are read again in every pass, so that a target may have any number of edges
@@ -138,32 +144,34 @@ def _edge_softmax_triton(
             mask = edge_mask[:, None] & head_mask[None, :]
             s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
             offsets = s[:, None] * num_heads + heads[None, :]
-            score_EH = tl.load(score_S + offsets, mask=mask, other=0.0) + target_H[None, :]
-            score_EH = tl.where(score_EH > 0, score_EH, score_EH * slope)
-            score_EH = tl.where(edge_mask[:, None], score_EH, float("-inf"))
+            score = tl.load(score_SH + offsets, mask=mask, other=0.0) + target_H[None, :]
+            score = tl.where(score > 0, score, score * exact_slope)
+            score = tl.where(edge_mask[:, None], score, float("-inf"))
             if round == 0:
-                max_H = tl.maximum(max_H, tl.max(score_EH, 0))
+                max_H = tl.maximum(max_H, tl.max(score, 0))
             else:
-                weight_EH = tl.exp(score_EH - max_H[None, :])
+                numerator = tl.exp(score - max_H[None, :])
                 if round == 1:
-                    total_H += tl.sum(weight_EH, 0)
+                    total_H += tl.sum(numerator, 0)
                 else:
-                    out = weight_E + edge[:, None] * num_heads + heads[None, :]
-                    tl.store(out, weight_EH / total_H[None, :], mask=mask)
+                    out = weight_EH + edge[:, None] * num_heads + heads[None, :]
+                    tl.store(out, numerator / total_H[None, :], mask=mask)
 
 
-# blocks are views of one buffer, whose alignments differ between minibatches
+# not specialized for the alignment of a block's arrays: it may differ between minibatches, as they
+# may be views, and each alignment would be compiled separately
 @triton.jit(do_not_specialize=["indptr", "indices"])
 def _edge_softmax_grad_triton(
-    indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
-    SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,
+    indptr, indices, score_SH, score_TH, slope: tl.float64, weight_EH, grad_EH, out_EH, out_TH,
+    num_heads, SUM: tl.constexpr, HEADS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
     head_mask = heads < num_heads
     first = tl.load(indptr + t).to(tl.int64)
     last = tl.load(indptr + t + 1).to(tl.int64)
-    target_H = tl.load(score_T + t * num_heads + heads, mask=head_mask, other=0.0)
+    target_H = tl.load(score_TH + t * num_heads + heads, mask=head_mask, other=0.0)
+    exact_slope = tl.full([1, 1], slope, SUM)
     total_H = tl.zeros([HEADS], SUM)
     out_H = tl.zeros([HEADS], SUM)
     for round in tl.static_range(2):
@@ -172,141 +180,141 @@ def _edge_softmax_grad_triton(
             edge_mask = edge < last
             mask = edge_mask[:, None] & head_mask[None, :]
             offsets = edge[:, None] * num_heads + heads[None, :]
-            weight_EH = tl.load(weight_E + offsets, mask=mask, other=0.0)
-            grad_EH = tl.load(grad_E + offsets, mask=mask, other=0.0)
+            weight = tl.load(weight_EH + offsets, mask=mask, other=0.0)
+            grad = tl.load(grad_EH + offsets, mask=mask, other=0.0)
             if round == 0:
-                total_H += tl.sum(weight_EH * grad_EH, 0)
+                total_H += tl.sum(weight * grad, 0)
             else:
                 s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
-                source = score_S + s[:, None] * num_heads + heads[None, :]
-                score_EH = tl.load(source, mask=mask, other=0.0) + target_H[None, :]
-                grad_EH = weight_EH * (grad_EH - total_H[None, :])
-                grad_EH = tl.where(score_EH > 0, grad_EH, grad_EH * slope)
-                tl.store(out_E + offsets, grad_EH, mask=mask)
-                out_H += tl.sum(grad_EH, 0)
-    tl.store(out_T + t * num_heads + heads, out_H, mask=head_mask)
+                source = score_SH + s[:, None] * num_heads + heads[None, :]
+                score = tl.load(source, mask=mask, other=0.0) + target_H[None, :]
+                grad = weight * (grad - total_H[None, :])
+                grad = tl.where(score > 0, grad, grad * exact_slope)
+                tl.store(out_EH + offsets, grad, mask=mask)
+                out_H += tl.sum(grad, 0)
+    tl.store(out_TH + t * num_heads + heads, out_H, mask=head_mask)
 
 
 def edge_softmax_forward(
-    indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
+    indptr: Tensor, indices: Tensor, score_SH: Tensor, score_TH: Tensor, slope: float
 ) -> Tensor:
     """Compute `edge_softmax` of contiguous float32 or float64 scores, without a gradient."""
-    num_targets, num_heads = score_T.shape
-    if score_S.is_cuda:
-        weight_E = score_S.new_empty(len(indices), num_heads)
-        return edge_softmax_triton(indptr, indices, score_S, score_T, slope, weight_E)
-    weight_E = empty_rows((len(indices), num_heads), score_S.dtype)
+    num_targets, num_heads = score_TH.shape
+    if score_SH.is_cuda:
+        weight_EH = score_SH.new_empty(len(indices), num_heads)
+        return edge_softmax_triton(indptr, indices, score_SH, score_TH, slope, weight_EH)
+    weight_EH = empty_rows((len(indices), num_heads), score_SH.dtype)
     parallel_for(
         _edge_softmax,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
-        *(a.view(-1).numpy() for a in (score_S, score_T)),
-        score_S.numpy().dtype.type(slope),
-        weight_E.view(-1).numpy(),
+        *(a.view(-1).numpy() for a in (score_SH, score_TH)),
+        score_SH.numpy().dtype.type(slope),
+        weight_EH.view(-1).numpy(),
         num_heads,
         grain_size=GRAIN_SIZE,
     )
-    return weight_E
+    return weight_EH
 
 
 def edge_softmax_triton(
     indptr: Tensor,
     indices: Tensor,
-    score_S: Tensor,
-    score_T: Tensor,
+    score_SH: Tensor,
+    score_TH: Tensor,
     slope: float,
-    weight_E: Tensor,
+    weight_EH: Tensor,
 ) -> Tensor:
-    """Fill `weight_E` on a GPU, with one program per target, and return it."""
-    num_targets, num_heads = score_T.shape
+    """Fill `weight_EH` on a GPU, with one program per target, and return it."""
+    num_targets, num_heads = score_TH.shape
     heads = triton.next_power_of_2(num_heads)
-    with torch.cuda.device_of(weight_E):
+    with torch.cuda.device_of(weight_EH):
         _edge_softmax_triton[(num_targets,)](
-            indptr, indices, score_S, score_T, slope, weight_E, num_heads,
-            sum_dtype(score_S)[1], heads, EDGES,
+            indptr, indices, score_SH, score_TH, slope, weight_EH, num_heads,
+            sum_dtype(score_SH)[1], heads, EDGES,
         )  # fmt: skip
-    return weight_E
+    return weight_EH
 
 
 def edge_softmax_backward(
     indptr: Tensor,
     indices: Tensor,
-    score_S: Tensor,
-    score_T: Tensor,
+    score_SH: Tensor,
+    score_TH: Tensor,
     slope: float,
-    weight_E: Tensor,
-    grad_E: Tensor,
+    weight_EH: Tensor,
+    grad_EH: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `edge_softmax`.
 
     Returns:
-        The gradient of each edge's score (E, H), and of `score_T` (T, H), its sum over in-edges.
+        The gradient of each edge's score (E, H), and of `score_TH` (T, H), its sum over in-edges.
     """
-    num_targets, num_heads = score_T.shape
-    out_T = torch.empty_like(score_T)
-    if score_S.is_cuda:
-        out_E = torch.empty_like(weight_E)
-        tensors = (score_S, score_T, slope, weight_E, grad_E, out_E, out_T)
+    num_targets, num_heads = score_TH.shape
+    out_TH = torch.empty_like(score_TH)
+    if score_SH.is_cuda:
+        out_EH = torch.empty_like(weight_EH)
+        tensors = (score_SH, score_TH, slope, weight_EH, grad_EH, out_EH, out_TH)
         return edge_softmax_backward_triton(indptr, indices, *tensors)
-    out_E = empty_rows(weight_E.shape, weight_E.dtype)
+    out_EH = empty_rows(weight_EH.shape, weight_EH.dtype)
     parallel_for(
         _edge_softmax_grad,
         num_targets + len(indices),
         *(a.numpy() for a in (indptr, indices)),
-        *(a.view(-1).numpy() for a in (score_S, score_T)),
-        score_S.numpy().dtype.type(slope),
-        *(a.view(-1).numpy() for a in (weight_E, grad_E, out_E, out_T)),
+        *(a.view(-1).numpy() for a in (score_SH, score_TH)),
+        score_SH.numpy().dtype.type(slope),
+        *(a.view(-1).numpy() for a in (weight_EH, grad_EH, out_EH, out_TH)),
         num_heads,
         grain_size=GRAIN_SIZE,
     )
-    return out_E, out_T
+    return out_EH, out_TH
 
 
 def edge_softmax_backward_triton(
     indptr: Tensor,
     indices: Tensor,
-    score_S: Tensor,
-    score_T: Tensor,
+    score_SH: Tensor,
+    score_TH: Tensor,
     slope: float,
-    weight_E: Tensor,
-    grad_E: Tensor,
-    out_E: Tensor,
-    out_T: Tensor,
+    weight_EH: Tensor,
+    grad_EH: Tensor,
+    out_EH: Tensor,
+    out_TH: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `out_E` and `out_T` on a GPU, with one program per target, and return them."""
-    num_targets, num_heads = score_T.shape
+    """Fill `out_EH` and `out_TH` on a GPU, with one program per target, and return them."""
+    num_targets, num_heads = score_TH.shape
     heads = triton.next_power_of_2(num_heads)
-    with torch.cuda.device_of(out_E):
+    with torch.cuda.device_of(out_EH):
         _edge_softmax_grad_triton[(num_targets,)](
-            indptr, indices, score_S, score_T, slope, weight_E, grad_E, out_E, out_T, num_heads,
-            sum_dtype(score_S)[1], heads, EDGES,
+            indptr, indices, score_SH, score_TH, slope, weight_EH, grad_EH, out_EH, out_TH,
+            num_heads, sum_dtype(score_SH)[1], heads, EDGES,
         )  # fmt: skip
-    return out_E, out_T
+    return out_EH, out_TH
 
 
 class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, indptr: Tensor, indices: Tensor, score_S: Tensor, score_T: Tensor, slope: float
+        ctx: Any, indptr: Tensor, indices: Tensor, score_SH: Tensor, score_TH: Tensor, slope: float
     ) -> Tensor:
-        dtype, _ = sum_dtype(score_S)
-        wide_S, wide_T = (score.to(dtype).contiguous() for score in (score_S, score_T))
-        weight_E = edge_softmax_forward(indptr, indices, wide_S, wide_T, slope)
-        ctx.save_for_backward(indptr, indices, wide_S, wide_T, weight_E)
-        ctx.slope, ctx.dtype = slope, score_S.dtype
-        return weight_E.to(score_S.dtype)
+        dtype, _ = sum_dtype(score_SH)
+        wide_SH, wide_TH = (score.to(dtype).contiguous() for score in (score_SH, score_TH))
+        weight_EH = edge_softmax_forward(indptr, indices, wide_SH, wide_TH, slope)
+        ctx.save_for_backward(indptr, indices, wide_SH, wide_TH, weight_EH)
+        ctx.slope, ctx.dtype = slope, score_SH.dtype
+        return weight_EH.to(score_SH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indptr, indices, score_S, score_T, weight_E = ctx.saved_tensors
-        grad_E = grad.to(weight_E.dtype).contiguous()
-        grad_E, grad_T = edge_softmax_backward(
-            indptr, indices, score_S, score_T, ctx.slope, weight_E, grad_E
+        indptr, indices, score_SH, score_TH, weight_EH = ctx.saved_tensors
+        grad_EH = grad.to(weight_EH.dtype).contiguous()
+        grad_EH, grad_TH = edge_softmax_backward(
+            indptr, indices, score_SH, score_TH, ctx.slope, weight_EH, grad_EH
         )
-        block = transpose(indptr, indices, len(score_S))
-        grad_S = sum_rows(block.indptr, block.edges, grad_E)
-        return None, None, grad_S.to(ctx.dtype), grad_T.to(ctx.dtype), None
+        block = transpose(indptr, indices, len(score_SH))
+        grad_SH = sum_rows(block.indptr, block.edges, grad_EH)
+        return None, None, grad_SH.to(ctx.dtype), grad_TH.to(ctx.dtype), None
 
 
 def edge_softmax(
@@ -330,17 +338,24 @@ def edge_softmax(
         negative_slope: of the LeakyReLU.
 
     Returns:
-        (E, H) with the dtype of the scores.
+        (E, H) with the dtype of the scores. Rows from `indptr[-1]` on, such as the padding of
+        `add_self_loops`, are not initialized.
 
     Raises:
         ValueError: a shape, dtype or device does not match.
     """
     check_block("edge_softmax", indptr, indices, score_source)
+    if score_source.dim() != 2:
+        raise ValueError(
+            f"edge_softmax: score_source has shape {tuple(score_source.shape)}; it must be "
+            "(sources, heads)"
+        )
     expected = (len(indptr) - 1, score_source.shape[1])
     if score_target.shape != expected or score_target.dtype != score_source.dtype:
         raise ValueError(
             f"edge_softmax: score_target has shape {tuple(score_target.shape)} and dtype "
             f"{score_target.dtype}, not {expected} and {score_source.dtype}"
         )
-    # always int64, so that kernels are compiled once
+    check_device("edge_softmax", "score_target", score_target, score_source.device)
+    # indptr is always int64, so that kernels are not compiled a second time for int32
     return _EdgeSoftmax.apply(indptr.long(), indices, score_source, score_target, negative_slope)

@@ -3,14 +3,14 @@
 The GAT layer of Veličković et al., 2018, https://arxiv.org/abs/1710.10903, without its linear
 layers.
 
-Notation: S sources, T targets, E edges of the block, H heads, F columns a head.
+Notation: S sources, T targets, E edges of the block, H heads, F columns per head.
 """
 
 import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.aggregate import check_block
+from gcnzc.kernels.aggregate import check_block, check_device
 from gcnzc.kernels.aggregate.dropout import dropout as drop
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax, edge_softmax_reference
 from gcnzc.kernels.aggregate.weighted import weighted_spmm, weighted_spmm_reference
@@ -77,7 +77,8 @@ def add_self_loops_torch(
     kept_before = torch.nn.functional.pad(torch.cumsum(~is_loop, 0), (1, 0))
     targets = torch.arange(num_targets + 1, device=indices.device)
     out_indptr = kept_before.index_select(0, indptr) + targets
-    # one loop follows the kept edges of each earlier target; the block's loops become padding
+    # An edge that is no self loop moves behind the edges of that kind before it and the new self
+    # loops of earlier targets. The block's own self loops move to the end, as padding.
     loops_before = edges - kept_before[:-1]
     position = torch.where(is_loop, out_indptr[-1] + loops_before, kept_before[:-1] + target_of)
     out_indices = indices.new_empty(num_edges + num_targets)
@@ -123,7 +124,7 @@ def gat_aggregate(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """Return the attention-weighted mean of each target's in-neighbours, per head.
+    """Sum the rows of each target's in-neighbours, weighted by attention, per head.
 
     Differentiable once, in `x` and both scores. The result does not depend on the number of
     threads.
@@ -133,12 +134,12 @@ def gat_aggregate(
         indices: (E,) int32 or int64 sources in [0, S). They are not checked: an id out of range
             reads out of bounds.
         x: (S, H, F) floating point, or (S, 1, F): rows shared by all heads.
-        score_source: (S, H).
-        score_target: (T, H).
+        score_source: (S, H) floating point.
+        score_target: (T, H) with the dtype of `score_source`.
         negative_slope: of the LeakyReLU.
         self_loops: add one self loop per target, and ignore the self loops of the block.
-        self_index: (T,) the index of each target among the sources, for its self loop; target t is
-            source t if None.
+        self_index: (T,) int32 or int64, the index in [0, S) of each target among the sources, for
+            its self loop; target t is source t if None. The values are checked on the CPU only.
         dropout: probability of an attention weight to be zeroed, after the softmax.
         seed: 64-bit seed of the dropout.
 
@@ -146,12 +147,43 @@ def gat_aggregate(
         (T, H, F) with the dtype of `x`; zeros for a target without edges.
 
     Raises:
-        ValueError: a shape, dtype or device does not match.
+        ValueError: a shape, dtype or device does not match; or, on the CPU, an element of
+            `self_index` is outside [0, S).
     """
     check_block("gat_aggregate", indptr, indices, x)
+    if len(score_source) != len(x):
+        raise ValueError(
+            f"gat_aggregate: score_source has {len(score_source)} rows, but x has {len(x)}\n\n"
+            "hint: both have one row per source"
+        )
     if self_loops:
+        _check_self_index(self_index, len(indptr) - 1, x)
         if self_index is None:
             self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
         indptr, indices = add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
     weight = edge_softmax(indptr, indices, score_source, score_target, negative_slope)
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
+
+
+def _check_self_index(self_index: Tensor | None, num_targets: int, x: Tensor) -> None:
+    """Check that the source of each target exists, without synchronizing with a GPU."""
+    if self_index is None:
+        if num_targets > len(x):
+            raise ValueError(
+                f"gat_aggregate: {num_targets} targets, but x has {len(x)} sources\n\n"
+                "hint: pass self_index if target t is not source t, or self_loops=False"
+            )
+        return
+    check_device("gat_aggregate", "self_index", self_index, x.device)
+    if self_index.shape != (num_targets,) or self_index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"gat_aggregate: self_index has shape {tuple(self_index.shape)} and dtype "
+            f"{self_index.dtype}, not ({num_targets},) and int32 or int64"
+        )
+    if self_index.device.type == "cpu" and num_targets:
+        low, high = (int(bound) for bound in self_index.aminmax())
+        if low < 0 or high >= len(x):
+            raise ValueError(
+                f"gat_aggregate: self_index has values from {low} to {high}, but there are "
+                f"{len(x)} sources"
+            )

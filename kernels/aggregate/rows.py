@@ -1,9 +1,9 @@
 """Inner loops of the aggregations as numba intrinsics: sums of scaled rows, and dot products.
 
-LLVM unrolls such a loop to about 64 columns and processes the remainder one by one, which would be
-most of a row of 16, 25 or 47 columns. Here a row is processed in vectors of 64 B, then of 16 B, and
-then one by one. Addresses are integers, as in memory.py; the caller guarantees that they are
-valid.
+LLVM vectorizes and unrolls such a loop to steps of about 64 columns, and processes the remaining
+columns one by one: all of them in a row of 16, 25 or 47 columns. Here a row is processed in vectors
+of 64 B, then of 16 B, and then one by one. Addresses are integers, as in memory.py; the caller
+guarantees that they are valid.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
     return types.void(types.int64, types.int64, weight), codegen
 
 
-def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
+def _dot(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         one, other, count, start = args
         # one partial sum for each size of chunk, which LLVM keeps in a register
@@ -142,13 +142,13 @@ def _product(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> An
     return zero(types.int64, types.int64, types.int64, zero), codegen
 
 
-def _add_lanes(builder: Any, begin: Any, value: Any) -> Any:
+def _add_lanes(builder: Any, start: Any, value: Any) -> Any:
     if not isinstance(value.type, ir.VectorType):
-        return builder.fadd(begin, value)
-    kind = ir.FunctionType(begin.type, [begin.type, value.type])
+        return builder.fadd(start, value)
+    kind = ir.FunctionType(start.type, [start.type, value.type])
     function = _intrinsic(builder, "vector.reduce.fadd", kind, value.type)
     # "reassoc" allows the order of the processor's horizontal instructions
-    return builder.call(function, [begin, value], fastmath=("reassoc",))
+    return builder.call(function, [start, value], fastmath=("reassoc",))
 
 
 # add_rows(out, count, (row, ...), (weight, ...)): out += weight * row + ..., for one, two or four
@@ -160,5 +160,5 @@ add_rows: Any = intrinsic(_add_rows)
 scale_row: Any = intrinsic(_scale_row)
 
 
-# product(one, other, count, zero): the dot product of `count` elements of the type of `zero`
-product: Any = intrinsic(_product)
+# dot(one, other, count, zero): the dot product of `count` elements; `zero` is a 0 of their type
+dot: Any = intrinsic(_dot)

@@ -4,7 +4,8 @@
 for each head, or F columns that all heads share. The gradient of `x` is the same sum over the
 transposed block; the gradient of a weight is the dot product of two rows (SDDMM).
 
-Notation: S sources, T targets, E edges of the block, H heads, F columns a head.
+Notation: S sources, T targets, E edges of the block, H heads, F columns per head. A suffix names
+the axes: `weight_EH` is (E, H). The numba kernels get flattened arrays.
 """
 
 from math import gcd
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from gcnzc.kernels.aggregate import (
     GRAIN_SIZE,
     check_block,
+    check_device,
     empty_rows,
     first_target,
     make_rows_contiguous,
@@ -28,7 +30,7 @@ from gcnzc.kernels.aggregate import (
     sum_dtype,
     vector_elements,
 )
-from gcnzc.kernels.aggregate.rows import add_rows, product
+from gcnzc.kernels.aggregate.rows import add_rows, dot
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
@@ -50,8 +52,8 @@ def weighted_spmm_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: 
 
 @njit(nogil=True, cache=True)
 def _weighted_spmm(
-    indptr, indices, edges, weight_E, x, row_bytes, head_bytes, out, out_heads, num_heads, num_cols,
-    distance, begin, end,
+    indptr, indices, edges, weight_EH, x, row_bytes, head_bytes, out, out_heads, num_heads,
+    num_cols, distance, begin, end,
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
     part_bytes, weight_bytes = num_cols * out.itemsize, H * out.itemsize
@@ -64,7 +66,7 @@ def _weighted_spmm(
             prefetch_row(x + indices[upcoming] * row_bytes, source_bytes)
             if len(edges):
                 weight = edges[upcoming] * weight_bytes
-                prefetch_row(weight_E.ctypes.data + weight, weight_bytes)
+                prefetch_row(weight_EH.ctypes.data + weight, weight_bytes)
         out[t * out_heads * num_cols : (t + 1) * out_heads * num_cols] = 0
         out_row = out.ctypes.data + t * out_heads * part_bytes
         # four rows at a time, to read and write out once for them
@@ -76,8 +78,8 @@ def _weighted_spmm(
                 e0, e1, e2, e3 = edges[e0], edges[e1], edges[e2], edges[e3]
             for h in range(H):
                 head_offset = h * head_bytes
-                w0, w1 = weight_E[e0 * H + h], weight_E[e1 * H + h]
-                w2, w3 = weight_E[e2 * H + h], weight_E[e3 * H + h]
+                w0, w1 = weight_EH[e0 * H + h], weight_EH[e1 * H + h]
+                w2, w3 = weight_EH[e2 * H + h], weight_EH[e3 * H + h]
                 rows = x0 + head_offset, x1 + head_offset, x2 + head_offset, x3 + head_offset
                 add_rows(out_row + h * out_step, num_cols, rows, (w0, w1, w2, w3))
             e += 4
@@ -86,18 +88,18 @@ def _weighted_spmm(
             e0 = edges[e] if len(edges) else e
             for h in range(H):
                 row = (x0 + h * head_bytes,)
-                add_rows(out_row + h * out_step, num_cols, row, (weight_E[e0 * H + h],))
+                add_rows(out_row + h * out_step, num_cols, row, (weight_EH[e0 * H + h],))
             e += 1
 
 
 @njit(nogil=True, cache=True)
-def _products(
-    indptr, indices, x, row_bytes, head_bytes, y, out_E, num_heads, num_cols, distance, begin, end
+def _sddmm(
+    indptr, indices, x, row_bytes, head_bytes, y, out_EH, num_heads, num_cols, distance, begin, end
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
-    part_bytes = num_cols * out_E.itemsize
+    part_bytes = num_cols * out_EH.itemsize
     source_bytes = (H - 1) * head_bytes + part_bytes
-    zero = out_E.dtype.type(0)
+    zero = out_EH.dtype.type(0)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         first, last = indptr[t], indptr[t + 1]
         for upcoming in range(first + distance, min(last + distance, num_edges)):
@@ -105,7 +107,7 @@ def _products(
         for e in range(first, last):
             row, other = x + indices[e] * row_bytes, y + t * H * part_bytes
             for h in range(H):
-                out_E[e * H + h] = product(row, other, num_cols, zero)
+                out_EH[e * H + h] = dot(row, other, num_cols, zero)
                 row += head_bytes
                 other += part_bytes
 
@@ -114,7 +116,7 @@ def weighted_spmm_numba(
     indptr: Tensor,
     indices: Tensor,
     edges: Tensor | None,
-    weight_E: Tensor,
+    weight_EH: Tensor,
     x: Tensor,
     out_heads: int,
 ) -> Tensor:
@@ -123,15 +125,15 @@ def weighted_spmm_numba(
     Args:
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
-        edges: (E,) the row of `weight_E` of each edge; edge e has row e if None.
-        weight_E: (E, H) float32 or float64, contiguous.
+        edges: (E,) the row of `weight_EH` of each edge; edge e has row e if None.
+        weight_EH: (E, H) float32 or float64, contiguous.
         x: (S, H, F) of the same dtype, or (S, 1, F) shared by all heads.
         out_heads: H, or 1 to sum over the heads.
 
     Returns:
         (T, out_heads, F).
     """
-    num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
+    num_targets, num_heads, num_cols = len(indptr) - 1, weight_EH.shape[1], x.shape[2]
     x = make_rows_contiguous(x)
     out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
     parallel_for(
@@ -140,7 +142,7 @@ def weighted_spmm_numba(
         indptr.numpy(),
         indices.numpy(),
         (indptr[:0] if edges is None else edges).numpy(),
-        weight_E.view(-1).numpy(),
+        weight_EH.view(-1).numpy(),
         x.data_ptr(),
         x.stride(0) * x.itemsize,
         x.stride(1) * x.itemsize if x.shape[1] > 1 else 0,
@@ -154,8 +156,8 @@ def weighted_spmm_numba(
     return out
 
 
-def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the (E, H) dot products of `x[s, h]` and `y[t, h]` for each edge.
+def sddmm_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the (E, H) dot products of `x[s, h]` and `y[t, h]` for each edge (SDDMM).
 
     Args:
         indptr: (T + 1,).
@@ -165,9 +167,9 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
     """
     num_targets, num_heads, num_cols = y.shape
     x = make_rows_contiguous(x)
-    out_E = empty_rows((len(indices), num_heads), x.dtype)
+    out_EH = empty_rows((len(indices), num_heads), x.dtype)
     parallel_for(
-        _products,
+        _sddmm,
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
@@ -175,19 +177,20 @@ def products_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Ten
         x.stride(0) * x.itemsize,
         x.stride(1) * x.itemsize if x.shape[1] > 1 else 0,
         y.data_ptr(),
-        out_E.view(-1).numpy(),
+        out_EH.view(-1).numpy(),
         num_heads,
         num_cols,
         prefetch_distance(x.shape[1] * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
-    return out_E
+    return out_EH
 
 
-# blocks are views of one buffer, whose alignments differ between minibatches
+# not specialized for the alignment of a block's arrays: it may differ between minibatches, as they
+# may be views, and each alignment would be compiled separately
 @triton.jit(do_not_specialize=["indptr", "indices", "edges"])
 def _weighted_spmm_triton(
-    indptr, indices, edges, weight_E, x, out, num_heads,
+    indptr, indices, edges, weight_EH, x, out, num_heads,
     num_cols, row_stride, head_stride,  # all three in vectors of VECTOR elements
     out_heads, HAS_EDGES: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr,
@@ -210,7 +213,7 @@ def _weighted_spmm_triton(
             edge = tl.load(edges + edge, mask=edge_mask, other=0).to(tl.int64)
         # all heads if they are summed, otherwise the head of this program
         for h in range(out_head, num_heads, out_heads):
-            weight = tl.load(weight_E + edge * num_heads + h, mask=edge_mask, other=0.0)
+            weight = tl.load(weight_EH + edge * num_heads + h, mask=edge_mask, other=0.0)
             row_offsets = (s * row_stride + h * head_stride) * VECTOR
             offsets = row_offsets[:, None] + cols[None, :]
             sum_EF += weight[:, None] * tl.load(x + offsets, mask=mask, other=0.0)
@@ -218,10 +221,11 @@ def _weighted_spmm_triton(
     tl.store(out + offsets, tl.sum(sum_EF, 0), mask=col_mask)
 
 
-# blocks are views of one buffer, whose alignments differ between minibatches
+# not specialized for the alignment of a block's arrays: it may differ between minibatches, as they
+# may be views, and each alignment would be compiled separately
 @triton.jit(do_not_specialize=["indptr", "indices"])
-def _products_triton(
-    indptr, indices, x, y, out_E, num_heads,
+def _sddmm_triton(
+    indptr, indices, x, y, out_EH, num_heads,
     num_cols, row_stride, head_stride,  # all three in vectors of VECTOR elements
     SUM: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -243,19 +247,19 @@ def _products_triton(
             x_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
             y_F = tl.load(y + y_begin + cols, mask=col_mask, other=0.0)
             sum_E += tl.sum(x_EF * y_F[None, :], 1)
-        tl.store(out_E + edge * num_heads + h, sum_E, mask=edge_mask)
+        tl.store(out_EH + edge * num_heads + h, sum_E, mask=edge_mask)
 
 
 def weighted_spmm_triton(
     indptr: Tensor,
     indices: Tensor,
     edges: Tensor | None,
-    weight_E: Tensor,
+    weight_EH: Tensor,
     x: Tensor,
     out_heads: int,
 ) -> Tensor:
     """`weighted_spmm_numba` on a GPU; one program per target, head and block of columns."""
-    num_targets, num_heads, num_cols = len(indptr) - 1, weight_E.shape[1], x.shape[2]
+    num_targets, num_heads, num_cols = len(indptr) - 1, weight_EH.shape[1], x.shape[2]
     x = make_rows_contiguous(x)
     out = x.new_empty(num_targets, out_heads, num_cols)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
@@ -264,52 +268,52 @@ def weighted_spmm_triton(
     sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
     with torch.cuda.device_of(out):
         _weighted_spmm_triton[grid](
-            indptr, indices, indptr if edges is None else edges, weight_E, x, out, num_heads,
+            indptr, indices, indptr if edges is None else edges, weight_EH, x, out, num_heads,
             *sizes, out_heads, edges is not None, sum_dtype(x)[1], EDGES, BLOCK, vector,
         )  # fmt: skip
     return out
 
 
-def products_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """`products_numba` on a GPU; one program per target and head."""
+def sddmm_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """`sddmm_numba` on a GPU; one program per target and head."""
     num_targets, num_heads, num_cols = y.shape
     x = make_rows_contiguous(x)
-    out_E = x.new_empty(len(indices), num_heads)
+    out_EH = x.new_empty(len(indices), num_heads)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     vector = gcd(vector_elements(x, num_cols), vector_elements(y, num_cols))
     sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
-    with torch.cuda.device_of(out_E):
-        _products_triton[(num_targets, num_heads)](
-            indptr, indices, x, y, out_E, num_heads, *sizes,
+    with torch.cuda.device_of(out_EH):
+        _sddmm_triton[(num_targets, num_heads)](
+            indptr, indices, x, y, out_EH, num_heads, *sizes,
             sum_dtype(x)[1], EDGES, BLOCK, vector,
         )  # fmt: skip
-    return out_E
+    return out_EH
 
 
 class _WeightedSpmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         dtype, _ = sum_dtype(x)
-        weight_E, wide_x = weight.to(dtype).contiguous(), x.to(dtype)
-        ctx.save_for_backward(indptr, indices, weight_E, wide_x)
+        weight_EH, wide_x = weight.to(dtype).contiguous(), x.to(dtype)
+        ctx.save_for_backward(indptr, indices, weight_EH, wide_x)
         ctx.dtypes = weight.dtype, x.dtype
         run = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
-        return run(indptr, indices, None, weight_E, wide_x, weight.shape[1]).to(x.dtype)
+        return run(indptr, indices, None, weight_EH, wide_x, weight.shape[1]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indptr, indices, weight_E, x = ctx.saved_tensors
+        indptr, indices, weight_EH, x = ctx.saved_tensors
         weight_dtype, x_dtype = ctx.dtypes
         grad = grad.to(x.dtype).contiguous()
         grad_weight = grad_x = None
         if ctx.needs_input_grad[2]:
-            products = products_triton if x.is_cuda else products_numba
-            grad_weight = products(indptr, indices, x, grad).to(weight_dtype)
+            sddmm = sddmm_triton if x.is_cuda else sddmm_numba
+            grad_weight = sddmm(indptr, indices, x, grad).to(weight_dtype)
         if ctx.needs_input_grad[3]:
             block = transpose(indptr, indices, len(x))
             run = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
-            grad_x = run(block.indptr, block.targets, block.edges, weight_E, grad, x.shape[1])
+            grad_x = run(block.indptr, block.targets, block.edges, weight_EH, grad, x.shape[1])
             grad_x = grad_x.to(x_dtype)
         return None, None, grad_weight, grad_x
 
@@ -339,10 +343,11 @@ def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) ->
         raise ValueError(
             f"weighted_spmm: weight has shape {tuple(weight.shape)}, not ({len(indices)}, heads)"
         )
+    check_device("weighted_spmm", "weight", weight, x.device)
     if x.dim() != 3 or x.shape[1] not in (1, weight.shape[1]):
         raise ValueError(
             f"weighted_spmm: x has shape {tuple(x.shape)}; for {weight.shape[1]} heads it must be "
             f"(sources, {weight.shape[1]} or 1, columns)"
         )
-    # always int64, so that kernels are compiled once
+    # indptr is always int64, so that kernels are not compiled a second time for int32
     return _WeightedSpmm.apply(indptr.long(), indices, weight, x)

@@ -17,22 +17,25 @@ CASES = [
         "aggregate.dropout",
         "_dropout_triton",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
-        | {"threshold": "i32", "scale": "fp32"},
-        {"COUNTERS": 128, "RELU": relu},
+        | {"threshold": "i32", "scale": "fp64"},
+        {"COUNTERS": 128, "RELU": relu, "WIDE": "fp64" if dtype == "fp64" else "fp32"},
         ["ld.global", "st.global", "mul.hi.u32"],
     )
-    for dtype in ("fp32", "fp16", "bf16")
+    for dtype in ("fp32", "fp64", "fp16", "bf16")
     for relu in (False, True)
 ]
 
 PROGRAM = """
 import importlib, json, sys
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+DTYPES = {"fp32": tl.float32, "fp64": tl.float64}
 arch, cases = int(sys.argv[1]), json.loads(sys.argv[2])
 for module, name, types, constants, wanted in cases:
     kernel = getattr(importlib.import_module(f"gcnzc.kernels.{module}"), name)
+    constants = {k: DTYPES.get(v, v) for k, v in constants.items()}
     signature = types | {constant: "constexpr" for constant in constants}
     source = ASTSource(kernel, signature, constants)
     ptx = compile(source, GPUTarget("cuda", arch, 32)).asm["ptx"]

@@ -51,7 +51,7 @@ from gcnzc.kernels.aggregate import sum_triton
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward_triton, edge_softmax_triton
 from gcnzc.kernels.aggregate.dropout import dropout_triton
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.aggregate.weighted import products_triton, weighted_spmm_triton
+from gcnzc.kernels.aggregate.weighted import sddmm_triton, weighted_spmm_triton
 
 table = torch.zeros(5000, 101)
 memory = torch.zeros(8192, dtype=torch.int64)
@@ -76,7 +76,7 @@ def step(size, offset, seed):
     rows = torch.zeros(size, 4, 25)
     weighted_spmm_triton(indptr, ids, None, weight, rows, 4)
     weighted_spmm_triton(indptr, ids, ids, weight, rows, 4)
-    products_triton(indptr, ids, rows, rows)
+    sddmm_triton(indptr, ids, rows, rows)
 
 threads = [threading.Thread(target=gather_rows, args=(table, ids_of(100, 0))) for _ in range(4)]
 for thread in threads:

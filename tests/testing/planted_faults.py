@@ -8,7 +8,7 @@ import torch
 
 from gcnzc.kernels.aggregate import sum_numba, sum_triton
 from gcnzc.kernels.aggregate.dropout import dropout_reference, dropout_triton
-from gcnzc.kernels.aggregate.weighted import products_numba, products_triton
+from gcnzc.kernels.aggregate.weighted import sddmm_numba, sddmm_triton
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.testing.executor import Executor
 from gcnzc.testing.faults import Fault
@@ -34,13 +34,13 @@ def edges(columns, dtype=torch.float32):
 
 def products():
     arguments = edges((2, 300))
-    return same(products_triton(*arguments), products_numba(*arguments))
+    return same(sddmm_triton(*arguments), sddmm_numba(*arguments))
 
 
 def narrow_products():
     """One column, whose products all warps of a block store to the same shared memory."""
     arguments = edges((2, 1))
-    return same(products_triton(*arguments), products_numba(*arguments))
+    return same(sddmm_triton(*arguments), sddmm_numba(*arguments))
 
 
 def sums():

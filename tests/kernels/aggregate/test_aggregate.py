@@ -183,7 +183,7 @@ def test_arguments_that_do_not_match_are_rejected():
         aggregate(indptr, indices, x, torch.ones(50))
     with pytest.raises(ValueError, match=r"target_scale has shape \(70,\), not \(50,\)"):
         aggregate(indptr, indices, x, None, torch.ones(70))
-    with pytest.raises(ValueError, match=r"indptr is on cpu and x on meta\n\nhint"):
+    with pytest.raises(ValueError, match=r"indptr is on cpu, but the rows are on meta\n\nhint"):
         aggregate(indptr, indices, x.to("meta"))
 
 

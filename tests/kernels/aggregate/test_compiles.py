@@ -19,15 +19,15 @@ from gcnzc.kernels import aggregate
 from gcnzc.kernels.aggregate import edge_softmax, weighted
 
 SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": "i64",
-         "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp32"}
+         "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp64"}
 
 def ptx(kernel, rows, ids, total, **constants):
     constants = {"EDGES": 8, "BLOCK": 128, "HEADS": 4, "SUM": total, "HAS_A": True, "HAS_B": True,
                  "HAS_EDGES": True, "VECTOR": 1} | constants
     wide = "*fp64" if total is tl.float64 else "*fp32"
     kinds = SIZES | dict.fromkeys(["indptr", "indices", "edges"], f"*{ids}")
-    kinds |= dict.fromkeys(["a_S", "b_T", "weight_E", "grad_E", "out_E", "out_T"], wide)
-    kinds |= dict.fromkeys(["score_S", "score_T"], wide) | dict.fromkeys(["x", "y", "out"], rows)
+    kinds |= dict.fromkeys(["a_S", "b_T", "weight_EH", "grad_EH", "out_EH", "out_TH"], wide)
+    kinds |= dict.fromkeys(["score_SH", "score_TH"], wide) | dict.fromkeys(["x", "y", "out"], rows)
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     given = {name: constants[name] for name in names if name in constants}
@@ -47,7 +47,7 @@ for rows, total in [("*fp32", tl.float32), ("*fp64", tl.float64)]:
              ptx(edge_softmax._edge_softmax_grad_triton, rows, "i64", total, EDGES=32),
              ptx(weighted._weighted_spmm_triton, rows, "i64", total),
              ptx(weighted._weighted_spmm_triton, rows, "i64", total, HAS_EDGES=False),
-             ptx(weighted._products_triton, rows, "i64", total)]
+             ptx(weighted._sddmm_triton, rows, "i64", total)]
 for text in made:
     assert "ld.global" in text and "st.global" in text
     assert "atom." not in text and "red.global" not in text
@@ -72,7 +72,7 @@ for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
         text = ptx(weighted._weighted_spmm_triton, rows, "i64", total, HAS_EDGES=has_edges,
                    VECTOR=vector)
         assert check_vectors(text, rows, has_edges) == lanes
-    text = ptx(weighted._products_triton, rows, "i64", total, VECTOR=vector)
+    text = ptx(weighted._sddmm_triton, rows, "i64", total, VECTOR=vector)
     # of the sources' rows; lanes side by side share a target's
     assert check_vectors(text, rows) == lanes
 """

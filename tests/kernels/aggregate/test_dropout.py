@@ -17,15 +17,13 @@ SIZES = [(1,), (127,), (128, 1), (CHUNK - 1,), (CHUNK,), (3, CHUNK // 2 + 5), (4
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.triton), torch.float64]
-)
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_reference_numba_and_triton_agree(size, share, dtype, device):
     x = torch.randn(size, dtype=dtype)
     expected = dropout_reference(x, share, 2**40 + 17)
     assert torch.equal(dropout_numba(x, share, 2**40 + 17), expected)
-    if dtype == torch.float32:
-        assert torch.equal(dropout_triton(x.to(device), share, 2**40 + 17).cpu(), expected)
+    assert torch.equal(dropout_triton(x.to(device), share, 2**40 + 17).cpu(), expected)
 
 
 @pytest.mark.triton
@@ -93,6 +91,17 @@ def test_only_kept_elements_have_a_gradient():
     out.sum().backward()
     torch.testing.assert_close(x.grad, torch.where(out == 0, 0.0, out / x).detach())
     assert torch.autograd.gradcheck(lambda v: dropout(v, 0.4, 9), (x,))
+
+
+def test_second_derivatives_are_correct():
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda v: dropout(v, 0.4, 9).square(), (x,))
+    assert torch.autograd.gradgradcheck(lambda v: relu_dropout_(v * 1, 0.4, 9).square(), (x,))
+
+
+def test_the_mask_does_not_depend_on_the_strides():
+    x = torch.randn(64, 100)
+    assert torch.equal(dropout(x.t().contiguous().t(), 0.5, 3), dropout(x, 0.5, 3))
 
 
 def test_views_and_half_precision_are_supported():

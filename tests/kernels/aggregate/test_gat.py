@@ -5,6 +5,7 @@ import torch
 from blocks import random_block
 from simulated_device import Reads
 
+from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.edge_softmax import (
     edge_softmax,
     edge_softmax_backward,
@@ -21,8 +22,8 @@ from gcnzc.kernels.aggregate.gat import (
     gat_aggregate_reference,
 )
 from gcnzc.kernels.aggregate.weighted import (
-    products_numba,
-    products_triton,
+    sddmm_numba,
+    sddmm_triton,
     weighted_spmm,
     weighted_spmm_numba,
     weighted_spmm_reference,
@@ -78,6 +79,20 @@ def test_gradients_are_those_of_finite_differences(shape):
     indptr, indices = random_block(7, 5, 4)
     leaves = inputs(shape, 7, 5)
     assert torch.autograd.gradcheck(lambda *x: gat_aggregate(indptr, indices, *x), leaves)
+
+
+def test_second_derivatives_raise():
+    indptr, indices = random_block(7, 5, 4)
+    x, source, target = inputs((2, 2, 3), 7, 5)
+    weight = torch.ones(len(indices), 2, dtype=torch.float64)
+    for out, leaf in [
+        (weighted_spmm(indptr, indices, weight, x), x),
+        (edge_softmax(indptr, indices, source, target), source),
+        (aggregate(indptr, indices, x.flatten(1)), x),
+    ]:
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 40), (4, 1, 100)])
@@ -229,18 +244,47 @@ def test_arguments_that_do_not_match_are_rejected():
         gat_aggregate(indptr, indices, torch.randn(70, 3, 3), source, target)
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\)"):
         weighted_spmm(indptr, indices, torch.randn(3, 2), x)
+    with pytest.raises(ValueError, match=r"score_source has shape \(70, 2, 1\)"):
+        edge_softmax(indptr, indices, source[:, :, None], target)
+    with pytest.raises(ValueError, match="score_target is on meta, but the rows are on cpu"):
+        edge_softmax(indptr, indices, source, target.to("meta"))
+    with pytest.raises(ValueError, match="weight is on meta, but the rows are on cpu"):
+        weighted_spmm(indptr, indices, torch.randn(len(indices), 2, device="meta"), x)
+    with pytest.raises(ValueError, match=r"score_source has 60 rows, but x has 70\n\nhint"):
+        gat_aggregate(indptr, indices, x, source[:60], target)
+
+
+def test_self_loops_of_targets_that_do_not_exist_are_rejected():
+    indptr, indices = random_block(70, 50, 9)
+    x, source, target = inputs((2, 2, 3))
+    own = torch.arange(50)
+    for wrong, message in [
+        (torch.arange(60), r"shape \(60,\) and dtype torch.int64, not \(50,\)"),
+        (own.float(), "dtype torch.float32"),
+        (own + 21, "from 21 to 70, but there are 70 sources"),
+        (own - 1, "from -1 to 48"),
+        (own.to("meta"), "self_index is on meta"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gat_aggregate(indptr, indices, x, source, target, self_index=wrong)
+    few = torch.zeros_like(indices)
+    with pytest.raises(ValueError, match="50 targets, but x has 40 sources\n\nhint"):
+        gat_aggregate(indptr, few, x[:40], source[:40], target)
+    found = gat_aggregate(indptr, few, x[:40], source[:40], target, self_loops=False)
+    assert found.shape == (50, 2, 3)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("shape", SHAPES)
-def test_triton_equals_numba(shape, device):
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_triton_equals_numba(shape, dtype, error, device):
     heads, parts, columns = shape
     indptr, indices = random_block(20, 9, 40, ids=torch.int64)
-    x, source, target = (leaf.detach().float() for leaf in inputs(shape, 20, 9))
-    y = torch.randn(9, heads, columns)
+    x, source, target = (leaf.detach().to(dtype) for leaf in inputs(shape, 20, 9))
+    y = torch.randn(9, heads, columns, dtype=dtype)
 
     def same(found, expected):
-        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.cpu(), expected, rtol=error, atol=error)
 
     moved = [part.to(device) for part in (indptr, indices, source, target)]
     weight = edge_softmax_forward(indptr, indices, source, target, 0.3)
@@ -264,7 +308,7 @@ def test_triton_equals_numba(shape, device):
         weighted_spmm_triton(*(part.to(device) for part in order), made[0], y_moved, parts),
         weighted_spmm_numba(*order, weight, y, parts),
     )
-    same(products_triton(*block, x_moved, y_moved), products_numba(indptr, indices, x, y))
+    same(sddmm_triton(*block, x_moved, y_moved), sddmm_numba(indptr, indices, x, y))
 
 
 @pytest.mark.triton
@@ -281,8 +325,8 @@ def test_reads_strided_rows(layout):
     assert torch.equal(
         weighted_spmm(indptr, indices, weight, x), weighted_spmm(indptr, indices, weight, whole)
     )
-    products = products_numba(indptr, indices, whole, y)
-    assert torch.equal(products_numba(indptr, indices, x, y), products)
+    products = sddmm_numba(indptr, indices, whole, y)
+    assert torch.equal(sddmm_numba(indptr, indices, x, y), products)
     assert torch.equal(
         weighted_spmm_triton(indptr, indices, None, weight, x, 2),
         weighted_spmm_triton(indptr, indices, None, weight, whole, 2),
