@@ -71,7 +71,7 @@ class Ran:
 
 
 class Cluster:
-    """Machines at a switch, from the begin of a `with` to its end.
+    """Machines at a switch, from the start of a `with` to its end.
 
     The links are full duplex: a rate limits what a machine sends and, apart from that, what it is
     sent. Where there is a rate or a delay, frames are of 1514 B at most, as on a wire, and are

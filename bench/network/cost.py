@@ -187,7 +187,7 @@ def trained(
     config: CostConfig, workers: int, seeds: int, rates: Sequence[float], limit_s: float
 ) -> Trained:
     """Train once, for an epoch at each rate, whose second half counts."""
-    # one more at the begin, which starts everything
+    # one more at the start, which starts everything
     plan = [rates[0], *rates]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")

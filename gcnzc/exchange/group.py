@@ -112,9 +112,9 @@ class Group:
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.remedy = remedy
         self.ledger = Ledger()
-        # begin and end of each request whose result this rank waited for, by time.perf_counter
+        # start and end of each request whose result this rank waited for, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
-        # begin and end of each request on a channel's thread
+        # start and end of each request on a channel's thread
         self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.log = RequestLog(rank)
         self._num_callers = 0
@@ -262,7 +262,7 @@ class Group:
             self.monitor.count_step(num_steps)
 
     def pop_request_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each request whose result this rank waited for.
+        """Return and clear the start and end of each request whose result this rank waited for.
 
         These are the requests since the last call, at most the last 10,000, including the time of
         the transfer; none with a single rank. Times are those of `time.perf_counter`, in seconds.
@@ -270,7 +270,7 @@ class Group:
         return _pop_all(self.waits)
 
     def pop_overlapped_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the begin and end of each request that a channel's thread executed.
+        """Return and clear the start and end of each request that a channel's thread executed.
 
         These are the requests since the last call, at most the last 10,000; none with a single
         rank. They include the requests of started algorithms. A single collective that is started

@@ -44,9 +44,10 @@ def pinned(rows: Tensor | FeatureTable) -> Iterator[FeatureTable]:
     parts of one tensor, are locked once, until the last `with` ends. A fork inside the `with` does
     not unlock the parent's rows; the child has no locks.
 
-    Exactly the bytes of the rows are registered with the driver, which locks the pages that contain
-    them. CUDA copies memory that is entirely registered or not at all, also on these pages. It does
-    not copy memory that is partly registered, such as a tensor of which the rows are a view;
+    The bytes of the rows, extended to multiples of 16 B and not to whole pages, are registered with
+    the driver, which locks the pages that contain them. CUDA copies memory that is entirely
+    registered or not at all, also on these pages. It does not copy memory that is partly
+    registered, such as a tensor of which the rows are a view;
     `gcnzc.features.registrations.copy_to` splits such a copy.
 
     If the driver does not let GPUs read host memory, or under WSL not this much of it, the table is
@@ -157,7 +158,7 @@ def _read_only_mappings(rows: Tensor) -> list[Mapping]:
 
 
 def _num_bytes(rows: Tensor) -> int:
-    """Return the bytes from the begin of the first row to the end of the last, with any gaps."""
+    """Return the bytes from the start of the first row to the end of the last, with any gaps."""
     return _span(rows) * rows.element_size()
 
 
@@ -185,7 +186,7 @@ def _shared_copy(rows: Tensor, name: str) -> Tensor:
 
 
 def _span(rows: Tensor) -> int:
-    """Return the elements from the begin of the first row to the end of the last, with any gaps."""
+    """Return the elements from the start of the first row to the end of the last, with any gaps."""
     return (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
 
 

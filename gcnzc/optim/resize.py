@@ -247,7 +247,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 
 
 def shard_bounds(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's shard of a vector, the same as in `BlockLayout`."""
+    """Return start and end of a rank's shard of a vector, the same as in `BlockLayout`."""
     each = -(-num_elements // world_size)
     each = -(-each // 32) * 32
     begin = min(rank * each, num_elements)

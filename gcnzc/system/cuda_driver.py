@@ -162,7 +162,7 @@ class Driver:
         return code == 0 and kind.value == HOST
 
     def locked_range(self, address: int) -> tuple[int, int] | None:
-        """Return begin and end of the locked range that contains `address`; None if not locked.
+        """Return start and end of the locked range that contains `address`; None if not locked.
 
         If the driver does not report the range, return only the byte at `address`.
         """

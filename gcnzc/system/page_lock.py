@@ -84,7 +84,7 @@ class LockDriver(Protocol):
         """Unlock the range that starts at an address; return 0 or an error code."""
 
     def locked_range(self, address: int) -> tuple[int, int] | None:
-        """Return begin and end of the locked range that contains an address; None if unlocked."""
+        """Return start and end of the locked range that contains an address; None if unlocked."""
 
     def device_address(self, address: int) -> int | None:
         """Return the address on GPUs of locked host memory."""
@@ -230,7 +230,7 @@ class PageLocks:
             num_bytes: size of the range.
 
         Returns:
-            Begin and end of each range, in order.
+            Start and end of each range, in order.
         """
         begin, end = address, address + num_bytes
         cuts = {begin, end}

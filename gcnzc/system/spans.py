@@ -9,7 +9,7 @@ from gcnzc.system.streams import TimedEvent
 
 @dataclass(frozen=True)
 class Span:
-    """Begin and end of a stage of one step, in seconds on the clock of `time.perf_counter`."""
+    """Start and end of a stage of one step, in seconds on the clock of `time.perf_counter`."""
 
     name: str  # sample, copy, gather, wait, compute, exchange, overlapped or step
     lane: str  # the thread or stream that runs the stage; a row of the trace
@@ -35,7 +35,7 @@ class Stage:
         return self.begin.seconds_to(self.end)
 
     def span(self) -> Span:
-        """Return begin and end of the stage; waits for its end."""
+        """Return start and end of the stage; waits for its end."""
         return Span(self.name, self.lane, self.begin.time_s(), self.end.time_s())
 
 

@@ -103,7 +103,7 @@ class _BodyReader:
         self.labels: dict[str, int] = {}
 
     def read(self, text: str, position: int) -> None:
-        """Read from the begin of the body to its end."""
+        """Read from the start of the body to its end."""
         # a register that is declared in an inner scope is another one than that outside
         scopes: list[dict[str, str]] = [{}]
         while scopes:

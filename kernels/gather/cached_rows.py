@@ -102,5 +102,5 @@ def assign_slots(ids_by_gpu: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 def _line_offsets(table: Tensor, ids: Tensor) -> Tensor:
-    """Return the offset of each of these rows from the begin of its 128 B line, in bytes."""
+    """Return the offset of each of these rows from the start of its 128 B line, in bytes."""
     return (table.data_ptr() + ids * (table.stride(0) * table.element_size())) % LINE_BYTES

@@ -32,11 +32,11 @@ class Lanes:
 
     - `scalar`: the first lane loads the row's first element, the next lane the next element.
     - `vector`: the same with as many elements per lane as the alignment of all rows allows.
-    - `wrapped`: vectors as of `vector`. The first lane is assigned to the begin of the 128 B line
-      that contains the row's begin. Lanes before the row load the row's end: the circular shift of
+    - `wrapped`: vectors as of `vector`. The first lane is assigned to the start of the 128 B line
+      that contains the row's start. Lanes before the row load the row's end: the circular shift of
       Min et al. (VLDB 2021, Fig. 5).
     - `shifted`: vectors of 16 B, whatever the alignment of rows. The first lane is assigned to the
-      begin of the line, as with `wrapped`, and lanes before the row are masked. If one load of a
+      start of the line, as with `wrapped`, and lanes before the row are masked. If one load of a
       warp covers a row, the first lane is assigned to the row's first vector instead.
     - `pitched`: vectors of 16 B, for rows that all begin on a line.
 
@@ -45,11 +45,11 @@ class Lanes:
 
     layout: Layout
     row_bytes: int
-    alignment_bytes: int  # largest power of two, up to 16, that divides all rows' begins and sizes
+    alignment_bytes: int  # largest power of two, up to 16, that divides all rows' starts and sizes
     vector_bytes: int  # bytes that a lane loads in a pass
     lanes: int  # lanes of a row, a power of two
     passes: int
-    from_line: bool  # the first lane is assigned to the begin of the line of the row's begin
+    from_line: bool  # the first lane is assigned to the start of the line of the row's start
 
     def leading_lanes(self, address: int) -> int:
         """Return the number of lanes before a row's first vector."""

@@ -47,7 +47,7 @@ def transpose_reference(indptr: Tensor, indices: Tensor, num_sources: int) -> Tr
 def _transpose(indptr_T, indices_E, out_S, targets_E, edges_E):
     num_sources = len(out_S) - 1
     out_S[:] = 0
-    # the counts are shifted by two, so that after the cumulative sum out_S[s + 1] is the begin of
+    # the counts are shifted by two, so that after the cumulative sum out_S[s + 1] is the start of
     # source s; each edge that is placed increments it, so that it ends as the end of source s
     for e in range(len(indices_E)):
         s = indices_E[e] + 2
