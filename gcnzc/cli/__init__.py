@@ -104,7 +104,7 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
     try:
         with init_group(backend, timeout_s=config.timeout_s, remedy=REMEDY) as group:
             worker_reporter = reporter if group.rank == 0 else NullReporter()
-            if launch.cannot_be_joined():
+            if launch.is_closed_to_new_machines():
                 worker_reporter.say(
                     "if a machine fails in this run, no other one can replace it: set "
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all machines to permit that"

@@ -1,8 +1,9 @@
 """Launch several workers on this machine, and restart them if one is lost.
 
-It uses torch's elastic agent, as torchrun does for several machines. The output of worker 0 goes to
-stdout and stderr of this process. The output of the others goes to stderr, each line with a rank
-prefix. The log folder has the output of all workers.
+It uses torch's elastic agent, as torchrun does. Worker 0 writes to stdout and stderr of this
+process, which may be a terminal. Each line of the other workers is copied to the same stream, with
+a rank prefix, and stored in the log folder. The output of worker 0 is not stored: torch would store
+and copy it line by line with a prefix, which progress bars and the JSON line on stdout preclude.
 """
 
 import os
@@ -54,7 +55,7 @@ LOCAL_ENVIRONMENT = {
     # connections of gloo and NCCL stay on this machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # we report a lost store by a message, without torch's C++ stack
+    # gcnzc reports a lost store itself; hide torch's C++ stack trace
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -65,8 +66,8 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
     Args:
         words: the arguments of the command line.
         workers: the number of workers on this machine; they share its cores.
-        run: the run folder, which is locked until the end. Its folder `logs` has the workers'
-            output, with a subfolder for each start.
+        run: the run folder, which is locked until the end. Its folder `logs` has the
+            output of workers 1 and above, with a subfolder for each start.
         restarts: how often all workers are restarted after one was lost.
 
     Returns:
@@ -75,8 +76,8 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
     Raises:
         ValueError: another launcher has locked the run folder.
         RuntimeError: workers were lost more often than `restarts`.
-        KeyboardInterrupt: this process received a signal to end, and has ended the workers before
-            one of them reported it.
+        KeyboardInterrupt: this process received SIGINT or SIGTERM, and no worker has reported that
+            the run was stopped.
     """
     logs = run / LOGS
     logs.mkdir(parents=True, exist_ok=True)
@@ -95,18 +96,18 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
         log_line_prefix_template="[worker ${rank}] ",
     )
     # workers lock the run folder itself, but not while they are restarted: the launcher's lock on
-    # the logs prevents that another run starts in between
+    # the logs keeps another run from starting in between
     with locked_folder(logs, run), _environment(workers, run) as fatal:
         try:
             with continue_stopped_workers():
                 elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
         except ChildFailedError as error:
-            # not the lowest rank: after the first failure the launcher ends the other workers
+            # the worker that failed first: the launcher then ends the others, which fail too
             rank, first = error.get_first_failure()
             raise RuntimeError(
                 f"worker {rank} ended with {_describe_exit(first.exitcode)}, after {restarts} "
-                f"restarts\n\nhint: the output of the workers is in {logs}; `gcnzc train --resume` "
-                "resumes from the last checkpoint"
+                f"restarts\n\nhint: the error of worker 0 is printed above, those of other workers "
+                f"also in {logs}; `gcnzc train --resume` resumes from the last checkpoint"
             ) from None
         except SignalException:
             if fatal.exists():
@@ -167,15 +168,14 @@ def _launcher() -> str:
     """Return a unique name of this process's parent: host, boot id, process id and start time."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat").read_text()
-    # a process id may be reused, but not with the same start time
+    # a process id may be reused, but not with the same start time, which is counted from boot
     started = stat[stat.rindex(")") + 1 :].split()[19]
-    # which is counted from the start of the machine
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}/{boot}/{parent}/{started}"
 
 
-def cannot_be_joined() -> bool:
-    """Whether no machine can join this run later, not even to replace a lost one.
+def is_closed_to_new_machines() -> bool:
+    """Whether a replacement for a lost machine could not join this run.
 
     With torch 2.13, launchers that share their store do not send its address to a new launcher: the
     new launcher and the old ones end with DistStoreError.
@@ -241,7 +241,7 @@ class _Loopback(RendezvousHandler):
 
 @contextmanager
 def _environment(workers: int, run: Path) -> Iterator[Path]:
-    """Set the environment of workers: numbers of threads, and LOCAL_ENVIRONMENT.
+    """Set the environment of workers: numbers of threads, LOCAL_ENVIRONMENT, FATAL and RUN_FOLDER.
 
     Args:
         workers: the number of workers.

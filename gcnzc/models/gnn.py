@@ -73,8 +73,9 @@ class Model(nn.Module):
 
         Args:
             blocks: one per layer, input layer first, as in `Batch.blocks`.
-            x: (B, in_features) features of the sources of the first block, on its device; any
-                floating-point dtype, converted to that of the model.
+            x: (N, in_features) features of the first block's sources, where N is
+                `blocks[0].num_src`, on the device of the block; any floating-point dtype, converted
+                to that of the model.
 
         Returns:
             (seeds, classes).
@@ -145,8 +146,9 @@ class SAGE(Model):
 class GCN(Model):
     """The graph convolutional network (GCN) of Kipf and Welling, as in OGB's examples.
 
-    The arguments are those of `SAGE`. Blocks must have the degrees of their graph, as those of a
-    `Sampler` do.
+    The arguments are those of `SAGE`. The in-degrees of nodes in the whole graph are needed. Pass
+    `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they are read from
+    `block.graph`, which synchronizes with the GPU. A block with neither is a RuntimeError.
     """
 
     def __init__(
@@ -212,7 +214,9 @@ class GAT(Model):
         heads = check_integer("heads", heads, 1)
         hidden = check_integer("hidden", hidden, 1)
         last_heads = heads if output_heads is None else output_heads
-        last_heads = check_integer("output_heads", last_heads, 1, hint="None takes heads")
+        last_heads = check_integer(
+            "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"
+        )
         attention_dropout = _check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
         in_features, widths = _check_widths(in_features, hidden * heads, num_classes, num_layers)
@@ -269,6 +273,6 @@ def check_columns(model: Model, num_columns: int) -> None:
     expected = model.layers[0].in_features
     if num_columns != expected:
         raise ValueError(
-            f"features of {num_columns} columns for a model of {expected}\n\n"
+            f"the features have {num_columns} columns, but the model expects {expected}\n\n"
             "hint: create the model with in_features equal to the columns of the features"
         )

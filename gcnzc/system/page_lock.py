@@ -8,11 +8,12 @@ regions spanning over allocations that are both registered and not registered wi
 supported and will return CUDA_ERROR_INVALID_VALUE" (memory management, CUDA driver API); copies
 across two registrations fail as well (https://github.com/sgl-project/sglang/pull/36798). Therefore:
 
-- The registration of a table has exactly the table's bytes, rounded to the 16 B of a GPU thread's
-  load and not to whole pages, so that another tensor on the same page is copied like any other
+- A table's registrations cover its bytes, rounded outwards to multiples of 16 B (a GPU thread's
+  load) and not to whole pages, so that another tensor on the same page is copied like any other
   tensor. The driver locks the pages that contain the bytes.
-- Bytes that this process or a library has registered before are not registered again. The same
-  holds for bytes on a page of another table, if the driver registers whole pages.
+- Bytes that this process or a library has registered before are not registered again. Drivers that
+  record whole pages instead are supported: on a page that two tables share, the second uses the
+  registration of the first.
 - A registration has at most 16 GiB, and less if the driver refuses it: 512 GiB and more fail on
   current drivers (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy
   machines (https://github.com/sgl-project/sglang/pull/39744).
@@ -44,12 +45,13 @@ import numpy as np
 from gcnzc.system import cuda_driver as cuda
 from gcnzc.system.host_memory import PAGE_BYTES, available_bytes, lock_limit_bytes, needed_bytes
 
-# half of the smallest size that was seen to fail, so that most machines accept it at once
-SEGMENT_BYTES = 16 << 30
+# largest size of one registration; larger ones fail more often (see above), and a refused one is
+# halved
+MAX_REGISTRATION_BYTES = 16 << 30
 
 
-# the size of a GPU's large pages
-SMALLEST_BYTES = 2 << 20
+# smallest size to which a refused registration is halved: a large page of a GPU
+MIN_REGISTRATION_BYTES = 2 << 20
 
 
 # The size of a GPU thread's load. The first and last load of a row may extend beyond the row up to
@@ -58,7 +60,7 @@ SMALLEST_BYTES = 2 << 20
 GRANULE_BYTES = 16
 
 
-# errors after which a smaller segment may succeed
+# errors after which a smaller registration may succeed
 _TOO_LARGE = {cuda.INVALID_VALUE, cuda.OUT_OF_MEMORY, cuda.OPERATING_SYSTEM}
 
 
@@ -84,10 +86,13 @@ class LockDriver(Protocol):
         """Unlock the range that starts at an address; return 0 or an error code."""
 
     def locked_range(self, address: int) -> tuple[int, int] | None:
-        """Return start and end of the locked range that contains an address; None if unlocked."""
+        """Return start and end of the locked range that contains an address; None if unlocked.
+
+        If the driver does not report the range, return one byte, (address, address + 1).
+        """
 
     def device_address(self, address: int) -> int | None:
-        """Return the address on GPUs of locked host memory."""
+        """Return the address on GPUs of locked host memory; None if it is not mapped."""
 
     def can_map_host_memory(self, device: int) -> bool:
         """Whether the driver reports that a GPU can read locked host memory."""
@@ -100,7 +105,7 @@ class LockDriver(Protocol):
 
 
 class LockRefused(RuntimeError):
-    """The driver refused to lock memory; `is_unsuitable` if other memory may be accepted."""
+    """Memory could not be page-locked for GPUs; `is_unsuitable` if other memory may be accepted."""
 
     def __init__(self, message: str, is_unsuitable: bool) -> None:
         super().__init__(message)
@@ -108,12 +113,14 @@ class LockRefused(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Segment:
+class _Registration:
+    """One registration of this process, and how many `with` blocks use it."""
+
     begin: int
     end: int
     # `with` blocks that use it; 0 if it is being unlocked, or could not be unlocked
     count: int = 0
-    # object that keeps the memory mapped as long as it is registered
+    # keeps the memory mapped while it is registered; None if the caller does
     owner: object = None
 
     @property
@@ -128,20 +135,20 @@ class PageLocks:
 
     Args:
         driver: the driver that locks.
-        segment_bytes: largest size of a registration, a multiple of the page size.
-        smallest_bytes: smallest size to which a refused registration is halved.
+        max_bytes: largest size of a registration, a multiple of the page size.
+        min_bytes: a registration that the driver refuses as too large is halved, down to this size.
     """
 
     def __init__(
         self,
         driver: LockDriver,
-        segment_bytes: int = SEGMENT_BYTES,
-        smallest_bytes: int = SMALLEST_BYTES,
+        max_bytes: int = MAX_REGISTRATION_BYTES,
+        min_bytes: int = MIN_REGISTRATION_BYTES,
     ) -> None:
         self.driver = driver
-        self._segment_bytes, self._smallest_bytes = segment_bytes, smallest_bytes
+        self._max_bytes, self._min_bytes = max_bytes, min_bytes
         # by ascending address; no two overlap
-        self._segments: list[_Segment] = []
+        self._registrations: list[_Registration] = []
         self._mutex = threading.Lock()
         self._process = os.getpid()
         self._readers: dict[int, bool] = {}
@@ -149,11 +156,14 @@ class PageLocks:
     def is_readable_by(self, device: int) -> bool:
         """Whether a GPU can read memory that is locked in place; the result is cached.
 
+        It can if its attributes say so, and the driver locks a test page.
+
         Args:
             device: index of the GPU.
 
         Raises:
-            RuntimeError: the GPU supports it, but the driver fails to lock a single page.
+            LockRefused: the driver could not lock the test page for a reason that says nothing
+                about support, such as OUT_OF_MEMORY.
         """
         if device not in self._readers:
             self._readers[device] = self.driver.can_map_host_memory(device) and self._locks_a_page()
@@ -180,24 +190,26 @@ class PageLocks:
                 registered, which can be longer than the block if other blocks use that part.
 
         Raises:
-            LockRefused: the driver refused; nothing remains locked.
+            LockRefused: the memory cannot be locked for GPUs. What this call locked is unlocked
+                again; if that fails too, the failure is added as a note.
             RuntimeError: there is not enough memory; or, at the end of the block, memory could not
-                be unlocked. If the block itself raises, the failure is added as a note instead.
+                be unlocked. If the block itself raises, the failure is added as a note instead
+                (with Python 3.10, which has no notes, it is logged).
         """
         # a dict as an ordered set, by ascending address
-        process, segments = os.getpid(), dict[_Segment, None]()
+        process, held = os.getpid(), dict[_Registration, None]()
         try:
             with self._mutex_of_this_process():
                 check_memory_fits(address, num_bytes)
-                self._register(address, num_bytes, read_only, owner, segments)
+                self._register(address, num_bytes, read_only, owner, held)
             yield
         except BaseException as error:
             if os.getpid() == process:
-                for failure in self._release(segments):
+                for failure in self._release(held):
                     _note(error, failure)
             raise
         if os.getpid() == process:
-            failures = self._release(segments)
+            failures = self._release(held)
             if failures:
                 raise RuntimeError(
                     f"{'; '.join(failures)}\n\n"
@@ -218,12 +230,15 @@ class PageLocks:
     def _mutex_of_this_process(self) -> threading.Lock:
         if self._process != os.getpid():
             # after a fork, the locks belong to the parent, and its threads do not exist here
-            self._process, self._segments = os.getpid(), []
+            self._process, self._registrations = os.getpid(), []
             self._mutex = threading.Lock()
         return self._mutex
 
     def copy_ranges(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
         """Split a range at the ends of registrations, into ranges that CUDA can copy.
+
+        These are this process's registrations, and those of other libraries that adjoin them.
+        Registrations of other libraries elsewhere in the range are not found.
 
         Args:
             address: of the first byte.
@@ -236,12 +251,12 @@ class PageLocks:
         cuts = {begin, end}
         with self._mutex_of_this_process():
             near = [
-                segment
-                for segment in self._segments
-                if segment.begin < _up(end) and _down(begin) < segment.end
+                registration
+                for registration in self._registrations
+                if registration.begin < _up(end) and _down(begin) < registration.end
             ]
-            for segment in near:
-                cuts |= {*segment.range, *(self._registered(segment.begin) or ())}
+            for registration in near:
+                cuts |= {*registration.range, *(self._registered(registration.begin) or ())}
             # between these registrations there may be some of other libraries
             for at, stop in pairwise(sorted(cuts)) if near else ():
                 while at < stop and (registered := self._registered(at)) is not None:
@@ -255,21 +270,21 @@ class PageLocks:
         num_bytes: int,
         read_only: bool,
         owner: object,
-        segments: dict[_Segment, None],
+        held: dict[_Registration, None],
     ) -> None:
-        """Register the unregistered parts of a range; add the segments to release to `segments`."""
+        """Register the unregistered parts of a range; add all its registrations to `held`."""
         if num_bytes == 0:
             return
         at, end = _down(address, GRANULE_BYTES), _up(address + num_bytes, GRANULE_BYTES)
-        longest = self._segment_bytes
+        longest = self._max_bytes
         while at < end:
-            after = bisect_right(self._segments, at, key=lambda segment: segment.begin)
-            before = self._segments[after - 1] if after > 0 else None
+            after = bisect_right(self._registrations, at, key=lambda each: each.begin)
+            before = self._registrations[after - 1] if after > 0 else None
             if before is not None and at < before.end:
                 if before.count == 0:
                     self._unregister_stale(before)
                     continue
-                self._reuse(before, segments)
+                self._reuse(before, held)
                 at = before.end
                 continue
             # registrations of others need not start at a multiple of the granule
@@ -278,25 +293,26 @@ class PageLocks:
             if registered is not None:
                 self._check_same_address(inside)
                 # the registration may be a page of another table, if the driver locks whole pages
-                for segment in self._segments:
-                    shares = segment.begin < registered[1] and registered[0] < segment.end
-                    if shares and segment.count:
-                        self._reuse(segment, segments)
+                for registration in self._registrations:
+                    shares = registration.begin < registered[1] and registered[0] < registration.end
+                    if shares and registration.count:
+                        self._reuse(registration, held)
                 at = registered[1]
                 continue
-            stop = self._segments[after].begin if after < len(self._segments) else end
-            # end at a page boundary, or at the end of the range
-            segment = _Segment(at, min(_down(at + longest), stop, end), 1, owner)
+            stop = self._registrations[after].begin if after < len(self._registrations) else end
+            # ends at a page boundary, at the next registration or at the end of the range; `_lock`
+            # may shorten it
+            registration = _Registration(at, min(_down(at + longest), stop, end), 1, owner)
             # added before it is locked, so that it is unlocked even after a KeyboardInterrupt
-            self._segments.insert(after, segment)
-            segments[segment] = None
-            code, longest = self._lock(segment, read_only, longest)
+            self._registrations.insert(after, registration)
+            held[registration] = None
+            code, longest = self._lock(registration, read_only, longest)
             if code != 0:
-                del segments[segment]
-                self._segments.remove(segment)
-                raise LockRefused(self._refusal(segment, num_bytes, code), code in _UNSUITABLE)
+                del held[registration]
+                self._registrations.remove(registration)
+                raise LockRefused(self._refusal(registration, num_bytes, code), code in _UNSUITABLE)
             self._check_same_address(at)
-            at = segment.end
+            at = registration.end
 
     def _registered(self, at: int) -> tuple[int, int] | None:
         """Return the registration that contains an address, by this process or a library.
@@ -308,27 +324,27 @@ class PageLocks:
             return found
         return _down(at), _up(at + 1)
 
-    def _reuse(self, segment: _Segment, segments: dict[_Segment, None]) -> None:
-        """Add a reference to a segment that is registered already."""
-        if segment not in segments:
-            segment.count += 1
-            segments[segment] = None
+    def _reuse(self, registration: _Registration, held: dict[_Registration, None]) -> None:
+        """Add a reference to an existing registration, unless it is in `held`."""
+        if registration not in held:
+            registration.count += 1
+            held[registration] = None
 
-    def _lock(self, segment: _Segment, read_only: bool, longest: int) -> tuple[int, int]:
-        """Lock a segment, and shorten it until the driver accepts it.
+    def _lock(self, registration: _Registration, read_only: bool, longest: int) -> tuple[int, int]:
+        """Lock a registration, and shorten it until the driver accepts it.
 
         Returns:
-            The error code of the last attempt, and the largest size for the next segment.
+            The error code of the last attempt, and the largest size for the next registration.
         """
         while True:
-            size = segment.end - segment.begin
-            code = self.driver.lock(segment.begin, size, read_only)
+            size = registration.end - registration.begin
+            code = self.driver.lock(registration.begin, size, read_only)
             if code == cuda.ALREADY_LOCKED and size > 1:
                 # another library locked memory further on; find the part before it
-                segment.end = segment.begin + size // 2
-            elif code in _TOO_LARGE and size > self._smallest_bytes:
-                longest = max(self._smallest_bytes, _down(size // 2))
-                segment.end = _down(segment.begin + longest)
+                registration.end = registration.begin + size // 2
+            elif code in _TOO_LARGE and size > self._min_bytes:
+                longest = max(self._min_bytes, _down(size // 2))
+                registration.end = _down(registration.begin + longest)
             else:
                 return code, longest
 
@@ -342,49 +358,50 @@ class PageLocks:
                 is_unsuitable=True,
             )
 
-    def _unregister_stale(self, segment: _Segment) -> None:
-        # other memory may be mapped there by now, but GPUs would still read the old pages
-        failure = self._unlock(segment)
+    def _unregister_stale(self, registration: _Registration) -> None:
+        # without an owner, other memory may be mapped there by now, while GPUs would still read the
+        # old pages
+        failure = self._unlock(registration)
         if failure is not None:
             raise LockRefused(
                 f"{failure}, although it is no longer in use\n\nhint: restart the process",
                 is_unsuitable=False,
             )
 
-    def _release(self, segments: Iterable[_Segment]) -> list[str]:
-        """Release segments, and unlock those without other references; return the failures."""
+    def _release(self, registrations: Iterable[_Registration]) -> list[str]:
+        """Release registrations, and unlock those without other references; return the failures."""
         failures: list[str] = []
         with self._mutex:
-            for segment in segments:
-                segment.count -= 1
-            last = [segment for segment in segments if segment.count == 0]
+            for registration in registrations:
+                registration.count -= 1
+            last = [each for each in registrations if each.count == 0]
             if last:
                 try:
                     # no GPU may still be reading the memory
                     self.driver.synchronize()
                 except Exception as error:
                     failures.append(f"CUDA failed to synchronize: {error}")
-            tried = [self._unlock(segment) for segment in reversed(last)]
+            tried = [self._unlock(each) for each in reversed(last)]
             failures += [failure for failure in tried if failure is not None]
         return failures
 
-    def _unlock(self, segment: _Segment) -> str | None:
-        """Unlock and remove a segment; after a failure keep the segment and return the reason."""
+    def _unlock(self, registration: _Registration) -> str | None:
+        """Unlock and remove a registration; after a failure keep it and return the reason."""
         try:
-            code = self.driver.unlock(segment.begin)
+            code = self.driver.unlock(registration.begin)
             failure = None if code == 0 else self.driver.error_name(code)
         except Exception as error:
             # torch raises if the GPU is lost and this thread has not used it before
             failure = str(error)
         if failure is None:
-            self._segments.remove(segment)
+            self._registrations.remove(registration)
             return None
-        size = segment.end - segment.begin
-        where = f"{size:,} bytes of host memory at {segment.begin:#x}"
+        size = registration.end - registration.begin
+        where = f"{size:,} bytes of host memory at {registration.begin:#x}"
         return f"CUDA failed to unlock {where}: {failure}"
 
-    def _refusal(self, segment: _Segment, num_bytes: int, code: int) -> str:
-        size, limit = segment.end - segment.begin, lock_limit_bytes()
+    def _refusal(self, registration: _Registration, num_bytes: int, code: int) -> str:
+        size, limit = registration.end - registration.begin, lock_limit_bytes()
         hint = "move the features to the GPU, which needs no locking, or use a smaller dtype"
         if code not in _TOO_LARGE | _UNSUITABLE:
             hint = "check the GPU with `nvidia-smi`, then restart the process"
@@ -396,7 +413,7 @@ class PageLocks:
             )
         return (
             f"CUDA failed to lock {size:,} of {num_bytes:,} bytes of host memory at "
-            f"{segment.begin:#x}: {self.driver.error_name(code)}\n\nhint: {hint}"
+            f"{registration.begin:#x}: {self.driver.error_name(code)}\n\nhint: {hint}"
         )
 
 

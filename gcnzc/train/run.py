@@ -63,7 +63,8 @@ def train(
     Args:
         config: the options; `data` must be set.
         folder: the run folder, created if needed. With `config.resume` it has the run to resume.
-            Only worker 0 reads and writes it.
+            Worker 0 reads and writes it; with optimizers that compress or take local steps, every
+            worker also reads and writes its own state in the folder `workers`.
         reporter: shows the progress; None shows nothing.
         group: the workers that train together; only this process if None.
         launch: the launch of these workers, the same on all. If `folder` has a run of this launch,

@@ -328,12 +328,12 @@ def test_a_run_belongs_to_the_launch_that_started_it_last(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("machines", "shared", "cannot"),
+    ("machines", "shared", "is_closed"),
     [("1", "True", False), ("2", "True", True), ("2", "False", False)],
 )
 def test_a_rendezvous_store_that_a_new_machine_cannot_find_is_reported(
-    machines, shared, cannot, monkeypatch
+    machines, shared, is_closed, monkeypatch
 ):
     monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-    assert launch.cannot_be_joined() == cannot
+    assert launch.is_closed_to_new_machines() == is_closed

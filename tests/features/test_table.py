@@ -612,7 +612,7 @@ def test_a_driver_that_locks_a_page_but_not_the_table_is_reported(cuda, caplog, 
     driver = cuda(FakeDriver(largest=PAGE))
     small, large = torch.randn(3, 8), torch.randn(3000, 8)
     # the ledger of `cuda` would go on down to single pages
-    monkeypatch.setattr(registrations.process_page_locks(), "_smallest_bytes", 4 * PAGE)
+    monkeypatch.setattr(registrations.process_page_locks(), "_min_bytes", 4 * PAGE)
     with pytest.raises(RuntimeError, match="failed to lock"), pinned(large):
         pytest.fail("nothing is locked here")
     monkeypatch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
@@ -706,14 +706,14 @@ def test_pinned_can_be_repeated_many_times(device):
 def test_rows_across_registration_boundaries_are_gathered(device, monkeypatch):
     # rows of 404 bytes, segments of 64 KiB: every 162nd row crosses a border
     rows = torch.randn(100_000, 101)
-    ledger = PageLocks(Driver(), segment_bytes=1 << 16)
+    ledger = PageLocks(Driver(), max_bytes=1 << 16)
     monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
     with pinned(rows) as table:
-        assert len(ledger._segments) > 600
+        assert len(ledger._registrations) > 600
         ids = torch.arange(100_000, device=device)
         assert torch.equal(table.gather(ids).cpu(), rows)
     assert not rows.is_pinned()
-    assert ledger._segments == []
+    assert ledger._registrations == []
 
 
 @pytest.mark.gpu

@@ -100,7 +100,9 @@ def test_errors_state_what_does_not_match():
     x = table.gather(batch.nodes)
     with pytest.raises(ValueError, match="3 blocks for a model of 2 layers\n\nhint: sample with"):
         model(batch.blocks, x)
-    with pytest.raises(ValueError, match="features of 6 columns for a model of 5\n\nhint:"):
+    with pytest.raises(
+        ValueError, match="the features have 6 columns, but the model expects 5\n\nhint:"
+    ):
         model(batch.blocks[:2], torch.randn(len(x), 6))
     with pytest.raises(ValueError, match=r"4 rows of features for a first block of \d+ sources"):
         model(batch.blocks[:2], x[:4])

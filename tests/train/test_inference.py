@@ -235,7 +235,9 @@ def test_shares_have_about_equal_costs():
 def test_invalid_arguments_are_rejected():
     graph, model = random_graph(), made("sage", 5, 4, 3)
     table = FeatureTable(torch.randn(60, 5).double())
-    with pytest.raises(ValueError, match="features of 6 columns for a model of 5\n\nhint:"):
+    with pytest.raises(
+        ValueError, match="the features have 6 columns, but the model expects 5\n\nhint:"
+    ):
         inference(model, graph, FeatureTable(torch.randn(60, 6)))
     with pytest.raises(ValueError, match="59 rows of features for a graph of 60 nodes\n\nhint:"):
         inference(model, graph, FeatureTable(torch.randn(59, 5)))

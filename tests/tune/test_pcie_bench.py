@@ -133,7 +133,7 @@ def test_the_rates_of_the_bus_are_measured(machine):
 
 def test_the_bus_is_measured_with_a_driver_that_locks_little_at_a_time(machine, monkeypatch):
     driver = FakeDriver(largest=8 * PAGE)
-    ledger = PageLocks(driver, smallest_bytes=PAGE)
+    ledger = PageLocks(driver, min_bytes=PAGE)
     monkeypatch.setattr(registrations, "process_page_locks", lambda: ledger)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
