@@ -34,15 +34,12 @@ class FakeLibrary:
 
     def __init__(self, driver):
         self.driver = driver
-        for name in dir(type(self)):
-            if name.startswith("cu"):
-                # an object of its own, which can have argument types
-                setattr(self, name, _Function(getattr(self, name)))
-        for name in (
-            *("cuCtxEnablePeerAccess", "cuIpcCloseMemHandle", "cuIpcGetMemHandle"),
-            *("cuIpcOpenMemHandle_v2", "cuMemAlloc_v2", "cuMemFree_v2"),
-        ):
-            setattr(self, name, _Function(lambda *arguments: 801))
+        from gcnzc.system.cuda_driver import NOT_SUPPORTED, SIGNATURES
+
+        for name in SIGNATURES:
+            # an object of its own, which can have argument types
+            call = getattr(self, name, lambda *arguments: NOT_SUPPORTED)
+            setattr(self, name, _Function(call))
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = 1

@@ -20,7 +20,7 @@ def gpu_state(uuid: str, path: str | None = None) -> dict[str, float | None]:
     """Return the present state of a GPU.
 
     Args:
-        uuid: of the GPU, as torch reports it: without "GPU-".
+        uuid: of the GPU, as torch reports it: without "GPU-"; the first GPU if it is empty.
         path: folders in which nvidia-smi is found; those of the environment if None.
 
     Returns:
@@ -31,10 +31,10 @@ def gpu_state(uuid: str, path: str | None = None) -> dict[str, float | None]:
     if program is None:
         return {}
     command = [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    if uuid:
+        command.append(f"--id=GPU-{uuid}")
     try:
-        run = subprocess.run(
-            [*command, f"--id=GPU-{uuid}"], capture_output=True, text=True, check=True, timeout=10
-        )
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except subprocess.SubprocessError:
         return {}
     values = run.stdout.splitlines()[0].split(",")

@@ -53,7 +53,10 @@ def identify(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         sys.exit(2)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    about = {"arch": 10 * properties.major + properties.minor, "uuid": str(properties.uuid)}
+    about = {
+        "arch": 10 * properties.major + properties.minor,
+        "uuid": str(getattr(properties, "uuid", "")),
+    }
     print(json.dumps(harness.machine() | about))
 
 
