@@ -1,8 +1,10 @@
 """Fake CUDA drivers for tests of page-locking and of peer memory."""
 
 import contextlib
+import ctypes
 import threading
 import time
+import weakref
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,6 +13,7 @@ from gcnzc.system import cuda_driver as cuda
 from gcnzc.system.host_memory import PAGE_BYTES
 
 LOST = 719
+INVALID_CONTEXT = 201
 
 
 class FakeDriver:
@@ -218,7 +221,11 @@ def _is_cuda(device):
 class FakePeers:
     """A CUDA driver of which only the memory is there that GPUs open to others.
 
-    It lies on the host, so that Triton's interpreter reads it, for processes that are one.
+    It lies on the host, so that Triton's interpreter reads it, for processes that are one: tests
+    set `process` to the one that calls. A process that opens a handle again is given the same
+    address, and closes it as often. Memory must not be freed while another process has it open.
+    (cuda.h, cuIpcOpenMemHandle and cuIpcCloseMemHandle.) The process that exported a handle cannot
+    open it (https://github.com/openucx/ucx/pull/11603).
 
     Args:
         codes: what calls answer, by their names; others do what they are asked for.
@@ -228,8 +235,13 @@ class FakePeers:
     def __init__(self, codes=None, lies=False):
         self.codes, self.lies = codes or {}, lies
         self.calls = []
-        # what was given and opened, by address
-        self.given, self.opened = {}, {}
+        self.process = 0
+        # bytes of what is allocated, and the processes that exported it, by address
+        self.given, self.exporters = {}, {}
+        # by address: what is opened, the process, the address of its owner, and how often
+        self.opened = {}
+        # what a real driver leaves undefined
+        self.misuses = []
 
     def _answer(self, *call):
         self.calls.append(call)
@@ -239,34 +251,61 @@ class FakePeers:
         code = self._answer("allocate", device)
         if code != 0:
             return code, None
+        # only the tensor's storage refers to the owner
+        owner = ctypes.create_string_buffer(num_bytes + 7)
         # of any values, and on no line
-        memory = torch.randint(-128, 128, (num_bytes + 7,), dtype=torch.int8)[7:]
-        self.given[memory.data_ptr()] = memory
+        memory = torch.frombuffer(owner, dtype=torch.int8)[7:].random_(-128, 127)
+        address = memory.data_ptr()
+        self.given[address] = num_bytes
+        weakref.finalize(owner, self._free, address).atexit = False
         return 0, memory
+
+    def _free(self, address):
+        del self.given[address]
+        self.exporters.pop(address, None)
+        if any(begin == address for _, _, begin, _ in self.opened.values()):
+            self.misuses.append("memory is freed that another process has open")
 
     def enable_peer(self, device, peer):
         return self._answer("enable_peer", device, peer)
 
     def export(self, device, address):
         assert address in self.given, "handles are of whole allocations"
+        self.exporters[address] = self.process
         return self._answer("export", device), address.to_bytes(64, "little")
 
     def open(self, device, handle):
         code = self._answer("open", device)
         if code != 0:
             return code, 0
-        memory = self.given[int.from_bytes(handle, "little")]
+        begin = int.from_bytes(handle, "little")
+        if begin not in self.given:
+            self.misuses.append("a handle is opened of memory that is freed")
+            return cuda.INVALID_VALUE, 0
+        if self.exporters[begin] == self.process:
+            return INVALID_CONTEXT, 0
+        for address, (seen, process, its_begin, count) in self.opened.items():
+            if (process, its_begin) == (self.process, begin):
+                self.opened[address] = seen, process, begin, count + 1
+                return 0, address
+        num_bytes = self.given[begin]
+        memory = torch.frombuffer((ctypes.c_char * num_bytes).from_address(begin), dtype=torch.int8)
         # where the reader sees it is not where its owner does; it lies as far behind a line
-        room = torch.empty(len(memory) + 128, dtype=torch.int8)
-        begin = (memory.data_ptr() - room.data_ptr()) % 128
-        seen = room[begin : begin + len(memory)].copy_(memory)
+        room = torch.empty(num_bytes + 128, dtype=torch.int8)
+        first = (begin - room.data_ptr()) % 128
+        seen = room[first : first + num_bytes].copy_(memory)
         if self.lies:
             seen += 1
-        self.opened[seen.data_ptr()] = seen
+        self.opened[seen.data_ptr()] = seen, self.process, begin, 1
         return 0, seen.data_ptr()
 
     def close(self, device, address):
-        del self.opened[address]
+        if address not in self.opened:
+            self.misuses.append("memory is closed that is not open")
+            return cuda.INVALID_VALUE
+        *opened, count = self.opened.pop(address)
+        if count > 1:
+            self.opened[address] = (*opened, count - 1)
         return self._answer("close", device)
 
     def error_name(self, code):

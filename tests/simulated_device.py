@@ -107,9 +107,10 @@ class Factories(TorchFunctionMode):
             return found if found is None else OnDevice(found)
         if func in self.READERS and isinstance(args[0], OnDevice):
             Reads.seen.append(func.__name__)
+            value = func(args[0].inner)
             if OnDevice.on_read is not None:
                 OnDevice.on_read(args[0].inner)
-            return func(args[0].inner)
+            return value
         if func in self.GUARDED and any(isinstance(each, OnDevice) for each in args):
             if func is torch.Tensor.nonzero:
                 Reads.seen.append("nonzero")

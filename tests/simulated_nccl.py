@@ -11,6 +11,7 @@ the host reads values, it waits for that stream.
 Source: torch.distributed's notes on asynchronous operations, and ProcessGroupNCCL.cpp.
 """
 
+import gc
 import weakref
 from contextlib import contextmanager
 
@@ -30,6 +31,7 @@ class NcclDevice(Device):
     """A device whose memory is that of torch's tensors there, and of the collectives on them."""
 
     def __init__(self, seed, without=None):
+        self.streams = []
         super().__init__(seed, without)
         self.nccl_streams = {}  # by process group
 
@@ -48,10 +50,26 @@ class NcclDevice(Device):
         if not any(self.checker.find(begin) for begin, _ in spans(tensor)):
             return
         stream = self.current()
-        if self.executing.get(self.schedule.current) is None:
-            stream.queue()
+        # at this time, which may be long after the work of a stream has begun
+        stream.queue()
         for begin, end in spans(tensor):
             self.checker.access(stream.actor, begin, end, is_write, operation)
+
+    def new(self, priority=0, name=None):
+        self.streams.append(super().new(priority, name))
+        return self.streams[-1]
+
+    def synchronize(self, _device=None):
+        """The host waits for all streams."""
+        self.schedule.switch()
+        if not self.is_left_out("synchronize", "device"):
+            for stream in self.streams:
+                self.schedule.current.actor.acquire(stream.queue().release())
+
+    def read_by_host(self, inner):
+        """The host reads values of the device, and waits for them."""
+        self.read(inner)
+        self.synchronize_current()
 
     def synchronize_current(self):
         """The host waits for the current stream, as where it reads values of the device."""
@@ -191,6 +209,9 @@ class DeviceExecutor(WatchedExecutor):
 @contextmanager
 def nccl_group(seed, without=None):
     """Return a device and a group of this process and others that send the same over NCCL."""
+    # garbage is not collected at a point that depends on other tests
+    was_enabled = gc.isenabled()
+    gc.disable()
     device = NcclDevice(seed, without)
     Schedule.active, device.schedule.device = device.schedule, device
     nccl = Nccl(device)
@@ -204,7 +225,7 @@ def nccl_group(seed, without=None):
             *((process_group, "CudaStreams", lambda _: device),),
             *((torch.cuda, "is_initialized", lambda: True),),
             *((torch.cuda, "current_device", lambda: 0), (Reads, "seen", Syncs(device))),
-            *((OnDevice, "on_new", device.track), (OnDevice, "on_read", device.read)),
+            *((OnDevice, "on_new", device.track), (OnDevice, "on_read", device.read_by_host)),
         ),
         Reads(),
         Watch(device),
@@ -220,6 +241,9 @@ def nccl_group(seed, without=None):
         except BaseException:
             device.schedule.stop()
             raise
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _inner(tensor):

@@ -34,6 +34,7 @@ def shares_of(rows, cached_ids, gpus, driver):
     made = []
     for number in range(gpus):
         handle = peer_memory.make_handle(cached_ids, len(rows), rows.shape[1] * 4, number, gpus)
+        driver.process = number
         made.append(peer_memory.export_share(rows, cached_ids, CPU, handle, driver))
     return made
 
@@ -149,13 +150,50 @@ def test_processes_open_each_other_s_memory(num_cached, gpus):
     copies = []
     for each in shares:
         found = peer_memory.check_handles(each.handle, sent[::-1])
+        driver.process = each.handle.rank
         copies.append(peer_memory.open_shares(each, found, driver))
     assert len(driver.opened) == gpus * (gpus - 1)
     check_gathers(rows, cached_ids, copies)
-    del copies, shares
+    # before the memory of their owners is freed
+    del copies
     gc.collect()
     assert driver.opened == {}
     assert len([call for call in driver.calls if call == ("close", None)]) == gpus * (gpus - 1)
+    del each, shares
+    gc.collect()
+    assert driver.given == {}
+    assert not driver.misuses
+
+
+def test_shares_that_are_joined_twice_are_open_until_the_second_is_dropped():
+    rows, driver = rows_of(), FakePeers()
+    shares = shares_of(rows, torch.arange(9), 2, driver)
+    handles = [each.handle for each in shares]
+    driver.process = 0
+    first, second = (peer_memory.open_shares(shares[0], handles, driver) for _ in range(2))
+    assert torch.equal(first.peers.addresses, second.peers.addresses)
+    del first
+    gc.collect()
+    assert len(driver.opened) == 1
+    check_gathers(rows, torch.arange(9), [second])
+    del second
+    gc.collect()
+    assert driver.opened == {}
+    assert not driver.misuses
+
+
+def test_the_driver_opens_no_memory_of_its_own_process_and_none_that_is_freed():
+    driver = FakePeers()
+    one, other = shares_of(rows_of(), torch.arange(9), 2, driver)
+    driver.process = 1
+    with pytest.raises(RuntimeError, match=r"rank 1's GPU: CUDA_ERROR_NUMBER \(201\)"):
+        peer_memory.open_shares(one, [one.handle, other.handle], driver)
+    driver.process = 0
+    copies = peer_memory.open_shares(one, [one.handle, other.handle], driver)
+    del other
+    gc.collect()
+    assert driver.misuses == ["memory is freed that another process has open"]
+    del copies
 
 
 def test_memory_that_cannot_be_opened_or_exported_is_reported():
@@ -173,6 +211,7 @@ def test_wrong_bytes_from_another_process_are_detected():
     driver = FakePeers(lies=True)
     rows = rows_of()
     one, other = shares_of(rows, torch.arange(9), 2, driver)
+    driver.process = 0
     with pytest.raises(RuntimeError, match=r"cpu reads rows from the GPU of rank 1 that differ"):
         peer_memory.open_shares(one, [one.handle, other.handle], driver)
     # no memory stays open
@@ -183,6 +222,7 @@ def test_wrong_bytes_from_another_process_are_detected():
     one, _ = shares_of(rows, torch.arange(9), 2, driver)
     _, other = shares_of(rows + 1, torch.arange(9), 2, driver)
     same = replace(other.handle, description=one.handle.description)
+    driver.process = 0
     with pytest.raises(RuntimeError, match=r"rank 1 (.|\n)*hint: do all processes have the same"):
         peer_memory.open_shares(one, [one.handle, same], driver)
 
