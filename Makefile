@@ -30,13 +30,13 @@ test: $(TESTS_READY)  ## the test suite
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
 test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
-	$(RUN_PTX) -m "triton and not slow" --ptx-cases 8 $(PTX_TESTS)
+	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)
 	set -e; for arch in $(PTX_ARCHS); do \
-		$(RUN_PTX) -m "triton and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
+		$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
 
 test-all: $(TESTS_READY)  ## the test suite with what takes minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
-	$(RUN_PTX) -m triton $(PTX_TESTS)
+	$(RUN_PTX) -m "triton or budget" $(PTX_TESTS)
 
 lint: $(TESTS_READY)  ## format, lint and types, as CI does
 	$(BIN)/ruff format --check .

@@ -5,9 +5,13 @@ This is the only module that uses private interfaces of Triton. It is for the ve
 """
 
 import contextlib
+import io
 import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +33,11 @@ _TYPES = {"i1": "u8", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 # pointers to scratch memory, which Triton's launcher adds
 _MAX_SCRATCH_POINTERS = 2
 _FIRST_DEVICE = 1 << 20  # above the index of any GPU
+_UNASSEMBLED = "ptx"  # folder of the cache for kernels without machine code
+
+# what is called instead of a launch: with the function, the compiled kernel, its grid as it was
+# given, and its arguments by name
+OnLaunch = Callable[[JITFunction, Any, Any, dict[str, Any]], None]
 
 
 class _Driver:
@@ -78,9 +87,32 @@ def execute_on_cpu(
         UnsupportedInstruction: the executor does not implement an instruction of a kernel.
         Fault: see `Executor.launch`.
     """
-    _check_triton()
     executor = executor or Executor()
-    compile_only, interpret = JITFunction.run, os.environ.pop("TRITON_INTERPRET", None)
+
+    def execute(_function: JITFunction, kernel: Any, grid: Any, arguments: dict[str, Any]) -> None:
+        shape = grid(dict(arguments)) if callable(grid) else grid
+        program = _load(edit(kernel.asm["ptx"]))
+        _launch(executor, kernel, program, shape, arguments, reachable())
+
+    with compile_launches(arch, execute, assemble=assemble):
+        yield executor
+
+
+@contextlib.contextmanager
+def compile_launches(arch: int, on_launch: OnLaunch, *, assemble: bool = False) -> Iterator[None]:
+    """Compile the Triton kernels that are launched in this context, and call `on_launch` instead.
+
+    Args:
+        arch: compute capability, such as 90 for sm_90.
+        on_launch: called for each launch, see `OnLaunch`.
+        assemble: also translate the PTX to machine code.
+
+    Raises:
+        RuntimeError: this version of Triton is not supported, or its interpreter is in use.
+    """
+    _check_triton()
+    outer_run, interpret = JITFunction.run, os.environ.pop("TRITON_INTERPRET", None)
+    compile_only = _original(outer_run)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
@@ -88,28 +120,72 @@ def execute_on_cpu(
             named = {name: value for name, value in options.items() if name in self.arg_names}
             bound = self.signature.bind(*args, **named)
             bound.apply_defaults()
-            shape = grid(dict(bound.arguments)) if callable(grid) else grid
-            program = _load(edit(kernel.asm["ptx"]))
-            _launch(executor, kernel, program, shape, bound.arguments, reachable())
+            on_launch(self, kernel, grid, bound.arguments)
         return kernel
 
+    def make_no_cubin(*_args: Any) -> bytes:
+        return b""
+
     backend = triton.backends.backends["nvidia"].compiler
-    active, make_cubin = driver._active, backend.make_cubin
+    active, outer_make_cubin = driver._active, backend.make_cubin
+    # contexts may be nested
+    replaced: list[tuple[Any, Any]] = [(run, compile_only)]
+    replaced.append((make_no_cubin, _original(outer_make_cubin)))
+    for function, original in replaced:
+        function.original = original
     driver.set_active(_Driver(arch, assemble))
     JITFunction.run = run
-    if not assemble:
-        backend.make_cubin = lambda *_args: b""
+    backend.make_cubin = _original(outer_make_cubin) if assemble else make_no_cubin
     try:
         with triton.knobs.cache.scope():
-            if not assemble:
-                # a GPU must not load kernels without machine code from the cache on disk
-                triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, "ptx")
-            yield executor
+            # a GPU must not load kernels without machine code from the cache on disk
+            folder = Path(triton.knobs.cache.dir)
+            folder = folder.parent if folder.name == _UNASSEMBLED else folder
+            triton.knobs.cache.dir = str(folder if assemble else folder / _UNASSEMBLED)
+            yield
     finally:
-        JITFunction.run, backend.make_cubin = compile_only, make_cubin
+        JITFunction.run, backend.make_cubin = outer_run, outer_make_cubin
         driver.set_active(active)
         if interpret is not None:
             os.environ["TRITON_INTERPRET"] = interpret
+
+
+def assemble(kernel: Any) -> tuple[bytes, str]:
+    """Translate the PTX of a kernel to machine code, with the options that Triton uses.
+
+    Args:
+        kernel: a kernel that `compile_launches` passes to `on_launch`.
+
+    Returns:
+        The machine code as an ELF file, and the report of ptxas.
+    """
+    target, report = kernel.metadata.target, io.StringIO()
+    compiler = triton.backends.backends["nvidia"].compiler
+    make_cubin = _original(compiler.make_cubin)
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(report):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        cubin = make_cubin(compiler(target), kernel.asm["ptx"], {}, kernel.metadata, target.arch)
+    return cubin, report.getvalue()
+
+
+def disassemble(code: bytes, arch: int) -> str:
+    """Return instructions as text with their encoding, by the disassembler of Triton's wheel.
+
+    Args:
+        code: instructions of 16 B each.
+        arch: compute capability, such as 90 for sm_90.
+    """
+    target = f"SM{arch}{'a' if arch >= 90 else ''}"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-hex", "--binary", target, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _original(function: Any) -> Any:
+    """Return the function that `compile_launches` has replaced by `function`, or `function`."""
+    return getattr(function, "original", function)
 
 
 def _check_triton() -> None:

@@ -114,21 +114,23 @@ def _load_ids(
 
 
 @triton.jit
-def _cached_row_pointers(
-    table, cached, slot, is_cached, line_offset,
+def _row_or_copy(
+    row_words, row_id, row_mask, table, slots, cached, line_offset,
     VECTOR_WORDS: tl.constexpr, SLOT_VECTORS: tl.constexpr, NUM_PEERS: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the first vectors of cached rows, in this GPU's memory or in a peer's."""
+    """Return pointers to rows or, if cached in this GPU's memory or a peer's, to copies."""
+    slot = tl.load(slots + row_id, mask=row_mask, other=-1)
     index = slot
     memory = cached
     if NUM_PEERS > 1:
         index = slot // NUM_PEERS
-        address = tl.load(cached + slot % NUM_PEERS, mask=is_cached, other=0)
+        address = tl.load(cached + slot % NUM_PEERS, mask=slot >= 0, other=0)
         memory = address.to(tl.pointer_type(table.dtype.element_ty))
         # Triton needs the alignment of the memories to load whole vectors
         memory = tl.multiple_of(memory, [16])
     # a copy has the same offset from a line as the row, so both use the same lanes
-    return memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR_WORDS
+    copy = memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR_WORDS
+    return tl.where(slot >= 0, copy, row_words)
 
 
 @triton.jit
@@ -181,6 +183,7 @@ def _gather_rows(
     ROW_BYTES: tl.constexpr,
     BASE_OFFSET: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
+    WIDE_OUT: tl.constexpr,
     VECTOR_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     PASSES: tl.constexpr,
@@ -211,7 +214,7 @@ def _gather_rows(
         table: aligned to 16 B; the first row begins BASE_OFFSET bytes after it.
         ids: (num_ids,) ids of the rows.
         order: HAS_ORDER: (num_ids,) positions in `ids`, in the order in which rows are read.
-        out: the result, whose rows are OUT_STRIDE words apart.
+        out: the result, whose rows are OUT_STRIDE words apart; WIDE_OUT: 2**31 words or more.
         invalid_position: CHECK_IDS: (1,), the position of an id outside [0, num_rows).
         slots: SLOT_VECTORS > 0: the cache slot of each row of the table, negative if not cached.
         cached: SLOT_VECTORS > 0: memory of the cached rows, SLOT_VECTORS vectors per slot. If
@@ -230,6 +233,11 @@ def _gather_rows(
     ROW_WORDS: tl.constexpr = ROW_BYTES // WORD_BYTES
     # every row begins at a multiple of the vector size
     ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % LOAD_BYTES == 0
+    # and ends at one, so that a lane stores the vectors that it loads
+    WHOLE: tl.constexpr = ALIGNED and ROW_WORDS % VECTOR_WORDS == 0
+    # Whether rows that are not gathered are masked by their columns, which takes fewer registers.
+    # Where elements are converted, ptxas would then wait for a load before it issues the last one.
+    BY_COLUMN: tl.constexpr = CHECK_IDS or HAS_ORDER or out.dtype == table.dtype
     # a shifted row that takes one pass begins on its first lane
     FROM_LINE: tl.constexpr = LAYOUT == "wrapped" or (LAYOUT == "shifted" and PASSES > 1)
     tile_row = tl.arange(0, TILE_ROWS * LANES) // LANES
@@ -238,9 +246,9 @@ def _gather_rows(
     grid_stride = tl.num_programs(0) * TILE_ROWS
     for begin in range(tl.program_id(0) * TILE_ROWS, num_ids, grid_stride):
         i = begin + tile_row
-        row_mask = i < num_ids
+        is_row = i < num_ids
         i, row_id, row_mask = _load_ids(
-            ids, order, invalid_position, i, row_mask, num_rows, HAS_ORDER, CHECK_IDS
+            ids, order, invalid_position, i, is_row, num_rows, HAS_ORDER, CHECK_IDS
         )
         # 64-bit arithmetic for the addresses of rows, 32-bit within a row
         start = BASE_OFFSET + row_id * STRIDE_BYTES
@@ -252,21 +260,20 @@ def _gather_rows(
         num_vectors = (misalignment + (ROW_BYTES + LOAD_BYTES - 1)) // LOAD_BYTES
         # vectors from the start of the 128 B line to the row's first vector
         line_offset = ((table_line_offset + start) & 127).to(tl.int32) // LOAD_BYTES
-        lead = tl.zeros_like(tile_row)
-        if FROM_LINE:
-            lead = line_offset
-        # words of the row's first vector that are before the row
-        skipped_words = misalignment // WORD_BYTES
-        row_out = out + i * OUT_STRIDE
+        lead = line_offset if FROM_LINE else tl.zeros_like(tile_row)
+        # words from what the first lane loads to the row
+        skipped_words = lead * VECTOR_WORDS + misalignment // WORD_BYTES
+        if BY_COLUMN:
+            skipped_words = tl.where(row_mask, skipped_words, -ROW_WORDS)
+        row_out = (i if WIDE_OUT or WHOLE else i.to(tl.int32)) * OUT_STRIDE
         if HAS_SCALES and SCALE_COLUMNS == 0:
             row_scale = tl.load(scales + row_id, mask=row_mask, other=0)
         if SLOT_VECTORS > 0:
-            slot = tl.load(slots + row_id, mask=row_mask, other=-1)
-            is_cached = slot >= 0
-            cached_row_words = _cached_row_pointers(
-                table, cached, slot, is_cached, line_offset, VECTOR_WORDS, SLOT_VECTORS, NUM_PEERS
-            )
-        for pass_index in range(PASSES):
+            row_words = _row_or_copy(
+                row_words, row_id, row_mask, table, slots, cached, line_offset,
+                VECTOR_WORDS, SLOT_VECTORS, NUM_PEERS)  # fmt: skip
+        # from a run-time zero, as unrolled passes take more registers
+        for pass_index in range(zero if PASSES > 1 else 0, PASSES):
             load_index = pass_index * LANES + lane
             vector, mask = _assign_vectors(
                 load_index, lead, num_vectors, row_mask, LAYOUT == "wrapped"
@@ -278,18 +285,14 @@ def _gather_rows(
                 # several adjacent words to each lane, and loads them one by one where the mask may
                 # differ: then each load touches all lines. A run-time zero hides the alignment.
                 word += zero
-            words = row_words[:, None] + word
-            if SLOT_VECTORS > 0:
-                uncached = tl.load(words, mask=(mask & (slot < 0))[:, None], other=0)
-                cached_words = cached_row_words[:, None] + word
-                values = tl.load(cached_words, mask=(mask & is_cached)[:, None], other=0)
-                values = tl.where(is_cached[:, None], values, uncached)
-            else:
-                values = tl.load(words, mask=mask[:, None])
-            column = word - skipped_words[:, None]
+            values = tl.load(row_words[:, None] + word, mask=mask[:, None])
+            column = word
             store_mask = mask[:, None]
-            if not ALIGNED or ROW_WORDS % VECTOR_WORDS != 0:
-                store_mask = store_mask & (column >= 0) & (column < ROW_WORDS)
+            if not WHOLE:
+                # other lanes store the words; they get nothing else through shared memory
+                column = load_index[:, None] * VECTOR_WORDS + vector_word[None, :]
+                column -= skipped_words[:, None]
+                store_mask = (column >= 0) & (column < ROW_WORDS) & (is_row[:, None] | BY_COLUMN)
             if HAS_SCALES:
                 if EXPONENT_BITS > 0:
                     values = _float8_values(values, EXPONENT_BITS)
@@ -301,7 +304,8 @@ def _gather_rows(
             elif WORD_BYTES == 1 and out.dtype.element_ty.primitive_bitwidth != 8:
                 # not every device supports the direct conversion, nor does the interpreter
                 values = values.to(tl.float32)
-            tl.store(row_out[:, None] + column, values.to(out.dtype.element_ty), mask=store_mask)
+            column += row_out[:, None]
+            tl.store(out + column, values.to(out.dtype.element_ty), mask=store_mask)
 
 
 def gather_rows(
@@ -417,6 +421,7 @@ def gather_rows(
             0,
             table_line_offset,
             **constants(lanes, stride_bytes, table.data_ptr(), word, out_words.stride(0), config),
+            WIDE_OUT=len(ids) * out_words.stride(0) >= 2**31,
             SLOT_VECTORS=slot_vectors,
             NUM_PEERS=num_peers,
             HAS_ORDER=order is not None,

@@ -5,7 +5,15 @@ import itertools
 import pytest
 import torch
 
-from gcnzc.features.pcie_traffic import table_traffic
+from gcnzc.features.pcie_traffic import SECTOR_BYTES, table_traffic
+from gcnzc.kernels.gather.cached_rows import (
+    CachedRows,
+    Peers,
+    aligned_view,
+    assign_slots,
+    copy_rows,
+    make_cached_rows,
+)
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
@@ -84,18 +92,88 @@ def test_a_lane_loads_one_vector_where_rows_are_padded(layout, ptx):
     check(ptx, 400, torch.int8, 1, 400, layout)
 
 
+def modelled(table, ids):
+    """Requests of the default layout for these rows, by bytes."""
+    requests = table_traffic(table, ids, layout="shifted").requests
+    return {size: int(count * len(ids)) for size, count in requests.items() if count}
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("row_bytes", [400, 1204])
 def test_cached_rows_are_requested_like_the_table(row_bytes, ptx):
-    from gcnzc.kernels.gather.cached_rows import make_cached_rows
-
     table, ids = spaced_rows(row_bytes, row_bytes, 4, torch.float32)
     half = ids[: COUNT // 2]
     cached = make_cached_rows(table, half, torch.device("cpu"))
     ptx.counters.clear()
     assert torch.equal(gather_rows(table, ids, cached=cached).view(torch.int32),
                        table[ids].view(torch.int32))  # fmt: skip
-    rest = table_traffic(table, ids[COUNT // 2 :], layout="shifted").requests
-    expected = {size: int(count * (COUNT - len(half))) for size, count in rest.items() if count}
-    assert dict(ptx.counters["load", "table"].requests) == expected
-    assert ptx.counters["load", "cached"].requests.total() > 0
+    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids[COUNT // 2 :])
+    # a copy has the offset of its row
+    assert dict(ptx.counters["load", "cached"].requests) == modelled(table, half)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_cached_rows_of_several_gpus_are_requested_like_the_table(gpus, ptx):
+    table, ids = spaced_rows(404, 404, 4, torch.float32)
+    owned = [ids[gpu : COUNT // 2 : gpus] for gpu in range(gpus)]
+    # 404 B wherever they begin in a line
+    buffers = [torch.zeros((len(part) * 5 + 1) * LINE_BYTES, dtype=torch.int8) for part in owned]
+    parts = [
+        aligned_view(buffer, len(part), 5 * LINE_BYTES)
+        for buffer, part in zip(buffers, owned, strict=True)
+    ]
+    for part, memory in zip(owned, parts, strict=True):
+        copy_rows(table, part, memory)
+    addresses = torch.tensor([part.data_ptr() for part in parts])
+    peers = Peers(addresses, 0, owners=tuple(buffers))
+    cached = CachedRows(assign_slots(owned, len(table)), parts[0], peers)
+    ptx.counters.clear()
+    found = gather_rows(table, ids, cached=cached)
+    assert torch.equal(found.view(torch.int32), table[ids].view(torch.int32))
+    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids[COUNT // 2 :])
+    assert dict(ptx.counters["load", "reachable"].requests) == modelled(table, ids[: COUNT // 2])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.int8, torch.float16),
+        (torch.float8_e5m2, torch.float16),
+    ],
+    ids=str,
+)
+def test_converted_rows_are_requested_like_others(dtype, target, ptx):
+    table, ids = spaced_rows(1204, 1204, 4, dtype)
+    ptx.counters.clear()
+    gather_rows(table, ids, dtype=target)
+    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("scale_columns", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_codes_are_requested_like_other_rows(dtype, scale_columns, ptx):
+    table, ids = spaced_rows(100, 100, 4, torch.int8)
+    scales = torch.ones(7 if scale_columns else len(table))
+    ptx.counters.clear()
+    gather_rows(table.view(dtype), ids, scales=scales, scale_columns=scale_columns)
+    assert dict(ptx.counters["load", "table"].requests) == modelled(table, ids)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("row_bytes", "base", "lane_bytes"), [(400, 0, 16), (2408, 0, 8), (2408, 4, 4), (5732, 0, 4)]
+)
+def test_a_warp_stores_adjacent_words(row_bytes, base, lane_bytes, ptx):
+    table, ids = spaced_rows(row_bytes, row_bytes, base, torch.float32)
+    ptx.counters.clear()
+    gather_rows(table, ids)
+    stored = ptx.counters["store", "out"]
+    assert stored.lanes == COUNT * row_bytes // lane_bytes
+    # what a warp stores may begin and end within a sector
+    warps = stored.lanes // 32 + 2 * COUNT
+    assert stored.sectors <= COUNT * row_bytes // SECTOR_BYTES + warps

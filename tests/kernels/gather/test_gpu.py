@@ -199,6 +199,18 @@ def test_rows_are_read_in_another_order(device):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_rows_of_a_result_may_be_more_than_31_bits_of_words_apart(is_ordered, device):
+    table, ids = table_of(133, 1, torch.int8, device, num_rows=5), torch.tensor([4, 0, 2])
+    ids = ids.to(device)
+    # the memory between the rows is not touched, so the host does not allocate it
+    out = torch.empty(2**31 + 200, dtype=torch.int8, device=device).as_strided((3, 133), (2**30, 1))
+    order = torch.tensor([2, 0, 1], device=device) if is_ordered else None
+    gather_rows(table, ids, out, order=order)
+    assert torch.equal(out, table[ids])
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("row_bytes", "unit"), [(4, 4), (100, 4), (400, 16), (1204, 4), (512, 128)]
