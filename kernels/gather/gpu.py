@@ -237,7 +237,7 @@ def _gather_rows(
     WHOLE: tl.constexpr = ALIGNED and ROW_WORDS % VECTOR_WORDS == 0
     # Whether rows that are not gathered are masked by their columns, which takes fewer registers.
     # Where elements are converted, ptxas would then wait for a load before it issues the last one.
-    BY_COLUMN: tl.constexpr = CHECK_IDS or HAS_ORDER or out.dtype == table.dtype
+    BY_COLUMN: tl.constexpr = out.dtype == table.dtype
     # a shifted row that takes one pass begins on its first lane
     FROM_LINE: tl.constexpr = LAYOUT == "wrapped" or (LAYOUT == "shifted" and PASSES > 1)
     tile_row = tl.arange(0, TILE_ROWS * LANES) // LANES
@@ -246,9 +246,9 @@ def _gather_rows(
     grid_stride = tl.num_programs(0) * TILE_ROWS
     for begin in range(tl.program_id(0) * TILE_ROWS, num_ids, grid_stride):
         i = begin + tile_row
-        is_row = i < num_ids
+        row_mask = i < num_ids
         i, row_id, row_mask = _load_ids(
-            ids, order, invalid_position, i, is_row, num_rows, HAS_ORDER, CHECK_IDS
+            ids, order, invalid_position, i, row_mask, num_rows, HAS_ORDER, CHECK_IDS
         )
         # 64-bit arithmetic for the addresses of rows, 32-bit within a row
         start = BASE_OFFSET + row_id * STRIDE_BYTES
@@ -292,7 +292,7 @@ def _gather_rows(
                 # other lanes store the words; they get nothing else through shared memory
                 column = load_index[:, None] * VECTOR_WORDS + vector_word[None, :]
                 column -= skipped_words[:, None]
-                store_mask = (column >= 0) & (column < ROW_WORDS) & (is_row[:, None] | BY_COLUMN)
+                store_mask = (column >= 0) & (column < ROW_WORDS) & (row_mask[:, None] | BY_COLUMN)
             if HAS_SCALES:
                 if EXPONENT_BITS > 0:
                     values = _float8_values(values, EXPONENT_BITS)
