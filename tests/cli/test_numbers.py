@@ -11,8 +11,12 @@ from gcnzc.cli import main
 from gcnzc.cli.commands import COMMANDS
 from gcnzc.train.options import option_name
 
-# a fanout of -1 keeps all neighbours
-LISTS = {"fanouts": ((), (0,), (-2,), (2**31,), (10**30,)), "workers": ((), (-1,), (0,), (10**6,))}
+# a fanout of -1 keeps all neighbours; without an architecture nothing is compiled
+LISTS = {
+    "fanouts": ((), (0,), (-2,), (2**31,), (10**30,)),
+    "workers": ((), (-1,), (0,), (10**6,)),
+    "compile_for": ((-1,), (0,), (91,), (90, 10**30)),
+}
 HUGE = "9" * 400
 TEXTS = {
     "warmup": ("-1", "nan", "inf", "0", HUGE),
