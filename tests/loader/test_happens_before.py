@@ -13,7 +13,7 @@ from transfer_programs import LoaderProgram, TransferProgram, replaced, replaced
 from gcnzc.loader import transfer
 
 # of each kind: what `make test` runs, and the slow test
-NUM_SCHEDULES = {TransferProgram: 250, LoaderProgram: 60}
+NUM_SCHEDULES = {TransferProgram: 200, LoaderProgram: 50}
 MANY_SCHEDULES = {TransferProgram: 7000, LoaderProgram: 3000}
 # runs without a call, one of which must be found; two threads meet in few of them
 NUM_ATTEMPTS = 150
