@@ -6,8 +6,10 @@ from bench.docs.result_tables import Line, markdown, newest, read, significant, 
 
 
 def budget_lines() -> dict[tuple[str, str, int], Line]:
-    """Return the recorded line of each launch, kernel and compute capability."""
-    return newest(read("budgets"), "launch", "kernel", "arch")
+    """Return the line of each launch, kernel and compute capability in the newest run."""
+    lines = [line for line in read("budgets") if "launch" in line]
+    lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
+    return newest(lines, "launch", "kernel", "arch")
 
 
 def with_compilers(text: str, lines: Iterable[Line]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gcnzc.kernels.aggregate import sum_triton
 from gcnzc.kernels.aggregate.dropout import dropout_triton
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward_triton, edge_softmax_triton
-from gcnzc.kernels.aggregate.weighted import products_triton, weighted_spmm_triton
+from gcnzc.kernels.aggregate.weighted import sddmm_triton, weighted_spmm_triton
 from gcnzc.kernels.codec import blocks_gpu, signs_gpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
@@ -115,7 +115,7 @@ def aggregations() -> Iterator[tuple[str, Launch]]:
                 )
             yield (
                 f"products of rows, {shape}",
-                lambda x=x, y=y: products_triton(indptr, indices, x, y),
+                lambda x=x, y=y: sddmm_triton(indptr, indices, x, y),
             )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.zeros(NUM_ROWS, 128, dtype=dtype)
