@@ -80,10 +80,17 @@ def atomic_folder(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `dest` exists.
+        OSError: the folder that contains `dest` cannot be created.
         RuntimeError: another process is writing `dest`, or the disk is full.
     """
     _refuse_existing(dest)
-    dest.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"{dest} cannot be created: {error.strerror} ({error.filename})\n\n"
+            "hint: choose a folder in which you may write"
+        ) from error
     partial = dest.with_name(f".{dest.name}.partial")
     lock = _lock_folder(partial, dest)
     try:

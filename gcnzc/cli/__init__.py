@@ -25,7 +25,7 @@ from gcnzc.cli.errors import (
     message_of,
     terminable,
 )
-from gcnzc.cli.output import flushed_output, logged_with
+from gcnzc.cli.output import flushed_output, logged_with, warned_with
 from gcnzc.cli.parser import check_outputs, parse
 from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gcnzc {VERSION}")
         return 0
     try:
-        with handled_bus_errors(lambda text: complain(text, FAILED)):
-            return _run(words, len(words) < len(given))
+        reporter = Reporter()
+        with handled_bus_errors(lambda text: complain(text, FAILED)), warned_with(reporter.say):
+            return _run(words, len(words) < len(given), reporter)
     except OutputClosed:
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
@@ -57,9 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(message_of(error), MISUSED if isinstance(error, UsageError) else FAILED)
 
 
-def _run(words: Sequence[str], is_debug: bool) -> int:
+def _run(words: Sequence[str], is_debug: bool, reporter: Reporter) -> int:
     """Run a command line and return the exit status."""
-    reporter = Reporter()
     with flushed_output():  # of the help
         config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():

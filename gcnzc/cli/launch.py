@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import gcnzc
 from gcnzc.cli.stopped_workers import continue_stopped_workers
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.sync import all_gather_text
@@ -40,6 +41,14 @@ FATAL = "GCNZC_FATAL"
 
 # environment variable: the identity of the run folder that the launcher has locked
 RUN_FOLDER = "GCNZC_RUN_FOLDER"
+
+
+# the program of workers. It imports the package of the launcher; `python -m` would prefer another
+# one in the current folder, such as a checkout.
+WORKER = (
+    f"import sys; sys.path[0] = {str(Path(gcnzc.__file__).parents[1])!r}; import gcnzc; "
+    "del sys.path[0]; from gcnzc.cli import main; sys.exit(main())"
+)
 
 
 # the rendezvous of a launcher whose workers are all on this machine
@@ -61,7 +70,7 @@ LOCAL_ENVIRONMENT = {
 
 
 def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> int:
-    """Run `python -m gcnzc WORDS` in several worker processes, and return their exit status.
+    """Run `gcnzc WORDS` in several worker processes, and return their exit status.
 
     Args:
         words: the arguments of the command line.
@@ -100,7 +109,7 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
     with locked_folder(logs, run), _environment(workers, run) as fatal:
         try:
             with continue_stopped_workers():
-                elastic_launch(config, sys.executable)("-m", "gcnzc", *words)
+                elastic_launch(config, sys.executable)("-c", WORKER, *words)
         except ChildFailedError as error:
             # the worker that failed first: the launcher then ends the others, which fail too
             rank, first = error.get_first_failure()

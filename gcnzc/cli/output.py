@@ -5,8 +5,9 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from gcnzc.cli.errors import OutputClosed
 
@@ -55,6 +56,31 @@ def logged_with(say: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def warned_with(say: Callable[[str], object]) -> Iterator[None]:
+    """Within the `with`, call `say` with the text of a user warning, without its line of code."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, UserWarning) and file is None:
+            say(f"warning: {message}")
+        else:
+            shown(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 class _Handler(logging.Handler):

@@ -8,7 +8,7 @@ from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 class LatePhaseWarning(UserWarning):
     """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
 
-    Rank 0 warns.
+    Rank 0 warns. `warnings.simplefilter("ignore", gcnzc.optim.LatePhaseWarning)` silences it.
     """
 
 
@@ -34,8 +34,7 @@ def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int 
     length = "" if total_steps is None else f" of {total_steps}"
     warnings.warn(
         f"{optimizer}: no {phase} in the first {steps} steps{length}\n\nhint: a shorter warm-up or "
-        "fewer local steps let it begin sooner; silence this with "
-        "warnings.simplefilter('ignore', gcnzc.optim.LatePhaseWarning)",
+        "fewer local steps let it begin sooner",
         LatePhaseWarning,
         stacklevel=3,
     )

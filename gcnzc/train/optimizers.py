@@ -25,6 +25,9 @@ from gcnzc.optim.defaults import LOCAL as LOCAL_DEFAULTS
 from gcnzc.train.option_groups import LOCAL, ONE_BIT, OptimizerOptions
 from gcnzc.train.options import parse_fragments
 
+# fewest steps of a warm-up without a warning
+SHORT_WARMUP_STEPS = 10
+
 
 def build_optimizer(
     config: OptimizerOptions, model: torch.nn.Module, workers: int = 1
@@ -120,6 +123,23 @@ def warmup_steps(config: OptimizerOptions, steps: int) -> int | None:
         return None
     number = float(config.warmup)
     return max(1, round(number * steps if number < 1 else number))
+
+
+def warning_of_short_warmup(config: OptimizerOptions, steps: int) -> str:
+    """Return a warning if the warm-up is too short to estimate the variance; else "".
+
+    Args:
+        config: options of the run.
+        steps: steps of the whole run.
+    """
+    warmup = warmup_steps(config, steps) if config.optimizer in ONE_BIT else None
+    if warmup is None or warmup >= SHORT_WARMUP_STEPS:
+        return ""
+    return (
+        f"{config.optimizer} has a warm-up of {warmup} of {steps} steps. The variance is estimated "
+        "from the gradients of these steps, so training may diverge; use more --epochs, a smaller "
+        "--batch-size, a longer --warmup or another --optimizer"
+    )
 
 
 def _delay(config: OptimizerOptions) -> int | str:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gcnzc.datasets.store import is_prepared
 from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_from_dict, config_to_dict
@@ -19,7 +18,7 @@ from gcnzc.train.output_files import cause_of
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.resume import check_resumed_options
 from gcnzc.train.run import train
-from gcnzc.train.run_folder import CONFIG, RESULT, RUNS, SUMMARY, folder_of_seed
+from gcnzc.train.run_folder import CONFIG, RESULT, RUNS, SUMMARY, check_free_folder, folder_of_seed
 from gcnzc.train.trainer import Interrupted
 
 # trains one run in a folder, and returns its result
@@ -66,7 +65,7 @@ def repeat(
         folder.mkdir(parents=True, exist_ok=True)
     with files.locked_folder(folder):
         if not config.resume:
-            _check_free(folder)
+            check_free_folder(folder)
         files.write_json(folder / RUNS, config_to_dict(replace(config, out=None, resume=None)))
         results = []
         for number in range(config.runs):
@@ -119,18 +118,6 @@ def _check_resumed(config: TrainConfig, folder: Path) -> None:
             f"{folder} has {stored.runs} runs, more than --runs {config.runs}\n\n"
             "hint: leave --runs out, or give a larger number to add runs"
         )
-
-
-def _check_free(folder: Path) -> None:
-    """Check that the folder has neither runs nor a prepared graph."""
-    for name, what in ((RUNS, "runs"), (CONFIG, "a run")):
-        if (folder / name).exists():
-            raise ValueError(
-                f"{folder} already has {what}\n\n"
-                f"hint: --resume {folder} resumes; another --out starts anew"
-            )
-    if is_prepared(folder):
-        raise ValueError(f"{folder} has a prepared graph\n\nhint: give another folder with --out")
 
 
 def read_runs(folder: Path) -> TrainConfig:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from gcnzc._files import remove_partial
-from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Choices, run
 from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
 from gcnzc.optim import resize_state
@@ -28,6 +27,7 @@ from gcnzc.train.run_folder import (
     LOGS,
     RECORD,
     WORKERS,
+    check_free_folder,
     is_of_launch,
     read_config,
 )
@@ -98,7 +98,7 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     remove_partial(trainer.folder)
     is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
-        _check_free_folder(trainer)
+        check_free_folder(trainer.folder)
     if launch is not None:
         launch.write(trainer.folder)
     if is_resumed:
@@ -125,19 +125,6 @@ def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
         stack.enter_context(files.locked_folder(folder / LOGS, folder))
     stack.enter_context(files.locked_folder(folder))
     trainer.files.identify()
-
-
-def _check_free_folder(trainer: Trainer) -> None:
-    """Check that the folder has neither a run nor a prepared graph."""
-    if (trainer.folder / CONFIG).exists():
-        raise ValueError(
-            f"{trainer.folder} already has a run\n\n"
-            f"hint: --resume {trainer.folder} resumes it; another --out starts a new run"
-        )
-    if is_prepared(trainer.folder):
-        raise ValueError(
-            f"{trainer.folder} has a prepared graph\n\nhint: give another folder with --out"
-        )
 
 
 def check_resumed_options(
@@ -216,7 +203,12 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if len(state["rng"]) == trainer.group.world_size:
         trainer.group.choices = Choices(state.get("choices", {}))
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
-    trainer.reporter.say(f"resuming {trainer.folder} {where}")
+    is_finished = trainer.epoch >= trainer.config.epochs
+    trainer.reporter.say(
+        f"{trainer.folder} has finished all {trainer.epoch} epochs; --epochs adds more"
+        if is_finished
+        else f"resuming {trainer.folder} {where}"
+    )
 
 
 def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.only_run import only_run
-from gcnzc.train.optimizers import build_method
+from gcnzc.train.optimizers import build_method, warning_of_short_warmup
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
@@ -133,6 +133,8 @@ def train(
             torch.manual_seed(mixed_seed(config.seed, group.rank))
         loader = build_loader(config, data, task, table, device, group, settings.loading)
         steps = config.epochs * len(loader)
+        if message := warning_of_short_warmup(config, steps):
+            reporter.say(f"warning: {message}")
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter
         trainer = Trainer(config, folder, *parts, began)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gcnzc.datasets.store import is_prepared
 from gcnzc.system import files
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
@@ -46,6 +47,22 @@ def chosen_folder(config: TrainConfig, launch: record.Launch | None = None) -> I
                 # not if it has files, or was removed
                 with suppress(OSError):
                     path.rmdir()
+
+
+def check_free_folder(folder: Path) -> None:
+    """Check that the folder of a new run has neither runs nor a prepared graph.
+
+    Raises:
+        ValueError: it has.
+    """
+    for name, what in ((RUNS, "runs"), (CONFIG, "a run")):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} already has {what}\n\n"
+                f"hint: --resume {folder} resumes; another --out starts anew"
+            )
+    if is_prepared(folder):
+        raise ValueError(f"{folder} has a prepared graph\n\nhint: give another folder with --out")
 
 
 def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tiny_graph import tiny
 
 from gcnzc.cli import main
 from gcnzc.cli.errors import UsageError
+from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
@@ -337,6 +339,21 @@ def test_a_run_is_not_overwritten(run, graph, capsys):
     error, hint = said(capsys, ["train", graph, *SMALL, "--out", run], 1)
     assert "already has a run" in error
     assert "--resume" in hint
+
+
+def test_resuming_a_finished_run_says_so(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "r")
+    assert main(["train", "--resume", str(tmp_path / "r")]) == 0
+    assert "has finished all 2 epochs; --epochs adds more" in capsys.readouterr().err
+
+
+def test_user_warnings_are_messages():
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with warned_with(said.append):
+            warnings.warn("one thing\n\nhint: another", UserWarning, stacklevel=1)
+    assert said == ["warning: one thing\n\nhint: another"]
 
 
 def test_a_resumed_run_keeps_its_model(run, capsys):

@@ -39,15 +39,16 @@ def graph(tmp_path_factory):
 
 
 @contextmanager
-def started(graph, run, *words, **environment):
+def started(graph, run, *words, program=("-m", "gcnzc"), cwd=None, **environment):
     """The launcher of a run, and none of its processes left at the end."""
-    command = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
+    command = [sys.executable, *program, "train", str(graph), "--out", str(run)]
     command += ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
     with subprocess.Popen(
         [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "10", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=cwd,
         env=os.environ | ENVIRONMENT | environment,
     ) as process:
         try:
@@ -226,7 +227,15 @@ def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    with started(graph, run, "--workers", "2") as process:
+    # as the installed command is started, from a folder with another version of the package
+    command = tmp_path / "bin" / "gcnzc"
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom gcnzc.cli import main\nsys.exit(main())\n")
+    other = tmp_path / "checkout" / "gcnzc" / "__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("raise ImportError('the package in the current folder')\n")
+    here = {"program": (str(command),), "cwd": tmp_path / "checkout"}
+    with started(graph, run, "--workers", "2", **here) as process:
         out, err = process.communicate(timeout=90)
         assert not of_this(run)
     assert process.returncode == 1

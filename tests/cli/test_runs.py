@@ -86,6 +86,7 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
     for given, expected in (
         ([*words, "--runs", 2, "--out", out], "already has runs"),
         ([*words, "--runs", 2, "--out", single], "already has a run"),
+        ([*words, "--out", out], "already has runs"),
         ([*words, "--runs", 2, "--out", tmp_path / "graph"], "has a prepared graph"),
         (["--resume", out, "--runs", 1], "has several runs"),
         (["--resume", single, "--runs", 2], "no runs in"),
