@@ -260,7 +260,7 @@ def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
         gcnzc.prepare(object(), tmp_path / "data", **GIVEN)
     with pytest.raises(TypeError, match=r"labels is an array of int64 and shape \(\)\n\nhint"):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **{**GIVEN, "labels": np.array(3)})
-    with pytest.raises(ValueError, match="are of a graph in memory"):
+    with pytest.raises(ValueError, match="apply to a graph in memory"):
         gcnzc.prepare("x.npz", tmp_path / "data", labels=LABELS)
     with pytest.raises(ValueError, match=r"split is 'random', but a graph .*\n\nhint: splits="):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **GIVEN, split="random")
