@@ -275,7 +275,6 @@ def test_a_folder_that_is_created_meanwhile_is_not_overwritten(tmp_path: Path) -
     assert files(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_destination_that_cannot_be_created_is_an_error_with_a_hint(tmp_path):
     (tmp_path / "file").write_text("")
     with (
@@ -285,6 +284,7 @@ def test_a_destination_that_cannot_be_created_is_an_error_with_a_hint(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failed_write_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def build() -> None:
         with store.atomic_folder(tmp_path / "a") as folder:
