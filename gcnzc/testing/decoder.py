@@ -36,6 +36,7 @@ class Program:
     targets: dict[int, int]  # index of the instruction that each branch goes to
     guards: dict[int, tuple[int, bool]]  # register and negation of guarded control instructions
     barrier_ids: dict[int, int]
+    is_warp_sync: Array  # (instructions + 1,) whether lanes of a warp wait for each other at it
 
     @property
     def name(self) -> str:
@@ -72,7 +73,12 @@ def load_program(ptx: str) -> Program:
     next_control = [
         controls[bisect.bisect_left(controls, index)] for index in range(len(steps) + 1)
     ]
-    return Program(kernel, steps, next_control, targets, guards, barrier_ids)
+    is_warp_sync = np.array([*map(_is_warp_sync, kernel.instructions), False])
+    return Program(kernel, steps, next_control, targets, guards, barrier_ids, is_warp_sync)
+
+
+def _is_warp_sync(instruction: Instruction) -> bool:
+    return not _is_control(instruction) and "sync" in instruction.opcode[1:]
 
 
 def _is_control(instruction: Instruction) -> bool:

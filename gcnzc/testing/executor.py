@@ -1,7 +1,8 @@
 """Execution of a grid: threads run one program, diverge and reconverge, and wait at barriers.
 
 Where threads diverge, those with the smallest program counter execute first, so that they
-reconverge where their paths meet.
+reconverge where their paths meet. At an instruction with `.sync`, lanes wait for the other lanes of
+their warp.
 
 Differences from a GPU: approximate instructions such as `ex2.approx` are rounded correctly; lanes
 of a warp, and warps between barriers, execute in a fixed order; time is not modelled.
@@ -130,8 +131,9 @@ class Executor:
                 return
             here = int(counter[ready].min())
             active = ready & (counter == here)
-            others = counter[ready & ~active]
-            stop = min(int(others.min()) if len(others) else end, program.next_control[here])
+            stop = program.next_control[here]
+            if active.sum() < ready.sum():
+                here, active, stop = _next_of_divergent(program, counter, ready)
             threads.active = None if active.all() else active
             self._execute(program, state, here, stop)
             executed += stop - here + 1
@@ -182,6 +184,33 @@ class Executor:
                 state.shared.pass_barrier(np.flatnonzero(passes))
         else:
             counter[taken] = len(program.steps)
+
+
+def _next_of_divergent(program: Program, counter: Array, ready: Array) -> tuple[int, Array, int]:
+    """Choose what executes next if the threads that are ready are at several instructions.
+
+    The first instruction is executed first, so that threads meet again behind a branch. An
+    instruction such as `shfl.sync` waits for the other lanes of the warp, which may come from code
+    that the compiler has moved behind it.
+
+    Returns:
+        The index of the instruction, the threads that execute it, and the index to stop at.
+    """
+    is_sync = program.is_warp_sync
+    warp_counter = np.where(ready, counter, -1).reshape(-1, WARP_LANES)
+    first = np.where(ready, counter, len(is_sync)).reshape(-1, WARP_LANES).min(1)
+    is_divergent = np.repeat(warp_counter.max(1) > first, WARP_LANES)
+    movable = ready & ~(is_divergent & is_sync[counter])
+    # lanes that cannot meet execute the instruction, which reports them
+    candidates = movable if movable.any() else ready
+    here = int(counter[candidates].min())
+    active = candidates & (counter == here)
+    stop = program.next_control[here]
+    others = counter[ready & ~active & (counter > here)]
+    if len(others):
+        stop = min(stop, int(others.min()))
+    syncs = np.flatnonzero(is_sync[here + 1 : stop])
+    return here, active, here + 1 + int(syncs[0]) if len(syncs) else stop
 
 
 def _located(fault: Fault, program: Program, index: int) -> Fault:

@@ -100,6 +100,27 @@ def test_reductions(operation, kind):
     assert out.tolist() == [total & 0xFFFFFFFF] * 32
 
 
+def test_lanes_wait_for_others_whose_code_is_behind_the_instruction():
+    body = f"""
+        setp.gt.u32 %p1, %tid, 2;
+        mov.u32 %r2, %tid;
+        @%p1 bra RARE;
+        JOIN:
+        shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;
+        {STORE.format("%r1")}
+        bra DONE;
+        RARE:
+        add.u32 %r2, %r2, 100;
+        bra JOIN;
+        DONE:
+    """
+    sent = [lane + 100 * (lane > 2) for lane in range(32)]
+    assert results(body)[:32] == [sent[lane ^ 1] for lane in range(32)]
+    # lanes that never come
+    with pytest.raises(Fault, match=r"the member mask 0xffffffff differs .* 0x00000007"):
+        results(body.replace("bra JOIN", "bra DONE"))
+
+
 def test_the_member_mask_must_name_the_lanes_that_execute():
     with pytest.raises(Fault, match=r"the member mask 0x0000ffff differs .* 0xffffffff"):
         results("shfl.sync.bfly.b32 %r1, %tid, 1, 31, 0xffff;")
