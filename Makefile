@@ -18,10 +18,15 @@ PTX_ARCHS := 80 100
 RUN_PTX = TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/ptx-cache $(BIN)/python -m pytest -p tests.ptx_plugin \
 	--ptx-all-kernels --numprocesses 2 --dist worksteal
 
+# slow tests that CI runs, too: 2,000 random schedules of the loader, and a whole dry run of gpu-session
+SCHEDULES := tests/loader/test_happens_before.py::test_all_accesses_are_ordered_in_ten_thousand_schedules
+GPU_RULES_TESTS := '$(SCHEDULES)[TransferProgram-0]' '$(SCHEDULES)[LoaderProgram-0]' \
+	tests/bench/test_gpu_session.py::test_a_whole_dry_run_passes
+
 # bin/install leaves bytecode to the first import of a module
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-ptx test-all lint docs gpu-session clean
+.PHONY: demo test test-ptx test-gpu-rules test-all lint docs gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
@@ -33,6 +38,9 @@ test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that 
 	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)
 	set -e; for arch in $(PTX_ARCHS); do \
 		$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
+
+test-gpu-rules: $(TESTS_READY)  ## streams in random schedules, and gpu-session on a fake GPU
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(GPU_RULES_TESTS)
 
 test-all: $(TESTS_READY)  ## the test suite with what takes minutes
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
