@@ -166,9 +166,10 @@ def test_senders_share_the_rate_of_the_receiver():
 def test_frames_arrive_with_the_requested_latency(switch):
     with Cluster(2, 100, 5) as cluster:
         assert cluster.switch == switch
-        found = cluster.measure(seconds=0.5)
-    assert 10 <= found.round_trip_ms < 20
-    assert found.mbit_per_s < 100
+        found = [cluster.measure(seconds=0.5) for _ in range(3)]
+    # other work on this machine adds to one or the other
+    assert 10 <= min(each.round_trip_ms for each in found) < 20
+    assert max(each.mbit_per_s for each in found) < 100
     with Cluster(2) as cluster:
         assert cluster.measure(seconds=0.1).round_trip_ms < 5
 
