@@ -24,7 +24,7 @@ BUDGETS = newest(read("budgets"), "launch", "kernel", "arch")
 
 @pytest.fixture(scope="module")
 def arch(request):
-    """The compute capability for which this session compiles, if its budgets can be compared."""
+    """The compute capability for which this run compiles, if its budgets can be compared."""
     arch = request.config.getoption("--ptx-arch")
     version = triton.__version__.split(".")[:2]
     recorded = {line["triton"] for line in BUDGETS.values() if line["arch"] == arch}
