@@ -245,7 +245,7 @@ class Group:
             channel.abort()
 
     def set_status(self, step: int, activity: str) -> None:
-        """Set this rank's step and activity, which error messages show, also those of other ranks.
+        """Set this rank's step and activity, which error messages of all ranks show.
 
         Without a call, the step is the number of optimizer steps; see `count_step`.
 
@@ -451,8 +451,9 @@ def current_group() -> Group:
     """Return the group of torch.distributed's default process group.
 
     For scripts that call `torch.distributed.init_process_group` themselves; a single-rank group if
-    torch.distributed is not initialized. With several ranks, all calls return one object until it
-    is closed, as by `destroy_process_group`. Heartbeats are written to the process group's store.
+    torch.distributed is not initialized. With several ranks, all calls return the same object until
+    it is closed; `destroy_process_group` also closes it. It is not the group that `init_group`
+    yields. Heartbeats are written to the process group's store.
     """
     if not is_initialized() or dist.get_world_size() == 1:
         return Group()

@@ -50,7 +50,7 @@ class Link:
     delay_s: float = 0.0
     """latency, from the departure of the last byte to its arrival"""
     message_s: float = 0.0
-    """overhead of the sender per message"""
+    """overhead of the sender per message; only of the outgoing link of a rank"""
 
 
 _NO_LIMITS = Link()
@@ -82,7 +82,8 @@ def lockstep(
     Args:
         algorithms: one for each rank, in the order of ranks.
         link: the outgoing link of each rank; None has no limits.
-        links: by (sender, receiver), links that limit their messages in addition to `link`.
+        links: by (sender, receiver), links whose bandwidth and latency limit their messages in
+            addition to `link`; their `message_s` is not used.
         choices: the collective algorithm for each kind of request; None uses the defaults.
 
     Returns:
@@ -105,7 +106,7 @@ class _Task:
 
     rank: int
     channel: tuple[Any, ...]  # empty for the algorithm of a rank
-    stack: list[Algorithm[Any]]  # the last one runs; its result is an answer of the one before
+    stack: list[Algorithm[Any]]  # the last one runs; its return value is sent to the one before
     now: float
     kind: str = ""  # of the collective that it executes
     caller: str = ""
@@ -227,7 +228,8 @@ class _Simulation:
         elif isinstance(request, Caller):
             task.answer, task.caller = task.caller, request.name
         elif isinstance(request, Scratch):
-            # bytes of ones are NaN in every floating-point dtype
+            # all bits set are NaN in float16, bfloat16, float32 and float64, so that results show
+            # whether scratch memory was read before it was written
             task.answer = torch.empty_like(request.values)
             as_bytes(task.answer).fill_(0xFF)
         elif isinstance(request, Send | Receive):
@@ -337,7 +339,8 @@ class _Simulation:
             task.now, task.answer = max(task.now, pending.now), pending.answer
         elif isinstance(pending, _PendingSend):
             if len(pending.mailbox.receives_started_at) < pending.number:
-                # as over gloo, a message is sent when its peer has started to receive it
+                # as over gloo, a send finishes only after its peer has started to receive; the
+                # simulated transfer does not wait for that
                 task.waits_for = pending
                 pending.mailbox.waiting.append(task)
                 return

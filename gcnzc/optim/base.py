@@ -1,8 +1,8 @@
 """The base class of optimizers whose `step` communicates with the other ranks.
 
-Extras are numbers that are appended to an exchanged vector. The common extras, which every exchange
-has, are a hash bit (see `Comparison`) and the signals. Lines are texts that must be equal on all
-ranks.
+Extras are numbers that are appended to an exchanged vector. The common extras are a hash bit, or a
+request to compare (see `Comparison`), and the signals. An exchange of only the parameter groups
+with `compress=False` has none. Lines are texts that must be equal on all ranks.
 """
 
 from abc import abstractmethod
@@ -45,7 +45,8 @@ class DistributedOptimizer(Optimizer):
     """The base class of optimizers whose `step` communicates with the other ranks.
 
     The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
-    it with torch.distributed; `gcnzc.exchange.lockstep` runs those of all ranks in one process.
+    it with torch.distributed; `gcnzc.exchange.lockstep` runs the algorithms of all ranks in one
+    process, as a simulation.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers.
@@ -54,7 +55,8 @@ class DistributedOptimizer(Optimizer):
             None.
         signals: the number of flags, such as a request to stop, combined in each exchange.
         module: the model. If given, its buffers and its parameters that are not in `params` are
-            also broadcast from rank 0 at the start, and `finalize` makes its buffers equal.
+            also broadcast from rank 0 at the start, and `finalize` makes its buffers equal; both
+            except sparse buffers.
         total_steps: the number of steps of the run; None if it is not known.
     """
 
@@ -62,7 +64,8 @@ class DistributedOptimizer(Optimizer):
     """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
 
     is_replicated = True
-    """whether trained parameters are equal on all ranks after every exchange"""
+    """whether checksums of trained parameters are compared between ranks; False for `LocalUpdates`,
+    whose ranks have different parameters before an exchange"""
 
     # GradScaler then leaves unscaling, and skipping steps that overflow, to `step`
     _step_supports_amp_scaling = True
@@ -99,9 +102,10 @@ class DistributedOptimizer(Optimizer):
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
-        """for each signal, whether any rank sent it in the exchange of the last `step`; all False
-        if the step had no exchange. A single rank receives its own signals. A skipped step may
-        discard signals, so send them until they are received."""
+        """for each signal, whether any rank sent it in an exchange with signals that finished in
+        the last `step`; all False if there was none. An overlapped exchange finishes in a later
+        step than the one that started it. A single rank receives its own signals. A skipped step
+        may discard signals, so send them until they are received."""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite or too large"""
         self.num_common_extras = 1 + signals
@@ -119,7 +123,8 @@ class DistributedOptimizer(Optimizer):
         """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates
         it when all ranks have changed the same parameters"""
         self.is_broadcast = False
-        """whether the model was broadcast, or a state was loaded instead"""
+        """whether the model was broadcast, or a state was loaded instead; `Averaged` resets it when
+        parameters are added or their `requires_grad` changes"""
         self.skip_reason = ""
         """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
         nothing was skipped or excluded"""
@@ -156,8 +161,8 @@ class DistributedOptimizer(Optimizer):
 
         These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
         communicates through the same group. An unpickled optimizer of several ranks needs
-        torch.distributed to be initialised with the same ranks; otherwise `step` raises a
-        RuntimeError.
+        torch.distributed to be initialised with the same ranks; otherwise the first `step` that
+        exchanges raises a RuntimeError.
         """
         return {
             name: value
@@ -182,10 +187,11 @@ class DistributedOptimizer(Optimizer):
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
             ValueError: the ranks differ; raised on all ranks. The next exchange detects a different
-                loaded state or `requires_grad`. Each exchange detects a different number of steps
-                or option of a parameter group with a probability of 1/2; an option in a GPU tensor
-                is compared in every 100th exchange only. Parameters that must be equal are also
-                compared about every 100 exchanges.
+                `requires_grad`, and that only some ranks loaded a state, or that they loaded states
+                of different steps; it does not detect different states of the same step. Each
+                exchange detects a different number of steps or option of a parameter group with a
+                probability of 1/2; an option in a GPU tensor is compared in every 100th exchange
+                only. Parameters that must be equal are also compared about every 100 exchanges.
             RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
             ValueError: an option of a parameter group is out of its range; raised by this rank
                 before it communicates.
@@ -206,7 +212,10 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def num_ignored_gradients(self) -> int:
-        """The number of steps without this rank's gradients, because one was not finite."""
+        """The number of steps that ignored this rank's gradients.
+
+        A gradient of a rank was not finite or too large in these steps.
+        """
         return self.skipped
 
     def _run(self, algorithm: Algorithm[T]) -> T:
@@ -220,7 +229,7 @@ class DistributedOptimizer(Optimizer):
             raise RequestMismatch(difference) from error
 
     def hashed_lines(self, with_gpu: bool) -> list[str]:
-        """Return the lines whose hash bit every exchange sends; see `Comparison`."""
+        """Return the lines of which the common extras have a hash bit; see `Comparison`."""
         options = self.option_text.format(self.param_groups, with_gpu=with_gpu)
         own = state_lines(self.identity, self.steps, self.loaded)
         return [*own, options, self.checksums.line]
@@ -239,7 +248,7 @@ class DistributedOptimizer(Optimizer):
         return is_compared
 
     def common_extras(self) -> list[float]:
-        """Return the numbers that every exchange sends: the hash bit, and the signals."""
+        """Return the common extras: the hash bit or a request to compare, and the signals."""
         if self.group.world_size == 1:
             # there is no other rank to compare with
             return [0.0, *self.signals]
@@ -340,7 +349,9 @@ class DistributedOptimizer(Optimizer):
 
     @identify_caller
     def broadcast_model(self) -> Algorithm[None]:
-        """Broadcast the parameters and buffers of rank 0, once, before the first step.
+        """Broadcast the parameters and buffers of rank 0, if `is_broadcast` is False.
+
+        `Averaged` broadcasts only tensors that were not broadcast before, such as added parameters.
 
         Raises:
             ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
@@ -373,9 +384,9 @@ class DistributedOptimizer(Optimizer):
     def connect(self) -> None:
         """Register this optimizer with the group, and broadcast the model if there is a backend.
 
-        `Replicated` calls it in its constructor, so there `broadcast_model` must not need state
-        that a subclass sets later. A subclass of `LocalUpdates` calls it at the end of its own
-        constructor.
+        `Replicated` and `Averaged` call it in their constructors, so `broadcast_model` must not use
+        attributes that the constructor of a subclass sets after `super().__init__()`. A subclass of
+        `LocalUpdates` calls it at the end of its own constructor.
         """
         if self.identity == type(self).__name__:
             self.identity = self.group.new_caller(self.identity)
@@ -383,7 +394,7 @@ class DistributedOptimizer(Optimizer):
             run(self.broadcast_model(), self.group)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The names and tensors to broadcast: all parameters, and the module's buffers."""
+        """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
         named: list[tuple[str, Tensor]] = list(self.named_parameters())
         if self.module is not None:
             named += [*self.module.named_parameters(), *dense_buffers(self.module)]
@@ -400,7 +411,7 @@ class DistributedOptimizer(Optimizer):
                 yield f"group {number}, parameter {index}", parameter
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
-        """Return names and parameters that are equal on all ranks now; None if none need be."""
+        """Return names and parameters that must be equal now; None if a method is out of sync."""
         names = names_in_model(self.module, self.param_groups)
         named = zip(self.named_parameters(), self.initial_requires_grad, strict=False)
         return [
@@ -442,13 +453,15 @@ class DistributedOptimizer(Optimizer):
             warn_of_late_phase(type(self).__name__, phase, steps, self.total_steps)
 
     def finalize(self) -> None:
-        """Make parameters and buffers equal on all ranks; call it once, after the last step.
+        """Make parameters and dense buffers equal on all ranks; call it once, after the last step.
 
         Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
 
         Raises:
-            ValueError: the ranks took different numbers of steps, or their options differ; raised
-                on all ranks.
+            ValueError: the ranks took different numbers of steps, or their options or parameters
+                differ; raised on all ranks.
+            RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
+            WorkerLost: see `step`.
         """
         self._run(self.finalize_algorithm())
 
@@ -457,7 +470,8 @@ class DistributedOptimizer(Optimizer):
         """Return the communication and computation of `finalize`; see `algorithm`."""
         yield from self.broadcast_model()
         if self.group.world_size > 1:
-            # a rank with fewer steps has averaged different steps than the other ranks
+            # compare even if no bit has differed: since the last exchange the ranks may have taken
+            # different numbers of steps
             self.comparison.is_due = True
             self.checksums.renew(self.replicated_parameters())
             yield from self.compare()
@@ -466,9 +480,9 @@ class DistributedOptimizer(Optimizer):
             yield from synchronise_buffers(self.module)
 
     def finish(self) -> Algorithm[None]:
-        """Make the parameters equal on all ranks."""
+        """Make the parameters equal on all ranks; does nothing by default."""
         return
-        yield
+        yield  # makes this a generator
 
     def average_parameters(self) -> Algorithm[Any]:
         """Set the parameters to their mean over the ranks; does nothing if they are in sync.

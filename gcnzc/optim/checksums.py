@@ -1,8 +1,8 @@
 """Compare the parameters of the replicas between ranks by checksums, without extra messages.
 
 If only one rank loads weights or edits a parameter, the replicas stay out of sync. Therefore a
-checksum of the parameters is computed every `INTERVAL` exchanges. It is one of the lines whose hash
-bit every exchange sends; see `Comparison`. The host reads the checksum after the exchange, without
+checksum of the parameters is computed every `INTERVAL` exchanges. It is one of the lines of which
+exchanges send a hash bit; see `Comparison`. The host reads the checksum after the exchange, without
 another synchronisation with the device. If checksums differ, the ranks compare the parameters.
 
 Ranks with different hardware or numbers of threads may round differently. Such small differences

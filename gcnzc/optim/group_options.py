@@ -1,8 +1,8 @@
 """Compare what must be the same on all ranks: options, `requires_grad`, steps and loaded states.
 
 A scheduler that follows a rank's own loss gives each rank its own learning rate, and the replicas
-go out of sync. Therefore every exchange of an optimizer also sends one bit of a hash of the options
-and of the number of the exchange. Ranks with equal options always send equal bits; ranks with
+go out of sync. Therefore exchanges of an optimizer also send one bit of a hash of the options and
+of the number of the exchange. Ranks with equal options always send equal bits; ranks with
 different options send different bits in about half of the exchanges. If bits differ, the ranks
 exchange the options themselves and compare them.
 

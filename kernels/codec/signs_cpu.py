@@ -1,6 +1,8 @@
 """Encode and decode signs on CPUs, with numba.
 
-A kernel processes a vector in chunks of up to 4096 elements, each within one block.
+The functions `*_numba` have the arguments of `encode_signs`, `update_error_signs`, `mean_of_signs`
+and `decode_signs` in `gcnzc.kernels.codec.signs`, which check them. A kernel processes a vector in
+chunks of up to 4096 elements, each within one block.
 """
 
 from typing import Any
@@ -38,9 +40,9 @@ def encode_numba(
     scale: Scale = "rms",
     threads: int | None = None,
 ) -> None:
-    """Encode float32 vectors like `encode_signs_reference`.
+    """Encode float32 vectors; see `encode_signs`.
 
-    Scales may have a relative difference of 1e-6.
+    Scales may differ from those of `encode_signs_reference` by a relative error of 1e-6.
     """
     memory = _locate(layout, rows)
     sums = np.empty(memory[0])
@@ -67,13 +69,13 @@ def update_error_numba(
     rows: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Update float32 errors like `update_error_signs_reference`."""
+    """Update float32 errors; see `update_error_signs`."""
     memory = _locate(layout, rows)
     _run(_update_error, memory, *_to_numpy(values, error, active), memory[2], threads=threads)
 
 
 def mean_numba(rows: Tensor, layout: BlockLayout, out: Tensor, threads: int | None = None) -> None:
-    """Decode the mean of rows like `mean_of_signs_reference`, into a float32 vector."""
+    """Decode the mean of rows into a float32 vector; see `mean_of_signs`."""
     memory, inverse_count = _locate(layout, rows), np.float32(1 / len(rows))
     _run(
         _mean, memory, *memory[1:3], out.detach().numpy(), len(rows), inverse_count, threads=threads
@@ -87,7 +89,7 @@ def decode_numba(
     out: Tensor,
     threads: int | None = None,
 ) -> None:
-    """Decode rows like `decode_signs_reference`, into a float32 vector."""
+    """Decode rows into a float32 vector; see `decode_signs`."""
     memory, flags = _locate(layout, rows), _NO_FLAGS if active is None else active.numpy()
     _run(_decode, memory, *memory[1:3], flags, out.detach().numpy(), threads=threads)
 
@@ -152,7 +154,7 @@ _BITS = ir.VectorType(ir.IntType(1), WORD)
 _INT32 = ir.IntType(32)
 
 
-# untyped: numba's annotations count the typing context among the arguments of a call
+# `Any`, because numba's type annotations would require callers to pass the typing context
 _intrinsic: Any = intrinsic
 
 
@@ -268,16 +270,18 @@ def _chunk(chunk_index, geometry):
     """Locate a chunk.
 
     Returns:
-        Its row, its block in the row, its first element in the part and in the vector, its number
-        of elements in the part, and how many of them are in the vector.
+        The index of its part, which is also that of its row in an encoded vector; the index of its
+        block in the part; its first element in the part and in the vector; its number of elements
+        in the part, and how many of them are in the vector.
     """
     num_elements, part, block, blocks, chunks, _, _ = geometry
-    row, remainder = divmod(chunk_index, blocks * chunks)
+    part_index, remainder = divmod(chunk_index, blocks * chunks)
     block_index, chunk = divmod(remainder, chunks)
     first = block_index * block + chunk * CHUNK
     length = max(0, min(CHUNK, block - chunk * CHUNK, part - first))
-    begin = row * part + first
-    return row, block_index, first, begin, length, max(0, min(length, num_elements - begin))
+    begin = part_index * part + first
+    count = max(0, min(length, num_elements - begin))
+    return part_index, block_index, first, begin, length, count
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -376,7 +380,7 @@ def _update_error(values, error, active, scales, geometry, begin, end):
             _zero_inactive(residual, active[offset : offset + count])
 
 
-# The following functions take slices and loop over all of their elements. With indices into the
+# The next two functions take slices and loop over all of their elements. With indices into the
 # whole vector, numba would check for negative ones, which prevents vectorization.
 
 

@@ -12,6 +12,12 @@ after Sun et al., "CO2: efficient distributed training with full communication-c
 one round late, so training may diverge with a large momentum or in long rounds. A small momentum
 and the gap g make this less likely, and `CO2` warns of it; the clip c bounds each step.
 
+The text of the paper was not available when this was written. Two details are therefore not
+verified against it: its staleness gap, equation (3), for which the gap of Barkai et al., "Gap-aware
+mitigation of gradient staleness" (2020, https://arxiv.org/abs/1909.10802), is used; and that the
+first two rounds have the same start s, because no mean is available after the first. The divisor in
+the authors' code (https://github.com/weigao266/fairscale-CO2, commit 55aaca5) is a constant.
+
 With e > 0, a rank applies this fraction of its own last outer gradient d_i at once, until the mean
 replaces it. A gap is then not needed. Eager updates for DiLoCo are due to Kale et al. (2025,
 https://arxiv.org/abs/2502.12996), whose text was not available either, so details may differ.
@@ -19,13 +25,6 @@ https://arxiv.org/abs/2502.12996), whose text was not available either, so detai
 The start s of a round depends only on earlier rounds, not on the current steps. The outer step
 therefore also overlaps with the local steps, and so does the all-gather of its result if the state
 is sharded.
-
-The text of the paper was not available when this was written. Two details are therefore not
-verified against it: its staleness gap, equation (3), for which the gap of Barkai et al., "Gap-aware
-mitigation of gradient staleness" (2020, https://arxiv.org/abs/1909.10802), is used; and that the
-first two rounds start from the same parameters, because no mean is available after the first. The
-divisor in the authors' code (https://github.com/weigao266/fairscale-CO2, commit 55aaca5) is a
-constant.
 
 Notation: W ranks, n elements, k extras, H steps of a round.
 """
@@ -50,7 +49,7 @@ from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 from gcnzc.system.scalars import scalars_like
 
-# steps of a round from which too much momentum was harmful on a least-squares problem
+# steps; in longer rounds, too much momentum was harmful on a least-squares problem
 LONG_ROUND = 20
 
 
@@ -59,16 +58,16 @@ class CO2(LocalUpdates):
 
     After the last step of a round the parameters are bitwise equal on all ranks, unless `eager` is
     above 0. Signals are sent at the end of a round, and received when its mean is applied. A rank
-    whose parameters are not finite then is excluded from the mean. If there is no mean at all, the
-    next round starts from the same parameters as this one. A single rank only takes the inner
-    optimizer's steps.
+    whose parameters or difference are not finite or too large at the end of a round is excluded
+    from its mean. If there is no mean, the start s does not change. A single rank only takes the
+    inner optimizer's steps.
 
     Args:
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H; or "auto", the smallest H for which exchanges take at most half the wall
-            time (`target` without a delay) and add at most 1/40 to the CPU time of the steps
-            (`SyncInterval`).
+            time (`target` without a delay) and, if the parameters are on a CPU, add at most 1/40 to
+            the CPU time of the steps (`SyncInterval`).
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: m, the momentum of the outer optimizer. With a delay, use values above the
             default only with short rounds.
@@ -93,8 +92,9 @@ class CO2(LocalUpdates):
         clocks: the clocks that measure for "auto".
 
     Raises:
-        ValueError: an option is out of range, options contradict each other, or the parameters of
-            the ranks differ.
+        TypeError: see `LocalUpdates`.
+        ValueError: an option is out of range, options contradict each other, or options, or shapes
+            or dtypes of parameters, differ between ranks.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class CO2(LocalUpdates):
         self.delay, self.is_sharded, self.eager = delay, sharded, eager
         count, world_size = self.flat_params.num_elements, self.group.world_size
         self.shard_size = count
-        """s, elements of a shard; those of the last ranks may be smaller"""
+        """elements of a shard; those of the last ranks may be smaller"""
         self.begin, self.end = 0, count
         if sharded:
             self.shard_size = shard_bounds(count, 0, world_size)[1]
@@ -163,7 +163,7 @@ class CO2(LocalUpdates):
         self.padded = self.shard_size * world_size if sharded else count
         """number of elements of an exchanged vector, without its extras"""
         self.start = self.flat_params.zeros()[:0]
-        """elements begin to end of the parameters at the start of the current round"""
+        """elements begin to end of s, the common start of the current round"""
         self.before = self.start
         """the same for the round that is being exchanged; only if sharded and not eager"""
         self.own = self.start
@@ -171,7 +171,7 @@ class CO2(LocalUpdates):
         self.momentum = self.start
         """elements begin to end of the outer momentum"""
         self.pending: PendingReduction | None = None
-        """(padded + k,): the exchange of the last round; its result is the start of the next one"""
+        """the exchange of the last round, of a vector (padded + k,); its result is the next s"""
         self.is_warned = False
         self.warn_of_momentum()
         self.connect()
@@ -213,7 +213,7 @@ class CO2(LocalUpdates):
         own = self.vector()
         self.start = own[self.begin : self.end].clone()
         self.own = own.clone() if self.eager else self.start[:0]
-        # the next two rounds start from the same parameters
+        # the next two rounds have the same start s
         self.gap.update(0.0)
         if self.delay:
             # an exchange that is finished already, whose result is the start of this round
@@ -229,7 +229,7 @@ class CO2(LocalUpdates):
             start: (n,), the start of the next round.
             extra_sums: the sums of the first extras over the ranks; the other extras are 0.
             workers: the number of ranks.
-            skip_reason: why there was no mean; empty if there was one.
+            skip_reason: as `_compute_next_start` returns.
         """
         values = self._make_buffer()
         values[: len(start)] = start
@@ -259,7 +259,7 @@ class CO2(LocalUpdates):
         Args:
             values: (padded + k,), this rank's parameters at the end of the round; must not be used
                 until the exchange has finished.
-            before: elements begin to end of the parameters at the start of the round.
+            before: elements begin to end of s, the common start of the round.
         """
         count = self.flat_params.num_elements
         values[count:] = 0
@@ -291,7 +291,7 @@ class CO2(LocalUpdates):
         assert self.pending is not None, "an exchange was started"
         yield from self.pending.wait()
         values = self.pending.values
-        # only the extras, because `_mean_difference` has excluded other ranks from the mean
+        # only the extras: `_mean_difference` has already divided by the number of finite ranks
         self.complete_mean(values[self.padded :], self.pending.skip_reason, self.pending.workers)
         self.start = values[self.begin : self.end].clone()
         self.before = self.start[:0]
@@ -336,8 +336,8 @@ class CO2(LocalUpdates):
                 the sums of the extras.
 
         Returns:
-            Why there is no mean, in which case the next round starts where the last one did; empty
-            if there is one.
+            Why there is no mean; empty if there is one, or if no rank's parameters are finite.
+            Without a mean s does not change.
         """
         skip_reason, difference = yield from self._mean_difference(values)
         if difference is not None:
@@ -368,8 +368,8 @@ class CO2(LocalUpdates):
         """Average the differences of a round over the ranks whose parameters are finite.
 
         Returns:
-            Why there is no mean, empty if there is one or no rank is finite; and elements begin to
-            end of the mean, None if there is none.
+            Why there is no mean, empty if there is one or no rank's parameters are finite; and
+            elements begin to end of the mean, None if there is none.
         """
         extras = values[self.padded :]
         if self.is_sharded:
@@ -391,11 +391,11 @@ class CO2(LocalUpdates):
 
         Args:
             part: elements begin to end of the start.
-            moved: the Euclidean distance of these elements from the last start.
+            moved: the Euclidean distance of these elements from the last start, or not finite.
             values: (padded + k,), whose first elements are written.
 
         Returns:
-            The Euclidean distance of all elements, equal on all ranks.
+            `moved` of all elements; equal on all ranks if the state is sharded or the gap needs it.
         """
         if not self.is_sharded:
             values[: self.padded] = part
@@ -412,7 +412,7 @@ class CO2(LocalUpdates):
 
     @property
     def bytes_per_round(self) -> int:
-        """Bytes that this rank sends for an outer step."""
+        """Bytes that this rank sends for an outer step, by formula as `Compression.bytes_sent`."""
         workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if not self.is_sharded:
             distances = 8 * (workers - 1) if self.gap.is_measured else 0
@@ -425,7 +425,7 @@ class CO2(LocalUpdates):
     def state_bytes(self) -> int:
         """Bytes of optimizer state between steps, without that of the inner optimizer.
 
-        At the end of a round, one or two more vectors are allocated temporarily.
+        An exchange allocates one or two more temporarily, with a delay during the next round.
         """
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
         pending = 0 if self.pending is None else self.pending.values.nbytes
@@ -475,7 +475,7 @@ class CO2(LocalUpdates):
         """See `LocalUpdates`.
 
         Raises:
-            ValueError: it was saved with a different choice of `eager`, `sharded` or `delay`.
+            ValueError: `sharded`, `delay`, or whether `eager` is above 0 differs in the snapshot.
         """
         shared = snapshot["shared"]
         if not shared["numbers"]["is_plain"]:

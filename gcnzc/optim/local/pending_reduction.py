@@ -25,7 +25,7 @@ class PendingReduction:
     handle: Any = None
     """the result of `Start`; None if the reduction has finished"""
     skip_reason: str = ""
-    """why there is no mean; empty if there is one"""
+    """why there is no mean; empty if there is one, or if no rank's vector is finite"""
 
     def wait(self) -> Algorithm[None]:
         """Wait until the reduction has finished."""
