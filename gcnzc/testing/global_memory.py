@@ -18,6 +18,7 @@ from gcnzc.testing.number_types import Array
 
 TAG_SHIFT = 47
 VECTOR_BYTES = 16
+LARGEST_ACCESS_BYTES = 32
 _MAX_SEGMENTS = 1 << 16
 _HOST_MASK = np.uint64((1 << TAG_SHIFT) - 1)
 
@@ -96,11 +97,16 @@ class GlobalMemory:
         self.untagged.sort(key=lambda segment: segment.begin)
 
     def host_ranges(self) -> list[tuple[int, int]]:
-        """Return the disjoint ranges of host addresses of all segments, in whole vectors."""
+        """Return the disjoint ranges of host addresses of all segments.
+
+        They begin and end at multiples of 32 B, the size of the largest access. So the offset of an
+        aligned access in its range is a multiple of its size.
+        """
         ranges: list[tuple[int, int]] = []
         for segment in sorted(self.segments + self.untagged, key=_host_begin):
-            begin = _host_begin(segment) // VECTOR_BYTES * VECTOR_BYTES
-            end = -(-(_host_begin(segment) + segment.num_bytes) // VECTOR_BYTES) * VECTOR_BYTES
+            first, unit = _host_begin(segment), LARGEST_ACCESS_BYTES
+            begin = first // unit * unit
+            end = -(-(first + segment.num_bytes) // unit) * unit
             if ranges and begin < ranges[-1][1]:
                 ranges[-1] = ranges[-1][0], max(ranges[-1][1], end)
             elif segment.num_bytes:

@@ -104,6 +104,13 @@ class LaunchState:
         except AddressError as error:
             raise self._fault(error, words[0].itemsize * len(words), at) from None
 
+    def require_shared_alignment(self, at: Array, num_bytes: int) -> None:
+        """Check that the shared addresses of active threads are multiples of `num_bytes`."""
+        misaligned = at % num_bytes != 0
+        if misaligned.any():
+            reason = f"shared address is not a multiple of {num_bytes}"
+            raise self._fault(AddressError(int(misaligned.argmax()), reason), num_bytes, at)
+
     def read_global(self, at: Array, size: int, count: int, access: Access) -> Array:
         """Return (count, k) words of active threads from global memory."""
         verb = "atomic" if access is Access.ATOMIC else "load"

@@ -7,6 +7,7 @@ import numpy as np
 
 from gcnzc.testing.elementwise import find_operation
 from gcnzc.testing.faults import unsupported
+from gcnzc.testing.global_memory import LARGEST_ACCESS_BYTES, VECTOR_BYTES
 from gcnzc.testing.launch_state import LaunchState, Step
 from gcnzc.testing.number_types import DTYPES, Array, bits_of, join_halves
 from gcnzc.testing.operands import Operands
@@ -59,6 +60,8 @@ def decode_memory_instruction(instruction: Instruction, operands: Operands) -> S
     parts = list_of(register_text)
     if len(parts) != max((_VECTORS[m] for m in modifiers if m in _VECTORS), default=1):
         raise unsupported(instruction.text)
+    if len(parts) * DTYPES[kind].itemsize > (VECTOR_BYTES if is_shared else LARGEST_ACCESS_BYTES):
+        raise unsupported(instruction.text, "the vector is too large")
     if name == "ld":
         return _load(instruction, operands, address_text, parts, is_shared, is_atomic)
     return _store(instruction, operands, address_text, parts, is_shared, is_atomic)
@@ -93,7 +96,7 @@ def _load(
     kind = instruction.opcode[-1]
     address, dtype = _address(operands, address_text, is_shared), DTYPES[kind]
     writes = [operands.writer(part, kind) for part in parts]
-    access = Access.ATOMIC if is_atomic else Access.READ
+    access = Access.ATOMIC_READ if is_atomic else Access.READ
 
     def step(state: LaunchState) -> None:
         threads, at = state.threads, address(state.threads)
@@ -148,7 +151,7 @@ def _atomic(instruction: Instruction, operands: Operands, is_shared: bool) -> St
     if len(operations) != 1 or len(texts) != (3 if operations == ["cas"] else 2):
         raise unsupported(instruction.text)
     address, dtype = _address(operands, texts[0], is_shared), DTYPES[kind]
-    function = _atomic_function(operations[0], kind)
+    function = _atomic_function(operations[0], kind, is_shared)
     reads = [operands.reader(text, kind) for text in texts[1:]]
     write = None if destination is None else operands.writer(destination, kind)
 
@@ -185,7 +188,7 @@ def _atomic(instruction: Instruction, operands: Operands, is_shared: bool) -> St
     return step
 
 
-def _atomic_function(operation: str, kind: str) -> Callable[..., Array]:
+def _atomic_function(operation: str, kind: str, is_shared: bool) -> Callable[..., Array]:
     if operation == "exch":
         return lambda old, new: new
     if operation == "cas":
@@ -194,7 +197,9 @@ def _atomic_function(operation: str, kind: str) -> Callable[..., Array]:
         return lambda old, limit: np.where(old >= limit, old.dtype.type(0), old + 1)
     if operation == "dec":
         return lambda old, limit: np.where((old == 0) | (old > limit), limit, old - 1)
-    return find_operation(operation, (), kind).function
+    # sums in global memory flush subnormals, those in shared memory do not
+    flushes = operation == "add" and kind == "f32" and not is_shared
+    return find_operation(operation, ("ftz",) if flushes else (), kind).function
 
 
 def _matrix(instruction: Instruction, operands: Operands) -> Step:
@@ -228,6 +233,7 @@ def _matrix(instruction: Instruction, operands: Operands) -> Step:
         threads = state.threads
         threads.require_whole_warps(instruction.name)
         rows = address(threads).reshape(-1, WARP_LANES)
+        state.require_shared_alignment(np.where(lane < 8 * count, rows, 0).reshape(-1), 16)
         for number in range(count):
             places = [
                 (rows[:, 8 * number + r] + 2 * c).reshape(-1).astype(np.uint32) for r, c in cells

@@ -15,12 +15,14 @@ class Access(enum.Enum):
 
     READ = "read"
     WRITE = "write"
-    ATOMIC = "atomic access"
+    ATOMIC_READ = "atomic read"
+    ATOMIC = "atomic access"  # a store, or an operation that reads and writes
 
 
 _CONFLICTS = {
     Access.READ: (Access.WRITE, Access.ATOMIC),
-    Access.WRITE: (Access.READ, Access.WRITE, Access.ATOMIC),
+    Access.WRITE: tuple(Access),
+    Access.ATOMIC_READ: (Access.WRITE,),
     Access.ATOMIC: (Access.READ, Access.WRITE),
 }
 
@@ -72,7 +74,7 @@ class _PagedOwners:
 
 
 class AccessHistory:
-    """The owners of the latest read, write and atomic access of each byte.
+    """The owners of the latest access of each kind to each byte.
 
     An owner, such as a warp, is a positive integer, and larger after each synchronization. So an
     access conflicts with those of other owners from `first_owner` on, which nothing orders with it.
@@ -83,7 +85,7 @@ class AccessHistory:
         """Create a history.
 
         Args:
-            num_bytes: of the memory, a multiple of 16.
+            num_bytes: of the memory, a multiple of each access's size.
             dtype: of the owners.
         """
         self.num_bytes, self.dtype = num_bytes, dtype
@@ -104,7 +106,7 @@ class AccessHistory:
         Args:
             access: how memory is accessed.
             index: (k,) of words of `size` bytes, for each lane.
-            size: bytes of a word: 1, 2, 4, 8 or 16.
+            size: bytes of a word: 1, 2, 4, 8, 16 or 32.
             owner: (k,) of each lane.
             first_owner: (k,) the first owner since the latest synchronization.
             several_owners: (k,) an owner that stands for several since this synchronization.

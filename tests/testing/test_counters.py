@@ -84,6 +84,18 @@ def test_loads_and_stores_of_each_argument_are_counted():
     assert silent.counters == {}
 
 
+def test_ordered_loads_and_stores_count_as_loads_and_stores():
+    source, out = aligned(128), aligned(128)
+    for load, store in (("relaxed.gpu", "release.gpu"), ("volatile", "volatile")):
+        body = f"""
+            add.s64 %d1, %source, %at4; ld.{load}.global.b32 %r1, [%d1];
+            add.s64 %d2, %out, %at4; st.{store}.global.b32 [%d2], %r1;
+        """
+        executor = run(body, {"source": source, "out": out})
+        assert set(executor.counters) == {("load", "source"), ("store", "out")}
+        assert executor.counters["load", "source"].requests == {128: 1}
+
+
 def test_random_accesses_equal_a_count_by_sets():
     random, counters = np.random.default_rng(0), AccessCounters()
     warps = np.repeat(np.arange(8), 32)

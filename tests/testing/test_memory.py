@@ -244,6 +244,23 @@ def test_matrices_are_loaded_and_stored_as_by_eight_lanes():
         run(fill + part, {"source": source, "out": out}, shared=256, declarations=SHARED)
 
 
+def test_rows_of_matrices_must_be_aligned():
+    rows = "mov.u32 %r1, smem; and.b32 %r3, %tid, 7; mad.lo.s32 %r3, %r3, 16, %r1;"
+    shift = "setp.eq.u32 %p1, %tid, {}; selp.b32 %r4, {}, 0, %p1; add.s32 %r3, %r3, %r4;"
+    load = "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5, %r6}, [%r3];"
+    store = "mov.b32 %r5, 0; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r3], {%r5};"
+    for instruction, used in ((load, 16), (store, 8)):
+        for lane, offset in ((0, 8), (used - 1, 2), (used, 2)):
+            body = rows + shift.format(lane, offset) + instruction
+            if lane < used:
+                message = f"16 B at .* by thread {lane} of block 0: .*not a multiple of 16"
+                with pytest.raises(Fault, match=message):
+                    run(body, shared=256, declarations=SHARED)
+            else:
+                # the address of this lane is not used
+                run(body, shared=256, declarations=SHARED)
+
+
 # -- undefined values
 
 OUT = "add.s64 %d9, %out, %at4; st.global.b32 [%d9], {};"

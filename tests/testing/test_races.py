@@ -148,6 +148,35 @@ def test_atomic_operations_of_blocks_do_not_race_with_each_other():
     )
 
 
+def test_loads_do_not_race_with_each_other():
+    weak, atomic = "ld.global.b32 %r1, [%out];", "ld.{}.global.b32 %r2, [%out];"
+    for order in ("relaxed.gpu", "acquire.gpu", "volatile"):
+        between_blocks(weak + atomic.format(order))
+        between_blocks(atomic.format(order) + weak)
+        last = "setp.eq.s32 %p1, %block, 3; @%p1 st{}.global.b32 [%out], 1;"
+        between_blocks(atomic.format(order) + last.format(""), "atomic read before")
+        between_blocks(atomic.format(order) + last.format(".relaxed.gpu"))
+        between_blocks(weak + last.format(".relaxed.gpu"), "read before")
+    in_block("st.shared.b32 [%r1], 1; bar.sync 0; ld.volatile.shared.b32 %r5, [%r1]; "
+             "ld.shared.b32 %r6, [%r1];")  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [8, 4])
+def test_vectors_of_32_bytes_are_recorded_where_they_are(parts):
+    memory = np.zeros(256, np.uint8)
+    # the vector begins at a multiple of 32 B, and its memory at one of 16 B only
+    begin = (16 - memory.ctypes.data) % 32
+    registers = ", ".join(f"%{'r' if parts == 8 else 'd'}{n}" for n in range(1, parts + 1))
+    load = f"ld.global.v{parts}.b{256 // parts} {{{registers}}}, [%out+16];"
+    for offset in (0, 12, 16, 44, 48):
+        body = f"""
+            setp.eq.s32 %p1, %block, 0; setp.eq.s32 %p2, %block, 3;
+            @%p1 {load} @%p2 st.global.b32 [%out+{offset}], 1;
+        """
+        races = "read before" if 16 <= offset < 48 else None
+        between_blocks(body, races, {"out": memory[begin : begin + 128]})
+
+
 def test_races_in_named_arguments_are_allowed():
     between_blocks("st.global.b32 [%out], 1;", allowed_races=["out"])
     between_blocks("st.global.b32 [%out], 1;", detect_races=False)
