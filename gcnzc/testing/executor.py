@@ -124,7 +124,8 @@ class Executor:
         barrier = np.full(threads.count, -1)  # that each thread waits at
         executed = 0
         while executed <= self.max_instructions:
-            ready = (counter < end) & (barrier < 0)
+            threads.has_exited = counter >= end
+            ready = ~threads.has_exited & (barrier < 0)
             if not ready.any():
                 if (barrier >= 0).any():
                     raise _unreached_barrier(program, threads, counter, barrier)

@@ -42,6 +42,7 @@ class Threads:
         self.warp = self.thread // WARP_LANES  # in the block
         self.global_warp = self.block * (block_threads // WARP_LANES) + self.warp
         self.active: Array | None = None  # (n,) bool; None: all threads
+        self.has_exited: Array = np.zeros(self.count, bool)
         self.registers: list[Array] = [np.zeros(self.count, dtype) for dtype in dtypes]
         nowhere = np.zeros(self.count, bool)
         self.defined: list[Array | None] = [nowhere] * len(dtypes)

@@ -20,6 +20,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
 }  # fmt: skip
 _BITWISE = ("and", "or", "xor")
+_LANE_BITS = np.uint64(1) << np.arange(WARP_LANES, dtype=np.uint64)
 
 
 def decode_warp_instruction(instruction: Instruction, operands: Operands) -> Step:
@@ -47,32 +48,52 @@ def decode_warp_instruction(instruction: Instruction, operands: Operands) -> Ste
 
 def ballot(threads: Threads, votes: Array) -> Array:
     """Return (n,) the votes of the active lanes of each thread's warp, lane 0 in the lowest bit."""
-    if threads.active is not None:
-        votes = votes & threads.active
-    weights = np.uint64(1) << np.arange(WARP_LANES, dtype=np.uint64)
-    bits = (votes.reshape(-1, WARP_LANES) * weights).sum(1, np.uint64)
+    return _bits_of_warps(votes if threads.active is None else votes & threads.active)
+
+
+def _bits_of_warps(values: Array) -> Array:
+    """Return (n,) uint32, the values of the 32 lanes of each thread's warp, of (n,) bool."""
+    bits = (values.reshape(-1, WARP_LANES) * _LANE_BITS).sum(1, np.uint64)
     return np.repeat(bits.astype(np.uint32), WARP_LANES)
 
 
-def _check_members(state: LaunchState, member_mask: Read) -> None:
-    """Check that the lanes of the member mask are those that execute the instruction.
+def _members(state: LaunchState, member_mask: Read) -> Array:
+    """Return (n,) uint32, the lanes that take part in the instruction with each active thread.
+
+    These are the active lanes of its warp with the same member mask.
 
     Raises:
-        Fault: an active lane is not in the mask, or a lane of the mask is not active.
+        Fault: an active lane is not in its mask, or a lane of the mask is not active, has another
+            mask, and has not exited.
     """
     threads = state.threads
     mask, defined = member_mask(threads)
     threads.require_defined(defined, "a member mask")
-    active = threads.active_mask()
-    executing = ballot(threads, active)
-    wrong = active & (np.broadcast_to(mask, (threads.count,)) != executing)
+    masks, active = np.broadcast_to(mask, (threads.count,)), threads.active_mask()
+    members = _lanes_with_equal_masks(masks, active)
+    wanted = masks
+    if threads.has_exited.any():
+        wanted = masks & ~_bits_of_warps(threads.has_exited)
+    wrong = active & (wanted != members)
     if wrong.any():
         first = int(wrong.argmax())
-        found = int(np.broadcast_to(mask, (threads.count,))[first])
         raise Fault(
-            f"the member mask {found:#010x} differs from the lanes that execute the instruction, "
-            f"{int(executing[first]):#010x}, {threads.describe(wrong)}"
+            f"the member mask {int(masks[first]):#010x} differs from the lanes that execute the "
+            f"instruction, {int(members[first]):#010x}, {threads.describe(wrong)}"
         )
+    return members
+
+
+def _lanes_with_equal_masks(masks: Array, active: Array) -> Array:
+    """Return (n,) uint32, for each active thread the active lanes of its warp with its mask."""
+    members = _bits_of_warps(active)
+    by_warp, active_by_warp = masks.reshape(-1, WARP_LANES), active.reshape(-1, WARP_LANES)
+    first = by_warp[np.arange(len(by_warp)), active_by_warp.argmax(1)]
+    for warp in np.flatnonzero((active_by_warp & (by_warp != first[:, None])).any(1)):
+        for mask in np.unique(by_warp[warp][active_by_warp[warp]]):
+            lanes = np.flatnonzero(active_by_warp[warp] & (by_warp[warp] == mask))
+            members[warp * WARP_LANES + lanes] = _LANE_BITS[lanes].sum()
+    return members
 
 
 def _shuffle(instruction: Instruction, operands: Operands) -> Step:
@@ -91,18 +112,16 @@ def _shuffle(instruction: Instruction, operands: Operands) -> Step:
 
     def step(state: LaunchState) -> None:
         threads = state.threads
-        _check_members(state, members)
+        taking_part = _members(state, members)
         (offset, offset_defined), (clamp, clamp_defined) = read_offset(threads), read_clamp(threads)
         threads.require_defined(offset_defined, "the lane of a shuffle")
         threads.require_defined(clamp_defined, "the clamp of a shuffle")
         source_lane, in_range = _source_lane(mode, threads.lane, offset, clamp)
         source = np.arange(threads.count) - threads.lane + source_lane
-        if threads.active is not None:
-            absent = threads.active & ~threads.active[source]
-            if absent.any():
-                raise Fault(
-                    f"shuffle from a lane that does not execute it, {threads.describe(absent)}"
-                )
+        is_present = (taking_part >> source_lane.astype(np.uint32)) & np.uint32(1) == 1
+        absent = threads.active_mask() & ~is_present
+        if absent.any():
+            raise Fault(f"shuffle from a lane that does not execute it, {threads.describe(absent)}")
         value, defined = read(threads)
         moved = None if defined is None else np.broadcast_to(defined, (threads.count,))[source]
         write(threads, np.broadcast_to(value, (threads.count,))[source], moved)
@@ -140,11 +159,10 @@ def _vote(instruction: Instruction, operands: Operands) -> Step:
 
     def step(state: LaunchState) -> None:
         threads = state.threads
-        _check_members(state, members)
+        executing = _members(state, members)
         value, defined = read(threads)
         threads.require_defined(defined, "a vote")
-        votes = ballot(threads, np.broadcast_to(value, (threads.count,)))
-        executing = ballot(threads, np.ones(threads.count, bool))
+        votes = ballot(threads, np.broadcast_to(value, (threads.count,))) & executing
         found = {
             "ballot": votes,
             "any": votes != 0,
@@ -172,15 +190,18 @@ def _reduction(instruction: Instruction, operands: Operands) -> Step:
 
     def step(state: LaunchState) -> None:
         threads = state.threads
-        _check_members(state, members)
+        taking_part = _members(state, members)
         value, defined = _broadcast(read(threads), threads.count)
         threads.require_defined(defined, "an operand of a reduction")
         if "abs" in modifiers:
             value = np.abs(value)
         found = value.copy()
-        active = threads.active_mask().reshape(-1, WARP_LANES)
-        for warp in np.flatnonzero(active.any(1)):
-            lanes = np.flatnonzero(active[warp]) + warp * WARP_LANES
+        # the first lane of each group of lanes that take part together
+        lowest = (taking_part & (~taking_part + np.uint32(1))) == _LANE_BITS[threads.lane]
+        for first in np.flatnonzero(threads.active_mask() & lowest):
+            lanes = (
+                np.flatnonzero(int(taking_part[first]) & _LANE_BITS) + first - threads.lane[first]
+            )
             total = value[lanes[:1]]
             for lane in lanes[1:]:
                 total = join(total, value[lane : lane + 1])

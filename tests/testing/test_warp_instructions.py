@@ -118,7 +118,54 @@ def test_lanes_wait_for_others_whose_code_is_behind_the_instruction():
     assert results(body)[:32] == [sent[lane ^ 1] for lane in range(32)]
     # lanes that never come
     with pytest.raises(Fault, match=r"the member mask 0xffffffff differs .* 0x00000007"):
+        results(body.replace("bra JOIN", "bar.sync 0; bra DONE"))
+    # lanes that have exited
+    with pytest.raises(Fault, match="shuffle from a lane .* first in thread 2 of block 0"):
         results(body.replace("bra JOIN", "bra DONE"))
+
+
+LANE = "and.b32 %r3, %tid, 31; setp.lt.u32 %p1, %r3, 16; and.b32 %r4, %tid, 1;"
+ODD = "setp.eq.u32 %p2, %r4, 1;"
+
+
+def test_lanes_that_have_exited_may_be_in_the_member_mask():
+    exit_upper = LANE + ODD + "@!%p1 ret;"
+    for instruction, expected in (
+        ("vote.sync.ballot.b32 %r5, %p2, -1;", [0xAAAA] * 16),
+        ("vote.sync.all.pred %p3, %p1, -1; selp.b32 %r5, 1, 0, %p3;", [1] * 16),
+        ("redux.sync.add.u32 %r5, %r3, -1;", [sum(range(16))] * 16),
+        ("shfl.sync.bfly.b32 %r5, %r3, 1, 31, -1;", [lane ^ 1 for lane in range(16)]),
+    ):
+        found = results(exit_upper + instruction + STORE.format("%r5"))
+        assert found == (expected + [-7] * 16) * 2, instruction
+    with pytest.raises(Fault, match="shuffle from a lane that does not execute it"):
+        results(exit_upper + "shfl.sync.bfly.b32 %r5, %r3, 16, 31, -1;")
+    # the mask must have all lanes that execute
+    with pytest.raises(Fault, match=r"the member mask 0xffff00ff differs .* 0x0000ffff"):
+        results(exit_upper + "vote.sync.ballot.b32 %r5, %p2, 0xffff00ff;")
+
+
+def test_halves_of_a_warp_with_member_masks_of_their_own():
+    masks = LANE + ODD + "selp.b32 %r6, 0xffff, 0xffff0000, %p1;"
+    upper = signed(0xAAAA0000, 32)
+    for instruction, low, high in (
+        ("vote.sync.ballot.b32 %r5, %p2, %r6;", [0xAAAA] * 16, [upper] * 16),
+        ("vote.sync.all.pred %p3, %p1, %r6; selp.b32 %r5, 1, 0, %p3;", [1] * 16, [0] * 16),
+        ("vote.sync.any.pred %p3, %p1, %r6; selp.b32 %r5, 1, 0, %p3;", [1] * 16, [0] * 16),
+        ("vote.sync.uni.pred %p3, %p1, %r6; selp.b32 %r5, 1, 0, %p3;", [1] * 16, [1] * 16),
+        ("redux.sync.add.u32 %r5, %r3, %r6;", [sum(range(16))] * 16, [sum(range(16, 32))] * 16),
+        (
+            "shfl.sync.bfly.b32 %r5, %r3, 1, 31, %r6;",
+            [lane ^ 1 for lane in range(16)],
+            [lane ^ 1 for lane in range(16, 32)],
+        ),
+    ):
+        assert results(masks + instruction + STORE.format("%r5")) == (low + high) * 2, instruction
+    with pytest.raises(Fault, match="shuffle from a lane that does not execute it"):
+        results(masks + "shfl.sync.bfly.b32 %r5, %r3, 16, 31, %r6;")
+    others = masks.replace("0xffff, 0xffff0000", "0xffff0000, 0xffff")
+    with pytest.raises(Fault, match=r"the member mask 0xffff0000 differs .* 0x0000ffff"):
+        results(others + "vote.sync.ballot.b32 %r5, %p2, %r6;")
 
 
 def test_the_member_mask_must_name_the_lanes_that_execute():
