@@ -7,12 +7,12 @@ https://docs.nvidia.com/cuda/parallel-thread-execution/.
 import operator
 from collections.abc import Callable
 from fractions import Fraction
-from math import copysign, inf
+from math import copysign, inf, isfinite
 from typing import Any
 
 import numpy as np
 
-from gcnzc.testing.number_types import Array, bits_of, encode, with_canonical_nan
+from gcnzc.testing.number_types import FORMATS, Array, bits_of, encode, with_canonical_nan
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
@@ -49,9 +49,11 @@ def fma(a: Array, b: Array, c: Array, *, kind: str) -> Array:
 
 
 def _fma_double_scalar(a: float, b: float, c: float) -> float:
-    plain = a * b + c
-    if not all(np.isfinite([a, b, c])):
-        return plain
+    if not (isfinite(a) and isfinite(b)):
+        return a * b + c
+    if not isfinite(c):
+        # the exact product is finite, also where a * b overflows
+        return c
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
         # the sign of an exact zero is that of a sum of zeros
@@ -60,7 +62,7 @@ def _fma_double_scalar(a: float, b: float, c: float) -> float:
     try:
         return float(exact)
     except OverflowError:
-        return copysign(inf, exact.numerator)
+        return inf if exact > 0 else -inf
 
 
 _fma_double = np.frompyfunc(_fma_double_scalar, 3, 1)
@@ -101,10 +103,14 @@ def compare(comparison: str, a: Array, b: Array) -> Array:
     return np.asarray(~is_nan & COMPARISONS[comparison](a, b))
 
 
-def flush_subnormals(values: Array) -> Array:
-    """Replace subnormal f32 by a zero of the same sign, as `.ftz`."""
-    is_small = np.abs(values) < np.float32(2.0**-126)
-    return np.where(is_small, np.copysign(np.float32(0), values), values)
+def flush_subnormals(values: Array, kind: str = "f32") -> Array:
+    """Replace subnormal f16, f32 or bf16 by a zero of the same sign, as `.ftz`."""
+    if kind == "bf16":
+        # held as bits
+        is_small = values & np.uint16(0x7F80) == 0
+        return np.where(is_small, values & np.uint16(0x8000), values)
+    least = values.dtype.type(2.0 ** FORMATS[kind].min_exponent)
+    return np.where(np.abs(values) < least, np.copysign(least.dtype.type(0), values), values)
 
 
 def to_integer(values: Array, dtype: np.dtype[Any], source: str, rounding: Any) -> Array:

@@ -36,13 +36,13 @@ def find_conversion(modifiers: Sequence[str], result: str, source: str) -> Opera
         UnsupportedInstruction: this conversion is not implemented.
     """
     operation = None
-    rest = [modifier for modifier in modifiers if modifier not in ("sat", "ftz", "satfinite")]
+    rest = [modifier for modifier in modifiers if modifier not in ("sat", "ftz")]
     rounding = rest[0] if rest else None
     if len(rest) <= 1 and (rounding is None or rounding in (*ROUNDINGS, *_INTEGRAL)):
         if result in ("f16x2", "bf16x2"):
             if not {"sat", "ftz"} & set(modifiers) and rounding in (*ROUNDINGS, None):
                 operation = _to_pair(result, source, rounding or "rn")
-        elif "satfinite" not in modifiers:
+        else:
             operation = _single(modifiers, rounding, result, source)
     if operation is None:
         raise unsupported(".".join(["cvt", *modifiers, result, source]))
@@ -102,8 +102,8 @@ def _single(
         )
     else:
         function = _float_to_float(rounding, result, source)
-        if saturates:
-            function = _clamped(function, result)
+    if saturates and is_float(result):
+        function = _clamped(function, result)
     if flushes:
         function = _flushed(function, result, source)
     return Operation(function, (source,), result)

@@ -146,7 +146,9 @@ def find_comparison(
     """
     base = comparison[:-1] if comparison.endswith("u") and is_float(kind) else comparison
     ordered = {"num", "nan"} if is_float(kind) else set()
-    if base not in arithmetic.COMPARISONS and comparison not in ordered:
+    is_known = base in arithmetic.COMPARISONS or comparison in ordered
+    # the two results of a packed comparison are those of its halves
+    if not is_known or not (is_float(kind) or is_integer(kind)):
         raise unsupported(f"setp.{comparison}.{kind}")
     join_predicates = _predicate(join, ()) if join else None
 
@@ -184,11 +186,15 @@ def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | Non
         allowed = {"ftz", "NaN"}
     if name in ("abs", "neg"):
         allowed = {"ftz"}
-    if not set(modifiers) <= allowed or ("ftz" in modifiers and kind not in ("f32", "f16", "bf16")):
+    flushes = "ftz" in modifiers
+    can_flush = kind in ("f32", "f16") or (name, kind) == ("ex2", "bf16")
+    if not set(modifiers) <= allowed or (flushes and not can_flush):
+        return None
+    if (name, kind) == ("ex2", "bf16") and not flushes:
         return None
     found: tuple[Function, int] | None = None
     if name in ("abs", "neg"):
-        return _sign_operation(name, "ftz" in modifiers, kind)
+        return _sign_operation(name, flushes, kind)
     if name in _BINARY:
         found = _rounded(_BINARY[name], kind), 2
     elif name in ("fma", "mad"):
@@ -202,8 +208,8 @@ def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | Non
     if found is None:
         return None
     function_of_values, count = found
-    if "ftz" in modifiers and kind == "f32":
-        function_of_values = _flushing(function_of_values)
+    if flushes:
+        function_of_values = _flushing(function_of_values, kind)
     return Operation(function_of_values, [kind] * count, kind)
 
 
@@ -228,9 +234,9 @@ def _through_single(function: Function, kind: str) -> Function:
     return lambda *values: encode(function(*(decode(value, kind) for value in values)), kind)
 
 
-def _flushing(function: Function) -> Function:
+def _flushing(function: Function, kind: str) -> Function:
     flush = arithmetic.flush_subnormals
-    return lambda *values: flush(function(*(flush(value) for value in values)))
+    return lambda *values: flush(function(*(flush(value, kind) for value in values)), kind)
 
 
 def _sign_operation(name: str, flushes: bool, kind: str) -> Operation:
@@ -238,8 +244,8 @@ def _sign_operation(name: str, flushes: bool, kind: str) -> Operation:
     sign = np.array(1 << (8 * dtype.itemsize - 1), f"u{dtype.itemsize}")
 
     def function(values: Array) -> Array:
-        if flushes and kind == "f32":
-            values = arithmetic.flush_subnormals(values)
+        if flushes:
+            values = arithmetic.flush_subnormals(values, kind)
         bits = bits_of(np.asarray(values))
         return np.asarray(bits & ~sign if name == "abs" else bits ^ sign).view(dtype)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from gcnzc.testing.faults import unsupported
-from gcnzc.testing.number_types import DTYPES, Array, encode
+from gcnzc.testing.number_types import DTYPES, Array, encode, is_float
 from gcnzc.testing.program import Symbols
 from gcnzc.testing.threads import SPECIAL_REGISTERS, Halves, Threads
 
@@ -76,9 +76,10 @@ class Operands:
             return np.array(self.symbols.shared[text], dtype)
         if _FLOAT_BITS.fullmatch(text):
             bits = np.array(int(text[2:], 16), f"u{(len(text) - 2) // 2}")
-            if kind in ("f16", "f32", "f64", "bf16"):
+            if is_float(kind) and bits.itemsize != dtype.itemsize:
                 values = bits.view(f"f{bits.itemsize}").astype(np.float64)
                 return encode(values.reshape(1), kind)[0] if kind != "f64" else values
+            # a NaN keeps its bits
             return bits.astype(f"u{dtype.itemsize}").view(dtype)
         if _INTEGER.fullmatch(text):
             number = int(text.rstrip("U"), 0)

@@ -53,6 +53,18 @@ def test_fma_rounds_once(kind, count):
         assert bits == expected or (exact == 0 and bits << 1 & (1 << bits_of(kind)) - 1 == 0)
 
 
+def test_fma_of_infinities():
+    large, inf, nan = 1e200, np.inf, np.nan
+    for a, b, c, expected in (
+        # the exact product is finite, that in float64 is not
+        (large, large, -inf, -inf), (large, -large, inf, inf), (large, large, inf, inf),
+        (large, large, nan, nan), (large, large, 0.0, inf), (large, -large, 0.0, -inf),
+        (inf, 1.0, -inf, nan), (inf, 0.0, 1.0, nan), (inf, -1.0, 1.0, -inf), (nan, 1.0, inf, nan),
+    ):  # fmt: skip
+        found = arithmetic.fma(np.array([a]), np.array([b]), np.array([c]), kind="f64")
+        np.testing.assert_array_equal(found, [expected], err_msg=str((a, b, c)))
+
+
 def test_fma_of_a_tie_that_float64_cannot_represent():
     # a tie of float32 plus 2**-70, which is lost if the sum is rounded to float64 first
     a, b = np.float64(2**-12 * (1 + 2**-23)), np.float64(2**-12 * (1 + 2**-23))

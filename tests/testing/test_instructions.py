@@ -261,6 +261,34 @@ def test_subnormal_numbers_are_flushed():
     assert apply("mul.rn.ftz.f32 %y, %x0, %x1", ["f32"] * 2, [[least], [half]], "f32") == [0]
 
 
+def test_subnormal_halves_are_flushed():
+    # 2**-20, -2**-20 and -0.0; 2**-10 and 2**-8, whose product is subnormal; 1.0
+    tiny, negative, zero, x, y, one = 0x0010, 0x8010, 0x8000, 0x1400, 0x1C00, 0x3C00
+    for text, values, flushed, kept in (
+        ("add.rn{}.f16 %y, %x0, %x1", [tiny, 0], 0, tiny),
+        ("add{}.f16 %y, %x0, %x1", [negative, zero], 0x8000, negative),
+        ("sub{}.f16 %y, %x0, %x1", [tiny, 0], 0, tiny),
+        ("mul{}.f16 %y, %x0, %x1", [x, y], 0, 0x0040),
+        ("fma.rn{}.f16 %y, %x0, %x1, %x2", [x, y, 0], 0, 0x0040),
+        ("max{}.f16 %y, %x0, %x1", [tiny, 0], 0, tiny),
+        ("min{}.NaN.f16 %y, %x0, %x1", [negative, one], 0x8000, negative),
+        ("abs{}.f16 %y, %x0", [negative], 0, tiny),
+        ("neg{}.f16 %y, %x0", [tiny], 0x8000, negative),
+    ):
+        for modifier, expected in ((".ftz", flushed), ("", kept)):
+            operands = [[value] for value in values]
+            found = apply(text.format(modifier), ["f16"] * len(values), operands, "f16")
+            assert found == [expected], (text, modifier)
+    words = [[tiny << 16 | one], [0]]
+    assert apply("add.ftz.f16x2 %y, %x0, %x1", ["b32"] * 2, words, "b32") == [one]
+    # -130, -1, and a subnormal operand; the form without .ftz does not exist for bf16
+    values = [[0xC302, 0xBF80, 0x8001]]
+    expected = [0, 0x3F00, 0x3F80]
+    assert apply("ex2.approx.ftz.bf16 %y, %x0", ["bf16"], values, "bf16") == expected
+    words = [[0xC302BF80]]
+    assert apply("ex2.approx.ftz.bf16x2 %y, %x0", ["b32"], words, "b32") == [0x3F00]
+
+
 def test_approximations_are_accurate():
     x = [float_bits(v, "f32") for v in (0.25, 1.0, 2.0, 3.5)]
     values = np.array([0.25, 1.0, 2.0, 3.5])
@@ -333,6 +361,16 @@ def test_integers_convert_to_floating_point(kind):
             assert bits == from_fraction(Fraction(as_integer(value, source)), kind)
 
 
+def test_integers_saturate_as_floating_point():
+    for kind in ("f16", "f32", "f64"):
+        one = float_bits(1.0, kind)
+        for source in ("u16", "s16", "u32", "s32", "u64", "s64"):
+            minus = (1 << bits_of(source)) - 5
+            values = [[0, 1, 5, minus]]
+            found = apply(f"cvt.rn.sat.{kind}.{source} %y, %x0", [source], values, kind)
+            assert found == [0, one, one, 0 if source[0] == "s" else one]
+
+
 def test_integers_convert_to_integers():
     kinds = [f"{sign}{bits}" for bits in (16, 32, 64) for sign in "us"]
     for source in kinds:
@@ -393,5 +431,15 @@ def test_constants():
         ("mov.f64 %y, 0d3FF0000000000000", "f64", 0x3FF0000000000000),
         ("add.f32 %y, 0f3F800000, 0f3F800000", "f32", 0x40000000),
         ("mov.b16 %y, -2", "b16", 0xFFFE),
+        # a NaN keeps its bits, until an instruction computes with it
+        ("mov.f32 %y, 0f7FC00000", "f32", 0x7FC00000),
+        ("mov.f32 %y, 0fFF800001", "f32", 0xFF800001),
+        ("mov.f64 %y, 0dFFF8000000000001", "f64", 0xFFF8000000000001),
+        (
+            ".reg .pred %p; setp.eq.b32 %p, 0, 0; selp.f32 %y, 0f7FC00000, 0f00000000, %p",
+            "f32",
+            0x7FC00000,
+        ),
+        ("add.f32 %y, 0f7FC00000, 0f3F800000", "f32", 0x7FFFFFFF),
     ):
         assert apply(text, ["b32"], [[0]], kind) == [expected]

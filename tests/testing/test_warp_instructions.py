@@ -120,7 +120,7 @@ def test_lanes_wait_for_others_whose_code_is_behind_the_instruction():
     with pytest.raises(Fault, match=r"the member mask 0xffffffff differs .* 0x00000007"):
         results(body.replace("bra JOIN", "bar.sync 0; bra DONE"))
     # lanes that have exited
-    with pytest.raises(Fault, match="shuffle from a lane .* first in thread 2 of block 0"):
+    with pytest.raises(Fault, match=r"shuffle from a lane .* first in thread 2 of block 0"):
         results(body.replace("bra JOIN", "bra DONE"))
 
 
