@@ -46,9 +46,10 @@ _log = logging.getLogger("gcnzc")
 def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> Dataset:
     """Load a graph on all workers, with one copy in the memory of each machine.
 
-    A prepared folder is memory-mapped by each worker, and they share the pages. Any other graph is
-    read by the first worker of each machine into shared memory, which the others map; a heartbeat
-    continues meanwhile. A write to such a tensor is visible on all workers of the machine.
+    A folder that is prepared on all machines is memory-mapped by each worker, and they share the
+    pages. Any other graph is read by the first worker of each machine into shared memory, which the
+    others map. Reading may take longer than the time limit of a request, because the first worker
+    reports its progress. A write to such a tensor is visible on all workers of the machine.
 
     Args:
         path: see `gcnzc.load`; the same on all workers, but each machine reads its own files.
@@ -57,7 +58,8 @@ def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> D
 
     Raises:
         FileNotFoundError, ValueError, RuntimeError: as `gcnzc.load` does; on all workers if on one.
-        RuntimeError: a worker cannot open the memory of the first worker of its machine.
+        RuntimeError: a worker cannot open the memory of the first worker of its machine, or there
+            is too little memory.
         WorkerLost: another worker has ended or does not respond.
     """
     path = Path(path)
@@ -68,10 +70,10 @@ def load_shared(path: str | Path, group: Group, *, allow_nan: bool = False) -> D
         with joint_work(group):
             data = load(path, allow_nan=allow_nan)
         return data
-    return shared(lambda allocate: load(path, allow_nan=allow_nan, allocate=allocate), group)
+    return share_result(lambda allocate: load(path, allow_nan=allow_nan, allocate=allocate), group)
 
 
-def shared(make: Callable[[Allocate], T], group: Group) -> T:
+def share_result(make: Callable[[Allocate], T], group: Group) -> T:
     """Call `make` on the first worker of each machine, and return its result on all workers.
 
     All tensors in the result are in memory that the workers of a machine share; other objects are
@@ -79,7 +81,8 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
 
     Args:
         make: called with a function that allocates arrays in shared memory. Tensors in other memory
-            are copied to shared memory. They are strided or CSR, on the host.
+            are copied to shared memory. All tensors in the result must be on the host, strided or
+            CSR.
         group: all workers.
 
     Raises:
@@ -88,14 +91,16 @@ def shared(make: Callable[[Allocate], T], group: Group) -> T:
         WorkerLost: another worker has ended or does not respond.
         Exception: an error of `make`, on all workers.
     """
-    with _SharedAllocator() as maker:
+    with _SharedAllocator() as allocator:
         own = _Handle(0, 0, 0)
         with joint_work(group) as work:
             if group.local_rank == 0:
-                own = work.run_in_thread(lambda: maker.placed(make(maker.allocate)))
+                own = work.run_in_thread(
+                    lambda: allocator.pickle_to_shared_memory(make(allocator.allocate))
+                )
         handle = _of_first(own, group)
         with joint_work(group):
-            memory = maker.memory_of if group.local_rank == 0 else _opened
+            memory = allocator.memory_of if group.local_rank == 0 else _map_memory
             value = _Unpickler(memory(handle), handle.pid, memory).load()
         # all workers have mapped it, so the file descriptors may be closed
         return value
@@ -112,7 +117,7 @@ def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
         group: of all workers.
 
     Raises:
-        RuntimeError: CUDA will not lock a single page, or there is too little memory; on all
+        RuntimeError: CUDA cannot lock even one page, or there is too little memory; on all
             workers if on one.
         WorkerLost: another worker is gone.
     """
@@ -132,33 +137,36 @@ def share_copy(table: FeatureTable, group: Group) -> FeatureTable:
             f"{table.nbytes:,}",
         )
     # a collective call, also for workers of machines that need no copy
-    rows = shared(lambda _: table.rows if is_copied else None, group)
+    rows = share_result(lambda _: table.rows if is_copied else None, group)
     return table if rows is None else replace(table, rows=rows)
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
-    """Allocate a host tensor that all workers of a machine share; with one worker, a plain tensor.
+    """Allocate a host tensor that all workers of a machine share; elements are not initialized.
+
+    It is a plain tensor if the group has one worker or the tensor has no elements. After the next
+    collective, a worker sees what the other workers wrote before it.
 
     Args:
         shape: the shape, the same on all workers.
         dtype: the dtype, the same on all workers.
-        group: all workers. A worker may read what another one wrote after a later collective.
+        group: all workers.
 
     Raises:
-        RuntimeError: see `shared`.
+        RuntimeError: see `share_result`.
         WorkerLost: another worker has ended or does not respond.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if group.world_size == 1 or num_bytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    with _SharedAllocator() as maker:
+    with _SharedAllocator() as allocator:
         own = _Handle(0, 0, 0)
         with joint_work(group):
             if group.local_rank == 0:
-                own = maker.handle(maker.empty(num_bytes))
+                own = allocator.handle(allocator.empty(num_bytes))
         handle = _of_first(own, group)
         with joint_work(group):
-            memory = maker.memory_of(handle) if group.local_rank == 0 else _opened(handle)
+            memory = allocator.memory_of(handle) if group.local_rank == 0 else _map_memory(handle)
         return memory.view(dtype).view(tuple(shape))
 
 
@@ -184,7 +192,7 @@ def _of_first(own: _Handle, group: Group) -> _Handle:
     return _Handle(place >> 32, place & 0xFFFFFFFF, inode)
 
 
-def _opened(handle: _Handle) -> Tensor:
+def _map_memory(handle: _Handle) -> Tensor:
     """Map the memory of another process of this machine, as a (bytes,) uint8 tensor."""
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
@@ -262,12 +270,12 @@ class _SharedAllocator:
         return next(memory for memory, known in self.allocated.values() if known == handle)
 
     def allocate(self, name: str, size: int, dtype: Any) -> Array:
-        """Allocate an array in shared memory; an `Allocate`."""
+        """Allocate an array in shared memory; implements `gcnzc.datasets.rows.Allocate`."""
         probe = torch.empty(0, dtype=torch.uint8).numpy().view(dtype)
         memory = self.empty(max(size * probe.itemsize, 1))
         return memory[: size * probe.itemsize].numpy().view(dtype)
 
-    def placed(self, value: object) -> _Handle:
+    def pickle_to_shared_memory(self, value: object) -> _Handle:
         """Pickle `value` to shared memory, with handles in place of its tensors."""
         file = io.BytesIO()
         _Pickler(file, self).dump(value)
@@ -291,15 +299,15 @@ class _SharedAllocator:
 class _Pickler(pickle.Pickler):
     """A pickler that writes the handles and layouts of tensors instead of their elements."""
 
-    def __init__(self, file: io.BytesIO, maker: _SharedAllocator) -> None:
+    def __init__(self, file: io.BytesIO, allocator: _SharedAllocator) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.maker = maker
+        self.allocator = allocator
 
     def persistent_id(self, value: object) -> Any:
         """Return the memory and the layout of a strided tensor; None for other objects."""
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
-        handle = self.maker.handle(self.maker.storage(value))
+        handle = self.allocator.handle(self.allocator.storage(value))
         layout = tuple(value.shape), value.stride(), value.storage_offset()
         return handle.fd, handle.inode, value.dtype, *layout
 

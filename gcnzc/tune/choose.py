@@ -3,14 +3,18 @@
 All times come from a `Bench`: this machine, or in tests a simulated one. The values of a setting
 are measured in interleaved rounds, and the fastest is the one with the least median. Values within
 `WITHIN` of it, in the median or in enough of the rounds, count as equally fast; the cheapest of
-them is chosen: fewest warps, threads, prefetched minibatches, or rows for the CPU to gather. Thus
-measurement noise does not decide, and no resources are wasted. If the noise of the measurements of
-threads, prefetched minibatches or copied rows exceeds `NOISY`, because other programs are running,
-the default of that setting is kept.
+them is chosen: fewest PCIe requests, warps, threads, prefetched minibatches, or threads and then
+rows for the CPU to gather. Thus measurement noise does not decide, and no resources are wasted. If
+the noise of the measurements of threads, prefetched minibatches or copied rows exceeds `NOISY`,
+because other programs are running, the default of that setting is kept.
 
 Settings are chosen in sequence, each with the previous ones fixed: layout; programs with warps and
-vectors; threads; prefetched minibatches; fraction of rows for the copy engine; cache size. Without
-a GPU, a model predicts the layout, and the other settings of the GPU keep their defaults.
+vectors; threads; prefetched minibatches; fraction of rows for the copy engine, which may also
+increase the threads and the prefetched minibatches; cache size. Without a GPU, a model predicts the
+layout, and the other settings of the GPU keep their defaults.
+
+In saved profiles "ahead" is the number of prefetched minibatches, and "hot" the share of rows in
+the feature cache.
 """
 
 import os
@@ -73,7 +77,7 @@ class CacheMemory:
 def tune(
     case: Case,
     *,
-    cache_memory: str | int | float = 0.5,
+    cache_memory: int | float = 0.5,
     compute_s: float | None,
     progress: Progress,
 ) -> TuningProfile:
@@ -139,10 +143,10 @@ def choose_kernel_config(
     default = _default_layout(table)
     figures: dict[str, Any] = {"requests_per_row": requests}
     if not bench.has_gpu:
-        why = "fewest PCIe requests for the rows' alignment, predicted; used on GPUs only"
+        why = "fewest PCIe requests for the rows' alignment; used on GPUs only"
         if not requests:
             why = "no GPU, and a table that GPUs do not read"
-        choices = {"layout": Setting(default, why, "modelled" if requests else "default", figures)}
+        choices = {"layout": Setting(default, why, "predicted" if requests else "default", figures)}
         missing = f"not measured: {_why_not_measured(device)}"
         for name, value, more in (
             ("programs", DEFAULT_PROGRAMS, "at most two per multiprocessor"),
@@ -162,7 +166,8 @@ def choose_kernel_config(
     choices = {
         "layout": Setting(
             layout,
-            f"{_describe_lead(layouts, layout)}, and the fewest requests per row of those",
+            f"{_describe_lead(layouts, layout)}; of the layouts about as fast, the one with the "
+            "fewest PCIe requests per row",
             "measured",
             figures,
         )
@@ -189,7 +194,10 @@ def choose_kernel_config(
     assert kernel_config.warps is not None, "every candidate sets it"
     assert kernel_config.vectors is not None, "every candidate sets it"
     lead = _describe_lead(times, kernel_config)
-    why = f"{lead}, with the fewest resident warps of {len(configs)} candidates"
+    why = (
+        f"{lead} of {len(configs)} candidates; of those about as fast, the one with the fewest "
+        "resident warps"
+    )
     shape_figures = {"best_gather_s": best_by_shape}
     return choices | {
         "programs": Setting(kernel_config.programs, why, "measured", {"gather_s": by_programs}),
@@ -298,9 +306,10 @@ def choose_copied_share(
         )
         chosen, times = cheapest(refined_times, _cost), times | refined_times
     best = ideal[chosen.threads]
-    why = f"{_describe_lead(times, chosen)}; {best:.2f} predicted without sampling"
+    lead = _describe_lead(times, chosen)
     if chosen.copied_share == 0:
-        why = f"no share is faster by {WITHIN:.0%}; {best:.2f} predicted without sampling"
+        lead = f"no share is faster by {WITHIN:.0%} in the median and in most rounds"
+    why = f"{lead}; a share of {best:.2f} is predicted for threads that do not sample"
     named = {f"{one.copied_share:.3g}, {one.threads} threads": one for one in times}
     median_s = medians(times)
     figures = {"alone_s": engine_s, "batch_s": {name: median_s[one] for name, one in named.items()}}
@@ -321,12 +330,13 @@ def choose_cache_size(
     Args:
         case: the workload, whose minibatches are presampled.
         limit: limits for the cache.
-        transfer_s: seconds to transfer all rows of a minibatch; None without a GPU.
+        transfer_s: seconds to transfer a minibatch without a cache: the GPU's read of the rows that
+            are not copied; None without a GPU.
         progress: see `Progress`.
     """
     table = case.table
     if not case.is_real:
-        why = "not predicted: this needs the graph of a dataset, DATA"
+        why = "not predicted: the measured graph is random; give a dataset: gcnzc check DATA --tune"
         return Setting(DEFAULT_CACHED_SHARE, why, "default", {})
     counted = presample(
         case.graph,
@@ -348,6 +358,7 @@ def choose_cache_size(
         why = (
             f"no row fits in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason}); do not use a cache"
         )
+        # training ignores the value of a setting with the basis "default"
         return Setting(DEFAULT_CACHED_SHARE, why, "default", figures)
     size, why = fitting, f"the most that fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
     if fitting == table.num_rows:
@@ -363,16 +374,14 @@ def choose_cache_size(
     return Setting(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
 
 
-def _cache_memory(size: str | float, device: torch.device, compute_s: float | None) -> CacheMemory:
+def _cache_memory(size: float, device: torch.device, compute_s: float | None) -> CacheMemory:
     if isinstance(size, int):
         return CacheMemory(size, "set by --cache-memory", compute_s)
     if device.type != "cuda":
         reason = "no GPU; set the memory for the cache with --cache-memory"
         return CacheMemory(None, reason, compute_s)
     free, _ = torch.cuda.mem_get_info(device)
-    return CacheMemory(
-        int(free * float(size)), f"{float(size):.0%} of the GPU's free memory", compute_s
-    )
+    return CacheMemory(int(free * size), f"{size:.0%} of the GPU's free memory", compute_s)
 
 
 def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:

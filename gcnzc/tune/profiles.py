@@ -41,7 +41,8 @@ MAX_PROFILES = 100  # in the file; the oldest are removed
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-# how a setting was chosen; training ignores settings with the basis "default"
+# how a setting was chosen; training ignores settings with the basis "default". Older profiles have
+# "modelled" for predicted layouts
 Basis: TypeAlias = Literal["measured", "modelled", "predicted", "default"]
 
 
@@ -51,7 +52,8 @@ Key: TypeAlias = dict[str, dict[str, Any]]
 Warn: TypeAlias = Callable[[str], object]
 
 
-# names of settings, and predicates for valid values
+# names of settings, and predicates for valid values; "ahead" is the number of prefetched
+# minibatches, "hot" the share of rows in the feature cache
 SETTINGS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda value: value in LAYOUTS,
     "programs": lambda value: _is_count(value, 1 << 16),

@@ -11,7 +11,7 @@ from torch import distributed
 from gcnzc.exchange import Choices, current_group, init_group, run
 from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
-from gcnzc.train.shared_data import first_workers, shared
+from gcnzc.train.shared_data import first_workers, share_result
 
 STEPS = 8
 EVEN, ODD = [0, 2], [1, 3]
@@ -38,7 +38,7 @@ def streaming(model, group):
 
 def share_in(group):
     """A group's first workers, the local places, and what its first worker shares."""
-    value = shared(lambda _: torch.full((3,), float(group.ranks[group.rank])), group)
+    value = share_result(lambda _: torch.full((3,), float(group.ranks[group.rank])), group)
     return first_workers(group), (group.local_rank, group.local_world_size), value
 
 

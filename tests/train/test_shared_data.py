@@ -27,7 +27,7 @@ from gcnzc.system.page_lock import PageLocks
 from gcnzc.train import shared_data as module
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.setup import feature_table
-from gcnzc.train.shared_data import first_workers, load_shared, shared, shared_empty
+from gcnzc.train.shared_data import first_workers, load_shared, share_result, shared_empty
 from gcnzc.train.tasks import build_task, node
 
 DTYPES = [
@@ -104,7 +104,7 @@ def share_values(per_machine):
 
     with init_group() as group:
         firsts = first_workers(group)
-        given = shared(make, group)
+        given = share_result(make, group)
         run(all_gather_scalar(0), group)
         open_files = [name for name in map(os.readlink, _open_files()) if "memfd" in name]
         assert_same(given, value() | {"rows": torch.arange(12.0).view(4, 3)})
@@ -278,7 +278,7 @@ def share_until_killed(folder, moment):
                 os.kill(os.getpid(), signal.SIGKILL)
             return rows
 
-        rows = shared(make, group)
+        rows = share_result(make, group)
         empty = shared_empty((1 << 20,), torch.float32, group)
         for step in range(1000):
             with joint_work(group):

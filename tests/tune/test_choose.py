@@ -294,12 +294,14 @@ def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
 def test_without_a_gpu_the_layout_is_predicted_and_the_rest_is_default(row_bytes, layouts):
     bench = machine.Machine(case(row_bytes), CPU, None)
     choices = choose.choose_kernel_config(bench, case(row_bytes).table, CPU, quiet)
-    assert choices["layout"].basis == "modelled"
+    assert choices["layout"].basis == "predicted"
     requests = choices["layout"].figures["requests_per_row"]
     assert requests.keys() == layouts
     assert requests[choices["layout"].value] == min(requests.values())
     same, share, transfer_s = choose.choose_copied_share(bench, LoaderSettings(1, 2), CPU, quiet)
     assert (same, transfer_s) == (LoaderSettings(1, 2), None)
+    # the report shows the basis before the reason
+    assert choices["layout"].why.startswith("fewest PCIe requests for the rows' alignment;")
     usual = [*(choices[name] for name in ("programs", "warps", "vectors")), share]
     assert {choice.basis for choice in usual} == {"default"}
     assert all(choice.why.startswith("not measured: no GPU") for choice in usual)

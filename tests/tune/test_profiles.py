@@ -73,6 +73,10 @@ def test_a_profile_is_saved_and_found(cache):
     assert profiles.save(one) == cache / "plans.json"
     assert profiles.find(CPU, table) == one
     assert profiles.find_for_device(CPU) == [one]
+    # a predicted layout in profiles of older versions
+    older = made(table, basis="modelled")
+    profiles.save(older)
+    assert profiles.find(CPU, table) == older
     assert {path.name for path in cache.iterdir()} == {"plans.json", ".plans.json.lock"}
 
 
