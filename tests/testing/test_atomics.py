@@ -76,7 +76,7 @@ def test_sums_of_floating_point(kind, dtype):
 
 
 def test_sums_of_float32_flush_subnormal_numbers_in_global_memory_only():
-    tiny, negative = 0x00000100, 0x80000100  # about 3.6e-43, and its negative
+    tiny, negative = 0x00000100, 0x80000200  # about 3.6e-43, and -7.2e-43
     out = np.zeros(2, np.uint32)
     body = f"""
         setp.eq.s32 %p1, %tid, 0; mov.u32 %r1, smem; @%p1 st.shared.b32 [%r1], 0; bar.sync 0;
@@ -84,10 +84,10 @@ def test_sums_of_float32_flush_subnormal_numbers_in_global_memory_only():
         @%p1 red.global.add.f32 [%total], %r2; @%p1 red.global.add.f32 [%total+4], %r2;
         bar.sync 0; ld.shared.b32 %r3, [%r1]; @%p1 st.global.b32 [%out], %r3;
     """
-    total = np.array([negative, 0x3F800000], np.uint32)
+    total = np.array([0, negative], np.uint32)
     run(body, {"out": out, "total": total}, declarations=SHARED)
     assert out[0] == tiny
-    assert total.tolist() == [0, 0x3F800000]
+    assert total.tolist() == [0, 0]
 
 
 def test_atomic_operations_in_shared_memory():
