@@ -45,6 +45,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ from bench.gpu.clocks import gpu_state
 
 ROOT = Path(__file__).parents[2]
 SESSION_S = 600.0
+IDENTIFY_S = 30.0  # limit of `identify`, part of the session
 DRY_RUN_FACTOR = 10  # for all limits, since interpreted kernels on a CPU are slow
 LEAST_S = 1.0  # a stage with less time left is skipped
 SANITIZER = "compute-sanitizer"
@@ -86,7 +88,7 @@ def main() -> int:
     """Run the session of the command line, and return its exit status."""
     options = _options()
     out = options.out or ROOT / "runs" / time.strftime("gpu-session-%Y%m%d-%H%M%S")
-    environment = _environment(options, out)
+    environment, began_s = _environment(options, out), time.monotonic()
     about = identify(options, environment)
     if about is None:
         print(
@@ -105,7 +107,7 @@ def main() -> int:
     stages = [
         replace(stage, limit_s=options.stage_limit_s or factor * stage.limit_s) for stage in stages
     ]
-    limit_s = options.limit_s or factor * SESSION_S
+    limit_s = options.limit_s or factor * SESSION_S + began_s - time.monotonic()
     # like Ctrl-C, so that no process of a stage continues
     signal.signal(signal.SIGTERM, _interrupt)
     lines = []
@@ -120,15 +122,26 @@ def main() -> int:
 
 
 def identify(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the machine, the GPU and its driver; None without a CUDA device."""
+    """Return the machine, the GPU and its driver; None without a CUDA device.
+
+    If that fails or takes too long, the reason is printed, and the result is empty.
+    """
     command = [*_module("bench.gpu.device_checks", options), "identify"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if run.returncode == NO_GPU:
-        return None
-    if run.returncode != 0:
-        print(run.stderr, file=sys.stderr)
-        return {}
-    return json.loads(run.stdout)
+    limit_s = IDENTIFY_S * (DRY_RUN_FACTOR if options.dry_run else 1)
+    with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as errors:
+        code = _run(command, limit_s, found.fileno(), environment, errors.fileno())
+        if code == NO_GPU:
+            return None
+        if code == 0:
+            found.seek(0)
+            return json.load(found)
+        errors.seek(0)
+        print(errors.read(), file=sys.stderr)
+    if code is None:
+        print(
+            f"error: the identification of the GPU timed out after {limit_s:g} s", file=sys.stderr
+        )
+    return {}
 
 
 def _module(name: str, options: argparse.Namespace) -> list[str]:
@@ -258,15 +271,29 @@ def _run_stage(stage: Stage, limit_s: float, log: Path, environment: dict[str, s
     return "passed"
 
 
-def _run(command: Command, limit_s: float, log: int, environment: dict[str, str]) -> int | None:
-    """Run a command and return its exit status; None on timeout. Its process group is killed."""
+def _run(
+    command: Command,
+    limit_s: float,
+    log: int,
+    environment: Mapping[str, str],
+    errors: int | None = None,
+) -> int | None:
+    """Run a command and return its exit status; None on timeout. Its process group is killed.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: limit of its time.
+        log: file descriptor of its output.
+        environment: environment variables.
+        errors: file descriptor of its error messages; by default, `log`.
+    """
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
-        stderr=log,
+        stderr=log if errors is None else errors,
         start_new_session=True,
     )
     try:

@@ -88,6 +88,22 @@ def test_stages_that_do_not_fit_into_the_session_are_skipped(tmp_path):
     assert lines_of(tmp_path) == lines
 
 
+def test_a_driver_that_hangs_does_not_stop_the_session(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_session.py"])
+    options, begin_s = gpu_session._options(), time.monotonic()
+    monkeypatch.setattr(gpu_session, "IDENTIFY_S", 0.5)
+    hang = "import time; time.sleep(60)"
+    monkeypatch.setattr(gpu_session, "_module", lambda *_: [sys.executable, "-c", hang])
+    assert gpu_session.identify(options, dict(os.environ)) == {}
+    assert time.monotonic() - begin_s < 30
+    assert "timed out after 0.5 s" in capsys.readouterr().err
+    # what is written as an error does not change the answer
+    answer = "import sys; print('a warning', file=sys.stderr); print('{\"gpu\": \"A\"}')"
+    monkeypatch.setattr(gpu_session, "IDENTIFY_S", 30)
+    monkeypatch.setattr(gpu_session, "_module", lambda *_: [sys.executable, "-c", answer])
+    assert gpu_session.identify(options, dict(os.environ)) == {"gpu": "A"}
+
+
 def test_the_stages_fit_into_ten_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_session.py"])
     options = gpu_session._options()
