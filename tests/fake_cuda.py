@@ -96,7 +96,8 @@ class FakeCuda(FakeGpu):
         name = getattr(func, "__name__", "")
         kwargs.pop("pin_memory", None)
         if name == "is_pinned":
-            # of registered memory, as CUDA reports it, and of the GPU's, which is on the host here
+            # True for registered memory, as in CUDA, and for tensors of the fake GPU, which are on
+            # the host
             return (
                 self.is_there(args[0]) or self.driver.locked_range(args[0].data_ptr()) is not None
             )
@@ -175,7 +176,10 @@ def compile_kernel(source, name):
 
 @contextlib.contextmanager
 def installed():
-    """Make this process use the fake device within the `with`; it is not undone afterwards."""
+    """Replace torch.cuda and libcuda in this process, also after the context.
+
+    Within the context, this thread creates tensors on the fake GPU.
+    """
     driver = FakeDriver()
     device = FakeCuda(driver)
     properties = SimpleNamespace(

@@ -5,8 +5,8 @@ is known to precede its next operation. An operation at time t of actor A preced
 does now if B's clock has at least t for A. Two accesses to a byte, of which one is a write, must be
 ordered in this way. Otherwise they are a race, whatever order they were executed in.
 
-Method: Lamport, "Time, clocks, and the ordering of events in a distributed system" (1978); the
-accesses that are kept are those of FastTrack (Flanagan and Freund, 2009).
+Method: Lamport, "Time, clocks, and the ordering of events in a distributed system" (1978). A write
+replaces the accesses within its range that precede it, as in FastTrack (Flanagan and Freund, 2009).
 """
 
 import bisect
@@ -64,8 +64,8 @@ class Memory:
         self.name, self.begin, self.end = name, begin, end
         # (begin, end, index of the actor, whether it writes) -> (time of the actor, operation)
         self.accesses = {}
-        # Host threads that used the memory by a reference. Reference counts are atomic, so the
-        # thread that drops the last reference comes after all of them.
+        # A clock that covers the accesses of host threads that held a reference to the memory.
+        # Reference counts are atomic, so the thread that drops the last reference comes after them.
         self.users = {}
 
 
@@ -110,7 +110,7 @@ class Checker:
                 place = max(begin, its_begin), min(end, its_end)
                 self._report(memory, *place, was_write, earlier, index, is_write, operation, actor)
             elif is_write and begin <= its_begin and its_end <= end:
-                # what is not ordered after it is not ordered after this access either
+                # a later access that races with `earlier` also races with this write
                 is_covered.append(key)
         for key in is_covered:
             del accesses[key]

@@ -111,14 +111,15 @@ def kernel_budgets() -> str:
 def bytes_in_flight() -> str:
     """Return the table of bytes in flight that saturate a link, and programs that have them."""
     lines = newest(read("budgets"), "link", "latency_s", "columns", "arch")
-    # programs have equal bytes in flight on all GPUs, or the table shows the fewest bytes
+    # of the GPUs, the table shows the one that needs the most programs
     columns = sorted({key[2] for key in lines})
     rows = []
     for link, latency_s in dict.fromkeys(key[:2] for key in lines):
         mine = [line for key, line in lines.items() if key[:2] == (link, latency_s)]
         cells = []
         for each in columns:
-            worst = max((x for x in mine if x["columns"] == each), key=lambda x: x["programs"])
+            of_width = [line for line in mine if line["columns"] == each]
+            worst = max(of_width, key=lambda x: (x["programs"], x["multiprocessors"]))
             cells.append(f"{worst['programs']}, {worst['multiprocessors']}")
         rows.append(
             [

@@ -1,9 +1,10 @@
-"""Clocks, temperature, power and PCIe link of a GPU, from nvidia-smi."""
+"""Clocks, temperature, power and the fastest possible PCIe link of a GPU, from nvidia-smi."""
 
 import shutil
 import subprocess
 
-# fields of `nvidia-smi --query-gpu`, and their names in results
+# Fields of `nvidia-smi --query-gpu`, and their names in results. The link is the fastest that the
+# GPU and its slot support: an idle GPU lowers the generation of its current link.
 FIELDS = {
     "clocks.sm": "sm_mhz",
     "clocks.max.sm": "max_sm_mhz",

@@ -31,7 +31,8 @@ from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
 
 BUDGETS = Path(harness.__file__).parent / "results" / "budgets.jsonl"
 GIGA = 1e9
-# widths of rows that are compared with published figures of another width
+# A published figure is compared with rows whose width is at most this many times larger or smaller
+# than that of its rows.
 NEAR = 1.25
 
 Line = dict[str, Any]

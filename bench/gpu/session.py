@@ -5,8 +5,9 @@
     python -m bench.gpu.session --stages driver     some of the stages
     python -m bench.gpu.session --dry-run           all stages on a machine without a GPU
 
-A stage runs one or more commands in processes of their own, with a time limit. When it ends, its
-process group is killed, and the next stage starts whether it passed or failed.
+A stage runs one or more commands, one after another, which share a time limit. Each runs in a
+process group of its own, which is killed when the command ends. The next stage starts whether a
+stage passed or failed.
 
     compile     compile the gathers for this GPU, into a Triton cache that all stages use, and
                 record the registers and the memory that they need. --cache FOLDER reuses a cache
@@ -75,10 +76,10 @@ Command = Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that a session runs in one process group, one after the other."""
+    """Commands that a session runs one after another, each in a process group of its own."""
 
     name: str
-    limit_s: float
+    limit_s: float  # of all commands together
     commands: Sequence[Command]
     environment: dict[str, str] = field(default_factory=dict)
     note: str = ""  # shown with the status

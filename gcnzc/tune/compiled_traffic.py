@@ -25,7 +25,7 @@ from gcnzc.testing.executor import Executor
 from gcnzc.testing.triton_driver import execute_on_cpu
 from gcnzc.tune.table_shapes import Figures, Shape
 
-# rows of a sample: at least one for each offset in a line at which a row of the table begins
+# fewest rows of a sample; it has more if rows of the table begin at more offsets within a line
 LEAST_ROWS = 32
 
 

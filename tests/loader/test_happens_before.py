@@ -15,7 +15,7 @@ from gcnzc.loader import transfer
 # of each kind: what `make test` runs, and each of the five slow tests, of which CI runs the first
 NUM_SCHEDULES = {TransferProgram: 200, LoaderProgram: 50}
 MANY_SCHEDULES = {TransferProgram: 1400, LoaderProgram: 600}
-# runs without a call, one of which must be found; two threads meet in few of them
+# runs without a call; a race must be found in at least one of them, since threads meet in few
 NUM_ATTEMPTS = 150
 
 
@@ -59,7 +59,7 @@ def test_all_accesses_are_ordered_in_ten_thousand_schedules(kind, part):
 
 
 def is_found(kind, seed, call=None):
-    """Whether a run has a race, or fails, as where a lock is left out."""
+    """Whether a run has a race; a failure counts, too, if a lock or a statement is left out."""
     program = run(kind, seed, call, may_fail=True)
     if call is not None and call[0] != "lock":
         return bool(program.device.races)
