@@ -1,7 +1,7 @@
 """Arithmetic of PTX instructions on numpy arrays, where numpy has no equal operation.
 
 All functions are elementwise and broadcast. Results are those of the PTX ISA,
-https://docs.nvidia.com/cuda/parallel-thread-execution/.
+https://docs.nvidia.com/cuda/parallel-thread-execution/, where it specifies them.
 """
 
 import operator
@@ -140,7 +140,10 @@ def to_integer(values: Array, dtype: np.dtype[Any], source: str, rounding: Any) 
 
 
 def divide(a: Array, b: Array) -> Array:
-    """Divide integers and truncate toward zero; a quotient by zero has all bits set."""
+    """Divide integers and truncate toward zero.
+
+    PTX leaves a division by zero unspecified. Here, all bits of the quotient are set.
+    """
     divisor = np.where(b == 0, b.dtype.type(1), b)
     quotient = a // divisor
     if a.dtype.kind == "i":
@@ -150,7 +153,7 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def remainder(a: Array, b: Array) -> Array:
-    """Return the remainder of `divide`, which has the sign of a."""
+    """Return the remainder of `divide`, which has the sign of a; by zero it is a."""
     return np.where(b == 0, a, a - divide(a, b) * b)
 
 
@@ -222,12 +225,12 @@ def lookup_logic(a: Array, b: Array, c: Array, table: int) -> Array:
 
 
 def _logic_of_two(b: Array, c: Array, table: int) -> Array:
-    zero = np.zeros_like(b | c)
+    found = np.zeros_like(b | c)
     terms = [~b & ~c, ~b & c, b & ~c, b & c]
     for position, term in enumerate(terms):
         if table >> position & 1:
-            zero = zero | term
-    return zero
+            found = found | term
+    return found
 
 
 def funnel_shift(lower: Array, upper: Array, amount: Array, left: bool, wraps: bool) -> Array:

@@ -1,4 +1,9 @@
-"""Conversion instructions, `cvt`: from every number type to every other that PTX can convert."""
+"""Conversion instructions, `cvt`: of integers, f16, bf16, f32 and f64, and from float8 to f16x2.
+
+Two f32 are also converted to f16x2 or bf16x2. Conversions to float8, tf32 and narrower types,
+`.relu`, and those of 64-bit integers to bf16, or with a rounding other than rn, are not
+implemented.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -21,10 +21,12 @@ class AccessCounters:
     traffic, `gcnzc.features.pcie_traffic`.
     """
 
-    warp_instructions: int = 0  # by warps of which at least one lane executes the instruction
+    warp_instructions: int = 0  # once for each warp of which a lane executes the instruction
     lanes: int = 0
     sectors: int = 0
-    half_lines: int = 0  # aligned blocks of 64 B, at whose boundaries some hosts split answers
+    # aligned blocks of 64 B; hosts with a read completion boundary of 64 B may return a completion
+    # for each
+    half_lines: int = 0
     lines: int = 0
     requests: Counter[int] = field(default_factory=Counter)  # by bytes
 

@@ -32,7 +32,7 @@ class Program:
 
     kernel: ParsedKernel
     steps: Sequence[Step | None]  # None for control instructions
-    next_control: Sequence[int]  # index of the first control instruction from each index on
+    next_control: Sequence[int]  # for each index, that of the first control instruction at or after
     targets: dict[int, int]  # index of the instruction that each branch goes to
     guards: dict[int, tuple[int, bool]]  # register and negation of guarded control instructions
     barrier_ids: dict[int, int]

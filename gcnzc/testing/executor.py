@@ -5,7 +5,8 @@ reconverge where their paths meet. At an instruction with `.sync`, lanes wait fo
 their warp.
 
 Differences from a GPU: approximate instructions such as `ex2.approx` are rounded correctly; lanes
-of a warp, and warps between barriers, execute in a fixed order; time is not modelled.
+of a warp, and warps between barriers, execute in a fixed order; order between blocks by release and
+acquire, and time, are not modelled.
 """
 
 from collections.abc import Collection, Sequence
@@ -76,8 +77,7 @@ class Executor:
             program: the decoded PTX of the kernel, which each thread executes.
             grid: number of blocks along one to three axes.
             block_threads: threads of a block, a multiple of 32.
-            arguments: type and value of each parameter; that of a pointer is u64 and its device
-                address.
+            arguments: (type, value) of each parameter; for a pointer, ("u64", device address).
             memory: the memory that the program may access.
             shared_bytes: dynamic shared memory of a block.
 
@@ -123,13 +123,15 @@ class Executor:
         counter = np.zeros(threads.count, np.int64)  # program counters
         barrier = np.full(threads.count, -1)  # that each thread waits at
         executed = 0
-        while executed <= self.max_instructions:
+        while True:
             threads.has_exited = counter >= end
             ready = ~threads.has_exited & (barrier < 0)
             if not ready.any():
                 if (barrier >= 0).any():
                     raise _unreached_barrier(program, threads, counter, barrier)
                 return
+            if executed > self.max_instructions:
+                raise _endless(program, threads, counter, ready, self.max_instructions)
             here = int(counter[ready].min())
             active = ready & (counter == here)
             stop = program.next_control[here]
@@ -143,7 +145,6 @@ class Executor:
             if stop < end and program.steps[stop] is None:
                 self.thread_instructions += int(active.sum())
                 self._control(program, state, stop, active, counter, barrier)
-        raise Fault(f"{program.name} does not end within {self.max_instructions} instructions")
 
     def _execute(self, program: Program, state: LaunchState, begin: int, end: int) -> None:
         index = begin
@@ -190,9 +191,10 @@ class Executor:
 def _next_of_divergent(program: Program, counter: Array, ready: Array) -> tuple[int, Array, int]:
     """Choose what executes next if the threads that are ready are at several instructions.
 
-    The first instruction is executed first, so that threads meet again behind a branch. An
-    instruction such as `shfl.sync` waits for the other lanes of the warp, which may come from code
-    that the compiler has moved behind it.
+    Threads with the smallest program counter are executed first, so that threads reconverge after
+    a branch. Lanes at an instruction with `.sync`, such as `shfl.sync`, are passed over while other
+    lanes of their warp are elsewhere, even at larger program counters: the compiler may have moved
+    the code from which these reach the instruction to after it.
 
     Returns:
         The index of the instruction, the threads that execute it, and the index to stop at.
@@ -220,13 +222,24 @@ def _located(fault: Fault, program: Program, index: int) -> Fault:
     return Fault(f"{program.name}, {instruction.source}: `{instruction.text}`\n{fault}")
 
 
+def _endless(
+    program: Program, threads: Threads, counter: Array, ready: Array, max_instructions: int
+) -> Fault:
+    index = int(counter[ready].min())
+    here = threads.describe(ready & (counter == index))
+    reason = f"the launch does not end within {max_instructions} instructions"
+    return _located(Fault(f"{reason}; this one is next {here}"), program, index)
+
+
 def _unreached_barrier(program: Program, threads: Threads, counter: Array, barrier: Array) -> Fault:
-    waiting = barrier >= 0
-    index = int(counter[waiting][0])
+    first = int((barrier >= 0).argmax())
+    block, index = int(threads.block[first]), int(counter[first])
+    of_block = threads.block == block
+    count = int((of_block & (barrier >= 0) & (counter == index)).sum())
     return _located(
         Fault(
-            f"not all threads of a block reach the same barrier; it is waited for "
-            f"{threads.describe(waiting)}"
+            f"not all threads of a block reach the same barrier: in block {block}, {count} of "
+            f"{int(of_block.sum())} threads wait at it, the first is thread {threads.thread[first]}"
         ),
         program,
         index,

@@ -1,9 +1,9 @@
 """Global memory of a launch: the arguments, each in its own address range, with checked accesses.
 
 The memory of an argument is used in place. Its device address is the host address with the number
-of the argument in the bits above 47, which host addresses do not use. So an access that leaves an
-argument reaches an address that belongs to no other, even if they are adjacent on the host, or
-share memory.
+of the argument in the bits from bit 47 on, which programs on x86-64 do not use. So an access that
+leaves an argument reaches an address that belongs to no other, even if they are adjacent on the
+host, or share memory. Host addresses of 48 bits, such as on aarch64, are rejected.
 """
 
 import bisect

@@ -37,7 +37,8 @@ class GlobalState:
         """Compare accesses with those of other blocks, also through other arguments.
 
         Raises:
-            AddressError: another block accesses the same byte, and nothing orders the two.
+            AddressError: another block accesses the same byte, one of the two writes it, and one is
+                not atomic. Order by release and acquire is not modelled.
         """
         if segment.name in self.allowed_races:
             return
@@ -58,7 +59,7 @@ class GlobalState:
             raise AddressError(
                 lane,
                 f"race in {segment.name} at offset {int(addresses[lane]) - segment.begin}: "
-                f"another block's {other}",
+                f"this access conflicts with another block's {other}",
             )
 
     def _history_at(self, host: int) -> tuple[int, AccessHistory]:
@@ -122,13 +123,21 @@ class LaunchState:
         return found
 
     def write_global(
-        self, at: Array, words: Sequence[Array], access: Access, count: bool = True
+        self, at: Array, words: Sequence[Array], access: Access, record: bool = True
     ) -> None:
-        """Write words of active threads to global memory."""
+        """Write words of active threads to global memory.
+
+        Args:
+            at: (k,) device addresses.
+            words: adjacent words of each thread, each of (k,).
+            access: how memory is accessed.
+            record: count the access and check it for races; False for the write of an atomic
+                operation, whose read is recorded.
+        """
         num_bytes = words[0].itemsize * len(words)
         try:
             self.global_state.memory.write(at, words)
-            if count:
+            if record:
                 self._record("store", access, at, num_bytes)
         except AddressError as error:
             raise self._fault(error, num_bytes, at) from None

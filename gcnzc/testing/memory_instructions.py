@@ -181,7 +181,7 @@ def _atomic(instruction: Instruction, operands: Operands, is_shared: bool) -> St
         if is_shared:
             state.write_shared(at, [bits_of(after)], [None], Access.ATOMIC)
         else:
-            state.write_global(at, [bits_of(after)], Access.ATOMIC, count=False)
+            state.write_global(at, [bits_of(after)], Access.ATOMIC, record=False)
         if write is not None:
             write(threads, threads.spread(before), None)
 

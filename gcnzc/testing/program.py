@@ -87,7 +87,8 @@ def _shared_variables(text: str) -> tuple[dict[str, int], int]:
         end += -end % int(align or int(bits) // 8)
         offsets[name] = end
         end += int(count or 1) * int(bits) // 8
-    # dynamic shared memory is aligned to what `.align` of Triton's declaration may ask for
+    # dynamic shared memory begins at a multiple of 128; its `.align`, which is at most that, is not
+    # read
     end += -end % 128
     return offsets | dict.fromkeys(dynamic, end), end
 

@@ -1,4 +1,4 @@
-"""Detection of races: accesses of one byte by different owners that nothing orders."""
+"""Detection of races: accesses of one byte by different owners that no barrier orders."""
 
 import enum
 from dataclasses import dataclass
@@ -76,16 +76,18 @@ class _PagedOwners:
 class AccessHistory:
     """The owners of the latest access of each kind to each byte.
 
-    An owner, such as a warp, is a positive integer, and larger after each synchronization. So an
-    access conflicts with those of other owners from `first_owner` on, which nothing orders with it.
-    Later owners are compared with the latest owner only, which may be `several_owners`.
+    An owner is an integer above 0 that stands for one warp, or block, between two
+    synchronizations. After each one, all owners get new, larger integers. Only the latest owner of
+    each kind of access is kept for a byte. `several_owners` replaces it if more than one owner has
+    accessed the byte since the last synchronization. An access conflicts with a kept owner that is
+    at least `first_owner`, so that no synchronization is in between, and is not its own.
     """
 
     def __init__(self, num_bytes: int, dtype: type = np.int64) -> None:
         """Create a history.
 
         Args:
-            num_bytes: of the memory, a multiple of each access's size.
+            num_bytes: of the memory.
             dtype: of the owners.
         """
         self.num_bytes, self.dtype = num_bytes, dtype
@@ -108,7 +110,7 @@ class AccessHistory:
             index: (k,) of words of `size` bytes, for each lane.
             size: bytes of a word: 1, 2, 4, 8, 16 or 32.
             owner: (k,) of each lane.
-            first_owner: (k,) the first owner since the latest synchronization.
+            first_owner: (k,) the smallest owner since the latest synchronization.
             several_owners: (k,) an owner that stands for several since this synchronization.
             written: what a write does to the bytes; then several owners may write equal values.
 
@@ -124,7 +126,7 @@ class AccessHistory:
                 if other is access and written is not None:
                     conflicts &= ~written.is_unchanged
                 if conflicts.any():
-                    return int(conflicts.any(1).argmax()), f"{other.value} before"
+                    return int(conflicts.any(1).argmax()), f"{other.value} before this instruction"
         latest = self.latest.setdefault(access, _PagedOwners(self.num_bytes, self.dtype))
         latest.allocate(index, size)
         words, at = latest.words(index, size)

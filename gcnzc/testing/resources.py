@@ -48,7 +48,8 @@ _INSTRUCTION = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(@\S+\s+)?([A-Z][\w.]*)[^;]*;\s*/\* 0x[0-9a-f]{16} \*/"
     r"\s*/\* 0x([0-9a-f]{16}) \*/"
 )
-# in that half: the scoreboards that the instruction waits for, a mask, and that of its result
+# Bits of that half: from 52 on the mask (6 bits) of the scoreboards that the instruction waits for,
+# from 46 on the index (3 bits) of the scoreboard of its result, 7 for none.
 _WAITS_SHIFT, _RESULT_SHIFT, _NO_RESULT = 52, 46, 7
 _LOAD_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 _JUMPS = {"BRA", "BRX", "JMP", "JMX", "RET", "EXIT"}
@@ -60,9 +61,13 @@ class KernelResources:
 
     Loads of a thread are in flight from the instruction that issues them to the first one that
     waits for their scoreboard. `load_bytes_in_flight` is the maximum over the machine code, which
-    is read from the first instruction to the last; after an unconditional jump no load is in
-    flight. Loads with a predicate count as if they were executed, so it is an upper bound if a
-    thread executes only some of them.
+    is read from the first instruction to the last. It is neither an upper nor a lower bound:
+
+    - Loads with a predicate count as if they were executed, so it may be too high.
+    - A `DEPBAR` counts as a wait for all loads, although it may wait for some only. After an
+      unconditional jump no load counts; `BRA.U` is taken for one, although it may have a condition.
+      Loads that a loop keeps in flight from one iteration to the next are not followed. So it may
+      be too low where the code has one of these.
     """
 
     name: str
@@ -84,7 +89,7 @@ class KernelResources:
     widest_load_bytes: int
     """bytes of a thread's widest load from global memory; 0 if it loads nothing"""
     load_bytes_in_flight: int
-    """most bytes that a thread loads from global memory at the same time"""
+    """most bytes that a thread loads from global memory at the same time, see above"""
 
     @property
     def blocks_per_multiprocessor(self) -> int:

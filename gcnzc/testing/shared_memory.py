@@ -88,7 +88,10 @@ class SharedMemory:
     def _holds(
         self, index: Array, values: Sequence[Array], defined: Sequence[Array | None]
     ) -> Array:
-        """Return (k, size * count) whether each byte has this value; an undefined one has any."""
+        """Return (k, size * count) whether each byte equals what is written.
+
+        Two bytes are equal if both are undefined, or both are defined and have the same value.
+        """
         size, found = values[0].itemsize, []
         for number, (value, is_defined) in enumerate(zip(values, defined, strict=True)):
             places = (index + number)[:, None] * size + np.arange(size)
@@ -138,6 +141,6 @@ class SharedMemory:
             lane, other = race
             raise AddressError(
                 lane,
-                f"race in shared memory at offset {int(start[lane]) % self.stride}: another "
-                f"warp's {other}, without a barrier between",
+                f"race in shared memory at offset {int(start[lane]) % self.stride}: this access "
+                f"conflicts with another warp's {other}, and no barrier is in between",
             )

@@ -103,5 +103,5 @@ def test_the_code_of_the_guide_to_compiled_kernels_runs(tmp_path):
     blocks = re.findall(r"^```py\n(.*?)^```$", guide.read_text(), re.MULTILINE | re.DOTALL)
     # Triton reads the source of a kernel from its file
     (tmp_path / "guide.py").write_text("\n".join(blocks))
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     run_with_compiled_kernels(["-W", "error", tmp_path / "guide.py"])

@@ -204,10 +204,10 @@ def test_a_history_of_several_readers_ends_with_a_synchronization():
 
     assert access(Access.READ, 1, 1) is None
     assert access(Access.READ, 2, 1) is None
-    assert access(Access.WRITE, 2, 1) == (0, "read before")
+    assert access(Access.WRITE, 2, 1) == (0, "read before this instruction")
     assert access(Access.WRITE, 12, 11) is None
     assert access(Access.READ, 12, 11) is None
-    assert access(Access.READ, 13, 11) == (0, "write before")
+    assert access(Access.READ, 13, 11) == (0, "write before this instruction")
 
 
 def records(num_bytes, places, kind=Access.READ, size=16):
@@ -246,7 +246,8 @@ def test_records_of_large_memory_are_found_again():
         # the bytes at the ends of the word, and their neighbours
         for byte in (place - 1, place, place + 15, place + 16):
             found = history.record(Access.READ, np.array([byte]), 1, two, two - 1, two + 9)
-            assert (found == (0, "write before")) == (byte // 16 * 16 in written), byte
+            is_race = found == (0, "write before this instruction")
+            assert is_race == (byte // 16 * 16 in written), byte
 
 
 def test_races_in_a_table_of_100_mb():
