@@ -11,6 +11,10 @@ DOCS_READY := $(VENV)/.ready-for-docs
 # processes that run tests, two more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
+# most cases of a test of Triton kernels under Triton's interpreter, which is slow; `make test-ptx`
+# executes more of them as compiled code, and `make test-all` runs all
+TRITON_CASES := --triton-cases 4
+
 # Triton kernels as compiled code that is executed on the CPU: all of them for sm_90, of each test at
 # most 8 cases, and few cases for other architectures
 PTX_TESTS := tests/ptx tests/kernels tests/features tests/tune
@@ -32,7 +36,7 @@ demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
 
 test: $(TESTS_READY)  ## the test suite
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not slow"
 
 test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
 	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)

@@ -3,6 +3,8 @@
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,7 +28,12 @@ import pytest
 import triton
 from triton.runtime import interpreter
 
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+from tests.ptx_launches import evenly_spaced
+
+ROOT = Path(__file__).parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+# numba's cache of compiled kernels
+COMPILED = "kernels/**/*.nbc"
 
 
 def _interpreter_works() -> bool:
@@ -54,6 +61,35 @@ def pytest_report_header() -> str:
     return f"torch {torch.__version__}, Triton {triton.__version__}, {device}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--triton-cases",
+        type=int,
+        help="the most cases of each test with the marker `triton`, evenly spaced",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a new checkout, compile bytecode and kernels once, and not in each process at a time."""
+    is_parallel = session.config.getoption("numprocesses", None)
+    if hasattr(session.config, "workerinput") or not is_parallel or any(ROOT.glob(COMPILED)):
+        return
+    print("compiling kernels and bytecode", flush=True)
+    commands = (("pytest", "--collect-only", "-qq"), ("tests.compile_kernels",))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for words in commands
+    ]
+    # a failure shows in the tests
+    for process in processes:
+        process.wait()
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["GCNZC_CACHE"], ignore_errors=True)
 
@@ -70,12 +106,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         needs_gpu = pytest.mark.skip(reason="no CUDA device here")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(needs_gpu)
+    most_cases = config.getoption("--triton-cases")
+    if most_cases is not None:
+        marked = [item for item in items if item.get_closest_marker("triton")]
+        kept = set(evenly_spaced(marked, most_cases))
+        removed = {item for item in marked if item not in kept}
+        config.hook.pytest_deselected(items=list(removed))
+        items[:] = [item for item in items if item not in removed]
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.system.bus_errors import handled_bus_errors
+from gcnzc.system.eager_optimizers import skip_compiler_import
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import Unsaved
@@ -41,6 +42,8 @@ from gcnzc.train.trainer import Interrupted, PeerFailed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if argv is None:  # a process of its own
+        skip_compiler_import()
     given = list(sys.argv[1:] if argv is None else argv)
     words = [word for word in given if word != DEBUG]
     if words in (["--version"], ["-V"]):

@@ -1,0 +1,78 @@
+"""Torch's optimizers without the import of torch.compile's tracer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiny_graph import tiny
+
+OPTIMIZERS = {
+    "adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+
+
+def trained(name: str) -> Any:
+    """Parameters after three steps, the second from a restored state, the last with a closure."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2), torch.rand(5, 3)
+    kind, options = OPTIMIZERS[name]
+    optimizer = kind(model.parameters(), **options)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = model(x).square().sum()
+        result.backward()
+        return result
+
+    loss()
+    optimizer.step()
+    restored = kind(model.parameters(), **options)
+    restored.load_state_dict(optimizer.state_dict())
+    optimizer = restored
+    loss()
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    optimizer.step(loss)
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+def run(text: str, *words: str) -> str:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", text, *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_steps_are_equal_bit_for_bit() -> None:
+    text = """
+import json, sys
+from gcnzc.system.eager_optimizers import skip_compiler_import
+from tests.system.test_eager_optimizers import OPTIMIZERS, trained
+assert "torch._dynamo" not in sys.modules
+skip_compiler_import()
+results = {name: trained(name) for name in OPTIMIZERS}
+assert "torch._dynamo" not in sys.modules
+print(json.dumps(results))
+"""
+    assert json.loads(run(text)) == {name: trained(name) for name in OPTIMIZERS}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "onebit-adam"])
+def test_training_does_not_import_the_tracer(tmp_path: Path, optimizer: str) -> None:
+    text = """
+import sys
+from gcnzc.cli import main
+assert main() == 0
+print("torch._dynamo" in sys.modules)
+"""
+    graph = tiny().write(tmp_path / "graph")
+    words = ["train", str(graph), "--epochs", "1", "--hidden", "4", "--optimizer", optimizer]
+    assert run(text, *words, "--out", str(tmp_path / "run")) == "False"
