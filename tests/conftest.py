@@ -74,7 +74,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_parallel = session.config.getoption("numprocesses", None)
     if hasattr(session.config, "workerinput") or not is_parallel or any(ROOT.glob(COMPILED)):
         return
-    print("compiling kernels and bytecode", flush=True)
+    sys.stdout.write("compiling kernels and bytecode\n")
     commands = (("pytest", "--collect-only", "-qq"), ("tests.compile_kernels",))
     processes = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ _EXCLUDED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
 def skip_compiler_import() -> None:
-    """Let Adam, AdamW (a subclass), SGD and gcnzc's optimizers run without importing `torch._dynamo`.
+    """Let Adam, AdamW, SGD and gcnzc's optimizers run without importing `torch._dynamo`.
 
     This is for a process that does not use torch.compile: it would trace the optimizers' methods.
     Results do not change. Without effect if `torch._dynamo` is loaded, and on a version of torch
@@ -29,7 +29,7 @@ def skip_compiler_import() -> None:
             method = getattr(Optimizer, name).__wrapped__
             # the decorator calls this attribute of the method, and imports the tracer to set it
             method.__dynamo_disable = method
-    for kind in (Adam, SGD):
+    for kind in (Adam, SGD):  # AdamW is a subclass of Adam
         with suppress(AttributeError):
             # the decorator implements `differentiable=True`, too, which gcnzc does not use
             kind.step = torch.no_grad()(kind.step.__wrapped__)  # type: ignore[method-assign]

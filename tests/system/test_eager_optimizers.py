@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny_graph import tiny
+from tests.tiny_graph import tiny
 
 OPTIMIZERS = {
     "adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.01}),
