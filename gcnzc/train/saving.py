@@ -13,7 +13,17 @@ from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import unsaved
-from gcnzc.train.run_folder import BEST, BOARD, CHECKPOINT, CONFIG, RECORD, SCHEMA, WORKERS
+from gcnzc.train.plots import curves
+from gcnzc.train.run_folder import (
+    BEST,
+    BOARD,
+    CHECKPOINT,
+    CONFIG,
+    CURVES,
+    RECORD,
+    SCHEMA,
+    WORKERS,
+)
 from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, Trainer
@@ -134,6 +144,14 @@ def rewrite_record(trainer: Trainer) -> None:
     trainer.files.attempt(RECORD, write)
 
 
+def _write_interrupted(trainer: Trainer) -> None:
+    """Write what a run that is interrupted has not written, and its curves."""
+    write_pending(trainer)
+    if trainer.lines:
+        folder = trainer.folder
+        trainer.files.attempt(CURVES, lambda: curves([folder], folder / CURVES))
+
+
 def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
     """Save a checkpoint if one is requested, and end the run if that is requested.
 
@@ -149,7 +167,7 @@ def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
         save(trainer, waits=flags[STOP])
     if not flags[STOP]:
         return
-    trainer.on_rank_zero(lambda: write_pending(trainer))
+    trainer.on_rank_zero(lambda: _write_interrupted(trainer))
     epoch = min(trainer.epoch + 1, trainer.config.epochs)
     if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
         message = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_rank_zero else ""

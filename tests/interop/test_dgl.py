@@ -143,6 +143,14 @@ def test_a_dgl_that_is_too_old_is_reported(fake, source, message):
         assert "dgl.graphbolt" not in sys.modules
 
 
+def test_a_file_of_the_user_that_hides_dgl_is_named(tmp_path, monkeypatch):
+    (tmp_path / "dgl.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "dgl", raising=False)
+    with pytest.raises(ImportError, match=r"dgl\.py, which is not DGL\n\nhint: rename that file$"):
+        import_dgl()
+
+
 def test_warnings_are_suppressed_only_during_the_import(fake):
     fake("import warnings\n__version__ = '2.1.0'\nwarnings.warn('old')\n")
     import_dgl()

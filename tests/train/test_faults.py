@@ -113,6 +113,7 @@ def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     assert "error: stopped in epoch" in err
     assert f"hint: `gcnzc train --resume {tmp_path / 'run'}` resumes the run" in err
     assert "Traceback" not in err
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 1000
     line = json.loads(finish("train", "--resume", tmp_path / "run"))
     assert line["epochs"] == 4
     assert_same_run(tmp_path / "run", uninterrupted[0])

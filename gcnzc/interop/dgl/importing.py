@@ -38,8 +38,14 @@ def import_dgl() -> Any:
     Raises:
         ImportError: DGL is not installed, is too old, or its import fails for another reason.
     """
-    if "dgl" not in sys.modules and importlib.util.find_spec("dgl") is None:
-        raise LibraryError(f"DGL is not installed\n\nhint: {INSTALL}")
+    if "dgl" not in sys.modules:
+        found = importlib.util.find_spec("dgl")
+        if found is None:
+            raise LibraryError(f"DGL is not installed\n\nhint: {INSTALL}")
+        if found.submodule_search_locations is None:
+            raise LibraryError(
+                f"`import dgl` imports {found.origin}, which is not DGL\n\nhint: rename that file"
+            )
     try:
         with warnings.catch_warnings(), _pytorch_backend(), _stub_graphbolt_if_broken():
             warnings.simplefilter("ignore")
