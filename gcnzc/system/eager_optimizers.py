@@ -7,6 +7,7 @@ the start of `gcnzc train`, which compiles nothing with torch.compile.
 
 import sys
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, Optimizer
@@ -32,4 +33,5 @@ def skip_compiler_import() -> None:
     for kind in (Adam, SGD):  # AdamW is a subclass of Adam
         with suppress(AttributeError):
             # the decorator implements `differentiable=True`, too, which gcnzc does not use
-            kind.step = torch.no_grad()(kind.step.__wrapped__)  # type: ignore[method-assign]
+            step: Any = kind.step
+            setattr(kind, "step", torch.no_grad()(step.__wrapped__))  # noqa: B010
