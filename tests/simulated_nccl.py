@@ -1,14 +1,19 @@
 """torch.distributed with NCCL on a simulated device whose accesses are checked.
 
 A collective runs on a stream of its process group, after the work that was queued on the current
-stream. `Work.wait` orders the current stream after it and does not block the host. The process
-group keeps the memory of its tensors until the collective has finished. Each rank is given what it
-would get if all ranks had sent the same. Tensors of the host are exchanged by gloo, at once.
+stream. `Work.wait` orders the current stream after it and does not block the host. As in torch
+2.13, the process group refers to the tensors of a collective until `Work.wait`, or else until the
+collective has finished. So once any stream has waited and nothing else refers to a tensor, later
+work of the stream that allocated it may use its memory.
+
+Results are those of ranks that all send the same. Exceptions: all-to-all returns what was sent, and
+a receive on the device returns zeros. Tensors of the host are exchanged at once, as over gloo.
 
 Operations with tensors of the device (`simulated_device.OnDevice`) run on the current stream. Where
 the host reads values, it waits for that stream.
 
-Source: torch.distributed's notes on asynchronous operations, and ProcessGroupNCCL.cpp.
+Source: torch.distributed's notes on asynchronous operations, and ProcessGroupNCCL.hpp
+(`stashed_for_allocator_safety_`).
 """
 
 import gc
@@ -34,6 +39,7 @@ class NcclDevice(Device):
         self.streams = []
         super().__init__(seed, without)
         self.nccl_streams = {}  # by process group
+        self.references = {}  # by memory, those of the process group, see `Reference`
 
     def track(self, inner):
         """Track the memory of a new tensor, which the current stream has allocated and writes."""
@@ -50,7 +56,7 @@ class NcclDevice(Device):
         if not any(self.checker.find(begin) for begin, _ in spans(tensor)):
             return
         stream = self.current()
-        # at this time, which may be long after the work of a stream has begun
+        # order the access after what this thread has done until now, not only until `Stream.do`
         stream.queue()
         for begin, end in spans(tensor):
             self.checker.access(stream.actor, begin, end, is_write, operation)
@@ -76,40 +82,51 @@ class NcclDevice(Device):
         self.schedule.current.actor.acquire(self.current().queue().release())
 
     def _free_on(self, memory, stream):
-        # a process group keeps memory until its collectives have finished
         before = stream.actor.clock.copy()
         join(before, self.schedule.current.actor.clock)
-        join(before, memory.users)
+        for reference in self.references.pop(memory, []):
+            if not reference.is_dropped:
+                # the process group drops it when the collective has finished
+                join(before, reference.clock)
         self.checker.free(memory, stream.actor, before)
 
     def collective(self, group, reads, writes, compute):
         """Queue a collective on the stream of a process group; return its work."""
         if not any(isinstance(tensor, OnDevice) for tensor in (*reads, *writes)):
             compute()
-            return Work(None, None)
+            return Work(None, None, [])
         current = self.current()
         if group not in self.nccl_streams:
             self.nccl_streams[group] = self.new(name=f"NCCL {len(self.nccl_streams)}")
         stream = self.nccl_streams[group]
         stream.queue().acquire(current.queue().release())
+        reference = Reference()
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 for begin, end in spans(tensor.inner):
                     memory = self.checker.access(stream.actor, begin, end, is_write, "a collective")
-                    join(memory.users, stream.actor.clock)
+                    self.references.setdefault(memory, []).append(reference)
         thread = self.schedule.current
         before = self.executing.get(thread)
         self.executing[thread] = stream
         compute()
         self.executing[thread] = before
-        return Work(self, stream.actor.release())
+        reference.clock = stream.actor.release()
+        return Work(self, reference, [_inner(tensor) for tensor in (*reads, *writes)])
+
+
+class Reference:
+    """A process group's reference to the tensors of a collective."""
+
+    def __init__(self):
+        self.clock, self.is_dropped = {}, False  # of the collective; whether a stream has waited
 
 
 class Work:
     """What a collective returns; without a device, of a collective that has finished."""
 
-    def __init__(self, device, clock):
-        self.device, self.clock = device, clock
+    def __init__(self, device, reference, tensors):
+        self.device, self.reference, self.tensors = device, reference, tensors
 
     def wait(self, *_limit):
         device = self.device
@@ -117,7 +134,9 @@ class Work:
             return
         device.schedule.switch()
         if not device.is_left_out("wait", "work"):
-            device.current().queue().acquire(self.clock)
+            device.current().queue().acquire(self.reference.clock)
+            self.reference.is_dropped = True
+            self.tensors = []
 
 
 class Nccl:
@@ -125,7 +144,7 @@ class Nccl:
 
     def __init__(self, device):
         self.device, self.num_groups = device, 0
-        self.sent = {}  # by its size, the last message of the host
+        self.sent = {}  # number of values -> the last message of the host that has so many
 
     def new_group(self, *_args, **_options):
         self.num_groups += 1
@@ -188,7 +207,7 @@ class Message:
 
 
 class Syncs(list):
-    """What `Reads` counts: where the host waits for the device."""
+    """Replaces `Reads.seen`: what would be appended synchronizes the host with the stream."""
 
     def __init__(self, device):
         super().__init__()
@@ -199,7 +218,7 @@ class Syncs(list):
 
 
 class DeviceExecutor(WatchedExecutor):
-    """An executor whose threads know the device."""
+    """An executor whose threads create tensors on the simulated device."""
 
     def _work(self):
         with Factories(), torch.no_grad():
@@ -208,7 +227,10 @@ class DeviceExecutor(WatchedExecutor):
 
 @contextmanager
 def nccl_group(seed, without=None):
-    """Return a device and a group of this process and others that send the same over NCCL."""
+    """Yield a simulated device, and a group of two ranks that uses NCCL.
+
+    The second rank exists only in the results of collectives.
+    """
     # garbage is not collected at a point that depends on other tests
     was_enabled = gc.isenabled()
     gc.disable()

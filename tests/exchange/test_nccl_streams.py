@@ -21,6 +21,7 @@ from gcnzc.exchange import (
     Start,
     Sum,
     Wait,
+    process_group,
 )
 from gcnzc.optim import CO2, Averaged, DiLoCo, LocalSGD, StreamingDiLoCo
 
@@ -96,6 +97,20 @@ def test_use_before_the_wait_is_found(name, use):
         is_changed = name in ("sum", "mean", "broadcast")
         is_race = is_changed or (use == "write" and name != "all-to-all")
         assert bool(device.races) == is_race
+
+
+@pytest.mark.parametrize("waits", ["no stream", "the same stream", "another stream"])
+def test_memory_of_a_collective_is_kept_until_any_stream_has_waited(waits):
+    with nccl_group(0) as (device, _):
+        values = ones(4)
+        work = process_group.dist.all_reduce(values, 1, async_op=True)
+        if waits == "the same stream":
+            work.wait()
+        elif waits == "another stream":
+            device.new().do(work.wait)
+        del values, work
+        # the stream that allocated the memory does not wait for the collective
+        assert bool(device.races) == (waits == "another stream")
 
 
 def sgd(parameters):
