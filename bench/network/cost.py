@@ -1,15 +1,19 @@
-"""Compare step times that `gcnzc cost` predicts with measured ones, at several link rates.
+"""Measure how well `gcnzc cost` predicts the time of a training step, at several link rates.
 
     python -m bench.network.cost data/photo --workers 2 --mbit-per-s 10 100 1000
+    python -m bench.network.cost data/photo --workers 2 --picture FILE.png
     python -m bench.network.cost --message
 
-The workers train on the machines of bench/network/cluster.py, which needs root. They share the
-cores of this one, so the time of a step without exchange is taken from the same workers under the
-same crowding, over links without limits; whatever they wait there for the slowest is part of it.
-That time is given to the plan, and nothing else is. The links of one run change with every epoch,
-from without limits through all rates and round again, so that other work on this machine meets all
-alike. The second half of each epoch counts, and of all such steps what one in five is faster than.
-`--message` measures what a message costs.
+The workers train on the emulated machines of bench/network/cluster.py, which needs root. They share
+the cores of this machine, so the compute time of a step is measured with the same number of workers
+over links without a rate limit; it includes the time that they wait for the slowest worker. The
+prediction uses this compute time, the link's rate, and the given delay and time per message.
+
+Within a run, the rate changes after every epoch, from unlimited through all rates and again, so
+that other load on this machine affects all rates equally. Only the second half of each epoch
+counts. Times are the first quintile of those steps (one step in five is faster). `--message`
+measures the time of a small message between two machines. `--picture` draws the predicted step
+times and the newest recorded ones, and measures nothing.
 """
 
 import argparse
@@ -29,10 +33,10 @@ from typing import Any
 from bench.harness import RESULTS, Timing, record
 from bench.network.cluster import Cluster
 from bench.network.links import MOST_MBIT_PER_S, tbf
-from gcnzc.cli.commands import cost as commands_plan
+from gcnzc.cli.commands import cost as cost_command
 from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.plots import StepTimes, step_times
-from gcnzc.cli.reports import network as reports_network
+from gcnzc.cli.reports import network as network_report
 from gcnzc.graph import load
 from gcnzc.optim import cost as optim_cost
 from gcnzc.train.run_folder import TRACE
@@ -57,32 +61,34 @@ with init_group() as group:
 
 
 NO_LIMIT = MOST_MBIT_PER_S
+# file in bench/results, under the former name of the command `gcnzc cost`
+RESULTS_NAME = "plan"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What worker 0 took for one step, from the end of the one before."""
+    """The time of a step of worker 0, from the end of the previous step."""
 
     seconds: float
-    exchange_s: float  # with what it waited for others
+    exchange_s: float  # includes waiting for other workers
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The steps that count, and what a worker sent, by Mbit/s."""
+    """The counted steps, and the bytes that a worker sent, by Mbit/s."""
 
     steps: dict[float, list[Step]]
-    sent_bytes: dict[float, float]  # in a step, with what the end of the epoch sends
+    sent_bytes: dict[float, float]  # per step; includes what the end of the epoch sends
 
 
 def main() -> None:
-    """Measure what the command line says, and record it."""
+    """Run the measurements of the command line and record them."""
     options = _options()
     if options.message:
         timing, least_s = message()
         loads = os.getloadavg()[0]
         case = {"part": "message", "machines": 2}
-        record("plan", case, timing, least_s=least_s, load_average=loads)
+        record(RESULTS_NAME, case, timing, least_s=least_s, load_average=loads)
     if options.picture is not None:
         draw(options)
     elif options.data is not None:
@@ -91,10 +97,10 @@ def main() -> None:
 
 
 def message() -> tuple[Timing, float]:
-    """What it takes two machines to send each other 4 bytes over unlimited links, and the least."""
+    """Return the time and the least time of exchanging 4 bytes over links without a limit."""
     with Cluster(2) as cluster:
         ran = cluster.run(lambda _: [sys.executable, "-c", MESSAGE], limit_s=120)
-    _check_all_went_well(ran.codes)
+    _check_exit_codes(ran.codes)
     least_s, *tenths = json.loads(ran.output[0])
     return Timing(tenths[4], tenths[1], tenths[7], ROUNDS), least_s
 
@@ -116,23 +122,23 @@ def config_of(options: argparse.Namespace, workers: int) -> CostConfig:
 
 
 def compare(options: argparse.Namespace, workers: int) -> None:
-    """Train over each link in turns, and record what was predicted beside what was measured."""
+    """Train at each rate, and record the predicted and the measured step time."""
     config = config_of(options, workers)
     loaded = load.load(options.data)
-    # without limits before and after, as other work comes and goes
+    # unlimited before and after, since other load changes during the run
     rates = [NO_LIMIT, *options.mbit_per_s] * options.cycles + [NO_LIMIT]
     found = trained(config, workers, len(loaded.split["train"]), rates, options.limit_s)
     seconds = {rate: [step.seconds for step in each] for rate, each in found.steps.items()}
     computed = optim_cost.Computed(_fast(seconds[NO_LIMIT]))
-    model = commands_plan.build_model(config, loaded)
-    usual = optim_cost.default_method(model)
+    model = cost_command.build_model(config, loaded)
+    method = optim_cost.default_method(model)
     for rate in options.mbit_per_s:
         network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
-        cost = optim_cost.step_cost(model, workers, network, usual)
-        line = reports_network.line_of(cost, computed, network)
+        cost = optim_cost.step_cost(model, workers, network, method)
+        line = network_report.line_of(cost, computed, network)
         measured_s = _fast(seconds[rate])
         record(
-            "cost",
+            RESULTS_NAME,
             {
                 "part": "step",
                 "data": options.data.name,
@@ -140,7 +146,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
                 "mbit_per_s": rate,
                 "delay_ms": config.delay_ms,
                 "message_us": config.message_us,
-                "method": usual,
+                "method": method,
                 "hidden": config.hidden,
                 "fanouts": config.fanouts,
                 "batch_size": config.batch_size,
@@ -161,7 +167,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Draw what is predicted, and what was recorded last of such training, to a picture."""
+    """Draw the predicted step times, and the newest recorded ones of the same configuration."""
     loaded = load.load(options.data)
     compute_s, curves, measured = {}, {}, {}
     for workers in options.workers:
@@ -169,14 +175,14 @@ def draw(options: argparse.Namespace) -> None:
         same = {"workers": workers, "batch_size": config.batch_size, "hidden": config.hidden}
         lines = [
             line
-            for line in _lines(RESULTS / "plan.jsonl")
+            for line in _lines(RESULTS / f"{RESULTS_NAME}.jsonl")
             if same.items() <= line.items() and "counted_steps" in line
         ]
         points = {line["mbit_per_s"]: line["measured_step_s"] for line in lines}
         computed = optim_cost.Computed(lines[-1]["crowded_compute_s"])
-        network = replace(commands_plan.network_of(config), mbit_per_s=100.0)
-        costs = optim_cost.step_costs(commands_plan.build_model(config, loaded), [workers], network)
-        times = reports_network.step_time_points(costs, computed, network, loaded.name)
+        network = replace(cost_command.network_of(config), mbit_per_s=100.0)
+        costs = optim_cost.step_costs(cost_command.build_model(config, loaded), [workers], network)
+        times = network_report.step_time_points(costs, computed, network, loaded.name)
         compute_s |= times.compute_s
         curves |= times.curves
         measured[workers] = sorted(points.items())
@@ -186,8 +192,8 @@ def draw(options: argparse.Namespace) -> None:
 def trained(
     config: CostConfig, workers: int, seeds: int, rates: Sequence[float], limit_s: float
 ) -> Trained:
-    """Train once, for an epoch at each rate, whose second half counts."""
-    # one more at the start, which starts everything
+    """Train once, for an epoch at each rate; the second half of each epoch counts."""
+    # an additional epoch at the start, in which kernels are compiled and caches filled
     plan = [rates[0], *rates]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
@@ -214,7 +220,7 @@ def trained(
                 limit_s=limit_s,
                 environment={"NUMBA_NUM_THREADS": "1"},
             )
-        _check_all_went_well(ran.codes)
+        _check_exit_codes(ran.codes)
         sent = [line["bytes_sent"] for line in _lines(run / "workers.jsonl")[::workers]]
         events = json.loads((run / TRACE).read_text())["traceEvents"]
     steps = math.ceil(seeds / (workers * config.batch_size))
@@ -226,9 +232,9 @@ def trained(
 
 
 def _steps(events: Sequence[dict[str, Any]], steps: int) -> Iterator[tuple[int, Step]]:
-    """Return the epoch and the step of each step of a trace that counts.
+    """Yield the epoch and the times of each counted step of a trace.
 
-    The first steps of an epoch are those of the change, in which TCP has yet to find its pace.
+    The first half of an epoch is not counted, since TCP adapts to the new rate.
     """
     lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
     mine = [e for e in events if e["ph"] == "X" and e["tid"] == lanes["worker 0, model"]]
@@ -245,30 +251,34 @@ def _steps(events: Sequence[dict[str, Any]], steps: int) -> Iterator[tuple[int, 
 
 
 def _fast(seconds: Sequence[float]) -> float:
-    """What one in five is faster than: other work only ever adds to a time."""
+    """Return the first quintile; other load on the machine only makes steps slower."""
     return statistics.quantiles(seconds, n=5)[0]
 
 
 def _change(cluster: Cluster, run: Path, plan: Sequence[float]) -> None:
-    """Change the rate of what all machines send when an epoch begins that has another."""
+    """Change the sending rate of all machines when an epoch with another rate begins."""
     for number in range(1, len(plan)):
         while len(_lines(run / "record.jsonl")) < number:
             time.sleep(0.02)
         if plan[number] == plan[number - 1]:
             continue
-        # nobody receives from two at once in this exchange, so that limits all
+        # no machine receives from two others at once in this exchange, so limiting senders suffices
         limit = tbf("eth0", "root", plan[number])[0].replace(" add ", " change ").split()
         changed = [cluster.start(worker, limit) for worker in range(cluster.workers)]
-        assert not any(process.wait() for process in changed), "tc changes what it has made"
+        assert not any(process.wait() for process in changed), (
+            "tc changed the rate of every machine"
+        )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
-def _check_all_went_well(codes: Sequence[int]) -> None:
+def _check_exit_codes(codes: Sequence[int]) -> None:
     if any(codes):
-        raise RuntimeError(f"workers ended with {list(codes)}\n\nhint: stderr has what they said")
+        raise RuntimeError(
+            f"the workers ended with exit codes {list(codes)}\n\nhint: see their output on stderr"
+        )
 
 
 def _options() -> argparse.Namespace:
@@ -282,11 +292,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--message-us", type=float, default=CostConfig().message_us)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--fanouts", type=int, nargs="+", default=[10, 10])
-    parser.add_argument("--seeds", type=int, default=768, help="of a step, of all workers")
-    parser.add_argument("--cycles", type=int, default=5, help="times that all rates are taken")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
-    parser.add_argument("--picture", type=Path, help="draw what was recorded, and measure nothing")
-    parser.add_argument("--message", action="store_true", help="also measure a message")
+    parser.add_argument("--seeds", type=int, default=768, help="seeds per step, of all workers")
+    parser.add_argument("--cycles", type=int, default=5, help="epochs at each rate")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of a run")
+    parser.add_argument("--picture", type=Path, help="draw the recorded results to this file")
+    parser.add_argument("--message", action="store_true", help="measure the time of a message")
     options: Any = parser.parse_args()
     if options.data is None and not options.message:
         parser.error("nothing to do: give the folder of a graph, or --message")

@@ -9,6 +9,8 @@ import torch
 from tiny_graph import tiny
 from torch import nn
 
+from bench import harness
+from bench.docs import network_tables, result_tables
 from bench.network import cost as bench
 from gcnzc.cli import main
 from gcnzc.cli.commands import cost
@@ -344,6 +346,19 @@ def test_steps_of_a_trace_after_the_warm_up_count():
     assert [epoch for epoch, _ in counted] == [3, 4, 5]
     assert [step.seconds for _, step in counted] == pytest.approx([2.0, 8.0, 14.0])
     assert [step.exchange_s for _, step in counted] == pytest.approx([0.2] * 3)
+
+
+def test_measured_step_times_are_recorded_where_the_documentation_reads_them(
+    graph, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["cost", str(graph), "--mbit-per-s", "10"])
+    steps = {rate: [bench.Step(0.5, 0.1)] * 4 for rate in (bench.NO_LIMIT, 10.0)}
+    monkeypatch.setattr(bench, "trained", lambda *_: bench.Trained(steps, {10.0: 1e6}))
+    bench.compare(bench._options(), 2)
+    table = network_tables.step_time()
+    assert "| 2 | 10" in table
 
 
 def test_the_layout_exchange_of_the_first_step_is_not_counted():
