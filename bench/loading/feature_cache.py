@@ -1,10 +1,12 @@
-"""Compare the predicted hit rates of feature caches with those of training runs.
+"""Measure how well presampling predicts the hit rate of the feature cache.
 
-Graphs of the generators and real ones, two kinds of minibatches, both rankings. What is measured
-are the minibatches of a run's first epochs. Lines tell what counting 20, 100 or 400 minibatches
-before training predicts and brings; those with `rows` what a CPU's gather pays for counting hits.
+    python -m bench.loading.feature_cache [--real FOLDER]
 
-usage: python -m bench.loading.feature_cache [--real FOLDER]
+The graphs are generated ones and real ones, with two minibatch settings and both rankings of nodes.
+The hit rate is predicted from 20, 100 or 400 minibatches that are sampled before training, and
+measured on the minibatches of the first epochs of a run. Lines with `rows` have the time of a
+gather on the CPU from a table with a feature cache, relative to the plain table: the cost of
+counting hits.
 """
 
 import argparse
@@ -30,33 +32,35 @@ from gcnzc.tune import cache_forecast
 from gcnzc.tune.search import interleave
 
 ROOT = Path(__file__).parents[2]
-MADE = {"planted": Shape(200_000, 2_000_000, 4, 10), "rmat": Shape(200_000, 2_000_000, 4, 10)}
+GENERATED = {"planted": Shape(200_000, 2_000_000, 4, 10), "rmat": Shape(200_000, 2_000_000, 4, 10)}
 REAL = ("amazon_computers", "coauthor_physics", "ogbn_arxiv_structure", "tolokers")
-DRAWS = (((15, 10, 5), 1024), ((10, 5), 256))  # fan-outs and seeds of a minibatch
+SETTINGS = (((15, 10, 5), 1024), ((10, 5), 256))  # fan-outs and seeds of a minibatch
 SHARES = (0.01, 0.05, 0.2)
-COUNTED = (20, 400)  # besides the usual number
-LEAST_MEASURED = 100  # minibatches, and at least an epoch
+COUNTED = (20, 400)  # presampled minibatches, besides the default number
+LEAST_MEASURED = 100  # minibatches; more if an epoch has more
 TABLES = ((100, torch.float32), (10, torch.float32), (128, torch.float16), (602, torch.float32))
 TABLE_ROWS, BATCH_ROWS = 1_000_000, 200_000
 ROUNDS, WARMUP = 80, 5
 
 
 def main() -> None:
-    """Measure, and record."""
+    """Measure all graphs and settings, and record the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--real", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument(
+        "--real", type=Path, default=ROOT.parent / "shared" / "data", help="of graphs"
+    )
     options = parser.parse_args()
     for name, graph, seeds in graphs(options.real):
-        for fanouts, batch_size in DRAWS:
+        for fanouts, batch_size in SETTINGS:
             compare(name, graph, seeds, fanouts, batch_size)
-    cost()
+    measure_cost()
 
 
 def graphs(real: Path) -> Iterator[tuple[str, Graph, Tensor]]:
-    """Names, graphs and training nodes."""
-    for name, shape in MADE.items():
+    """Yield the name, the graph and the training nodes of each dataset."""
+    for name, shape in GENERATED.items():
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder) / name, name, shape)
             loaded = load.load(Path(folder) / name)
@@ -71,13 +75,13 @@ def graphs(real: Path) -> Iterator[tuple[str, Graph, Tensor]]:
 def compare(
     name: str, graph: Graph, seeds: Tensor, fanouts: tuple[int, ...], batch_size: int
 ) -> None:
-    """Record one line for each ranking, cache size, and number of counted minibatches."""
+    """Record a line for each ranking, cache size and number of presampled minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
     measured = max(len(loader), LEAST_MEASURED)
     fresh, degrees = presampling.count_accesses(loader, measured), graph.in_degrees()
-    # rates do not depend on what the rows hold
+    # hit rates do not depend on the features
     table = FeatureTable(torch.empty(graph.num_nodes, 1))
-    draw = {"graph": name, "fanouts": ",".join(map(str, fanouts)), "batch_size": batch_size}
+    setting = {"graph": name, "fanouts": ",".join(map(str, fanouts)), "batch_size": batch_size}
     for batches in (*COUNTED, presampling.BATCHES):
         begin = time.perf_counter()
         counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
@@ -89,7 +93,7 @@ def compare(
                 rates = {key: figures[f"{key}_hit_rate"] for key in ("predicted", "measured")}
                 harness.record(
                     "hot",
-                    draw | {"counted": batches, "ranking": ranking, "share": line["share"]},
+                    setting | {"counted": batches, "ranking": ranking, "share": line["share"]},
                     **rates,
                     difference=rates["predicted"] - rates["measured"],
                     count_s=seconds,
@@ -99,27 +103,27 @@ def compare(
                 )
 
 
-def cost() -> None:
-    """Record one line for each table: a gather by one thread of newly sampled ids."""
-    shuffler, chosen = random.Random(0), torch.Generator().manual_seed(0)
+def measure_cost() -> None:
+    """Record gathers of random ids with one thread, with and without a cache, for each table."""
+    shuffler, generator = random.Random(0), torch.Generator().manual_seed(0)
     for columns, dtype in TABLES:
         table = FeatureTable(torch.ones(TABLE_ROWS, columns, dtype=dtype))
         cached = features_cache.cached(table, 0.2, torch.rand(TABLE_ROWS), device="cpu")
         out = torch.empty(BATCH_ROWS, columns, dtype=dtype)
-        ways = {"plain": table, "cached": cached}
+        tables = {"plain": table, "cached": cached}
 
-        def seconds(way: str, ways=ways, out=out) -> float:
-            ids = torch.randint(TABLE_ROWS, (BATCH_ROWS,), generator=chosen)
+        def seconds(name: str, tables=tables, out=out) -> float:
+            ids = torch.randint(TABLE_ROWS, (BATCH_ROWS,), generator=generator)
             begin = time.perf_counter()
-            ways[way].gather(ids, out, threads=1)
+            tables[name].gather(ids, out, threads=1)
             return time.perf_counter() - begin
 
-        taken = interleave(ways, seconds, ROUNDS, warm_up=WARMUP, shuffler=shuffler)
-        timings = {way: harness.timing_of(taken[way]) for way in ways}
-        for way, timing in timings.items():
+        taken = interleave(tables, seconds, ROUNDS, warm_up=WARMUP, shuffler=shuffler)
+        timings = {name: harness.timing_of(taken[name]) for name in tables}
+        for name, timing in timings.items():
             harness.record(
                 "hot",
-                {"rows": BATCH_ROWS, "columns": columns, "dtype": str(dtype), "way": way},
+                {"rows": BATCH_ROWS, "columns": columns, "dtype": str(dtype), "way": name},
                 timing,
                 of_plain=timing.median_s / timings["plain"].median_s,
             )

@@ -1,17 +1,16 @@
-"""Measure the rate of gathers on the host, compared with a large copy.
+"""Measure the bandwidth of gathers on the CPU, compared with a large copy.
 
     python -m bench.loading.gather [ROUNDS]
 
-Bytes are those of the rows asked for, once: B * D * itemsize. The roof is a copy of one large block
-with two threads, timed in the same rounds as the gathers that are held against it: the faster of
-torch's `copy_` and the C library's `memcpy` on two halves. A copy by streaming stores, which is
-what our gather makes of rows that follow each other, is faster still, and has a share of its own.
+Bandwidth counts each gathered row once: B * D * itemsize bytes. The upper bound is the bandwidth of
+copying one large block with two threads: the faster of torch's `copy_` and `memcpy` on two halves.
+It is measured in the same rounds as the gathers. A copy with streaming stores, which gcnzc's gather
+does for consecutive rows, is reported separately (`share_of_streaming_copy`).
 
-Ids are random and the table is far larger than the caches. It lies in pages of 4 KiB, as what torch
-allocates does, or of 2 MiB; the processor must look up where a page lies for nearly every row of
-the former. Every way writes into memory it has written before, but for the one that is there to
-show what fresh memory costs. On a machine that others use too, `chrt -f 10` before the command
-keeps the cores to it.
+Ids are random, and the table is much larger than the CPU caches. It is in pages of 4 KiB, as
+torch's allocator returns them, or of 2 MiB. With 4 KiB pages almost every row is a TLB miss. All
+methods write into memory that has been written before, except the one that measures the cost of
+newly allocated memory. On a shared machine, `chrt -f 10` before the command reserves the cores.
 """
 
 import mmap
@@ -20,8 +19,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# Read when torch is imported: its threads would go on spinning for milliseconds after their work,
-# on the cores of whatever is timed next.
+# Set before torch is imported: otherwise its OpenMP threads busy-wait for milliseconds after their
+# work, on the cores of the next measurement.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -36,7 +35,7 @@ TABLE_BYTES = 2 << 30
 COPY_BYTES = 128 << 20
 # ogbn-products has rows of 400 B, ogbn-papers100M of 512 B, coauthor_cs of 27220 B
 ROW_BYTES = [64, 128, 256, 400, 512, 1024, 2048, 4096, 8192, 27220]
-# a minibatch of the usual fan-outs
+# about the nodes of a minibatch with the default fan-outs
 MOST_IDS = 400_000
 THREADS = 2
 PAGES = {"4 KiB": mmap.MADV_NOHUGEPAGE, "2 MiB": mmap.MADV_HUGEPAGE}
@@ -45,12 +44,12 @@ OUR_COPY = "copy: streaming stores"
 
 
 def main() -> None:
-    """Measure every way on every width, in both kinds of pages."""
+    """Measure every method and row size, with both page sizes."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
     torch.set_num_threads(THREADS)
-    out_memory = memory_of(COPY_BYTES, "2 MiB")
+    out_memory = allocate(COPY_BYTES, "2 MiB")
     for pages in PAGES:
-        memory = memory_of(TABLE_BYTES, pages)
+        memory = allocate(TABLE_BYTES, pages)
         for row_bytes in ROW_BYTES:
             measure_width(memory, out_memory, row_bytes, pages, rounds)
 
@@ -58,33 +57,39 @@ def main() -> None:
 def measure_width(
     memory: Tensor, out_memory: Tensor, row_bytes: int, pages: str, rounds: int
 ) -> None:
-    """Measure every way on rows of one width."""
+    """Measure every method on rows of one size."""
     cols = row_bytes // 4
     num_rows = len(memory) // cols
     rows = memory[: num_rows * cols].view(num_rows, cols)
     num_ids = min(MOST_IDS, COPY_BYTES // row_bytes)
     ids = torch.randint(num_rows, (num_ids,))
     out = out_memory[: num_ids * cols].view(num_ids, cols)
-    copies = copy_ways(memory, out_memory)
-    timings = side_by_side(copies | gather_ways(rows, ids, out), rounds)
-    roof = max(COPY_BYTES / timings[way].median_s for way in LIBRARY_COPIES)
-    our_roof = COPY_BYTES / timings[OUR_COPY].median_s
-    for way, timing in timings.items():
-        num_bytes = COPY_BYTES if way in copies else num_ids * row_bytes
-        case = {"way": way, "row_bytes": row_bytes, "num_ids": num_ids, "table_pages": pages}
-        speed = num_bytes / timing.median_s
-        shares = {"share_of_copy": speed / roof, "share_of_streaming_copy": speed / our_roof}
-        record("gather_cpu", case, timing, bytes_per_s=speed, **shares)
+    copies = copy_methods(memory, out_memory)
+    timings = side_by_side(copies | gather_methods(rows, ids, out), rounds)
+    copy_bandwidth = max(COPY_BYTES / timings[method].median_s for method in LIBRARY_COPIES)
+    streaming_bandwidth = COPY_BYTES / timings[OUR_COPY].median_s
+    for method, timing in timings.items():
+        num_bytes = COPY_BYTES if method in copies else num_ids * row_bytes
+        case = {"way": method, "row_bytes": row_bytes, "num_ids": num_ids, "table_pages": pages}
+        bandwidth = num_bytes / timing.median_s
+        record(
+            "gather_cpu",
+            case,
+            timing,
+            bytes_per_s=bandwidth,
+            share_of_copy=bandwidth / copy_bandwidth,
+            share_of_streaming_copy=bandwidth / streaming_bandwidth,
+        )
 
 
-def memory_of(num_bytes: int, pages: str) -> Tensor:
-    """Return float32 memory that was written once."""
+def allocate(num_bytes: int, pages: str) -> Tensor:
+    """Return a float32 vector of `num_bytes` bytes in pages of a size, already written once."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(PAGES[pages])
     return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
 
 
-def gather_ways(rows: Tensor, ids: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
+def gather_methods(rows: Tensor, ids: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
     """Return gcnzc's gather and those of torch and NumPy, by name."""
     table = FeatureTable(rows)
     rows_numpy, ids_numpy, out_numpy = rows.numpy(), ids.numpy(), out.numpy()
@@ -97,8 +102,8 @@ def gather_ways(rows: Tensor, ids: Tensor, out: Tensor) -> dict[str, Callable[[]
     }
 
 
-def copy_ways(memory: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Return ways to copy `COPY_BYTES` with two threads."""
+def copy_methods(memory: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
+    """Return methods to copy `COPY_BYTES` with two threads, by name."""
     source = memory[: len(out)]
     source_numpy, out_numpy = source.numpy(), out.numpy()
     half = len(out) // 2
@@ -108,7 +113,7 @@ def copy_ways(memory: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
         parts = [slice(half), slice(half, None)]
         list(halves.map(lambda part: np.copyto(out_numpy[part], source_numpy[part]), parts))
 
-    # a gather of whole pages in their order is a copy by streaming stores
+    # a gather of consecutive rows of 4096 B is a copy with streaming stores
     pages = torch.arange(source.nbytes // 4096)
     return {
         "copy: torch": lambda: out.copy_(source),

@@ -1,14 +1,18 @@
-"""Compare the seeds per second of gcnzc's loader with DGL, PyG and GraphBolt, in one run.
+"""Measure the seeds per second of gcnzc's loader compared with DGL, PyG and GraphBolt.
 
-A power-law graph of 1 M nodes and 20 M edges, 100 float32 features, fan-outs 15,10,5 and batches of
-1024 seeds. Every system is a process of its own (`rivals/`), PyG and GraphBolt in environments of
-their own (`rivals/make_environments.sh`). The ways take turns: each is asked for some batches in
-every round, while all others are still, and every round takes other seeds. A way's time begins when
-its first batches have arrived, so that starting threads and workers is not counted; the batches
-that wait by then are not counted either, which favours whoever works further ahead, by a batch or
-four of those timed. Sampling alone is timed with one thread, by processes that have no more.
+    python -m bench.loading.loader [--rivals FOLDER] [--rounds 5] [--cache data/bench]
 
-usage: python -m bench.loading.loader [--rivals FOLDER] [--rounds 5] [--cache data/bench]
+The graph has a power-law degree distribution, 1 M nodes, 20 M edges and 100 float32 features per
+node. Minibatches have 1024 seeds and fan-outs 15, 10, 5. Each system runs in its own process
+(`bench/rivals/`). PyG and GraphBolt also have their own environments, created by
+`bench/rivals/make_environments.sh`; without `--rivals`, only gcnzc and DGL are measured.
+
+The measurements are interleaved: in each round, every configuration loads some batches while all
+other processes are idle. Each measurement takes its own range of shuffled seeds. The clock starts
+when the first SKIPPED batches have been loaded, so the time to start threads and workers is not
+counted. Batches that are already prefetched at that moment cost no time, which favours systems with
+a deeper prefetch queue. Sampling alone is measured with one thread, in separate processes
+that are limited to one thread.
 """
 
 import argparse
@@ -31,13 +35,13 @@ ROOT = Path(__file__).parents[2]
 NODES, EDGES, COLUMNS, SEED = 10**6, 2 * 10**7, 100, 0
 EXPONENT = 0.6  # a node of rank r has a share of the edges' ends proportional to r**-EXPONENT
 BATCH_SIZE = 1024
-# batches a way is timed for in a round, and others before them; slow ways get fewer
+# batches timed per round for each system (fewer for slow systems), and untimed batches before them
 TIMED, SKIPPED = {"ours": 100, "dgl": 40, "pyg": 12, "graphbolt": 16}, 6
-# least ratios of the best ways' medians that are promised
+# minimum speed-ups that the documentation promises, between the fastest configurations
 PROMISED = {"dgl": 3.0, "pyg": 10.0, "graphbolt": 10.0, "dgl sampling": 2.0}
 
 
-def made(cache: Path) -> Path:
+def generated_graph(cache: Path) -> Path:
     """Return the folder of the graph, which is generated if it is missing."""
     folder = cache / f"powerlaw-{NODES}-{EDGES}-{SEED}"
     if not (folder / "seeds.npy").exists():
@@ -57,18 +61,25 @@ def made(cache: Path) -> Path:
 
 @dataclass
 class Rival:
-    """A process that times its own ways."""
+    """A process that measures the configurations of one system."""
 
     name: str
     process: "subprocess.Popen[str]"
-    ways: list[str]
+    configurations: list[str]
     versions: dict[str, str]
 
     @classmethod
     def start(cls, name: str, python: str, folder: Path, threads: int | None = None) -> "Rival":
-        """Start the process, and wait until it has the graph; on all cores if `threads` is None."""
+        """Start the process and wait until it has loaded the graph.
+
+        Args:
+            name: of the system.
+            python: the interpreter of its environment.
+            folder: of the graph.
+            threads: OMP_NUM_THREADS of the process; not set if None.
+        """
         program = ROOT / "bench" / "rivals" / ("ours.py" if name == "ours" else f"{name}_rival.py")
-        # nothing of this environment may reach the rival's
+        # PYTHONPATH of this environment must not leak into the rival's environment
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if python == sys.executable:
             env["PYTHONPATH"] = str(ROOT)
@@ -82,15 +93,17 @@ class Rival:
             text=True,
         )
         rival = cls(name, process, [], {})
-        answer = rival._answer()
-        rival.ways, rival.versions = answer["ways"], answer["versions"]
+        response = rival._read_response()
+        rival.configurations, rival.versions = response["ways"], response["versions"]
         return rival
 
-    def ask(self, way: str, seeds: Path, begin: int, batches: int) -> dict[str, float]:
-        """Time `batches` batches after the skipped ones, of seeds from `begin` on."""
+    def measure(
+        self, configuration: str, seeds: Path, begin: int, batches: int
+    ) -> dict[str, float]:
+        """Time `batches` batches after the skipped ones, starting at seed number `begin`."""
         num_seeds = (batches + SKIPPED) * BATCH_SIZE
         request = {
-            "way": way,
+            "way": configuration,
             "seeds": str(seeds),
             "begin": begin,
             "end": begin + num_seeds,
@@ -99,26 +112,30 @@ class Rival:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._read_response()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_response(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {self.name} ended: {self.process.wait()}")
+            raise RuntimeError(
+                f"the process of {self.name} ended with exit status {self.process.wait()}"
+            )
         return json.loads(line)
 
 
 def main() -> None:
-    """Run all systems and record their times."""
+    """Measure all systems and record their times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rivals", type=Path, help="made by rivals/make_environments.sh")
+    parser.add_argument("--rivals", type=Path, help="folder of make_environments.sh")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cache", type=Path, default=ROOT / "data" / "bench")
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
+    )
     options = parser.parse_args()
-    folder = made(options.cache)
+    folder = generated_graph(options.cache)
 
     rivals = [Rival.start(name, sys.executable, folder) for name in ("ours", "dgl")]
     if options.rivals:
@@ -126,59 +143,69 @@ def main() -> None:
             Rival.start(name, str(options.rivals / name / "bin" / "python"), folder)
             for name in ("pyg", "graphbolt")
         ]
-    asked = [(rival, way, "2 cores") for rival in rivals for way in rival.ways if way != "sampling"]
+    cases = [
+        (rival, configuration, "2 cores")
+        for rival in rivals
+        for configuration in rival.configurations
+        if configuration != "sampling"
+    ]
     single = [Rival.start(name, sys.executable, folder, threads=1) for name in ("ours", "dgl")]
-    asked += [(rival, "sampling", "1 thread") for rival in single]
+    cases += [(rival, "sampling", "1 thread") for rival in single]
 
-    check_sizes(asked, folder)
-    answers: dict[tuple[str, str], list[dict[str, float]]] = {}
+    check_sizes(cases, folder)
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     random = np.random.default_rng()
     for round_ in range(options.rounds):
-        for rival, way, _ in asked[round_ % len(asked) :] + asked[: round_ % len(asked)]:
+        first = round_ % len(cases)
+        for rival, configuration, _ in cases[first:] + cases[:first]:
             batches = TIMED[rival.name]
             begin = int(random.integers(NODES - (batches + SKIPPED) * BATCH_SIZE))
-            answer = rival.ask(way, folder / "seeds.npy", begin, batches)
-            answers.setdefault((rival.name, way), []).append(answer)
-    record(asked, answers)
+            result = rival.measure(configuration, folder / "seeds.npy", begin, batches)
+            results.setdefault((rival.name, configuration), []).append(result)
+    record(cases, results)
 
 
-def check_sizes(asked: list[tuple[Rival, str, str]], folder: Path) -> None:
-    """Refuse to time what does not do the same work, on the same seeds."""
+def check_sizes(cases: list[tuple[Rival, str, str]], folder: Path) -> None:
+    """Raise an error unless all configurations sample about as many nodes from the same seeds."""
     nodes = {
-        (rival.name, way): rival.ask(way, folder / "seeds.npy", 0, 2)["nodes"]
-        for rival, way, _ in asked
+        (rival.name, configuration): rival.measure(configuration, folder / "seeds.npy", 0, 2)[
+            "nodes"
+        ]
+        for rival, configuration, _ in cases
     }
     ours = nodes["ours", "sampling"]
-    for (name, way), count in nodes.items():
-        # PyG draws again only for the nodes of the last hop, not for those before them
+    for (name, configuration), count in nodes.items():
+        # PyG samples neighbours only of nodes that the last hop added, not again of earlier ones
         least = 0.85 if name == "pyg" else 0.99
         if not least < count / ours < 1.01:
-            raise RuntimeError(f"{name}, {way}: {count:.0f} nodes a batch, but ours has {ours:.0f}")
+            raise RuntimeError(
+                f"{name}, {configuration}: {count:.0f} nodes per batch, but gcnzc has {ours:.0f}"
+            )
 
 
 def record(
-    asked: list[tuple[Rival, str, str]], answers: dict[tuple[str, str], list[dict[str, float]]]
+    cases: list[tuple[Rival, str, str]], results: dict[tuple[str, str], list[dict[str, float]]]
 ) -> None:
-    """Record one line for each way, and one for each ratio."""
+    """Record a line for each configuration, and one for each promised speed-up."""
     rates: dict[str, float] = {}
-    for rival, way, cores in asked:
-        told = answers[rival.name, way]
-        seconds = [answer["seconds"] / answer["batches"] for answer in told]
+    for rival, configuration, cores in cases:
+        measured = results[rival.name, configuration]
+        seconds = [result["seconds"] / result["batches"] for result in measured]
         fifths = statistics.quantiles(seconds, n=5)
         timing = harness.Timing(statistics.median(seconds), fifths[0], fifths[3], len(seconds))
         versions = {f"rival_{name}": version for name, version in rival.versions.items()}
         seeds_per_s = BATCH_SIZE / timing.median_s
         harness.record(
             "loader",
-            {"system": rival.name, "way": way, "on": cores, "batch_size": BATCH_SIZE},
+            {"system": rival.name, "way": configuration, "on": cores, "batch_size": BATCH_SIZE},
             timing,
             seeds_per_s=seeds_per_s,
-            nodes=statistics.mean(answer["nodes"] for answer in told),
-            edges=statistics.mean(answer["edges"] for answer in told),
+            nodes=statistics.mean(result["nodes"] for result in measured),
+            edges=statistics.mean(result["edges"] for result in measured),
             **versions,
         )
-        if "without features" not in way:
-            kind = f"{rival.name} sampling" if way == "sampling" else rival.name
+        if "without features" not in configuration:
+            kind = f"{rival.name} sampling" if configuration == "sampling" else rival.name
             rates[kind] = max(rates.get(kind, 0.0), seeds_per_s)
     for kind, least in PROMISED.items():
         if kind in rates:

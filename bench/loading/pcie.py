@@ -1,10 +1,10 @@
-"""Predict the bus traffic of public datasets' rows, by layout of lanes.
+"""Predict the PCIe traffic of reading feature rows of public datasets, by thread layout.
 
     python -m bench.loading.pcie
 
-The figures are computed by the model of `gcnzc.features.pcie_traffic`. Nothing is measured, so they
-are the same on every machine. They are recorded, and printed as the tables of
-docs/benchmarks/bus.md.
+The figures are computed by the model in `gcnzc.features.pcie_traffic`. Nothing is measured, so they
+are the same on every machine. They are recorded in `bench/results/wire.jsonl` and printed as
+Markdown tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
 from gcnzc.system.nvml import LANE_BYTES_PER_S
 from gcnzc.tune.table_shapes import Shape, predict_traffic
 
-# columns and types; MAG240M is stored as float16 (Hu et al., OGB-LSC, 2021), IGB is that of Khatua
-# et al. (2023), PubMed that of Sen et al. (2008), and the others are in datasets/catalog.py
+# columns and dtypes; MAG240M is stored as float16 (Hu et al., OGB-LSC, 2021); IGB is from Khatua et
+# al. (2023) and PubMed from Sen et al. (2008); the others are in datasets/catalog.py
 SETS = {
     "arxiv": (128, "float32", "float16"),
     "papers100M": (128, "float32", "float16"),
@@ -34,7 +34,7 @@ SETS = {
     # rows of 128 int8 codes, each followed by its float32 scale
     "papers100M, scale inside": (132, "int8"),
 }
-# of PCI Express with 16 lanes, by generation
+# bytes per second of 16 PCIe lanes, by generation
 LINKS = {generation: 16 * LANE_BYTES_PER_S[generation] for generation in (3, 4, 5)}
 TAGS = (256, 768)
 # latency of a load from host memory; an assumption
@@ -78,7 +78,7 @@ def tables() -> Iterator[dict[str, Any]]:
 
 
 def limits() -> Iterator[dict[str, Any]]:
-    """Return the bytes of rows per second of several buses, by both limits."""
+    """Return both limits of the bandwidth of rows, for several buses."""
     for name, layout in LIMITED:
         row_bytes, item_bytes = ROWS[name]
         row = traffic(row_bytes, layout=layout, item_bytes=item_bytes)
@@ -98,7 +98,7 @@ def limits() -> Iterator[dict[str, Any]]:
 
 
 def set_table() -> list[str]:
-    """Requests and bytes on the wire of the sets, as Markdown."""
+    """Format the requests per row and the efficiency of each dataset as a Markdown table."""
     heads = ["set", "type", "row B", *LAYOUTS, "memory for lines", "stored, read as"]
     rows = []
     for table in tables():

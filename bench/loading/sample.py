@@ -1,12 +1,12 @@
-"""Measure sampling: minibatches per second and memory of one thread, by graph size.
+"""Measure neighbour sampling on one thread: minibatches per second and memory, by graph size.
 
     python -m bench.loading.sample [ROUNDS]
 
-The two tables from ids to local numbers, one slot a node and hashed
-(`kernels/sample/__init__.py`), on graphs
-of 1 M to 111 M nodes, the size of ogbn-papers100M. Of the larger graphs only 1 M nodes
-have edges, 20 M by a power law, so that batches are alike: 1024 seeds with fan-outs 15,10,5. All
-ways take turns, on the same seeds.
+Two lookup tables from global to local node ids are compared: direct (one slot per node) and hashed
+(`kernels/sample/__init__.py`). The graphs have 1 M to 111 M nodes; the largest is the size of
+ogbn-papers100M. In every graph only 1 M nodes have edges, 20 M with a power-law degree
+distribution, so that the minibatches have the same size on all graphs: 1024 seeds and fan-outs 15,
+10, 5. The measurements of both tables are interleaved, on the same seeds.
 """
 
 import sys
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.harness import record, side_by_side
-from bench.loading.loader import BATCH_SIZE, ROOT, made
+from bench.loading.loader import BATCH_SIZE, ROOT, generated_graph
 from gcnzc.kernels import sample
 from gcnzc.kernels.buffers import Pool
 
@@ -25,9 +25,9 @@ GRAPH_NODES = [10**6, 16 * 10**6, 111 * 10**6]
 
 
 def main() -> None:
-    """Measure both tables on every size."""
+    """Measure both tables on every graph size."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    folder = made(ROOT / "data" / "bench")
+    folder = generated_graph(ROOT / "data" / "bench")
     indptr, indices, seeds = (
         np.load(folder / f"{name}.npy") for name in ("indptr", "indices", "seeds")
     )

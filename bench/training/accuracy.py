@@ -3,13 +3,13 @@
     python -m bench.training.accuracy [GRAPH ...] [--sampler gcnzc dgl] [--seeds N]
                                      [--archives FOLDER]
 
-Every figure comes from the commands of the command line that are printed with it, in which only the
-seed changes: a graph is prepared, a model trains on minibatches, and the one that is best on the
-validation nodes is tested with all neighbours. All graphs if none is named. With both samplers the
-difference between them is held against the spread of the seeds. Exit status 1 if a figure stays
-below its target.
+Each result is measured by the gcnzc commands that are recorded with it; only the seed differs
+between runs. The graph is prepared, a model trains on minibatches, and the model with the best
+validation score is tested with all neighbours. Without GRAPH, all graphs are measured. With both
+samplers, their difference is compared with the standard deviation over the seeds. The exit status
+is 1 if a mean is below its target.
 
-FOLDER holds archives NAME/NAME.npz as `gcnzc prepare` reads them; the digits need none.
+FOLDER contains archives NAME/NAME.npz for `gcnzc prepare`; the graph `digits` needs none.
 """
 
 import argparse
@@ -34,14 +34,15 @@ SAMPLERS = ("gcnzc", "dgl")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model trains, and what it is to reach."""
+    """The options of a training run, and its target."""
 
     graph: str
-    target_percent: float  # test accuracy, or area under the ROC curve, of the mean over the seeds
+    target_percent: float  # mean test accuracy, or area under the ROC curve, over the seeds
     options: str  # of `gcnzc train`
 
 
-# what makes the folder GRAPH; a graph with bags of words and few labels trains better on shares
+# commands that create the folder GRAPH; graphs with bag-of-words features and few labels reach a
+# higher accuracy with normalized features
 PREPARE = "prepare ARCHIVE GRAPH"
 NORMALIZED = f"{PREPARE} --normalize-features"
 MADE_BY = {
@@ -56,8 +57,8 @@ MADE_BY = {
     "ogbn_arxiv_structure": "embed ARCHIVE GRAPH --dims 128",
 }
 
-# batches of these hold all training nodes, so that an epoch is a step; a look at the 500 validation
-# nodes every fifth step is cheaper, and a lucky early one less likely
+# a batch has all training nodes, so an epoch is one step; evaluating the 500 validation nodes only
+# every fifth step is faster, and makes it less likely that an early epoch is the best by chance
 PLANETOID = (
     "--layers 2 --fanouts 10,10 --lr 0.01 --weight-decay 5e-4 --epochs 200 --evaluate-every 5"
 )
@@ -67,7 +68,7 @@ ATTENTION = (
     "--dropout 0.6 --input-dropout 0.6 --attention-dropout 0.6"
 )
 AMAZON = "--layers 2 --fanouts 10,10 --hidden 128 --batch-norm --batch-size 512 --epochs 30"
-# rows of 27 and 34 KB: small fan-outs bound what a batch gathers
+# rows have 27 and 34 KB: small fan-outs limit the bytes that are gathered per batch
 COAUTHOR = "--layers 2 --fanouts 5,5 --hidden 64 --batch-size 256"
 
 RECIPES = (
@@ -100,11 +101,11 @@ RECIPES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every recipe of the graphs asked for, and return the exit status."""
+    """Measure every recipe of the requested graphs, and return the exit status."""
     asked = options(argv)
     lines = []
     for graph in asked.graphs:
-        # made anew each time, so that a figure never comes from a graph of earlier code
+        # prepared again for each run, so that results never depend on files of earlier code
         with tempfile.TemporaryDirectory() as folder:
             prepared = Path(folder) / graph
             words = words_of(MADE_BY[graph], ARCHIVE=asked.archives / graph / f"{graph}.npz")
@@ -121,14 +122,14 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(MADE_BY))
     parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=SAMPLERS[:1])
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on; at least 2")
-    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="NAME/NAME.npz lie there")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 2")
+    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of NAME/NAME.npz")
     asked = parser.parse_args(argv)
     unknown = [graph for graph in asked.graphs if graph not in MADE_BY]
     if unknown:
         parser.error(f"no recipe for {', '.join(unknown)}; there are {', '.join(MADE_BY)}")
     if asked.seeds < 2:
-        parser.error("a spread needs at least two seeds")
+        parser.error("a standard deviation needs at least two seeds")
     asked.graphs = list(dict.fromkeys(asked.graphs)) or list(MADE_BY)
     return asked
 
@@ -136,7 +137,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     recipe: Recipe, prepared: Path, samplers: Iterable[str], seeds: int
 ) -> list[dict[str, Any]]:
-    """Train once a seed with each sampler, and record the figures of each."""
+    """Train once per seed with each sampler, and record the results of each."""
     lines = []
     for sampler in samplers:
         words = f"train GRAPH {recipe.options} --sampler {sampler}"
@@ -160,7 +161,7 @@ def record(
     results: Sequence[dict[str, Any]],
     seconds: Sequence[float],
 ) -> dict[str, Any]:
-    """Print and keep what the seeds came to."""
+    """Record the mean and standard deviation over the seeds."""
     metric = results[0]["metric"]
     tests = [100 * result[f"test_{metric}"] for result in results]
     valids = [100 * result[f"valid_{metric}"] for result in results]
@@ -186,7 +187,7 @@ def record(
 
 
 def compare(ours: dict[str, Any], other: dict[str, Any]) -> None:
-    """Print and keep by how much two samplers differ, beside what chance makes of the seeds."""
+    """Record the difference of two samplers, and the standard deviation of the difference."""
     spread = (ours["spread_percent"] ** 2 + other["spread_percent"] ** 2) ** 0.5
     difference = ours["test_percent"] - other["test_percent"]
     harness.record(
@@ -220,8 +221,8 @@ def words_of(command: str | Sequence[str], **paths: Path) -> list[str]:
 
 
 def print_table(lines: Iterable[dict[str, Any]]) -> None:
-    """Print one row for each figure."""
-    print(f"\n{'graph':22}{'model':7}{'sampler':9}{'test %':>15}{'target':>8}{'a run':>9}")
+    """Print one row for each result."""
+    print(f"\n{'graph':22}{'model':7}{'sampler':9}{'test %':>15}{'target':>8}{'per run':>9}")
     for line in lines:
         test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"
         missed = "" if line["reached"] else "  missed"

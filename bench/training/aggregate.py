@@ -1,15 +1,16 @@
-"""Measure aggregations over blocks, forward and backward, compared with DGL and torch.sparse.
+"""Measure mean and attention aggregation on the CPU, compared with DGL and torch.sparse.
 
-    python -m bench.training.aggregate
+    python -m bench.training.aggregate [--threads 2] [--edge-cost]
 
-The blocks are those of one batch of 1024 seeds, fan-outs 15, 10, 5, on a power-law graph of 1 M
-nodes and 20 M edges; a call does all three, forward and backward, with the gradient of the rows.
-All ways are called in turns, on blocks that were used before, so that what a way makes of a block
-once (DGL its other formats, we the block turned round) is not counted. "gcnzc, new blocks" counts
-it: so blocks are met in training.
+The blocks are those of one minibatch of 1024 seeds with fan-outs 15, 10, 5, on a power-law graph of
+1 M nodes and 20 M edges. A call computes the forward and backward pass of all three blocks, with
+the gradient with respect to the input rows. The measurements of all methods are interleaved. Blocks
+are reused, so the time to convert them (DGL's other sparse formats, gcnzc's transposed block) is
+not counted. "gcnzc, new blocks" includes the transposition, as in training, where every block
+is new.
 
-`--edge-cost` measures instead what `gcnzc.models.layers.EDGE_COST` says: what a column of an edge
-costs, forward and backward, in multiplications of a linear map.
+`--edge-cost` instead measures the constant `gcnzc.models.layers.EDGE_COST`: the cost of aggregating
+one column of one edge, forward and backward, in multiplications of a linear layer.
 """
 
 import argparse
@@ -37,7 +38,7 @@ ROUNDS = 15
 
 
 def power_law(num_nodes: int, num_edges: int) -> Graph:
-    """Return edges between nodes whose probabilities are a power of their rank."""
+    """Return a random graph whose degrees follow a power law."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(num_nodes, generator=generator)
     src, dst = (
@@ -62,15 +63,15 @@ def random_grads(steps: list[Step], rows: list[Tensor]) -> list[Tensor]:
     return [torch.randn_like(step(x.detach())) for step, x in zip(steps, rows, strict=True)]
 
 
-def mean_ways(blocks: list[Block]) -> dict[str, list[Step]]:
-    """Return the ways to compute the mean over each block."""
+def mean_methods(blocks: list[Block]) -> dict[str, list[Step]]:
+    """Return, for each method, the functions that compute the mean over each block."""
     dgl = import_dgl()
     scales = [1 / block.indptr.diff().clamp(min=1).float() for block in blocks]
 
     def ours(block: Block, scale: Tensor, x: Tensor) -> Tensor:
         return aggregate(block.indptr, block.indices, x, None, scale)
 
-    def ours_anew(block: Block, scale: Tensor, x: Tensor) -> Tensor:
+    def ours_new_blocks(block: Block, scale: Tensor, x: Tensor) -> Tensor:
         return ours(replace(block, indices=block.indices.detach()), scale, x)
 
     matrices = [
@@ -79,22 +80,22 @@ def mean_ways(blocks: list[Block]) -> dict[str, list[Step]]:
             block.indices.long(),
             scale.repeat_interleave(block.indptr.diff()),
             (block.num_dst, block.num_src),
-            check_invariants=False,  # ids in a row are in any order
+            check_invariants=False,  # the ids of a row are not sorted
         )
         for block, scale in zip(blocks, scales, strict=True)
     ]
     return {
         "gcnzc": [partial(ours, *pair) for pair in zip(blocks, scales, strict=True)],
         "gcnzc, new blocks": [
-            partial(ours_anew, *pair) for pair in zip(blocks, scales, strict=True)
+            partial(ours_new_blocks, *pair) for pair in zip(blocks, scales, strict=True)
         ],
         "dgl": [partial(dgl.ops.copy_u_mean, dgl_block(dgl, block)) for block in blocks],
         "torch.sparse": [partial(torch.matmul, matrix) for matrix in matrices],
     }
 
 
-def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[Step]]:
-    """Return the ways to compute attention over each block, as in DGL's GATConv."""
+def attention_methods(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[Step]]:
+    """Return, for each method, the functions that compute GAT attention as DGL's GATConv does."""
     dgl = import_dgl()
 
     def ours(block: Block, score: Tensor, x: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[
         target = score[: block.num_dst]
         return gat_aggregate(block.indptr, block.indices, x, score, target, self_loops=False)
 
-    def ours_anew(block: Block, score: Tensor, x: Tensor) -> Tensor:
+    def ours_new_blocks(block: Block, score: Tensor, x: Tensor) -> Tensor:
         return ours(replace(block, indices=block.indices.detach()), score, x)
 
     def theirs(block: Any, score: Tensor, x: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def attention_ways(blocks: list[Block], scores: list[Tensor]) -> dict[str, list[
     return {
         "gcnzc": [partial(ours, *pair) for pair in zip(blocks, scores, strict=True)],
         "gcnzc, new blocks": [
-            partial(ours_anew, *pair) for pair in zip(blocks, scores, strict=True)
+            partial(ours_new_blocks, *pair) for pair in zip(blocks, scores, strict=True)
         ],
         "dgl": [partial(theirs, *pair) for pair in zip(made, scores, strict=True)],
     }
@@ -132,43 +133,48 @@ def dgl_block(dgl: Any, block: Block) -> Any:
     )
 
 
-def check(ways: dict[str, list[Step]], rows: list[Tensor], grads: list[Tensor]) -> None:
-    """Refuse to time ways that do not compute the same."""
+def check(methods: dict[str, list[Step]], rows: list[Tensor], grads: list[Tensor]) -> None:
+    """Raise AssertionError unless all methods compute the same outputs and gradients."""
     results = {}
-    for way, steps in ways.items():
+    for method, steps in methods.items():
         forward_and_backward(steps, rows, grads)
         outs = [step(x.detach()).detach() for step, x in zip(steps, rows, strict=True)]
-        results[way] = outs + [x.grad for x in rows]
-    for way, parts in results.items():
+        results[method] = outs + [x.grad for x in rows]
+    for method, parts in results.items():
         for ours, theirs in zip(results["gcnzc"], parts, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=way)
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=method)
 
 
-def compare(what: str, ways: dict[str, Any], rows: list[Tensor], case: dict[str, Any]) -> None:
-    """Time all ways in turns, and record each with the time of gcnzc beside it."""
-    grads = random_grads(ways["gcnzc"], rows)
-    check(ways, rows, grads)
-    calls = {way: partial(forward_and_backward, steps, rows, grads) for way, steps in ways.items()}
+def compare(what: str, methods: dict[str, Any], rows: list[Tensor], case: dict[str, Any]) -> None:
+    """Time all methods, interleaved, and record each with its time relative to gcnzc's."""
+    grads = random_grads(methods["gcnzc"], rows)
+    check(methods, rows, grads)
+    calls = {
+        method: partial(forward_and_backward, steps, rows, grads)
+        for method, steps in methods.items()
+    }
     timings = side_by_side(calls, ROUNDS)
     ours = timings["gcnzc, new blocks"].median_s
-    for way, timing in timings.items():
+    for method, timing in timings.items():
         times = timing.median_s / ours
-        record("aggregate_cpu", {"what": what, "way": way} | case, timing, times_new_blocks=times)
+        record(
+            "aggregate_cpu", {"what": what, "way": method} | case, timing, times_new_blocks=times
+        )
 
 
 def edge_cost(blocks: list[Block]) -> None:
-    """Time a mean and a linear map of the outermost block, forward and backward."""
+    """Time a mean and a linear layer on the outermost block, forward and backward."""
     block = blocks[0]
     for width in WIDTHS:
         x = torch.randn(block.num_src, width, requires_grad=True)
         linear = torch.nn.Linear(width, width, bias=False)
         scale = 1 / block.indptr.diff().clamp(min=1).float()
         sums = [lambda x: aggregate(block.indptr, block.indices.detach(), x, None, scale)]  # noqa: B023
-        ways = {
+        methods = {
             "sum": partial(forward_and_backward, sums, [x], random_grads(sums, [x])),
             "map": partial(forward_and_backward, [linear], [x], random_grads([linear], [x])),
         }
-        timings = side_by_side(ways, ROUNDS)
+        timings = side_by_side(methods, ROUNDS)
         sum_s = timings["sum"].median_s / (block.num_edges * width)
         map_s = timings["map"].median_s / (block.num_src * width * width)
         case = {"what": "edge cost", "columns": width, "edges": block.num_edges}
@@ -176,9 +182,9 @@ def edge_cost(blocks: list[Block]) -> None:
 
 
 def main() -> None:
-    """Measure every way on every case."""
+    """Measure every method on every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--edge-cost", action="store_true")
+    parser.add_argument("--edge-cost", action="store_true", help="measure EDGE_COST instead")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -190,9 +196,9 @@ def main() -> None:
     for width in WIDTHS:
         rows = [torch.randn(block.num_src, width, requires_grad=True) for block in blocks]
         case = {"columns": width, "edges": sum(block.num_edges for block in blocks)}
-        compare("mean", mean_ways(blocks), rows, case)
+        compare("mean", mean_methods(blocks), rows, case)
         scores = [torch.randn(block.num_src, HEADS, requires_grad=True) for block in blocks]
-        compare("attention", attention_ways(blocks, scores), rows, case | {"heads": HEADS})
+        compare("attention", attention_methods(blocks, scores), rows, case | {"heads": HEADS})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Measure the scripts of examples/ before and after the loader is replaced.
+"""Measure the accuracy and speed of the scripts of examples/ before and after replacing the loader.
 
     python -m bench.training.examples [SCRIPT ...] [--rivals FOLDER] [--archive FILE] [--seeds N]
 
-Each runs once a seed, in turns. What they print is recorded: the accuracy or ROC AUC, the seconds
-of the median epoch, and how many of them it waited for minibatches. PyG's run unchanged in the
-environment FOLDER/pyg of bench/rivals/make_environments.sh, since PyG's own loader needs
-torch-sparse; DGL's in this one.
+The original and the changed script run once per seed, interleaved. Their output is recorded: the
+accuracy or ROC AUC, the median time of an epoch, and the part of it spent waiting for minibatches.
+The original PyG scripts run in the environment FOLDER/pyg, created by
+bench/rivals/make_environments.sh, since PyG's own loader needs torch-sparse. All other scripts run
+in the current environment.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from bench.harness import record
 ROOT = Path(__file__).parents[2]
 ARCHIVE = ROOT.parent / "shared/data/amazon_photo/amazon_photo.npz"
 SCRIPTS = ("dgl_node", "dgl_link", "dgl_multi", "pyg_node", "pyg_link", "pyg_multi")
-# DGL does not import beside this torch by itself
+# DGL fails to import with this version of torch unless it is imported by `import_dgl`
 WITH_DGL = "import runpy, sys; from gcnzc.interop.dgl import import_dgl; import_dgl(); " + (
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
@@ -42,7 +43,11 @@ def command_of(script: str, *, changed: bool, rivals: Path) -> list[str]:
 
 
 def run(command: list[str], archive: Path, seed: int) -> tuple[str, float, float, float]:
-    """Run a script, and return its score, and the median epoch's seconds and seconds of waiting."""
+    """Run a script once.
+
+    Returns:
+        Name and value of its metric, the median seconds of an epoch, and the seconds of waiting.
+    """
     paths = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
     done = subprocess.run(
         [*command, str(archive), "--seed", str(seed)],
@@ -58,7 +63,7 @@ def run(command: list[str], archive: Path, seed: int) -> tuple[str, float, float
 
 
 def main() -> None:
-    """Run each script that is asked for, unchanged and changed."""
+    """Run each requested script, unchanged and changed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -72,7 +77,7 @@ def main() -> None:
             name: command_of(script, changed=name == "changed", rivals=options.rivals)
             for name in ("unchanged", "changed")
         }
-        # compiled code is kept from the first run on
+        # compile and cache the kernels before the measured runs
         run(commands["changed"], options.archive, 0)
         values: dict[str, list[float]] = {name: [] for name in commands}
         waits: dict[str, list[float]] = {name: [] for name in commands}

@@ -1,26 +1,27 @@
 """Compare link prediction on a real graph with PyG's loader and model, over several seeds.
 
-    python -m bench.training.link_prediction [--way NAME ...] [--seeds N] [--epochs N]
+    python -m bench.training.link_prediction [--way METHOD ...] [--seeds SEED ...] [--epochs N]
                              [--rivals FOLDER] [--archive FILE.npz] [--summary]
 
-The edges are split by the command line, with one seed for all ways and runs; each run trains
-GraphSAGE of two layers with batch normalisation and an MLP on products, keeps the model best on
-the validation edges, and tests it with all neighbours. Ways:
+`gcnzc prepare --task link` splits the edges, with one seed for all methods and runs. Each run
+trains a two-layer GraphSAGE model with batch normalization and an MLP decoder on the product of two
+embeddings, keeps the model with the best validation AUC, and tests it with all neighbours. Methods:
 
-    gcnzc           as `gcnzc train --task link` does: the minibatch's edges are in none of its
-                    neighbourhoods, and negatives are no edges
-    gcnzc, as PyG   --exclude none --no-strict-negatives, which is what PyG's loader does
-    gcnzc, chance   as `gcnzc`, but which pairs of nodes have an edge was shuffled: nothing can
-                    foretell them, and an area above 0.5 by more than chance would be a leak
-    pyg             LinkNeighborLoader and SAGEConv, with the same sizes; FOLDER/pyg is the
-                    environment, see bench/rivals/make_environments.sh
-    pyg, drawn      the same, with batch normalisation over the nodes that neighbours were drawn
-                    for, as layers that compute no others have it, and not over the outermost too
+    gcnzc           the defaults of `gcnzc train --task link`: target edges are excluded from
+                    message passing, and negative samples are never edges
+    gcnzc, as PyG   --exclude none --no-strict-negatives, the behaviour of PyG's loader
+    gcnzc, chance   as `gcnzc`, on random edges, which cannot be predicted; an AUC above 0.5 by
+                    more than chance would show leakage of held-out edges
+    pyg             PyG's LinkNeighborLoader and SAGEConv, with the same hyperparameters; FOLDER/pyg
+                    is its environment, created by bench/rivals/make_environments.sh
+    pyg, drawn      as `pyg`, with batch normalization only over the nodes whose neighbours were
+                    sampled, as in block-based layers, instead of over all nodes
 
-Every run is a line; --summary adds one for each way from the lines there are of these sizes, and
-how far the ways differ, beside what chance makes of the seeds. Exit status 1 if the mean of `gcnzc`
-stays below the target, if a way of PyG is better than one of ours by more than chance, or if
-shuffled edges are foretold better than three standard deviations of an area without signal allow.
+Each run is recorded as a line. With --summary, nothing is trained: the recorded runs with the same
+hyperparameters are summarized, in a line per method and a line for each difference between gcnzc
+and PyG, compared with the spread over the seeds. Its exit status is 1 if the mean AUC of `gcnzc` is
+below the target, if PyG is better than gcnzc by more than the spread, or if the AUC on random edges
+is above 0.5 by more than three standard deviations of an AUC without signal.
 """
 
 import argparse
@@ -48,7 +49,7 @@ RIVAL = Path(__file__).parents[1] / "rivals" / "pyg_link.py"
 TARGET = 0.95
 SIZES = {"hidden": 64, "fanouts": [5, 5], "batch_size": 2048, "lr": 0.003}
 OURS = "train GRAPH --task link --model sage --layers 2 --batch-norm --dropout 0"
-WAYS = {
+METHODS = {
     "gcnzc": "",
     "gcnzc, as PyG": "--exclude none --no-strict-negatives",
     "gcnzc, chance": "",
@@ -59,53 +60,53 @@ RIVALS = {"pyg", "pyg, drawn"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for; the exit status."""
+    """Run the command, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--way", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--rivals", type=Path, help="what make_environments.sh made")
+    parser.add_argument("--rivals", type=Path, help="folder of make_environments.sh")
     parser.add_argument("--archive", type=Path, default=ARCHIVE)
-    parser.add_argument("--summary", action="store_true", help="of the lines there are")
-    asked = parser.parse_args(argv)
-    if RIVALS.intersection(asked.way) and not (asked.rivals or asked.summary):
-        parser.error("--rivals FOLDER says where PyG is; or leave it out by --way")
-    case = {"graph": asked.archive.stem, "model": "sage", "epochs": asked.epochs, **SIZES}
-    if asked.summary:
+    parser.add_argument("--summary", action="store_true", help="summarize the recorded runs")
+    options = parser.parse_args(argv)
+    if RIVALS.intersection(options.way) and not (options.rivals or options.summary):
+        parser.error("PyG needs --rivals FOLDER; or name other methods with --way")
+    case = {"graph": options.archive.stem, "model": "sage", "epochs": options.epochs, **SIZES}
+    if options.summary:
         return summary(case)
     with tempfile.TemporaryDirectory() as folder:
-        graphs = {way: Path(folder) / "graph" for way in asked.way}
+        graphs = {method: Path(folder) / "graph" for method in options.way}
         if "gcnzc, chance" in graphs:
             graphs["gcnzc, chance"] = Path(folder) / "chance"
-            shuffle(asked.archive, Path(folder) / "chance.npz")
+            shuffle(options.archive, Path(folder) / "chance.npz")
         for graph in set(graphs.values()):
-            archive = asked.archive if graph.name == "graph" else graph.with_suffix(".npz")
+            archive = options.archive if graph.name == "graph" else graph.with_suffix(".npz")
             gcnzc(["prepare", str(archive), str(graph), "--task", "link"])
-        for seed in asked.seeds:
-            for way, graph in graphs.items():
+        for seed in options.seeds:
+            for method, graph in graphs.items():
                 begin = time.perf_counter()
-                if way in RIVALS:
-                    found = by_pyg(graph, asked.rivals, WAYS[way], asked.epochs, seed)
+                if method in RIVALS:
+                    found = run_pyg(graph, options.rivals, METHODS[method], options.epochs, seed)
                 else:
-                    found = by_gcnzc(graph, WAYS[way].split(), asked.epochs, seed)
+                    found = run_gcnzc(graph, METHODS[method].split(), options.epochs, seed)
                 found.setdefault("run_s", time.perf_counter() - begin)
-                harness.record("linkpred", {**case, "way": way, "seed": seed}, **found)
+                harness.record("linkpred", {**case, "way": method, "seed": seed}, **found)
     return 0
 
 
 def shuffle(archive: Path, out: Path) -> None:
-    """Write the graph with as many edges between pairs of nodes that are drawn."""
+    """Write a copy of the graph whose edges are replaced by as many random ones."""
     with np.load(archive) as read:
         arrays = dict(read)
     nodes, edges = len(arrays["node_label"]), arrays["edge_index"].shape[1]
     # both directions of each, as they are in the archive
-    drawn = np.random.default_rng(0).integers(0, nodes, (2, edges // 2))
-    arrays["edge_index"] = np.concatenate([drawn, drawn[::-1]], axis=1)
+    random = np.random.default_rng(0).integers(0, nodes, (2, edges // 2))
+    arrays["edge_index"] = np.concatenate([random, random[::-1]], axis=1)
     arrays["add_inverse_edge"] = np.array(False)
     np.savez(out, **arrays)
 
 
-def by_gcnzc(graph: Path, more: Sequence[str], epochs: int, seed: int) -> dict[str, Any]:
+def run_gcnzc(graph: Path, more: Sequence[str], epochs: int, seed: int) -> dict[str, Any]:
     """Return the figures of one run of the command line."""
     words = [*OURS.split(), *more, "--epochs", str(epochs), "--seed", str(seed)]
     for name, value in SIZES.items():
@@ -115,12 +116,12 @@ def by_gcnzc(graph: Path, more: Sequence[str], epochs: int, seed: int) -> dict[s
         here = [str(graph) if word == "GRAPH" else word for word in words]
         result = json.loads(gcnzc([*here, "--out", str(Path(runs) / "run")]))
     kept = ("valid_auc", "test_auc", "best_epoch", "epoch_s", "sample_s", "gather_s", "compute_s")
-    told = {key: result[key] for key in kept}
-    told["judged"] = np.load(graph / "links" / "test.npy").shape[1]
-    return told | {"command": f"gcnzc {' '.join(words)}"}
+    figures = {key: result[key] for key in kept}
+    figures["judged"] = np.load(graph / "links" / "test.npy").shape[1]
+    return figures | {"command": f"gcnzc {' '.join(words)}"}
 
 
-def by_pyg(graph: Path, rivals: Path, norm_over: str, epochs: int, seed: int) -> dict[str, Any]:
+def run_pyg(graph: Path, rivals: Path, norm_over: str, epochs: int, seed: int) -> dict[str, Any]:
     """Return the figures of one run of PyG, in its own environment."""
     options = json.dumps({**SIZES, "epochs": epochs, "seed": seed, "norm_over": norm_over})
     python = rivals / "pyg" / "bin" / "python"
@@ -131,33 +132,33 @@ def by_pyg(graph: Path, rivals: Path, norm_over: str, epochs: int, seed: int) ->
 
 
 def summary(case: dict[str, Any]) -> int:
-    """Keep the mean of each way and their differences; the exit status."""
+    """Record the mean of each method and their differences, and return the exit status."""
     path = harness.RESULTS / "linkpred.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     runs = {
-        way: {
+        method: {
             line["seed"]: line
             for line in lines
-            if line["way"] == way
+            if line["way"] == method
             and "seed" in line
             and all(line[key] == value for key, value in case.items())
         }
-        for way in WAYS
+        for method in METHODS
     }
     means = {}
-    for way, by_seed in runs.items():
+    for method, by_seed in runs.items():
         values = [line["test_auc"] for line in by_seed.values()]
-        if len(values) < 2 or way == "gcnzc, chance":
+        if len(values) < 2 or method == "gcnzc, chance":
             continue
-        means[way] = statistics.mean(values), statistics.stdev(values)
+        means[method] = statistics.mean(values), statistics.stdev(values)
         harness.record(
             "linkpred",
-            {**case, "way": f"mean of {way}"},
-            test_auc=means[way][0],
-            spread=means[way][1],
+            {**case, "way": f"mean of {method}"},
+            test_auc=means[method][0],
+            spread=means[method][1],
             seeds=sorted(by_seed),
             target=TARGET,
-            reached=means[way][0] >= TARGET,
+            reached=means[method][0] >= TARGET,
         )
     good = "gcnzc" in means and means["gcnzc"][0] >= TARGET
     for seed, line in runs["gcnzc, chance"].items():

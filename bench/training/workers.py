@@ -1,16 +1,16 @@
-"""Measure throughput by number of workers, and accuracy at the same total batch size.
+"""Measure the throughput and the accuracy of training by number of workers.
 
     python -m bench.training.workers speed [--rounds N]
     python -m bench.training.workers accuracy [GRAPH ...] [--seeds N]
 
-`speed` trains on a planted graph with one worker on one core and with two on two, in turns, with
-one thread of every kind each, and takes the median epoch without the first. Time in exchange is
-told apart; the rest is what workers could do side by side. Exit status 1 if two are not 1.8 times
-as fast as one in that.
+`speed` trains on a planted graph with one worker on one core and with two workers on two cores,
+interleaved, with one thread per worker. It takes the median epoch, without the first. Throughput is
+measured with and without the time of the gradient exchange. The exit status is 1 if two workers are
+not 1.8 times as fast as one without the exchange, and 2 if there are fewer than two cores.
 
-`accuracy` trains with 1, 2 and 4 workers whose minibatches add up to the same, over several seeds.
-Exit status 1 if a mean differs from that of one worker by more than the sum of both spreads.
-GRAPH is `planted`, or a folder of ../shared/data.
+`accuracy` trains with 1, 2 and 4 workers with the same total batch size, over several seeds. The
+exit status is 1 if a mean differs from that of one worker by more than the sum of both standard
+deviations. GRAPH is `planted`, or a folder of ../shared/data.
 """
 
 import argparse
@@ -30,25 +30,27 @@ from gcnzc import cli
 ROOT = Path(__file__).parents[2]
 ARCHIVES = ROOT.parent / "shared" / "data"
 TARGET = 1.8
-# of the total minibatch
+
 SPEED = "--layers 2 --fanouts 10,10 --hidden 128 --epochs 4 --evaluate-every 4"
 ACCURACY = "--layers 2 --fanouts 10,10 --hidden 64 --epochs 10"
-TOTAL = 256
+TOTAL = 256  # seeds per step, of all workers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the part that is asked for; the exit status."""
+    """Run the requested part, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["speed", "accuracy"])
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", default=["planted", "amazon_photo"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=40_000, help="of the planted graph")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        if asked.part == "speed":
-            return speed(Path(folder), asked.rounds, asked.nodes)
-        within = [accuracy(Path(folder), graph, asked.seeds, asked.nodes) for graph in asked.graphs]
+        if options.part == "speed":
+            return speed(Path(folder), options.rounds, options.nodes)
+        within = [
+            accuracy(Path(folder), graph, options.seeds, options.nodes) for graph in options.graphs
+        ]
         return 0 if all(within) else 1
 
 
@@ -59,24 +61,24 @@ def speed(folder: Path, rounds: int, nodes: int) -> int:
     if len(cores) < 2:
         print("speed: two cores are needed", file=sys.stderr)
         return 2
-    apart: dict[int, list[float]] = {1: [], 2: []}
-    whole: dict[int, list[float]] = {1: [], 2: []}
-    for turn in range(rounds):
+    without_exchange: dict[int, list[float]] = {1: [], 2: []}
+    overall: dict[int, list[float]] = {1: [], 2: []}
+    for round_ in range(rounds):
         for workers in (1, 2):
-            run = folder / f"speed-{turn}-{workers}"
+            run = folder / f"speed-{round_}-{workers}"
             train(graph, run, workers, f"{SPEED} --threads 1 --batch-size 512", cores[:workers])
             lines = [json.loads(line) for line in (run / "record.jsonl").open()][1:]
-            apart[workers].append(
+            without_exchange[workers].append(
                 statistics.median(x["seeds"] / (x["epoch_s"] - x["exchange_s"]) for x in lines)
             )
-            whole[workers].append(statistics.median(x["seeds"] / x["epoch_s"] for x in lines))
+            overall[workers].append(statistics.median(x["seeds"] / x["epoch_s"] for x in lines))
     figures = {}
     for workers in (1, 2):
-        figures[workers] = statistics.median(apart[workers])
+        figures[workers] = statistics.median(without_exchange[workers])
         harness.record(
             "workers",
             {"part": "speed", "graph": "planted", "nodes": nodes, "workers": workers},
-            seeds_per_s=statistics.median(whole[workers]),
+            seeds_per_s=statistics.median(overall[workers]),
             seeds_per_s_without_exchange=figures[workers],
             rounds=rounds,
             options=f"{SPEED} --threads 1 --batch-size 512",
@@ -87,7 +89,7 @@ def speed(folder: Path, rounds: int, nodes: int) -> int:
 
 
 def accuracy(folder: Path, name: str, seeds: int, nodes: int) -> bool:
-    """Whether more workers are as accurate as one, on one graph."""
+    """Measure one graph, and return whether more workers are as accurate as one."""
     graph = prepared(folder, name, nodes)
     found: dict[int, list[float]] = {}
     for workers in (1, 2, 4):
@@ -128,7 +130,7 @@ def prepared(folder: Path, name: str, nodes: int) -> Path:
 
 
 def train(graph: Path, run: Path, workers: int, options: str, cores: Sequence[int]) -> None:
-    """Run the command in a process of its own, on some cores."""
+    """Run `gcnzc train` in a subprocess that is limited to the given cores."""
     command = [sys.executable, "-m", "gcnzc", "train", str(graph), "--out", str(run)]
     one = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     ran = subprocess.run(
