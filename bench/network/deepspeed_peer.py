@@ -2,15 +2,18 @@
 
     python -m bench.network.deepspeed_peer --peer FOLDER [--seeds N] [--steps N]
 
-FOLDER gets an environment with DeepSpeed 0.19.6, the last release that has 1-bit optimizers, unless
-it is there; that takes minutes and the network. For each optimizer and seed, two workers of
-DeepSpeed train over gloo on random gradients, and two of ours in lockstep on the same. Recorded are
-the largest difference of an element of the parameters, and how far the workers of each are apart.
+FOLDER is the environment with DeepSpeed 0.19.6, the last release that has 1-bit optimizers. It is
+created if it does not exist, which takes minutes and needs network access. For each optimizer and
+seed, two DeepSpeed workers train over gloo on random gradients, and two of ours train on the same
+gradients in lockstep. Each line has the largest difference between an element of DeepSpeed's and
+of our parameters, and the largest difference between the workers of each.
 
-Left as it is, DeepSpeed does not run on a CPU. Its packing of bits is replaced by numpy's here, and
-the shape of what it gathers is mended; its optimizers are not touched. They start with a call that
-changes nothing, and ours one step later. The elements of a problem need no padding: DeepSpeed's
-1-bit LAMB sends what its padding received again at the next step, which no other way does.
+Unmodified, these optimizers do not run on a CPU. Two parts of DeepSpeed's communication are
+replaced: bits are packed by numpy, and a scalar tensor is reshaped to one dimension before it is
+gathered. The optimizers themselves are unchanged. Their first call to `step` does not change the
+parameters, so ours start at step 1. The size of each parameter is chosen so that no padding is
+needed, because DeepSpeed's 1-bit LAMB sends the padding that it received at the next step,
+which no other optimizer does.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from torch import Tensor, nn
 
 WORKERS = 2
 VERSION = "0.19.6"
-# that its workers may take for everything: importing it takes minutes on busy cores
+# time limit of DeepSpeed's workers; on busy cores, importing DeepSpeed alone takes minutes
 LIMIT_S = 900.0
 # DeepSpeed's name of an optimizer, and its options
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -49,11 +52,11 @@ MODULES = {"OnebitAdam": "adam", "OnebitLamb": "lamb", "ZeroOneAdam": "zoadam"}
 
 
 def problem(optimizer: str, seed: int, steps: int) -> dict[str, Any]:
-    """Parameters, and gradients of every worker at every step, with a mean that lasts."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    """Return random initial parameters, and each worker's gradients with means that are fixed."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     # multiples of workers * lcm(workers, 8) elements: nothing to pad
-    shapes = [(draw.randint(1, 6), 16 * draw.randint(1, 8)) for _ in range(draw.randint(2, 5))]
-    scales = [10 ** draw.uniform(-2, 0) for _ in shapes]
+    shapes = [(rng.randint(1, 6), 16 * rng.randint(1, 8)) for _ in range(rng.randint(2, 5))]
+    scales = [10 ** rng.uniform(-2, 0) for _ in shapes]
     means = [torch.randn(shape, generator=generator) for shape in shapes]
 
     def gradients() -> list[Tensor]:
@@ -73,10 +76,10 @@ def problem(optimizer: str, seed: int, steps: int) -> dict[str, Any]:
 # --- In DeepSpeed's environment
 
 
-class _Bits:
-    """What DeepSpeed calls to pack signs, with numpy."""
+class _NumpyPackbits:
+    """Packs signs with numpy; replaces DeepSpeed's `PackbitsBuilder`."""
 
-    def load(self) -> "_Bits":
+    def load(self) -> "_NumpyPackbits":
         return self
 
     def packbits(self, values: Tensor, _count: int, _rank: int) -> Tensor:
@@ -101,11 +104,11 @@ def work(folder: Path) -> None:
     gather = communication.all_gather
 
     def all_gather(parts: list[Tensor], values: Tensor, **options: Any) -> Any:
-        # gloo wants one dimension of a lone scale
+        # gloo does not gather tensors without dimensions
         return gather(parts, values.reshape(1) if values.dim() == 0 else values, **options)
 
-    transport.PackbitsBuilder = _Bits
-    # shared memory would be compiled first, for collectives that are not used here
+    transport.PackbitsBuilder = _NumpyPackbits
+    # do not compile the shared-memory extension, whose collectives are not used here
     backend.build_shm_op = lambda: None
     communication.all_gather = all_gather
     deepspeed.init_distributed(
@@ -135,7 +138,7 @@ def trained(task: dict[str, Any], rank: int) -> list[list[Tensor]]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
             if engine.enable_backward_allreduce:
-                # what DeepSpeed's engine does before the optimizer
+                # DeepSpeed's engine averages gradients before it calls the optimizer
                 communication.all_reduce(parameter.grad)
                 parameter.grad /= WORKERS
         optimizer.step()
@@ -149,7 +152,7 @@ def trained(task: dict[str, Any], rank: int) -> list[list[Tensor]]:
 def make_environment(folder: Path) -> Path:
     """Return the Python of an environment with DeepSpeed, which is created if it is missing."""
     python = folder / "bin/python"
-    # not imported, which takes long
+    # read the version from the metadata, since importing DeepSpeed is slow
     has_it = f"import importlib.metadata as m; assert m.version('deepspeed') == '{VERSION}'"
     if python.exists():
         found = subprocess.run([python, "-c", has_it], capture_output=True, check=False)
@@ -159,7 +162,7 @@ def make_environment(folder: Path) -> Path:
     pip = [python, "-m", "pip", "install", "-q"]
     subprocess.run([*pip, "setuptools", "wheel"], check=True)
     subprocess.run([*pip, "torch==2.13.0", "numpy"], check=True)
-    # any release for what they need, and then the one, whose setup looks for the installed torch
+    # the newest release first, for its dependencies; then VERSION, whose setup needs torch
     subprocess.run([*pip, "--no-build-isolation", "deepspeed"], check=True)
     source = ["--no-build-isolation", "--no-deps", f"deepspeed=={VERSION}"]
     subprocess.run([*pip, *source], check=True)
@@ -167,10 +170,10 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[list[Tensor]]]]:
+def run_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[list[Tensor]]]]:
     """Return DeepSpeed's parameters of each worker, for each problem, after each step."""
-    with tempfile.TemporaryDirectory(prefix="deepspeed-peer-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="deepspeed-peer-") as temporary:
+        folder = Path(temporary)
         torch.save(tasks, folder / "tasks.pt")
         workers = []
         for rank in range(WORKERS):
@@ -183,12 +186,12 @@ def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[li
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
             }
-            with (folder / f"talk{rank}").open("w") as talk:
+            with (folder / f"output{rank}").open("w") as output_file:
                 workers.append(
                     subprocess.Popen(
                         [python, "-m", "bench.network.deepspeed_peer", "--worker", str(folder)],
                         env=environment,
-                        stdout=talk,
+                        stdout=output_file,
                         stderr=subprocess.STDOUT,
                     )
                 )
@@ -200,8 +203,8 @@ def of_deepspeed(python: Path, tasks: list[dict[str, Any]]) -> list[list[list[li
         for worker in workers:
             worker.kill()
         if any(worker.wait() for worker in workers):
-            talk = "\n".join((folder / f"talk{rank}").read_text() for rank in range(WORKERS))
-            raise RuntimeError(f"DeepSpeed's workers failed, or are still there:\n{talk}")
+            output = "\n".join((folder / f"output{rank}").read_text() for rank in range(WORKERS))
+            raise RuntimeError(f"DeepSpeed's workers failed or exceeded {LIMIT_S:g} s:\n{output}")
         return [torch.load(folder / f"{rank}.pt") for rank in range(WORKERS)]
 
 
@@ -238,8 +241,8 @@ def maker(task: dict[str, Any]) -> Callable[[list[nn.Parameter], Any], Any]:
     )
 
 
-def of_ours(task: dict[str, Any]) -> list[list[list[Tensor]]]:
-    """Return our workers' parameters after each step; as in DeepSpeed, step 1 changes none."""
+def run_ours(task: dict[str, Any]) -> list[list[list[Tensor]]]:
+    """Return our workers' parameters after each step; step 1 changes none, as in DeepSpeed."""
     from gcnzc.exchange import Group, lockstep
 
     make = maker(task)
@@ -259,16 +262,16 @@ def of_ours(task: dict[str, Any]) -> list[list[list[Tensor]]]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the largest difference of an element."""
+    """Return the largest absolute difference between elements."""
     pairs = zip(ours, theirs, strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def main() -> None:
-    """Run DeepSpeed and ours on the same problems, and record how far apart they are."""
+    """Run DeepSpeed's optimizers and ours on the same problems, and record the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", type=Path, help="DeepSpeed's environment, made if not there")
-    parser.add_argument("--seeds", type=int, default=3, help="problems, from seed 0 on")
+    parser.add_argument("--peer", type=Path, help="DeepSpeed's environment, created if missing")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, starting at 0")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -286,8 +289,8 @@ def main() -> None:
         for name in options.optimizers
         for seed in range(options.seeds)
     ]
-    for task, *theirs in zip(tasks, *of_deepspeed(python, tasks), strict=True):
-        ours = of_ours(task)
+    for task, *theirs in zip(tasks, *run_deepspeed(python, tasks), strict=True):
+        ours = run_ours(task)
         apart = [
             max(difference(ours[rank][step], theirs[rank][step]) for rank in range(WORKERS))
             for step in range(options.steps)

@@ -1,17 +1,19 @@
-"""Count the bytes that each method of exchange sends, at the interfaces of a cluster.
+"""Measure the bytes that each optimizer sends, at the network interfaces of an emulated cluster.
 
     python -m bench.network.traffic [--workers N] [--elements N ...]
-                                  [--parts PART ...] [--ways WAY ...]
+                                  [--parts PART ...] [--ways METHOD ...]
 
-Random gradients of a model of so many elements are exchanged for some steps; ratios are of the
-bytes that left the interfaces, headers and acknowledgements included, in the same run.
+Each optimizer takes some steps with random gradients of a model with a given number of elements.
+Ratios compare the bytes sent by the interfaces in the same run, with headers and acknowledgements.
 
-    stage       a step of the stage in which 1-bit Adam sends signs, beside whole float32 gradients
-    run         100 steps of 1-bit Adam and 1-bit LAMB, of which 15 are warm-up, beside float16
-    streaming   two rounds of Streaming DiLoCo, H = 100, float4_e3m0, and with 8 fragments how much
-                the fullest step sends, beside bfloat16 gradients at every step
+    stage       steps of 1-bit Adam and 1-bit LAMB after warm-up, which send signs, compared with
+                averaging float32 gradients
+    run         100 steps of 1-bit Adam and 1-bit LAMB, of which 15 are warm-up, compared with
+                float16 gradients
+    streaming   200 steps of Streaming DiLoCo in float4_e3m0, synchronized every 100 steps in 1 or 8
+                fragments, compared with bfloat16 gradients; also the most bytes sent in one step
 
-It runs on the machines of bench/network/cluster.py, which needs root.
+It runs on the emulated machines of bench/network/cluster.py, which needs root.
 """
 
 import argparse
@@ -30,12 +32,12 @@ Line = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the command line says, and record it."""
+    """Run the measurements of the command line and record them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--elements", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ways", nargs="+", help="only these, beside the first of each part")
+    parser.add_argument("--ways", nargs="+", help="only these methods, and each part's baseline")
     options = parser.parse_args(argv)
     tasks = [
         {"part": part, "elements": elements, **task}
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     firsts: dict[tuple[str, int], Line] = {}
     for task, line in results(options.workers, tasks):
-        # each part begins with what the others are compared with
+        # the first task of each part is the baseline of the others
         first = firsts.setdefault((task["part"], task["elements"]), line)
         times = first["wire_bytes_per_step"] / line["wire_bytes_per_step"]
         line |= {
@@ -66,13 +68,13 @@ def tasks_of(part: str) -> Iterator[Line]:
         yield {"way": "onebit-lamb", "steps": 200, "skip": 3, "warmup": 1}
     elif part == "run":
         yield {"way": "float16", "steps": 20, "skip": 1}
-        for way in ("onebit-adam float16", "onebit-lamb float16", "onebit-adam", "onebit-lamb"):
-            yield {"way": way, "steps": 100, "skip": 0, "warmup": 15}
+        for method in ("onebit-adam float16", "onebit-lamb float16", "onebit-adam", "onebit-lamb"):
+            yield {"way": method, "steps": 100, "skip": 0, "warmup": 15}
     else:
         yield {"way": "bfloat16", "steps": 20, "skip": 1}
         for fragments in (1, 8):
-            how = {"local_steps": 100, "fragments": fragments}
-            yield {"way": "streaming-diloco float4_e3m0", "steps": 200, "skip": 101, **how}
+            options = {"local_steps": 100, "fragments": fragments}
+            yield {"way": "streaming-diloco float4_e3m0", "steps": 200, "skip": 101, **options}
 
 
 def results(workers: int, tasks: Sequence[Line]) -> Iterator[tuple[Line, Line]]:

@@ -2,8 +2,8 @@
 
     python -m bench.network.traffic_worker '{"way": "onebit-adam", "steps": 20, ...}' ...
 
-It runs on every machine, with the environment that torch.distributed reads. A model of so many
-elements takes steps with random gradients: nothing is learnt, and as much is sent as in training.
+It runs on every machine, with the environment variables of torch.distributed. The optimizer takes
+steps with random gradients, which send as many bytes as gradients of training.
 """
 
 import json
@@ -20,13 +20,12 @@ from gcnzc.exchange import AllGather, AllGatherScalar, Group, init_group
 from gcnzc.exchange.measure import yield_request
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
 
-SETTLE_S = 0.1  # until the last acknowledgements have come
-# tensors of a model, which as many elements are divided among
-TENSORS = 12
+LAST_ACKNOWLEDGEMENTS_S = 0.1  # time until the last acknowledgements have arrived
+TENSORS = 12  # of the model
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Run the tasks of the command line."""
     torch.set_num_threads(1)
     with init_group(timeout_s=120) as group:
         if group.monitor is not None:
@@ -72,22 +71,22 @@ def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
 
 def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> Any:
     """Return the optimizer of a task."""
-    way, warmup = task["way"], task.get("warmup", 0)
-    if way in ("float32", "float16", "bfloat16"):
+    method, warmup = task["way"], task.get("warmup", 0)
+    if method in ("float32", "float16", "bfloat16"):
         inner = torch.optim.SGD(parameters, 1e-6)
-        compress = None if way == "float32" else Dense(getattr(torch, way))
+        compress = None if method == "float32" else Dense(getattr(torch, method))
         return Averaged(inner, group, compress=compress)
-    if way == "onebit-adam":
+    if method == "onebit-adam":
         return OneBitAdam(parameters, warmup=warmup, compress=Sign(), group=group)
-    if way == "onebit-lamb":
+    if method == "onebit-lamb":
         return OneBitLamb(parameters, warmup=warmup, compress=Sign(), group=group)
-    if way in ("onebit-adam float16", "onebit-lamb float16"):
-        kind = OneBitAdam if way.startswith("onebit-adam") else OneBitLamb
+    if method in ("onebit-adam float16", "onebit-lamb float16"):
+        kind = OneBitAdam if method.startswith("onebit-adam") else OneBitLamb
         half = Dense(torch.float16)
         return kind(
             parameters, warmup=warmup, compress=Sign(), gradient_compression=half, group=group
         )
-    assert way == "streaming-diloco float4_e3m0", f"no way {way}"
+    assert method == "streaming-diloco float4_e3m0", f"unknown method {method}"
     inner = torch.optim.SGD(parameters, 1e-6)
     fragments, codes = task["fragments"], compression("float4_e3m0")
     return StreamingDiLoCo(
@@ -98,7 +97,7 @@ def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> A
 def counters(group: Group) -> list[float]:
     """Return this worker's counts by its ledger and by its interface."""
     group.run(yield_request(AllGatherScalar(0)))
-    time.sleep(SETTLE_S)
+    time.sleep(LAST_ACKNOWLEDGEMENTS_S)
     fields = [0] * 16
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
