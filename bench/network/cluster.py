@@ -4,13 +4,14 @@
     python -m bench.network.cluster --workers 4 --mbit-per-s 100 -- python script.py
     python -m bench.network.cluster --workers 3 --link 0:2=10 -- sh -c 'echo "$RANK of $WORLD_SIZE"'
 
-Each worker has a machine: its own interface at a switch, name, processes and shared memory. The
-command runs on each, with the environment that torch.distributed reads; or it is a torchrun with
-`--nnodes 4 --rdzv-backend c10d --rdzv-endpoint machine0:29400`. What it prints is shown on stderr
-behind the worker's number. One JSON line on stdout ends the run: what was asked for and measured,
-exit codes, seconds, and what each interface counted.
+Each worker has an emulated machine with its own network interface at a switch, host name, processes
+and shared memory. The command runs on every machine, with the environment variables of
+torch.distributed. It may also be a torchrun with
+`--nnodes 4 --rdzv-backend c10d --rdzv-endpoint machine0:29400`. Its output is shown on stderr,
+prefixed with the worker's number. At the end, one JSON line on stdout has the configuration, the
+measurements, exit codes, the wall time and the counters of each interface.
 
-Nothing remains afterwards, even after SIGKILL. docs/howto/emulate_a_cluster.md says more.
+Everything is removed at exit, even after SIGKILL. See docs/howto/emulate_a_cluster.md.
 """
 
 import argparse
@@ -40,15 +41,15 @@ from bench.network.namespaces import (
 )
 from bench.network.tcp import Measured, measure
 
-# of the rendezvous in the first run; each run takes the next one, since processes and connections
-# that the run before it left behind may still use its port
+# port of the rendezvous in the first run; each run takes the next one, since processes and
+# connections of the previous run may still use its port
 FIRST_PORT = 29500
-LAST_WORDS_S = 1.0
+OUTPUT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What a machine's interface counted, headers included."""
+    """Bytes and packets of a machine's interface, headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -63,7 +64,7 @@ class Counters:
 class Ran:
     """How a command ran on every machine; lists are by worker."""
 
-    codes: list[int]  # exit codes; 128 and the signal's number for a command that a signal ended
+    codes: list[int]  # exit codes; 128 plus the signal's number if a signal ended the command
     output: list[str]  # of stdout
     counters: list[Counters]  # of this run
     wall_s: float
@@ -73,23 +74,23 @@ class Ran:
 class Cluster:
     """Machines at a switch, from the start of a `with` to its end.
 
-    The links are full duplex: a rate limits what a machine sends and, apart from that, what it is
-    sent. Where there is a rate or a delay, frames are of 1514 B at most, as on a wire, and are
-    counted so. `switch` says what delays them: "netem" where the kernel has it, else "user space",
-    bench/network/delay_switch.py; it is "bridge" if nothing does.
+    The links are full duplex: a rate limits sending and receiving independently. With a rate or a
+    delay, and without `offload`, frames have at most 1514 B, as on a physical link, and are counted
+    as such. `switch` says what implements the delay: "netem" where the kernel has it, else "user
+    space" (bench/network/delay_switch.py); it is "bridge" without a delay.
 
     Args:
         workers: how many machines; they are machine0, machine1, ... at 10.0.0.1, 10.0.0.2, ...
         mbit_per_s: of every machine's link, or of each; None does not limit.
         delay_ms: from one machine to another, one way.
         links: (sender, receiver) to Mbit/s, for pairs that are slower than their machines' links.
-        offload: let frames be of up to 64 KiB nevertheless, as the kernel gives them to a card that
-            cuts them. The rates hold, and bytes are not counted as on a wire; workers that share
-            the cores of one machine have more of them for themselves.
+        offload: allow frames of up to 64 KiB, as the kernel passes them to a network card with
+            segmentation offload. Rates are still limited, but byte counts differ from those of a
+            physical link. It takes less CPU time from workers that share the cores of one machine.
 
     Raises:
         ValueError: for a network that cannot be set up.
-        RuntimeError: on entering, where no cluster can be made (`can_make` says why).
+        RuntimeError: on entering, if no cluster can be created (`can_make` returns the reason).
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Cluster:
     def _start_switch(self, hub: int) -> None:
         script = Path(__file__).with_name("delay_switch.py")
         ports = [f"port{rank}" for rank in range(self.workers)]
-        # -I -S: nothing of the user's Python, which starts faster without
+        # -I -S: isolated from the user's Python environment, which also starts faster
         words = ["-I", "-S", str(script), str(self.network.delay_ms), *ports]
         process = subprocess.Popen(
             inside(hub, [sys.executable, *words], ("--net", "--pid")),
@@ -184,11 +185,11 @@ class Cluster:
         stdout: int | IO[str] | None = None,
         stderr: int | IO[str] | None = None,
     ) -> "subprocess.Popen[str]":
-        """Start a command on a worker's machine, in the folder where this process is.
+        """Start a command on a worker's machine, in the working directory of this process.
 
-        Its environment is this process's, with what torch.distributed reads and `environment`. The
-        process that is returned only waits for it and ends with its code (Ran.codes). Signals are
-        for those in `processes`.
+        It inherits this process's environment, with the variables of torch.distributed and
+        `environment` added. The returned process only waits for the command and ends with its exit
+        code (see `Ran.codes`). To send a signal to the command itself, use `processes`.
         """
         process = subprocess.Popen(
             inside(self._running.ranks[worker], command),
@@ -222,9 +223,9 @@ class Cluster:
         limit_s: float = 600.0,
         environment: Mapping[str, str] | None = None,
     ) -> Ran:
-        """Run a command on every machine, show on stderr what they print, and wait for all.
+        """Run a command on every machine, copy its output to stderr, and wait for all.
 
-        Processes that a command leaves behind go on, and `processes` lists them.
+        Background processes that a command started continue to run; `processes` lists them.
 
         Args:
             command_of: a worker's number to its command.
@@ -255,10 +256,10 @@ class Cluster:
                     self.kill(worker)
         codes = [process.wait() for process in processes]
         wall_s = time.monotonic() - begin
-        # a process that a command left behind may hold its stdout for ever
-        patience = time.monotonic() + LAST_WORDS_S
+        # a background process of a command may keep its stdout open
+        deadline = time.monotonic() + OUTPUT_TIMEOUT_S
         for reader in readers:
-            reader.join(max(0.0, patience - time.monotonic()))
+            reader.join(max(0.0, deadline - time.monotonic()))
         counted = [b - a for a, b in zip(before, self.counters(), strict=True)]
         return Ran(codes, ["".join(lines) for lines in output], counted, wall_s, in_time)
 
@@ -279,7 +280,7 @@ class Cluster:
         return [_counters(machine) for machine in self._running.ranks]
 
     def link_down(self, worker: int) -> None:
-        """Pull the cable of a worker's machine: what it sends and is sent is lost in silence."""
+        """Disconnect a worker's machine: all frames from and to it are dropped without an error."""
         shell_in(self._running.hub, f"ip link set dev port{worker} down")
 
     def link_up(self, worker: int) -> None:
@@ -292,8 +293,8 @@ class Cluster:
         Args:
             sender: of the stream.
             receiver: another worker.
-            seconds: of the stream; its first third is not counted. TCP needs tens of round trips
-                to find its pace: give more than that where delays are long.
+            seconds: duration of the stream; its first third is not counted. TCP needs tens of round
+                trips to reach its full rate: with long delays, use a longer duration.
         """
         if sender == receiver or not {sender, receiver} <= set(range(self.workers)):
             raise ValueError(
@@ -306,11 +307,11 @@ class Cluster:
             found = listening.getsockname()
             with call_in(machines[sender], lambda: create_connection(found)) as client:
                 measured = measure(client, listening.accept()[0], seconds)
-        self._update_error()
+        self._drain()
         return measured
 
-    def _update_error(self) -> None:
-        """Wait until what is queued has arrived, for it would count as a later command's."""
+    def _drain(self) -> None:
+        """Wait until queued frames have arrived, so that they do not count for a later command."""
         before = None
         while (now := self.counters()) != before:
             before = now
@@ -387,18 +388,20 @@ def _options() -> argparse.Namespace:
         metavar="FROM:TO=MBIT_PER_S",
         help="a slower link from one worker to another; may be repeated",
     )
-    parser.add_argument("--limit-s", type=float, default=600.0, help="kill the command after this")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of the command")
     parser.add_argument(
         "--measure", action="store_true", help="measure worker 0's link to worker 1, and all --link"
     )
     parser.add_argument(
-        "--record", action="store_true", help="keep what is measured in bench/results/cluster.jsonl"
+        "--record",
+        action="store_true",
+        help="append the measurements to bench/results/cluster.jsonl",
     )
-    parser.add_argument("command", nargs="*", help="for each machine, behind --")
+    parser.add_argument("command", nargs="*", help="run on each machine; after --")
     options = parser.parse_args()
     options.measure |= options.record
     if not options.measure and not options.command:
-        parser.error("nothing to do: give --measure, or a command behind --")
+        parser.error("nothing to do: give --measure, or a command after --")
     return options
 
 

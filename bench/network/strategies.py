@@ -1,21 +1,24 @@
-"""Measure the accuracy of each method of exchange, and its speed on slow links.
+"""Measure the accuracy of each distributed optimizer, and its throughput on slow links.
 
-    python -m bench.network.strategies accuracy [GRAPH ...] [--seeds N] [--methods METHOD ...]
-    python -m bench.network.strategies speed [MODEL ...] [--mbit-per-s R ...] [--methods METHOD ...]
+    python -m bench.network.strategies accuracy [CASE ...] [--seeds N] [--methods METHOD ...]
+    python -m bench.network.strategies speed [CASE ...] [--mbit-per-s R ...] [--methods METHOD ...]
 
-`accuracy` trains with four workers, every method over the same seeds and as many samples, with the
-same step size and minibatches. How fast the links are does not change what is computed. GRAPH is
-`planted`, of ogbn-products' shape, or a folder of ../shared/data.
+CASE is one of `CASES`, a model on a graph: `planted` (generated, with the shape of ogbn-products),
+`amazon_photo` or `wide` (on a folder of ../shared/data).
 
-`speed` trains each model for a few epochs with four workers, one a machine of
-bench/network/cluster.py (which needs root), by each method, in turns with the others, on links of
-each rate. The first epoch, in which kernels are compiled, does not count. Of methods with a warm-up
-it holds that: their seeds a second are those of a run with 15 % of its steps like `adamw`'s, and
-the rest like their own later epochs. `none` never exchanges before the end of the run: what others
-are measured against, and what `gcnzc cost` is given to predict the steps of the methods that it
-knows.
+`accuracy` trains with four workers on this machine. All methods use the same seeds, number of
+epochs, minibatches and learning rate, except that `onebit-lamb` has its own learning rate. The
+link rate does not affect these results.
 
-bench/docs/plot.py draws both: the epochs of `accuracy`, as long as `speed` found them to be.
+`speed` trains each case for a few epochs with four workers, one on each emulated machine of
+bench/network/cluster.py (which needs root), over links of each rate. The methods run one after
+the other in each round. The first epoch, in which kernels are compiled, is not counted. For
+methods with a warm-up, throughput is computed for a run that takes 15 % of its steps at the
+throughput of `adamw`, and the rest at that of the method's own later epochs. `none` does not
+exchange before the end of the run. It is the baseline, and the compute time from which
+`gcnzc cost` predicts the step time of the methods that it supports.
+
+bench/docs/plot.py combines both: accuracy by epoch from `accuracy`, with epoch times from `speed`.
 """
 
 import argparse
@@ -45,15 +48,15 @@ ROOT = Path(__file__).parents[2]
 ARCHIVES = ROOT.parent / "shared" / "data"
 WORKER = "bench.network.strategies_worker"
 WORKERS = 4
-LIMIT_S = 1800.0  # of a run
-# by name, the options that make them
+LIMIT_S = 1800.0  # time limit per run
+# name of each method: its options of `gcnzc train`
 STREAMING = "--optimizer streaming-diloco --inner-optimizer adamw"
 METHODS = {
     "adamw": "--optimizer adamw",
     "adamw bfloat16": "--optimizer adamw --compress bfloat16",
     "adamw int8": "--optimizer adamw --compress int8",
     "onebit-adam": "--optimizer onebit-adam",
-    # whose step size is a share of the weights' norm
+    # LAMB scales its updates by the norm of the weights, so it needs another learning rate
     "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
     "zero-one-adam": "--optimizer zero-one-adam",
     "local-sgd": "--optimizer local-sgd --inner-optimizer adamw",
@@ -66,15 +69,15 @@ METHODS = {
     "co2 auto": "--optimizer co2 --inner-optimizer adamw --local-steps auto",
     "co2 48": "--optimizer co2 --inner-optimizer adamw --local-steps 48",
 }
-# that choose by how fast the links are, which accuracy has not
+# methods that adapt to the link rate, which `accuracy` does not limit
 TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
-# methods that exchange whole gradients in this share of a run's steps first
+# methods with a warm-up, and the share of a run's steps in which they average whole gradients
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"
-# those that `gcnzc cost` predicts; its "averaged" is `adamw`
-PLANNED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
-# local steps without end
-APART = "--optimizer local-sgd --inner-optimizer adamw --local-steps 1000000000"
+# methods that `gcnzc cost` predicts; `adamw` is its "averaged"
+PREDICTED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
+# local steps without synchronization
+NO_EXCHANGE = "--optimizer local-sgd --inner-optimizer adamw --local-steps 1000000000"
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,13 @@ class Case:
     graph: str
     options: str
     epochs: int
-    """of a run to its accuracy"""
+    """of an accuracy run"""
     evaluate_every: int = 1
-    """epochs of such a run"""
+    """epochs between evaluations of an accuracy run"""
 
     @property
     def config(self) -> dict[str, Any]:
-        """Those of the options that a plan knows."""
+        """The options that are fields of `CostConfig`."""
         words = self.options.split()
         given = dict(zip(words[::2], words[1::2], strict=True))
         fanouts = tuple(map(int, given["--fanouts"].split(",")))
@@ -99,7 +102,7 @@ class Case:
 
     @property
     def seeds_of_a_step(self) -> int:
-        """Of all workers."""
+        """Seeds of a step, of all workers."""
         return WORKERS * self.config["batch_size"]
 
 
@@ -116,7 +119,7 @@ CASES = {
         epochs=60,
         evaluate_every=5,
     ),
-    # more than 5 million parameters, most of what a step takes is exchange
+    # more than 5 million parameters, so the exchange dominates the step time
     "wide": Case(
         "amazon_photo",
         "--layers 2 --fanouts 5,5 --hidden 3400 --batch-size 32 --lr 0.001",
@@ -127,14 +130,14 @@ CASES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the part that is asked for."""
+    """Run the requested part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=["accuracy", "speed"])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, NONE], default=None)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=1, help="of speed")
-    parser.add_argument("--epochs", type=int, default=2, help="of a run of speed")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of speed")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs per run of speed")
     parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
     asked = parser.parse_args(argv)
     if unknown := [case for case in asked.cases if case not in CASES]:
@@ -154,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> None:
     """Train by each method over several seeds."""
     case = CASES[name]
-    # in turns, so that what is shown meanwhile compares all methods over some seeds
+    # interleaved, so that partial output compares all methods over the same seeds
     places = {
         (seed, method): folder / f"{name} {method} {seed}".replace(" ", "-")
         for seed in range(seeds)
@@ -188,7 +191,7 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
             test_percent=statistics.mean(tests),
             spread_percent=statistics.stdev(tests) if len(tests) > 1 else None,
             tests_percent=tests,
-            # of every evaluation, means over the seeds
+            # of each evaluation, averaged over the seeds
             evaluated_after=found[0]["evaluated_after"],
             valid_percent=_means([each["valid_percent"] for each in found]),
             bytes_sent=_means([each["bytes_sent"] for each in found]),
@@ -201,7 +204,7 @@ def accuracy(folder: Path, name: str, methods: Sequence[str], seeds: int) -> Non
 def speed(
     folder: Path, name: str, methods: Sequence[str], mbit_per_s: float, rounds: int, epochs: int
 ) -> None:
-    """Seeds a second by each method over links of one rate."""
+    """Measure the seeds per second of each method over links of one rate."""
     case = CASES[name]
     graph = prepared(folder, case.graph)
     places = {
@@ -216,12 +219,12 @@ def speed(
     asked.write_text(
         json.dumps(
             [
-                [*common, *METHODS.get(method, APART).split(), "--out", str(run)]
+                [*common, *METHODS.get(method, NO_EXCHANGE).split(), "--out", str(run)]
                 for (_, method), run in places.items()
             ]
         )
     )
-    # the network must not take the workers' cores: they have only these
+    # the emulated network shares the cores with the workers, and offload reduces its CPU time
     with Cluster(WORKERS, mbit_per_s, offload=True) as cluster:
         ran = cluster.run(
             lambda _: [sys.executable, "-m", WORKER, str(asked)],
@@ -251,7 +254,7 @@ def speed(
             for other in ("adamw", NONE)
             if other in later_rates
         }
-        if method in PLANNED and NONE in later_rates:
+        if method in PREDICTED and NONE in later_rates:
             step_s = predicted_step_s(case, graph, method, mbit_per_s, later_rates[NONE])
             measured_s = case.seeds_of_a_step / rate
             against |= {"predicted_step_s": step_s, "measured_step_s": measured_s}
@@ -261,21 +264,29 @@ def speed(
             | {"mbit_per_s": mbit_per_s, "offload": True},
             seeds_per_s=rate,
             seeds_per_s_later=later_rates[method],
-            # of each turn
+            # of each round
             seeds_per_s_later_each=rates[method],
             waiting_share=statistics.median(shares[method]),
             **against,
             bytes_sent=sent[method],
             epochs=epochs,
             rounds=rounds,
-            options=f"{case.options} {METHODS.get(method, APART)}",
+            options=f"{case.options} {METHODS.get(method, NO_EXCHANGE)}",
         )
 
 
 def predicted_step_s(
     case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
 ) -> float:
-    """Return the step time that `gcnzc cost` predicts, for a rate of seeds without exchange."""
+    """Return the step time in seconds that `gcnzc cost` predicts.
+
+    Args:
+        case: the model and graph.
+        graph: prepared folder.
+        method: one of `PREDICTED`.
+        mbit_per_s: of every link.
+        seeds_per_s: throughput without exchange, of all workers.
+    """
     config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
     model = cost.build_model(config, load.load(graph))
     network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)

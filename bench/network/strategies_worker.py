@@ -1,9 +1,9 @@
-"""Runs of `gcnzc train` one after the other in this worker, for bench/network/strategies.py.
+"""Execute several runs of `gcnzc train` in one process, for bench/network/strategies.py.
 
     torchrun ... -m bench.network.strategies_worker RUNS.json
 
-RUNS.json is a list of the words of commands, the run folder last. What starting Python and
-compiling kernels takes, which is more than such a run itself, is spent once.
+RUNS.json is a list of commands, each a list of arguments that ends with the run folder. Starting
+Python and compiling kernels takes longer than such a run, and is done only once.
 """
 
 import gc
@@ -16,7 +16,7 @@ from gcnzc import cli
 
 
 def main(runs: Path) -> int:
-    """Take all runs; the first that fails ends this worker."""
+    """Execute all runs, and return the exit status of the first that fails, or 0."""
     for words in json.loads(runs.read_text()):
         status = cli.main(words)
         if status:
@@ -25,7 +25,7 @@ def main(runs: Path) -> int:
             found = json.loads((Path(words[-1]) / "result.json").read_text())
             rate = f"{100 * found['test_accuracy']:.2f} %, {found['seeds_per_s']:.1f} seeds/s"
             print(Path(words[-1]).name, rate, file=sys.stderr, flush=True)
-        # memory of one run, such as its loader's, must not weigh on the next
+        # free the memory of this run, such as its loader's, before the next
         gc.collect()
     return 0
 
