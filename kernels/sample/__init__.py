@@ -57,9 +57,10 @@ def sample_reference(
     kept_edges: Sequence[Sequence[int]] = (),
     once: bool = False,
 ) -> Sample:
-    """Reference for `sample` in plain Python, which must match it exactly.
+    """Reference for `sample` with `edge_ids=True`, in plain Python; the results are equal.
 
-    `kept_edges` has the positions in `indices` that may be sampled, for each of the first nodes.
+    `kept_edges[i]` has the positions in `indices` that may be sampled for seed `i`, at every hop.
+    All in-edges of the other nodes may be sampled.
     """
     nodes = seeds.tolist()
     local_ids = {node: position for position, node in reversed(list(enumerate(nodes)))}
@@ -127,13 +128,15 @@ class Workspace:
     """Buffers of one sampling thread that are reused between batches.
 
     The tables from node ids to local ids are not cleared between batches: a slot is valid if its
-    stamp is at least `base`, which increases from batch to batch.
+    stamp is at least `base`, which increases from batch to batch, also between graphs. Both tables
+    use the same `base`, so it may restart only when both are empty.
     """
 
     def __init__(self) -> None:
         self.direct_table = np.zeros(0, np.int32)
         self.hash_table = np.zeros(2**12, np.int64)
         self.base = 1
+        # None instead of False: numba compiles the code for None without the branch
         self.has_wide_ids: bool | None = None
         # the largest sizes that batches needed so far, to allocate large enough buffers at once
         self.capacity_indptr = self.capacity_nodes = self.capacity_edges = 1024
@@ -143,7 +146,7 @@ class Workspace:
         self.has_wide_ids = True if graph_nodes > 2**32 else None
         num_direct = graph_nodes if graph_nodes <= DIRECT_NODES else 0
         if num_direct != len(self.direct_table):
-            self.direct_table, self.base = np.zeros(num_direct, np.int32), 1
+            self.direct_table = np.zeros(num_direct, np.int32)
         stamps = 2**31 if num_direct else 2**32
         if self.base + min(graph_nodes, MAX_NODES) >= stamps:
             self.direct_table[:], self.hash_table[:], self.base = 0, 0, 1
@@ -292,8 +295,9 @@ def sample(
         empty: allocates the tensors of the result.
 
     Raises:
-        ValueError: the epoch or seed is out of range, the batch has 2**31 nodes or more, or the
-            graph has offsets or ids out of range.
+        ValueError: the epoch or seed is out of range, the batch could have 2**31 nodes or more
+            (each edge of the next destinations may lead to a new node), or the graph has offsets or
+            ids out of range.
     """
     if workspace is None:
         workspace = Workspace()
@@ -333,8 +337,8 @@ def sample(
                 raise _damage(indptr, indices, int(progress[INVALID_NODE]))
             if progress[NEED_NODES] > MAX_NODES:
                 raise ValueError(
-                    f"a batch of {num_seeds} seeds with fanouts {list(fanouts)} reaches more than "
-                    f"{MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fanouts"
+                    f"a batch of {num_seeds} seeds with fanouts {list(fanouts)} may reach more "
+                    f"than {MAX_NODES} nodes\n\nhint: use fewer seeds or smaller fanouts"
                 )
             out.grow(progress)
             workspace.reserve(int(progress[NEED_NODES]), out.nodes.numpy(), int(progress[NODES]))

@@ -301,11 +301,24 @@ def test_one_workspace_serves_graphs_of_any_size(uneven):
         assert_same(drawn, sample_reference(*graph, seeds, [2, 2], 0, 0))
 
 
+def test_one_workspace_serves_graphs_with_hash_tables_and_direct_tables(uneven, monkeypatch):
+    monkeypatch.setattr(kernels_sample, "DIRECT_NODES", 3)
+    workspace = Workspace()
+    small, seeds = graph_of_columns([[1, 2], [0], [0, 1]]), torch.arange(400)
+    sample(*uneven, seeds, [5], 0, 0, workspace=workspace)
+    assert len(workspace.direct_table) == 0
+    sample(*small, torch.arange(2), [2], 0, 0, workspace=workspace)
+    assert len(workspace.direct_table) == 3
+    # other positions of the same nodes than in the first batch
+    drawn = sample(*uneven, seeds.flip(0), [5], 0, 0, workspace=workspace)
+    assert_same(drawn, sample_reference(*uneven, seeds.flip(0), [5], 0, 0))
+
+
 def test_a_batch_of_too_many_nodes_is_rejected(uneven, table, monkeypatch):
     workspace = Workspace()
     with monkeypatch.context() as patch:
         patch.setattr(kernels_sample, "MAX_NODES", 100)
-        with pytest.raises(ValueError, match="more than 100 nodes"):
+        with pytest.raises(ValueError, match="may reach more than 100 nodes"):
             sample(*uneven, torch.arange(9, 39), [5, -1], 0, 0, workspace=workspace)
     # what the failed batch numbered does not count in the next
     drawn = sample(*uneven, torch.arange(20), [5, -1], 0, 0, workspace=workspace)
