@@ -29,7 +29,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is truncated\n\nhint: download or write it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is not a gzip file: {error}\n\n"
+            f"{path} is not a gzip file, or is damaged: {error}\n\n"
             "hint: download it again, or compress it with gzip"
         ) from None
     except (ValueError, OverflowError) as error:

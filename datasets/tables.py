@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
-KINDS = ".csv, .tsv, .txt, one of these with .gz, or .parquet"
-# cells that are not numbers, but stand for a missing one
+KINDS = ".csv, .tsv, .txt, one of these with .gz, .parquet or .pq"
+# texts that mean a missing value in a column of numbers
 MISSING = ("", "nan", "NaN", "NAN", "NA", "N/A", "null", "None")
 # a chunk of text takes about this much memory for each cell
 TEXT_BYTES = 64
@@ -39,7 +39,7 @@ class Chunk:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name of a file ends as those of tables do."""
+    """Whether a file's suffix is one of a table, see `Table`."""
     return _kind(path) is not None
 
 
@@ -63,15 +63,14 @@ class Table:
     """A csv or parquet file with named columns.
 
     Args:
-        path: ends in .csv, .tsv, .txt, one of these with .gz, or .parquet.
+        path: ends in .csv, .tsv, .txt, one of these with .gz, .parquet or .pq.
         separator: of the cells of a csv file; None takes a tab for .tsv, and otherwise a comma.
         has_header: whether the first line has the names of the columns, which otherwise are their
             numbers, "0", "1", ...
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a table, or its header is not valid.
-        RuntimeError: the file is parquet, and pyarrow is not installed.
+        ValueError: the file does not have the suffix of a table.
     """
 
     def __init__(self, path: Path, separator: str | None = None, has_header: bool = True) -> None:
@@ -88,7 +87,12 @@ class Table:
 
     @cached_property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """The names of the columns.
+
+        Raises:
+            ValueError: the header is not valid, or the file is damaged.
+            RuntimeError: the file is parquet, and pyarrow is not installed.
+        """
         if self.is_parquet:
             with self._readable():
                 names = list(import_parquet().read_schema(self.path).names)
@@ -129,7 +133,10 @@ class Table:
             progress: called with the bytes read, or the rows of a parquet file.
 
         Raises:
-            ValueError: the file is damaged, or a cell is not a number; the message names the line.
+            ValueError: the file is damaged, a row has another number of cells than the header, or a
+                cell is not a number. For such a cell of a csv file, the message names the line and
+                the column; for a parquet file, the column.
+            RuntimeError: the file is parquet, and pyarrow is not installed.
         """
         read = self._parquet_chunks if self.is_parquet else self._csv_chunks
         with self._readable():
@@ -187,8 +194,10 @@ class Table:
             with reader:
                 for frame in self._frames(reader, numbers):
                     if len(frame.columns) and not isinstance(frame.index, pd.RangeIndex):
-                        # pandas takes the first of too many cells as an index
-                        raise self._wrong_length(len(self.columns) + 1, self.place(first))
+                        # pandas takes the first of too many cells as levels of the index
+                        raise self._wrong_length(
+                            len(self.columns) + frame.index.nlevels, self.place(first)
+                        )
                     is_last_empty = is_last_empty or self._has_empty(frame[last])
                     columns = {name: _factorize(frame[name]) for name in texts}
                     values = frame[list(numbers)].to_numpy(np.float64)
@@ -244,7 +253,7 @@ class Table:
         return ValueError(f"{self.path}: {error}\n\nhint: check the columns of numbers")
 
     def _records(self) -> Generator[tuple[int, list[str]], None, None]:
-        """Yield the number of the first line, from 1, and the cells of each row."""
+        """Yield, for each row, the number of its first line, counted from 1, and its cells."""
         with self._readable(), self._open() as file:
             reader = csv.reader(file, delimiter=self.separator, skipinitialspace=True)
             before, is_header = 0, self.has_header
@@ -261,7 +270,7 @@ class Table:
             yield file
 
     def _decoded(self, raw: Any) -> Any:
-        data = gzip.GzipFile(fileobj=raw) if self.path.suffix == ".gz" else raw
+        data = gzip.GzipFile(fileobj=raw) if self.path.suffix.lower() == ".gz" else raw
         return io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
 
     def _parquet_chunks(
@@ -324,7 +333,9 @@ class Table:
         except EOFError:
             raise ValueError(f"{self.path} is truncated\n\n{hint}") from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{self.path} is not a gzip file: {error}\n\n{hint}") from None
+            raise ValueError(
+                f"{self.path} is not a gzip file, or is damaged: {error}\n\n{hint}"
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.path} is not UTF-8: {error.reason} at byte {error.start}\n\n"

@@ -21,7 +21,7 @@ from gcnzc.kernels.gather.cached import (
 from gcnzc.kernels.gather.cached_rows import CachedRows, make_cached_rows
 from gcnzc.system.arguments import check_device, check_integer, check_kind, describe
 
-DEFAULT_CACHED_SHARE = 0.2  # of the rows; docs/concepts/feature_cache.md compares sizes
+DEFAULT_CACHED_FRACTION = 0.2  # of the rows; docs/concepts/feature_cache.md compares sizes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class CachedTable(FeatureTable):
     cached_bits: Tensor  # (N // 64 + 1,) int64 on the host: one bit for each row, 1 if cached
     copies: CachedRows | None  # on the GPU; None if a CPU gathers
     predicted_hit_rate: float | None  # None if the rows were not ranked by a `Presample`
-    predicted_own_hit_rate: float | None = None  # the part of it that the GPU's own memory has
+    predicted_own_hit_rate: float | None = None  # of a GPU's own memory; mean of `devices`
     other_copies: tuple[CachedRows, ...] = ()  # the sharded cache, for other GPUs of this process
     gpus: int = 1  # G, the number of GPUs over which the cache is sharded
     own_bits: Tensor | None = None  # like `cached_bits`, of the GPU's own rows; None if not sharded
@@ -82,8 +82,8 @@ class CachedTable(FeatureTable):
         """
         copies = self._copies_on(ids.device)
         if self.copies is None:
-            # Before the gather, which evicts the ids from the CPU's caches. It also rejects ids out
-            # of range, for which `hits` returns -1.
+            # Count before the gather, which evicts the ids from the CPU's caches. The gather raises
+            # for ids out of range, so the -1 that `hits` returns for them is never added.
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
             rows = super().gather(ids, out, threads=threads)
         elif copies is not None:
@@ -99,7 +99,7 @@ class CachedTable(FeatureTable):
             )
             hits, peer_hits = self.hits(ids), self.peer_hits(ids)
         else:
-            # a gather on the host does not read the GPU's copies
+            # the device of the ids has no copies: it is the host, or a GPU without the cache
             hits, peer_hits, rows = 0, 0, super().gather(ids, out, threads=threads)
         self._tally.add(len(ids), hits)
         if self.gpus > 1:
@@ -128,8 +128,9 @@ class CachedTable(FeatureTable):
             ids: (B,) int32 or int64 in [0, N); the range is not checked on a GPU.
 
         Returns:
-            For ids on the host an integer, which is -1 if one of them is out of range. For ids on a
-            GPU a () int64 tensor there, ready for work queued later on the current stream.
+            For ids on a GPU that has the cache, a () int64 tensor there, computed on the current
+            stream. Otherwise an integer, which is -1 if an id is out of range; ids on another GPU
+            are copied to the host.
         """
         copies = self._copies_on(ids.device)
         if copies is None or ids.device.type == "cpu":
@@ -139,14 +140,14 @@ class CachedTable(FeatureTable):
     def peer_hits(self, ids: Tensor) -> int | Tensor:
         """Return how many of `ids` are cached on another GPU of a sharded cache.
 
-        For ids on the host, "another" is relative to the GPU whose gathers are counted.
+        Ids on the host are counted as for this process's GPU; with `devices` of `cached`, as for
+        the first of them.
 
         Args:
             ids: see `hits`.
 
         Returns:
-            For ids on the host an integer, which is 0 if one of them is out of range or the cache
-            is not sharded. For ids on a GPU see `hits`.
+            The integer 0 if the cache is not sharded. Otherwise see `hits`, but 0 in place of -1.
         """
         if self.own_bits is None:
             return 0
@@ -193,20 +194,24 @@ def cached(
 
     Args:
         table: for a GPU, dense and inside `gcnzc.pinned`; for a CPU, any table on the host.
-        size: a float is a fraction of the rows, above 0 and up to 1. An integer is bytes of GPU
-            memory, which include 4 bytes for each row of the table to locate the cached rows. If
-            the cache is sharded, a fraction counts the rows of all GPUs, and bytes are of each GPU.
-        ranking: returned by `presample`; or (N,) scores, highest first, such as
-            `graph.in_degrees()`. Equal scores are ranked by ascending id.
+        size: a float is a fraction of the rows, above 0 and up to 1; at least one row is cached. An
+            integer is bytes of GPU memory, which include 4 bytes for each row of the table to
+            locate the cached rows; more bytes than the table needs cache all rows. If the cache is
+            sharded, a fraction counts the rows of all GPUs, and bytes are of each GPU.
+        ranking: returned by `presample`; or (N,) scores, one for each row, such as
+            `graph.in_degrees()`. The rows with the highest scores are cached, of equal scores those
+            with the lowest ids.
         device: the device that gathers. Default: the current CUDA device, or the CPU without one.
         devices: instead of `device`, the GPUs over which the cache is sharded. The returned table
             can be used on all of them, and its counters are of all. Repeating "cpu" counts the hits
             that the first of that many GPUs would have.
 
     Raises:
-        ValueError: the size is below one row or above all rows, the ranking has another number of
-            rows, the table cannot be read by the device or is already on a GPU, or `devices` has
-            duplicates or different types or is given together with `device`.
+        TypeError: an argument has the wrong type.
+        ValueError: a fraction is not in (0, 1], or bytes are too few for one row; the ranking has
+            another number of rows or NaN; the table cannot be read by the device or is already on a
+            GPU; or `devices` is empty, has duplicates or different types, or is given together with
+            `device`.
         RuntimeError: a GPU has too little memory, or cannot read the memory of another.
     """
     if devices is not None:
@@ -293,6 +298,7 @@ def cached_share(
         device: of this process. Default: the current CUDA device, or the CPU without one.
 
     Raises:
+        TypeError: see `cached`.
         ValueError: see `cached`; or `rank` is not in [0, world_size).
         RuntimeError: the GPU has too little memory, or its driver cannot share memory between
             processes.
@@ -371,28 +377,29 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
 
     Args:
         table: the table to cache.
-        size: a share of the rows as a float, or bytes of each GPU as an integer; see `cached`.
+        size: a fraction of the rows as a float, or bytes of each GPU as an integer; see `cached`.
         gpus: number of GPUs.
 
     Raises:
-        ValueError: the size is below one row, or above all rows.
+        TypeError: the size is no number.
+        ValueError: a fraction is not in (0, 1], or bytes are too few for one row.
     """
     if isinstance(size, float):
         if not 0 < size <= 1:
             raise ValueError(
-                f"size is a share {size} of the rows: it must be above 0, and 1 at most\n\n"
+                f"size is a fraction {size} of the rows: it must be above 0, and 1 at most\n\n"
                 "hint: 0.2 is a fifth of the rows; bytes are an integer"
             )
         return min(table.num_rows, max(1, round(size * table.num_rows)))
     size = check_integer(
-        "size", size, hint="bytes as an integer, or a share of the rows as a float"
+        "size", size, hint="bytes as an integer, or a fraction of the rows as a float"
     )
     min_bytes = cache_bytes(table, min(1, table.num_rows))
     if size < min_bytes:
         raise ValueError(
             f"size: {size} bytes are too few for one cached row: it takes {min_bytes} bytes, which "
             f"include {SLOT_BYTES} for each of the table's {table.num_rows} rows\n\n"
-            "hint: a larger size; or a share of the rows, such as 0.2"
+            "hint: a larger size; or a fraction of the rows, such as 0.2"
         )
     slot_bytes = cache_bytes(table, 0)
     row_bytes = cache_bytes(table, 1) - slot_bytes
@@ -436,10 +443,15 @@ def _check_host(table: FeatureTable, device: torch.device) -> None:
             f"all rows of this table are on {table.device} already\n\n"
             "hint: use the table without a cache, or keep its rows on the host"
         )
-    if device.type == "cuda" and (
-        table.is_sparse or not (table.rows.is_pinned() or table.rows.numel() == 0)
-    ):
+    if device.type != "cuda":
+        return
+    if table.is_sparse:
+        raise ValueError(
+            f"a cache on {device} needs dense rows, and this table is sparse\n\n"
+            "hint: `with gcnzc.pinned(rows.to_dense()) as table:`, or gather on the host"
+        )
+    if not (table.rows.is_pinned() or table.rows.numel() == 0):
         raise ValueError(
             f"{device} cannot read the rows that are not cached, because their memory is not "
-            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`, for dense rows"
+            "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`"
         )

@@ -12,7 +12,7 @@ from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import (
-    DEFAULT_CACHED_SHARE,
+    DEFAULT_CACHED_FRACTION,
     CachedShare,
     CachedTable,
     cached,
@@ -104,7 +104,7 @@ def cached_table(
         device: the device that gathers rows, and has the cache.
         group: all workers; with --cache-sharded, those of a machine share one cache.
         progress: called with (done, total) while accesses are counted.
-        share: share of the rows to cache if --cache-size is auto; None for the default.
+        share: fraction of the rows to cache if --cache-size is auto; None for the default.
 
     Raises:
         ValueError: the cache would have no row, or the device cannot read rows on the host.
@@ -123,7 +123,7 @@ def cached_table(
             progress=progress,
         )
     size = (
-        (share or DEFAULT_CACHED_SHARE)
+        (share or DEFAULT_CACHED_FRACTION)
         if config.cache_size == "auto"
         else parse_cache_size(config.cache_size)
     )

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from gcnzc.features.access_counts import Presample
-from gcnzc.features.cache import DEFAULT_CACHED_SHARE, cache_bytes, num_rows_to_cache
+from gcnzc.features.cache import DEFAULT_CACHED_FRACTION, cache_bytes, num_rows_to_cache
 from gcnzc.features.pcie_traffic import choose_layout, table_traffic
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
@@ -337,7 +337,7 @@ def choose_cache_size(
     table = case.table
     if not case.is_real:
         why = "not predicted: the measured graph is random; give a dataset: gcnzc check DATA --tune"
-        return Setting(DEFAULT_CACHED_SHARE, why, "default", {})
+        return Setting(DEFAULT_CACHED_FRACTION, why, "default", {})
     counted = presample(
         case.graph,
         case.seeds,
@@ -352,14 +352,14 @@ def choose_cache_size(
         "memory_bytes": {name: cache_bytes(table, size) for name, size in sizes.items()},
     }
     if limit.memory_bytes is None:
-        return Setting(DEFAULT_CACHED_SHARE, f"not measured: {limit.reason}", "default", figures)
+        return Setting(DEFAULT_CACHED_FRACTION, f"not measured: {limit.reason}", "default", figures)
     fitting = _max_cached_rows(table, limit.memory_bytes)
     if fitting == 0:
         why = (
             f"no row fits in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason}); do not use a cache"
         )
         # training ignores the value of a setting with the basis "default"
-        return Setting(DEFAULT_CACHED_SHARE, why, "default", figures)
+        return Setting(DEFAULT_CACHED_FRACTION, why, "default", figures)
     size, why = fitting, f"the most that fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
     if fitting == table.num_rows:
         why = f"all rows fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"

@@ -121,6 +121,18 @@ def test_gzip_semicolons_and_files_without_header(tmp_path):
     check_people(prepare(path, tmp_path / "data"))
 
 
+def test_a_suffix_in_capitals_and_a_damaged_gzip_file(tmp_path):
+    path = write(tmp_path / "in", options=OPTIONS.replace("edges.csv", "edges.csv.GZ"))
+    packed = bytearray(gzip.compress(EDGES.encode()))
+    (tmp_path / "in/edges.csv.GZ").write_bytes(packed)
+    check_people(prepare(path, tmp_path / "data"))
+    # the checksum at the end of the file
+    packed[-6] ^= 1
+    (tmp_path / "in/edges.csv.GZ").write_bytes(packed)
+    with pytest.raises(ValueError, match="is not a gzip file, or is damaged: CRC check failed"):
+        gcnzc.prepare(path, tmp_path / "damaged")
+
+
 def test_parquet_gives_what_csv_gives(tmp_path, monkeypatch):
     options = OPTIONS.replace(".csv", ".parquet")
     path = write(tmp_path / "in", options=options)
@@ -217,6 +229,14 @@ def test_classes_have_the_order_that_is_given(tmp_path):
         ({"edges": EDGES + "ann,,5\n"}, "edges.csv, line 6, column 'to': the id is missing"),
         ({"edges": EDGES + "ann,bob\n"}, "edges.csv, line 6: 2 cells, but there are 3 columns"),
         ({"edges": EDGES + "ann,bob,1,2\n"}, "edges.csv: Expected 3 fields in line 6, saw 4"),
+        (
+            {"edges": "from,to\nann,bob,1\nbob,ann,2\n"},
+            "edges.csv, line 2: 3 cells, but there are 2 columns",
+        ),
+        (
+            {"edges": "from,to\nann,bob,1,2\nbob,ann,3,4\n"},
+            "edges.csv, line 2: 4 cells, but there are 2 columns",
+        ),
         ({"edges": EDGES.partition("\n")[2].replace("ann", "8")}, "the first line has '8'"),
         ({"edges": EDGES.replace("from,to", "a,b")}, "cannot determine the endpoint columns"),
         ({"edges": ""}, "edges.csv is empty"),

@@ -292,10 +292,10 @@ def test_cache_sizes_may_be_bytes(device):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (0.0, "a share 0.0 of the rows"),
-        (1.5, "a share 1.5 of the rows"),
-        (-0.1, "a share -0.1"),
-        (float("nan"), "a share nan"),
+        (0.0, "a fraction 0.0 of the rows"),
+        (1.5, "a fraction 1.5 of the rows"),
+        (-0.1, "a fraction -0.1"),
+        (float("nan"), "a fraction nan"),
         (0, "0 bytes are too few for one cached row"),
         (4000, "4000 bytes are too few for one cached row: it takes 4512 bytes"),
     ],
@@ -314,10 +314,14 @@ def test_a_ranking_of_another_graph_is_rejected():
         gcnzc.cached(FeatureTable(torch.zeros(10, 2)), 0.5, torch.rand(9), device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_table_that_a_gpu_cannot_read_is_rejected():
     table = FeatureTable(torch.zeros(10, 2))
     with pytest.raises(ValueError, match=r"cuda:0 cannot read the rows .* not page-locked"):
         gcnzc.cached(table, 0.5, torch.rand(10), device="cuda:0")
+    sparse = FeatureTable(torch.eye(10).to_sparse_csr())
+    with pytest.raises(ValueError, match=r"on cuda:0 needs dense rows.*\n\nhint: .*to_dense"):
+        gcnzc.cached(sparse, 0.5, torch.rand(10), device="cuda:0")
     with pytest.raises(ValueError, match="all rows of this table are on meta"):
         gcnzc.cached(FeatureTable(torch.zeros(10, 2, device="meta")), 0.5, torch.rand(10))
 
