@@ -75,12 +75,13 @@ class Loader:
     """Load batches of seeds with their neighbourhoods, features and labels.
 
     Each iteration yields the batches of one epoch, and the next iteration those of the next epoch.
-    If an iteration was stopped early, the next one starts the same epoch again, unless `set_epoch`
-    sets another; the drop-in loaders start the next epoch instead. Each iterator has its own
-    threads. They end after the last batch, on an exception or Ctrl-C, on `close`, and when the
-    iterator is deleted, as at the `break` of `for batch in loader`. Several threads may share an
-    iterator; each batch goes to one of them. A forked child process may iterate over the loader on
-    the host, but an iterator works only in the process that created it.
+    If an iteration was stopped early, the next one starts the same epoch again (after resuming with
+    another batch size or world size: the remaining seeds), unless `set_epoch` sets another; the
+    drop-in loaders start the next epoch instead. Each iterator has its own threads. They end after
+    the last batch, on an exception or Ctrl-C, on `close`, and when the iterator is deleted, as at
+    the `break` of `for batch in loader`. Several threads may share an iterator; each batch goes to
+    one of them. A forked child process may iterate over a loader whose device is the CPU. An
+    iterator works only in the process that created it.
 
     `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
     that were page-locked or mapped from a file are ordinary memory in the copy. A loader for a GPU
@@ -164,7 +165,7 @@ class Loader:
         limit = getattr(self.sampler, "num_items", None)
         may_be_empty = check_flag("may_be_empty", may_be_empty)
         self.seeds = check_seeds(seeds, graph, limit, may_be_empty)
-        # on the host, where threads select those of a batch
+        # labels stay on the host, where the loader's threads select the rows of a batch
         self.labels = check_labels(graph, labels)
         check_table(graph, table)
         self.copied_share = check_share(copied_share)
@@ -289,19 +290,19 @@ class Loader:
         is_shuffled, own = self.shuffle, self.seeds
         seeds = epoch_order(own, self.seed, self._epoch) if is_shuffled else own.clone()
         shares = self.shares
-        steps = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
-        return Batches(self, self._iterators, self._epoch, steps, begin)
+        parts = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
+        return Batches(self, self._iterators, self._epoch, parts, begin)
 
-    def batches_of(self, steps: Iterable[Tensor], epoch: int) -> "Batches":
+    def batches_of(self, seeds: Iterable[Tensor], epoch: int) -> "Batches":
         """Return an iterator over the batches of given seeds, in the given order.
 
         It does not change the epoch or the state of this loader.
 
         Args:
-            steps: (S,) seeds of each batch, int64 on the host; consumed as batches are prefetched.
+            seeds: for each batch (S,) int64 on the host; consumed as batches are prefetched.
             epoch: of the sampling, which depends on the random seed and the epoch; in [0, 2**32).
         """
-        return Batches(self, UNTRACKED, epoch, iter(steps))
+        return Batches(self, UNTRACKED, epoch, iter(seeds))
 
     def _settings_to_match(self) -> dict[str, Any]:
         """Return the settings that must be equal in a state that this loader can resume."""
@@ -382,21 +383,20 @@ class Loader:
 
 
 class Batches(Iterator[Batch]):
-    """Iterator over the batches of given steps, in order, prefetched by threads of its own.
+    """Iterator over batches with given seeds, in order, prefetched by threads of its own.
 
-    The threads end after the last batch, on `close`, or when the iterator is deleted. Several
-    threads may share the iterator: each batch goes to one of them.
+    They end after the last batch, on `close`, or when the iterator is deleted. Several threads may
+    share the iterator: each batch goes to one of them.
 
     Raises:
         RuntimeError: by `next`, in a process that was forked from the one that created it.
     """
 
     def __init__(
-        self, loader: Loader, number: int, epoch: int, steps: Iterator[Tensor], begin: int = 0
+        self, loader: Loader, number: int, epoch: int, seeds: Iterator[Tensor], begin: int = 0
     ) -> None:
         self._loader, self._number, self._epoch = loader, number, epoch
-        self._steps = steps
-        self._position = begin
+        self._seeds, self._position = seeds, begin
         self._process = os.getpid()
         # held by the thread that waits for the next batch
         self._next_lock = threading.Lock()
@@ -444,7 +444,7 @@ class Batches(Iterator[Batch]):
         """End the threads, each after its current batch; the iterator yields no more batches."""
         self._number = UNTRACKED
         self._pending.clear()
-        self._steps = iter(())
+        self._seeds = iter(())
         if self._process != os.getpid():
             # the threads exist in the parent only, and one may hold the executor's lock
             return
@@ -469,7 +469,7 @@ class Batches(Iterator[Batch]):
 
     def _submit_next(self) -> None:
         # tasks refer to the loader only, so that the iterator can be deleted while they run
-        seeds = next(self._steps, None)
+        seeds = next(self._seeds, None)
         if seeds is not None:
             self._pending.append(self._executor.submit(self._loader._prepare, seeds, self._epoch))
 

@@ -31,8 +31,9 @@ BATCH_NODES = 1 << 14  # targets at a time
 BATCH_EDGES = 1 << 20  # edges of these targets at a time, unless one target has more
 
 
-# A small graph is divided into at least this many ranges, so that each worker has some. The number
-# must not depend on the number of workers, because the ranges determine how outputs are rounded.
+# A range has at most a 64th of the graph's nodes, or 64 nodes if that is more, so that a small
+# graph is divided among workers, too. Ranges must not depend on the number of workers, because
+# they determine how outputs are rounded.
 MIN_RANGES, MIN_NODES = 64, 64
 
 
@@ -70,7 +71,8 @@ def inference(
         device: device of the computation; the rows of hidden layers stay on the host.
         nodes: (M,) int32 or int64 node ids, on the host: a tensor, an array or a list. Hidden
             layers are computed only for the nodes that these depend on. Default: all in order.
-        batch_nodes: number of nodes to compute at a time; less for a small graph.
+        batch_nodes: largest number of nodes to compute at a time. A range of nodes also has at most
+            2**20 in-edges, unless it is one node, and is smaller in a small graph.
         progress: called with (done, total), in nodes of all layers that this worker computes.
         group: workers that divide the nodes, all with the same arguments. Default: this process
             alone.
@@ -82,7 +84,7 @@ def inference(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the table does not match the graph or the model, a node is not in the graph, or
-            an edge leads to an unknown node, see `Graph.check`.
+            the graph has an offset or a source out of range, see `Graph.check`.
         RuntimeError: there is too little memory for the workers of a machine to share.
         WorkerLost: another worker has failed.
     """
@@ -90,8 +92,8 @@ def inference(
         "model",
         model,
         Model,
-        "gcnzc.models.SAGE, GCN or GAT; another model computes the same on minibatches of a Loader "
-        "with fanouts of -1",
+        "pass gcnzc.models.SAGE, GCN or GAT; for another model, compute its outputs on minibatches "
+        "of a Loader with fanouts of -1",
     )
     check_graph(graph)
     check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows)")
@@ -121,7 +123,7 @@ def inference(
             rows, row_of = table, None
             for index, (sources, targets) in enumerate(pairwise(needed)):
                 step = _FullLayer(model, index, graph, rows, row_of, device)
-                step.send(sources, batch_nodes, workers)
+                step.prepare_sources(sources, batch_nodes, workers)
                 count = graph.num_nodes if targets is None else len(targets)
                 out = workers.empty(parameter_dtype(model), count, model.widths[index])
                 with joint_work(workers.group) as work:
@@ -157,14 +159,14 @@ class _Workers:
         self,
         rows: Tensor,
         shares: Sequence[Sequence[Span]],
-        row_of: Callable[[int, int], slice | Tensor],
+        indices_of: Callable[[int, int], slice | Tensor],
     ) -> None:
         """Copy the rows that each machine has computed to all other machines.
 
         Args:
             rows: (n, ...), contiguous, in memory that the workers of a machine share.
             shares: the spans that each worker has computed.
-            row_of: returns the indices in `rows` of a span.
+            indices_of: returns the indices in `rows` of a span.
         """
         if len(set(self.firsts)) == 1 or rows.numel() == 0:
             return
@@ -173,15 +175,18 @@ class _Workers:
         step = max(1, PIECE_BYTES // (rows.shape[1] * rows.element_size()))
         for done in range(0, max(end - begin for begin, end in spans), step):
             pieces = [(min(b + done, end), min(b + done + step, end)) for b, end in spans]
-            self._distribute_pieces(rows, pieces, row_of)
+            self._distribute_pieces(rows, pieces, indices_of)
         # workers wait here until the first worker of their machine has written
         run(all_gather_scalar(0), self.group)
 
     def _distribute_pieces(
-        self, rows: Tensor, pieces: Sequence[Span], row_of: Callable[[int, int], slice | Tensor]
+        self,
+        rows: Tensor,
+        pieces: Sequence[Span],
+        indices_of: Callable[[int, int], slice | Tensor],
     ) -> None:
         own_first = self.firsts[self.rank]
-        own, none = rows[row_of(*pieces[self.rank])].flatten(), rows.new_empty(0)
+        own, none = rows[indices_of(*pieces[self.rank])].flatten(), rows.new_empty(0)
         # each worker sends its rows to the first workers of the other machines
         parts = [
             own if rank == first != own_first else none for rank, first in enumerate(self.firsts)
@@ -192,14 +197,14 @@ class _Workers:
         ]
         for piece, part in zip(pieces, run(_all_to_all(parts, counts), self.group), strict=True):
             if len(part):
-                rows[row_of(*piece)] = part.view(-1, rows.shape[1])
+                rows[indices_of(*piece)] = part.view(-1, rows.shape[1])
 
 
 class _FullLayer:
     """Computes one layer of a model for many nodes, with all their neighbours.
 
-    On the CPU the aggregation reads the rows of the sources in place. On a GPU, or if the rows have
-    another dtype than the model, the rows of each range of targets are gathered first.
+    On the CPU, projected rows, and dense rows on the host with the model's dtype, are aggregated in
+    place. Otherwise the source rows of each range of targets are gathered first.
     """
 
     def __init__(
@@ -216,84 +221,86 @@ class _FullLayer:
         # the layer's input rows, and the index of each node's row (None: its id)
         self.table, self.row_of = table, row_of
         # rows are projected before the aggregation if that makes them smaller
-        self.is_mapped = self.layer.heads * self.layer.out_features < self.layer.in_features
+        self.is_projected = self.layer.heads * self.layer.out_features < self.layer.in_features
         # quantized rows have another dtype than gathered rows
         same = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
         readable = same and not table.rows.is_cuda
-        self.is_direct = device.type == "cpu" and (self.is_mapped or readable)
+        self.is_in_place = device.type == "cpu" and (self.is_projected or readable)
         self.neighbours = Sampler(graph, [-1])
         # the rows that are aggregated: input rows, or projected rows
-        self.sent, self.sent_row_of = table, row_of
+        self.aggregated, self.aggregated_row_of = table, row_of
         self.scores = torch.empty(0, 0)
         self.norms: Tensor | None = None
 
-    def send(self, sources: Tensor | None, batch_nodes: int, workers: _Workers) -> None:
+    def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: _Workers) -> None:
         """Compute projected rows, attention scores and norms of `sources`, or of all nodes."""
-        if not (self.is_mapped or self.is_direct):
+        if not (self.is_projected or self.is_in_place):
             return
         num_rows = self.table.num_rows
         count = self.graph.num_nodes if sources is None else len(sources)
-        dtype, images = parameter_dtype(self.model), None
-        if self.is_mapped:
-            num_rows, self.sent_row_of = count, _row_index(sources, self.graph)
-            images = workers.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
+        dtype, projected = parameter_dtype(self.model), None
+        if self.is_projected:
+            num_rows, self.aggregated_row_of = count, _row_index(sources, self.graph)
+            projected = workers.empty(dtype, num_rows, self.layer.heads * self.layer.out_features)
         score_columns = self.layer.heads if self.layer.has_scores else 0
         self.scores = workers.empty(dtype, num_rows, score_columns)
-        if self.layer.needs_degrees and self.is_direct:
+        if self.layer.needs_degrees and self.is_in_place:
             self.norms = workers.empty(dtype, num_rows)
 
-        def row_of(begin: int, end: int) -> Tensor:
+        def indices_of(begin: int, end: int) -> Tensor:
             ids = torch.arange(begin, end) if sources is None else sources[begin:end]
-            return ids if self.sent_row_of is None else self.sent_row_of[ids].long()
+            return ids if self.aggregated_row_of is None else self.aggregated_row_of[ids].long()
 
         spans = [(at, min(at + batch_nodes, count)) for at in range(0, count, batch_nodes)]
         shares = _divide_spans(spans, [end - begin for begin, end in spans], workers.count)
         with joint_work(workers.group) as work:
             for begin, end in shares[workers.rank]:
                 ids = torch.arange(begin, end) if sources is None else sources[begin:end]
-                at = row_of(begin, end)
+                at = indices_of(begin, end)
                 if self.norms is not None:
                     self.norms[at] = inverse_sqrt_degrees(_degrees(self.graph, ids), dtype)
-                if self.is_mapped or self.layer.has_scores:
+                if self.is_projected or self.layer.has_scores:
                     x = self._rows(self.table, self.row_of, ids)
-                    if images is not None:
-                        images[at] = self.layer.project(x).cpu()
+                    if projected is not None:
+                        projected[at] = self.layer.project(x).cpu()
                     self.scores[at] = self.layer.scores(x).cpu()
                 work.report_progress()
-        for rows in (images, self.scores, self.norms):
+        for rows in (projected, self.scores, self.norms):
             if rows is not None:
-                workers.distribute(rows, shares, row_of)
-        if images is not None:
-            self.sent = FeatureTable(images)
+                workers.distribute(rows, shares, indices_of)
+        if projected is not None:
+            self.aggregated = FeatureTable(projected)
 
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
         """Compute the layer's output rows of nodes `ids`; `is_range`: they are consecutive."""
-        receive = self._receive_direct if self.is_direct else self._receive_gathered
-        return self.model.transform_output(self.index, receive(ids, is_range))
+        aggregate = self._aggregate_in_place if self.is_in_place else self._aggregate_gathered
+        return self.model.transform_output(self.index, aggregate(ids, is_range))
 
-    def _receive_direct(self, ids: Tensor, is_range: bool) -> Tensor:
+    def _aggregate_in_place(self, ids: Tensor, is_range: bool) -> Tensor:
         bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
         indptr, indices = _columns(self.graph, bounds)
         own = ids
-        if self.sent_row_of is not None:
-            indices, own = self.sent_row_of[indices], self.sent_row_of[ids].long()
+        if self.aggregated_row_of is not None:
+            indices, own = self.aggregated_row_of[indices], self.aggregated_row_of[ids].long()
         degrees = indptr.diff() if self.layer.needs_degrees else None
         return self.layer.compute_targets(
             Hop(indptr, indices, own, self.norms, degrees),
-            self.sent.rows,
+            self.aggregated.rows,
             self.scores,
             self._rows(self.table, self.row_of, ids),
-            self.is_mapped,
+            self.is_projected,
         )
 
-    def _receive_gathered(self, ids: Tensor, is_range: bool) -> Tensor:
+    def _aggregate_gathered(self, ids: Tensor, is_range: bool) -> Tensor:
         batch = self.neighbours.sample(ids, epoch=0)
         block = batch.blocks[0].to(self.device)
-        rows = self._rows(self.sent, self.sent_row_of, batch.nodes)
+        rows = self._rows(self.aggregated, self.aggregated_row_of, batch.nodes)
         x_target = rows[: len(ids)]
-        if not self.is_mapped:
+        if not self.is_projected:
             return self.layer(block, rows, x_target)
-        at = batch.nodes if self.sent_row_of is None else self.sent_row_of[batch.nodes].long()
+        at = batch.nodes
+        if self.aggregated_row_of is not None:
+            at = self.aggregated_row_of[at].long()
         norms = degrees = None
         if self.layer.needs_degrees:
             norms, degrees = (

@@ -112,11 +112,11 @@ def test_inference_with_gathered_rows_equals_inference_in_place(
     expected = inference(model, graph, table, nodes=nodes)
     set_up = train_inference._FullLayer.__init__
 
-    def never_direct(self, *arguments):
+    def never_in_place(self, *arguments):
         set_up(self, *arguments)
-        self.is_direct = False
+        self.is_in_place = False
 
-    monkeypatch.setattr(train_inference._FullLayer, "__init__", never_direct)
+    monkeypatch.setattr(train_inference._FullLayer, "__init__", never_in_place)
     found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 
