@@ -4,8 +4,9 @@
 
 A page has a pair of comments for each table, `<!-- table: NAME -->` and `<!-- end of table -->`;
 what lies between them is replaced. Names are those of the functions in
-`bench/docs/result_tables.py`, `bench/docs/network_tables.py`, `bench/docs/resource_tables.py`,
-`bench/docs/robustness_tables.py` and `bench/docs/summary_tables.py`.
+`bench/docs/result_tables.py`, `bench/docs/bus_tables.py`, `bench/docs/network_tables.py`,
+`bench/docs/resource_tables.py`, `bench/docs/robustness_tables.py` and
+`bench/docs/summary_tables.py`.
 """
 
 import re
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 
 from bench.docs import (
-    network_tables,  # noqa: F401, which registers its tables
+    bus_tables,  # noqa: F401, which registers its tables
+    network_tables,  # noqa: F401
     resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401
     summary_tables,  # noqa: F401
