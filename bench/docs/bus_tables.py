@@ -47,7 +47,11 @@ def compiled_bus_requests() -> str:
         "type",
         "bytes of a row",
         "requests, shifted",
-        *(f"{what}, {layout}" for what in ("requests", "bus bytes") for layout in COMPARED),
+        *(
+            f"{what}, {layout}"
+            for what in ("relative requests", "relative bus bytes")
+            for layout in COMPARED
+        ),
         "equal to the model",
     ]
     return with_source(
