@@ -3,9 +3,9 @@
     python -m bench.loading.compiled_pcie [--archs 80 90 100]
 
 The gather kernel is compiled for each GPU architecture, and its PTX is executed on the CPU for rows
-at every offset within a 128 B line that occurs in the table; no GPU is needed. Requests are counted,
-not measured in time, so they are the same on every machine. The table of docs/benchmarks/bus.md
-compares the layouts that read unpadded rows.
+at every offset within a 128 B line that occurs in the table. No GPU is needed. The requests are
+counted, so they are the same on every machine. A table in docs/benchmarks/bus.md compares the
+layouts that read unpadded rows.
 """
 
 import argparse
