@@ -28,6 +28,8 @@ ENVIRONMENT = {
     # a worker that is stopped is killed soon
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
 }
+# torch's default: on a busy machine, saving takes longer than three seconds
+TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
 def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words) as process:
+    with started(graph, run, *words, **TIME_TO_SAVE) as process:
         wait_for(lambda: epochs(run) >= 1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -176,9 +178,7 @@ def state_of(process):
 def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    # torch's default: the launcher kills workers that have not ended by then
-    grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
-    with started(graph, run, *words, "--timeout-s", "60", **grace) as process:
+    with started(graph, run, *words, "--timeout-s", "60", **TIME_TO_SAVE) as process:
         wait_for(lambda: epochs(run) >= 1)
         stopped = of_this(run)[-1]
         os.kill(stopped, signal.SIGSTOP)
