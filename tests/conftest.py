@@ -28,6 +28,7 @@ import pytest
 import triton
 from triton.runtime import interpreter
 
+from tests.fast_interpreter import make_faster
 from tests.ptx_launches import evenly_spaced
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +68,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="the most cases of each test with the marker `triton`, evenly spaced",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    make_faster(checks_overflow=config.getoption("--triton-cases") is None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
