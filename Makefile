@@ -25,7 +25,8 @@ RUN_PTX = TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/ptx-cache $(BIN)/python -m pytest -
 # slow tests that CI runs, too: 2,000 random schedules of the loader, and a whole dry run of gpu-session
 SCHEDULES := tests/loader/test_happens_before.py::test_all_accesses_are_ordered_in_ten_thousand_schedules
 GPU_RULES_TESTS := '$(SCHEDULES)[TransferProgram-0]' '$(SCHEDULES)[LoaderProgram-0]' \
-	tests/bench/test_gpu_session.py::test_a_whole_dry_run_passes
+	tests/bench/test_gpu_session.py::test_a_whole_dry_run_passes \
+	tests/bench/test_gpu_session.py::test_a_dry_run_within_tiny_limits_ends_with_a_table
 
 # bin/install leaves bytecode to the first import of a module
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,12 +37,13 @@ demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
 
 test: $(TESTS_READY)  ## the test suite
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not slow"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not (slow or compiled)"
 
 test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
 	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)
 	set -e; for arch in $(PTX_ARCHS); do \
 		$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "compiled and not slow"
 
 test-gpu-rules: $(TESTS_READY)  ## streams in random schedules, and gpu-session on a fake GPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(GPU_RULES_TESTS)

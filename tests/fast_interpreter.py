@@ -8,7 +8,7 @@ Three parts of it take more than half of its time in our kernels, and are not ne
   (`sanitize_overflow`). Without `--triton-cases`, as in `make test-all`, it still does.
 - It builds a table of dtypes whenever it needs one of them.
 
-Written for the interpreter of Triton 3.7; with another version only what it has in common with it is
+Written for the interpreter of Triton 3.7; with another version only what both have in common is
 replaced.
 """
 

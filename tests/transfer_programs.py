@@ -325,8 +325,8 @@ def replaced_threads():
             gc.freeze()
             yield
     finally:
+        # what is frozen remains so: it exists until the process ends
         gc.enable()
-        gc.unfreeze()
         Schedule.active = None
 
 

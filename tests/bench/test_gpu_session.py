@@ -164,6 +164,7 @@ def check_measurements(folder):
     assert {line["method"] for line in found["bulk"]} >= {"bulk", "threads"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_dry_run_within_tiny_limits_ends_with_a_table(tmp_path):
     run = session("--dry-run", "--out", tmp_path, "--stage-limit-s", "0.3")

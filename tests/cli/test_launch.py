@@ -175,6 +175,7 @@ def state_of(process):
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
@@ -265,6 +266,7 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     assert saved(run)["epoch"] >= 0
 
 
+@pytest.mark.slow
 def test_a_launcher_detects_that_its_run_folder_was_moved(graph, tmp_path, capsys):
     run, moved = tmp_path / "run", tmp_path / "moved"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")

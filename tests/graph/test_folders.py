@@ -923,7 +923,9 @@ def memory(folder: Path, megabytes: int, form: str, **chosen: str) -> list[float
     return [float(word) for word in done.stdout.split()]
 
 
-@pytest.mark.parametrize(("form", "megabytes"), [("stored", 250), ("csv", 40)])
+@pytest.mark.parametrize(
+    ("form", "megabytes"), [pytest.param("stored", 250, marks=pytest.mark.slow), ("csv", 40)]
+)
 def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str, megabytes: int) -> None:
     written, prepared, opened, last = memory(tmp_path, megabytes, form)
     assert max(written, prepared) < 200
@@ -931,7 +933,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str, megabyte
     assert last == 999
 
 
-@pytest.mark.parametrize("scales", ["row", "columns"])
+@pytest.mark.parametrize("scales", [pytest.param("row", marks=pytest.mark.slow), "columns"])
 def test_memory_does_not_grow_with_a_table_of_codes(tmp_path: Path, scales: str) -> None:
     _, prepared, opened, last = memory(tmp_path, 250, "stored", feature_dtype="int8", scales=scales)
     assert prepared < 200

@@ -45,6 +45,7 @@ for module, name, types, constants, wanted in cases:
 """
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles(arch, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -16,6 +16,7 @@ from gcnzc.sampling.neighbor import Sampler
 NUM_NODES = 3000
 SIDES = ("model", "side 1", "side 2")
 SCHEDULES = ("eager", "lazy", *(f"not {name}" for name in SIDES), *range(3))
+FEW_SCHEDULES = ("lazy", "not model", 0)
 # batches of different sizes, some so much larger that memory is released
 SIZES = (30, 34, 4, 33, 31, 300, 5, 29, 32, 30, 40, 310, 32, 280, 6, 31, 33)
 # batches that are dropped without `wait`, as when an epoch is stopped early
@@ -143,7 +144,14 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     ("kind", "share", "schedule"),
     [(*case, schedule) for case in CASES for schedule in SCHEDULES]
-    + [(*case, schedule) for case in MORE_CASES for schedule in ("lazy", "not model", 0)],
+    # of each kind of rows one schedule, and more in `make test-all`
+    + [(*case, FEW_SCHEDULES[at % 3]) for at, case in enumerate(MORE_CASES)]
+    + [
+        pytest.param(*case, schedule, marks=pytest.mark.slow)
+        for at, case in enumerate(MORE_CASES)
+        for schedule in FEW_SCHEDULES
+        if schedule != FEW_SCHEDULES[at % 3]
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_batches_are_complete_in_any_order_of_execution(graph, kind, share, schedule):

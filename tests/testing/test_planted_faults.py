@@ -31,6 +31,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.compiled
 def test_planted_faults_are_found():
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) != (3, 7):
         pytest.skip(f"PTX of Triton {triton.__version__} is not executed")

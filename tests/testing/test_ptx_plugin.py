@@ -79,6 +79,7 @@ def test_without_kernels():
 """
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "options", "failure"),
     [

@@ -150,6 +150,7 @@ def outcomes(tmp_path_factory):
     return json.loads(run.stdout)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_kernels_equal_their_references(outcomes, arch):
     results, _ = outcomes[arch]
@@ -165,6 +166,7 @@ def test_kernels_equal_their_references(outcomes, arch):
     assert len(results) == 12
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_an_id_that_is_out_of_range_is_found(outcomes, arch):
     _, faults = outcomes[arch]

@@ -78,6 +78,7 @@ for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
 """
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles(arch, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -457,6 +457,7 @@ CASES = [
 ]
 
 
+@pytest.mark.compiled
 def test_compiled_kernels_spill_nothing_and_round_as_on_the_cpu(tmp_path):
     """The sectors that they touch are counted in tests/ptx/test_codec_traffic.py."""
     made = compiled(CASES, tmp_path)
