@@ -8,7 +8,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import gnn
 
 MODELS = {
-    "sage": lambda *sizes, **options: gnn.SAGE(*sizes, batch_norm=True, **options),
+    "sage": lambda *sizes, **options: gnn.SAGE(*sizes, norm="batch", **options),
     "gcn": gnn.GCN,
     "gat": lambda *sizes, **options: gnn.GAT(*sizes, heads=3, **options),
 }

@@ -71,7 +71,7 @@ def set_epoch(**arguments):
 LOADER = {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "fanouts": [2], "batch_size": 4}
 LINKS = {"graph": GRAPH, "edges": EDGE, "fanouts": [2]}
 SAMPLER = {"graph": GRAPH, "fanouts": [2]}
-MODEL = {"in_features": 2, "hidden": 3, "num_classes": 2, "num_layers": 2}
+MODEL = {"norm": "batch", "in_features": 2, "hidden": 3, "num_classes": 2, "num_layers": 2}
 MODEL_KINDS = {
     "in_features": (),
     "hidden": (),
@@ -79,6 +79,13 @@ MODEL_KINDS = {
     "num_layers": (),
     "dropout": (),
     "input_dropout": (),
+    "norm": (),
+    "pre_norm": FLAG,
+    "residual": FLAG,
+    "input_linear": FLAG,
+    "output_linear": FLAG,
+    "jumping": (),
+    "activation": (),
 }
 CHOICES = {"bidirected": FLAG, "self_loops": (), "duplicates": ()}
 CODES = torch.ones(NODES, 2, dtype=torch.int8)
@@ -213,8 +220,8 @@ CASES = {
             "group": OPTIONAL,
         },
     ),
-    "SAGE": (gnn.SAGE, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
-    "GCN": (gnn.GCN, MODEL, {**MODEL_KINDS, "batch_norm": FLAG}),
+    "SAGE": (gnn.SAGE, MODEL, MODEL_KINDS),
+    "GCN": (gnn.GCN, MODEL, MODEL_KINDS),
     "GAT": (
         gnn.GAT,
         MODEL,

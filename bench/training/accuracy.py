@@ -67,7 +67,7 @@ ATTENTION = (
     "--hidden 8 --heads 8 --output-heads 1 --no-skip "
     "--dropout 0.6 --input-dropout 0.6 --attention-dropout 0.6"
 )
-AMAZON = "--layers 2 --fanouts 10,10 --hidden 128 --batch-norm --batch-size 512 --epochs 30"
+AMAZON = "--layers 2 --fanouts 10,10 --hidden 128 --norm batch --batch-size 512 --epochs 30"
 # rows have 27 and 34 KB: small fan-outs limit the bytes that are gathered per batch
 COAUTHOR = "--layers 2 --fanouts 5,5 --hidden 64 --batch-size 256"
 
@@ -83,19 +83,19 @@ RECIPES = (
     Recipe(
         "tolokers",
         81.0,
-        "--model sage --layers 3 --fanouts 10,10,10 --hidden 128 --batch-norm --dropout 0.2 "
+        "--model sage --layers 3 --fanouts 10,10,10 --hidden 128 --norm batch --dropout 0.2 "
         "--batch-size 512 --epochs 100 --patience 25",
     ),
     Recipe(
         "digits",
         96.0,
-        "--model sage --layers 2 --fanouts 10,10 --hidden 64 --batch-norm --lr 0.01 "
+        "--model sage --layers 2 --fanouts 10,10 --hidden 64 --norm batch --lr 0.01 "
         "--batch-size 128 --epochs 40 --patience 15",
     ),
     Recipe(
         "ogbn_arxiv_structure",
         66.0,
-        "--model sage --layers 2 --fanouts 10,10 --hidden 256 --batch-norm --epochs 8",
+        "--model sage --layers 2 --fanouts 10,10 --hidden 256 --norm batch --epochs 8",
     ),
 )
 

@@ -48,7 +48,7 @@ ARCHIVE = ROOT / "shared" / "data" / "amazon_photo" / "amazon_photo.npz"
 RIVAL = Path(__file__).parents[1] / "rivals" / "pyg_link.py"
 TARGET = 0.95
 SIZES = {"hidden": 64, "fanouts": [5, 5], "batch_size": 2048, "lr": 0.003}
-OURS = "train GRAPH --task link --model sage --layers 2 --batch-norm --dropout 0"
+OURS = "train GRAPH --task link --model sage --layers 2 --norm batch --dropout 0"
 METHODS = {
     "gcnzc": "",
     "gcnzc, as PyG": "--exclude none --no-strict-negatives",

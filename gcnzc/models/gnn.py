@@ -1,7 +1,7 @@
 """GraphSAGE, GCN and GAT models on blocks."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -10,63 +10,150 @@ from torch.nn import functional
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
 from gcnzc.models.layers import GATLayer, GCNLayer, Layer, SAGELayer, random_seed
 from gcnzc.sampling.batch import Block
-from gcnzc.system.arguments import check_flag, check_integer, check_number
+from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
+
+NORMS = ("none", "batch", "layer")
+JUMPING = ("none", "sum", "cat")
+ACTIVATIONS = ("relu", "elu")
 
 
 class Model(nn.Module):
-    """A stack of layers, with batch normalisation, an activation and dropout between them.
+    """A stack of layers, with normalisation, an activation and dropout after each.
+
+    Without `output_linear` the last layer returns the logits, and nothing follows it. With all
+    options this is the architecture of Luo et al., "Classic GNNs are Strong Baselines", 2024.
 
     Args:
-        layers: from the input layer to the layer that returns the logits.
-        widths: columns of each layer's output.
+        make_layer: `make_layer(in_features, out_features)` returns a layer; `out_features` is None
+            for a hidden layer.
+        in_features: columns of the features.
+        width: columns of the output of a hidden layer.
+        num_classes: columns of the logits.
+        num_layers: number of layers, and of fanouts.
         activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
             p; it may overwrite `x`.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        batch_norm: apply batch normalisation between layers.
+        norm: "batch" for batch normalisation, "layer" for layer normalisation, or "none".
+        pre_norm: normalise the inputs of each layer instead of its outputs.
+        residual: add a linear projection of each layer's input to its output.
+        input_linear: project the features to `width` columns before the first layer.
+        output_linear: compute the logits by a linear projection after the last layer.
+        jumping: what the output projection reads: "none", the output of the last layer; "sum" or
+            "cat", the sum or the concatenation of the outputs of all layers (Xu et al., 2018).
 
     Raises:
-        ValueError: a dropout outside [0, 1).
+        ValueError: a dropout outside [0, 1), or options that contradict each other.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        widths: Sequence[int],
+        make_layer: Callable[[int, int | None], Layer],
+        in_features: int,
+        width: int,
+        num_classes: int,
+        num_layers: int,
         activate: Callable[[Tensor, float, int], Tensor],
         *,
         dropout: float,
         input_dropout: float,
-        batch_norm: bool = False,
+        norm: str = "none",
+        pre_norm: bool = False,
+        residual: bool = False,
+        input_linear: bool = False,
+        output_linear: bool = False,
+        jumping: str = "none",
     ) -> None:
         super().__init__()
+        in_features = check_integer("in_features", in_features, 1, hint="the columns of features")
+        num_classes = check_integer("num_classes", num_classes, 1)
+        num_layers = check_integer("num_layers", num_layers, 1)
         dropout = _check_probability("dropout", dropout)
         input_dropout = _check_probability("input_dropout", input_dropout)
-        batch_norm = check_flag("batch_norm", batch_norm)
-        self.layers = nn.ModuleList(layers)
-        hidden = widths[:-1] if batch_norm else []
-        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in hidden)
-        self.widths = tuple(widths)
+        check_choice("norm", norm, NORMS)
+        check_choice("jumping", jumping, JUMPING)
+        for name, flag in (
+            ("pre_norm", pre_norm),
+            ("residual", residual),
+            ("input_linear", input_linear),
+            ("output_linear", output_linear),
+        ):
+            check_flag(name, flag)
+        check_stack(norm=norm, pre_norm=pre_norm, output_linear=output_linear, jumping=jumping)
+        hidden = num_layers if output_linear else num_layers - 1
+        first = width if input_linear else in_features
+        inputs = [first] + [width] * (num_layers - 1)
+        self.widths = tuple([width] * hidden + [num_classes] * (num_layers - hidden))
+        self.in_features, self.out_features = in_features, num_classes
+        self.input_linear = nn.Linear(in_features, width) if input_linear else None
+        self.layers = nn.ModuleList(
+            make_layer(columns, None if index < hidden else num_classes)
+            for index, columns in enumerate(inputs)
+        )
+        ends = zip(inputs, self.widths, strict=True)
+        self.residuals = nn.ModuleList(nn.Linear(*columns) for columns in ends if residual)
+        normalised = inputs if pre_norm else self.widths[:hidden]
+        kind = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm]
+        self.norms = nn.ModuleList(kind(columns) for columns in normalised if kind is not None)
+        columns = width * num_layers if jumping == "cat" else width
+        self.output_linear = nn.Linear(columns, num_classes) if output_linear else None
+        self.pre_norm, self.jumping = pre_norm, jumping
         self.activate = activate
         self.dropout = dropout
         self.input_dropout = input_dropout
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
-        for module in (*self.layers, *self.norms):
+        ends = (part for part in (self.input_linear, self.output_linear) if part is not None)
+        for module in (*self.layers, *self.norms, *self.residuals, *ends):
             module.reset_parameters()
 
-    def transform_output(self, index: int, x: Tensor) -> Tensor:
-        """Apply normalisation, activation and dropout to the output of layer `index`.
+    def transform_features(self, x: Tensor) -> Tensor:
+        """Return the input of the first layer: apply dropout and the input projection to features.
 
-        The output of the last layer is returned unchanged.
+        Args:
+            x: (n, in_features) in the dtype of the model.
         """
-        if index == len(self.layers) - 1:
-            return x
-        if self.norms:
-            x = self.norms[index](x)
+        if self.training and self.input_dropout:
+            x = dropout(x, self.input_dropout, random_seed())
+        if self.input_linear is not None:
+            x = self.input_linear(x)
+            if self.training and self.dropout:
+                x = dropout(x, self.dropout, random_seed())
+        return x
+
+    def normalize_input(self, index: int, x: Tensor) -> Tensor:
+        """Normalise rows that layer `index` reads; with `pre_norm`, else they are unchanged."""
+        return self.norms[index](x) if self.pre_norm else x
+
+    def transform_output(self, index: int, out: Tensor, x_target: Tensor) -> Tensor:
+        """Apply what follows layer `index`: residual, normalisation, activation and dropout.
+
+        Args:
+            index: of the layer.
+            out: (T, columns), the layer's output; it may be overwritten.
+            x_target: (T, columns), the rows of the targets that the layer has read.
+        """
+        if self.residuals:
+            out = self.residuals[index](x_target).add_(out)
+        if index == len(self.layers) - 1 and self.output_linear is None:
+            return out
+        if self.norms and not self.pre_norm:
+            out = self.norms[index](out)
         p = self.dropout if self.training else 0.0
-        return self.activate(x, p, random_seed() if p else 0)
+        return self.activate(out, p, random_seed() if p else 0)
+
+    def combine(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the logits, given the outputs of the layers that `jumping` names for the seeds.
+
+        Args:
+            outputs: of all layers, or of the last one without `jumping`; each (seeds, columns).
+        """
+        x = torch.cat(list(outputs), 1) if self.jumping == "cat" else outputs[0]
+        if self.jumping == "sum":
+            for other in outputs[1:]:
+                x = x + other
+        return x if self.output_linear is None else self.output_linear(x)
 
     def forward(self, blocks: Sequence[Block], x: Tensor) -> Tensor:
         """Return the logits of the seeds.
@@ -96,16 +183,62 @@ class Model(nn.Module):
                 f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
                 "hint: pass the features of batch.nodes, in their order"
             )
-        x = x.to(parameter_dtype(self))
-        if self.training and self.input_dropout:
-            x = dropout(x, self.input_dropout, random_seed())
+        x = self.transform_features(x.to(parameter_dtype(self)))
+        outputs = []
         for index, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
-            x = self.transform_output(index, layer(block, x, x[: block.num_dst]))
-        return x
+            x = self.normalize_input(index, x)
+            x_target = x[: block.num_dst]
+            x = self.transform_output(index, layer(block, x, x_target), x_target)
+            if self.jumping != "none" or index == layers - 1:
+                outputs.append(x[: blocks[-1].num_dst])
+        return self.combine(outputs)
 
 
-class SAGE(Model):
-    """GraphSAGE with mean aggregation, as in OGB's examples.
+class _PlainModel(Model):
+    """A stack of layers of one kind, without attention heads."""
+
+    layer_kind: Callable[[int, int], Layer]
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: int,
+        num_classes: int,
+        num_layers: int = 3,
+        dropout: float = 0.5,
+        *,
+        input_dropout: float = 0.0,
+        norm: str = "none",
+        pre_norm: bool = False,
+        residual: bool = False,
+        input_linear: bool = False,
+        output_linear: bool = False,
+        jumping: str = "none",
+        activation: str = "relu",
+        batch_norm: bool | None = None,
+    ) -> None:
+        hidden = check_integer("hidden", hidden, 1)
+        kind = type(self).layer_kind
+        super().__init__(
+            lambda columns, out: kind(columns, hidden if out is None else out),
+            in_features,
+            hidden,
+            num_classes,
+            num_layers,
+            activation_of(activation),
+            dropout=dropout,
+            input_dropout=input_dropout,
+            norm=_norm_of(norm, batch_norm),
+            pre_norm=pre_norm,
+            residual=residual,
+            input_linear=input_linear,
+            output_linear=output_linear,
+            jumping=jumping,
+        )
+
+
+class SAGE(_PlainModel):
+    """GraphSAGE with mean aggregation; by default as in OGB's examples.
 
     Args:
         in_features: columns of the features.
@@ -114,71 +247,44 @@ class SAGE(Model):
         num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        batch_norm: apply batch normalisation between layers.
+        norm: "batch" for batch normalisation after hidden layers, "layer" for layer normalisation,
+            or "none".
+        pre_norm: normalise the inputs of each layer instead of its outputs.
+        residual: add a linear projection of each layer's input to its output.
+        input_linear: project the features to `hidden` columns before the first layer.
+        output_linear: compute the logits by a linear projection after the last layer, which then is
+            a hidden layer.
+        jumping: "sum" or "cat": the output projection reads the sum or the concatenation of the
+            outputs of all layers; "none": the output of the last layer.
+        activation: "relu" or "elu".
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a number of layers or columns is below 1, or a dropout is outside [0, 1).
+        ValueError: a number of layers or columns is below 1, a dropout is outside [0, 1), a name is
+            unknown, `pre_norm` is given without `norm`, or `jumping` without `output_linear`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden: int,
-        num_classes: int,
-        num_layers: int = 3,
-        dropout: float = 0.5,
-        *,
-        input_dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
-        in_features, widths = _check_widths(in_features, hidden, num_classes, num_layers)
-        super().__init__(
-            [SAGELayer(*columns) for columns in pairwise([in_features, *widths])],
-            widths,
-            relu_dropout_,
-            dropout=dropout,
-            input_dropout=input_dropout,
-            batch_norm=batch_norm,
-        )
+    layer_kind = SAGELayer
 
 
-class GCN(Model):
-    """The graph convolutional network (GCN) of Kipf and Welling, as in OGB's examples.
+class GCN(_PlainModel):
+    """The graph convolutional network (GCN) of Kipf and Welling; by default as in OGB's examples.
 
     The arguments are those of `SAGE`. The in-degrees of nodes in the whole graph are needed. Pass
     `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they are read from
     `block.graph`, which synchronizes with the GPU. A block with neither is a RuntimeError.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden: int,
-        num_classes: int,
-        num_layers: int = 3,
-        dropout: float = 0.5,
-        *,
-        input_dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
-        in_features, widths = _check_widths(in_features, hidden, num_classes, num_layers)
-        super().__init__(
-            [GCNLayer(*columns) for columns in pairwise([in_features, *widths])],
-            widths,
-            relu_dropout_,
-            dropout=dropout,
-            input_dropout=input_dropout,
-            batch_norm=batch_norm,
-        )
+    layer_kind = GCNLayer
 
 
 class GAT(Model):
     """The graph attention network (GAT) of Veličković et al.
 
-    Hidden layers concatenate their heads; the last layer averages them. The defaults are those of
-    OGB's example for ogbn-products. The paper's model for Cora is `GAT(1433, 8, 7, 2, 0.6, heads=8,
-    output_heads=1, input_dropout=0.6, attention_dropout=0.6, skip=False)`.
+    Hidden layers concatenate their heads; the last layer averages them if it returns the logits.
+    The defaults are those of OGB's example for ogbn-products. The paper's model for Cora is
+    `GAT(1433, 8, 7, 2, 0.6, heads=8, output_heads=1, input_dropout=0.6, attention_dropout=0.6,
+    skip=False)`.
 
     Args:
         in_features: columns of the features.
@@ -187,14 +293,22 @@ class GAT(Model):
         num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        heads: heads of every layer but the last.
-        output_heads: heads of the last layer; the same as `heads` if None.
+        heads: heads of hidden layers.
+        output_heads: heads of the last layer if it returns the logits; as many as `heads` if None.
         attention_dropout: probability of an attention weight to be zeroed in training.
-        skip: add a linear projection of each layer's input to its output.
+        skip: add a linear projection of each layer's input to its output; each layer has a bias of
+            its own, too.
+        residual: the same without the layers' own biases, as in Luo et al., 2024; `skip` is not
+            read.
+        norm, pre_norm, input_linear, output_linear, jumping: see `SAGE`; hidden layers have
+            `hidden * heads` columns.
+        activation: "elu" or "relu".
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a number of layers, columns or heads is below 1, or a dropout is outside [0, 1).
+        ValueError: a number of layers, columns or heads is below 1, a dropout is outside [0, 1), a
+            name is unknown, `pre_norm` is given without `norm`, or `jumping` without
+            `output_linear`.
     """
 
     def __init__(
@@ -210,6 +324,13 @@ class GAT(Model):
         output_heads: int | None = None,
         attention_dropout: float = 0.0,
         skip: bool = True,
+        norm: str = "none",
+        pre_norm: bool = False,
+        residual: bool = False,
+        input_linear: bool = False,
+        output_linear: bool = False,
+        jumping: str = "none",
+        activation: str = "elu",
     ) -> None:
         heads = check_integer("heads", heads, 1)
         hidden = check_integer("hidden", hidden, 1)
@@ -219,21 +340,33 @@ class GAT(Model):
         )
         attention_dropout = _check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
-        in_features, widths = _check_widths(in_features, hidden * heads, num_classes, num_layers)
-        layers = [
-            GATLayer(
-                before,
-                num_classes if last else hidden,
-                last_heads if last else heads,
-                concatenate=not last,
+
+        def make_layer(columns: int, out: int | None) -> GATLayer:
+            return GATLayer(
+                columns,
+                hidden if out is None else out,
+                heads if out is None else last_heads,
+                concatenate=out is None,
                 dropout=attention_dropout,
-                skip=skip,
+                skip=skip and not residual,
+                bias=not residual,
             )
-            for index, before in enumerate([in_features, *widths[:-1]])
-            for last in [index == num_layers - 1]
-        ]
+
         super().__init__(
-            layers, widths, _elu_dropout_, dropout=dropout, input_dropout=input_dropout
+            make_layer,
+            in_features,
+            hidden * heads,
+            num_classes,
+            num_layers,
+            activation_of(activation),
+            dropout=dropout,
+            input_dropout=input_dropout,
+            norm=norm,
+            pre_norm=pre_norm,
+            residual=residual,
+            input_linear=input_linear,
+            output_linear=output_linear,
+            jumping=jumping,
         )
 
 
@@ -242,15 +375,41 @@ def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     return dropout(x, p, seed) if p else x
 
 
-def _check_widths(
-    in_features: int, hidden: int, num_classes: int, num_layers: int
-) -> tuple[int, list[int]]:
-    """Check the arguments; return the input columns and the output columns of each layer."""
-    num_layers = check_integer("num_layers", num_layers, 1)
-    hidden = check_integer("hidden", hidden, 1)
-    num_classes = check_integer("num_classes", num_classes, 1)
-    in_features = check_integer("in_features", in_features, 1, hint="the columns of the features")
-    return in_features, [hidden] * (num_layers - 1) + [num_classes]
+def check_stack(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
+    """Check that options of a stack of layers do not contradict each other.
+
+    Raises:
+        ValueError: they do.
+    """
+    if pre_norm and norm == "none":
+        raise ValueError(
+            "pre_norm has no effect with norm none\n\nhint: choose norm batch or layer, too"
+        )
+    if jumping != "none" and not output_linear:
+        raise ValueError(
+            f"jumping {jumping} needs output_linear: outputs of hidden layers have other columns "
+            "than the logits\n\nhint: set output_linear, too"
+        )
+
+
+def activation_of(name: str) -> Callable[[Tensor, float, int], Tensor]:
+    """Return `activate(x, p, seed)` of an activation followed by dropout; it may overwrite `x`.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    check_choice("activation", name, ACTIVATIONS)
+    return relu_dropout_ if name == "relu" else _elu_dropout_
+
+
+def _norm_of(norm: str, batch_norm: bool | None) -> str:
+    if batch_norm is None:
+        return norm
+    check_flag("batch_norm", batch_norm)
+    warnings.warn(
+        "batch_norm is now norm='batch'; the old name goes with 0.3", DeprecationWarning, 4
+    )
+    return "batch" if batch_norm else norm
 
 
 def _check_probability(name: str, p: float) -> float:
@@ -270,7 +429,7 @@ def check_columns(model: Model, num_columns: int) -> None:
     Raises:
         ValueError: they do not.
     """
-    expected = model.layers[0].in_features
+    expected = model.in_features
     if num_columns != expected:
         raise ValueError(
             f"the features have {num_columns} columns, but the model expects {expected}\n\n"

@@ -188,6 +188,7 @@ class GATLayer(Layer):
         concatenate: concatenate the outputs of the heads instead of averaging them.
         dropout: probability of an attention weight to be zeroed in training.
         skip: add a linear projection of the target's input to its output.
+        bias: add a bias to the output.
     """
 
     has_scores = True
@@ -201,6 +202,7 @@ class GATLayer(Layer):
         concatenate: bool,
         dropout: float,
         skip: bool,
+        bias: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, heads)
         columns = heads * out_features if concatenate else out_features
@@ -209,7 +211,7 @@ class GATLayer(Layer):
         self.weight = nn.Parameter(torch.empty(heads, out_features, in_features))
         self.source_attention = nn.Parameter(torch.empty(heads, out_features))
         self.target_attention = nn.Parameter(torch.empty(heads, out_features))
-        self.bias = nn.Parameter(torch.empty(columns))
+        self.bias = nn.Parameter(torch.empty(columns)) if bias else None
         self.skip = nn.Linear(in_features, columns) if skip else None
         self.reset_parameters()
 
@@ -218,7 +220,8 @@ class GATLayer(Layer):
         nn.init.xavier_uniform_(self.weight.view(-1, self.in_features))
         nn.init.xavier_uniform_(self.source_attention)
         nn.init.xavier_uniform_(self.target_attention)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
         if self.skip is not None:
             self.skip.reset_parameters()
 
@@ -251,7 +254,9 @@ class GATLayer(Layer):
         )
         if not is_projected:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
-        out = (out_THF.flatten(1) if self.concatenate else out_THF.mean(1)) + self.bias
+        out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
+        if self.bias is not None:
+            out = out + self.bias
         return out if self.skip is None else self.skip(x_target).add_(out)
 
 

@@ -199,6 +199,6 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
             raise ValueError(
                 f"{source} is a checkpoint of another model: {name} is {there} there and {here} "
                 "here\n\nhint: give the model's options (--model, --layers, --hidden, --heads, "
-                "--batch-norm) and the graph that it was trained with"
+                "--norm) and the graph that it was trained with"
             )
     model.load_state_dict(dict(saved))

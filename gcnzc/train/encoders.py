@@ -17,7 +17,15 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
         "num_layers": config.layers,
         "dropout": config.dropout,
         "input_dropout": config.input_dropout,
+        "norm": config.norm,
+        "pre_norm": config.pre_norm,
+        "residual": config.residual,
+        "input_linear": config.input_linear,
+        "output_linear": config.output_linear,
+        "jumping": config.jumping,
     }
+    if config.activation != "default":
+        options["activation"] = config.activation
     if config.model == "gat":
         return gnn.GAT(
             *sizes,
@@ -28,7 +36,7 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
             skip=config.skip,
         )
     kind = {"sage": gnn.SAGE, "gcn": gnn.GCN}[config.model]
-    return kind(*sizes, **options, batch_norm=config.batch_norm)
+    return kind(*sizes, **options)
 
 
 def build_sampler(config: LoaderOptions, data: Dataset) -> SamplerProtocol:

@@ -121,15 +121,26 @@ def inference(
     try:
         with torch.no_grad():
             rows, row_of = table, None
+            if model.input_linear is not None:
+                rows = _project_features(model, table, needed[0], batch_nodes, device, workers)
+                row_of = _row_index(needed[0], graph)
+            own_spans = shares[-1][workers.rank]
+            # with jumping, the earlier layers' outputs for the ranges that this worker computes
+            earlier: list[list[Tensor]] = [[] for _ in own_spans]
             for index, (sources, targets) in enumerate(pairwise(needed)):
                 step = _FullLayer(model, index, graph, rows, row_of, device)
                 step.prepare_sources(sources, batch_nodes, workers)
+                is_last = index == len(model.layers) - 1
                 count = graph.num_nodes if targets is None else len(targets)
-                out = workers.empty(parameter_dtype(model), count, model.widths[index])
+                columns = model.out_features if is_last else model.widths[index]
+                out = workers.empty(parameter_dtype(model), count, columns)
                 with joint_work(workers.group) as work:
-                    for begin, end in shares[index][workers.rank]:
+                    for number, (begin, end) in enumerate(shares[index][workers.rank]):
                         ids = torch.arange(begin, end) if targets is None else targets[begin:end]
-                        out[begin:end] = step.outputs(ids, is_range=targets is None)
+                        found = step.outputs(ids, is_range=targets is None)
+                        if is_last:
+                            found = model.combine([*earlier[number], found])
+                        out[begin:end] = found
                         done += end - begin
                         if progress is not None:
                             progress(done, total)
@@ -138,9 +149,40 @@ def inference(
                 # frees the rows of the previous layer
                 rows, row_of = FeatureTable(out), _row_index(targets, graph)
                 del step
+                if model.jumping != "none" and not is_last:
+                    for kept, (begin, end) in zip(earlier, own_spans, strict=True):
+                        ids = torch.arange(begin, end)
+                        ids = ids if needed[-1] is None else needed[-1][begin:end]
+                        at = ids if row_of is None else row_of[ids].long()
+                        kept.append(out[at].to(device))
     finally:
         model.train(was_training)
     return out
+
+
+def _project_features(
+    model: Model,
+    table: FeatureTable,
+    nodes: Tensor | None,
+    batch_nodes: int,
+    device: torch.device,
+    workers: "_Workers",
+) -> FeatureTable:
+    """Compute the inputs of the first layer for `nodes`, or for all, on the host."""
+    count = table.num_rows if nodes is None else len(nodes)
+    assert model.input_linear is not None
+    width = model.input_linear.out_features
+    out = workers.empty(parameter_dtype(model), count, width)
+    spans = [(at, min(at + batch_nodes, count)) for at in range(0, count, batch_nodes)]
+    shares = _divide_spans(spans, [end - begin for begin, end in spans], workers.count)
+    with joint_work(workers.group) as work:
+        for begin, end in shares[workers.rank]:
+            ids = torch.arange(begin, end) if nodes is None else nodes[begin:end]
+            x = _gathered_rows(table, ids, device, parameter_dtype(model))
+            out[begin:end] = model.transform_features(x)
+            work.report_progress()
+    workers.distribute(out, shares, slice)
+    return FeatureTable(out)
 
 
 class _Workers:
@@ -224,7 +266,7 @@ class _FullLayer:
         self.is_projected = self.layer.heads * self.layer.out_features < self.layer.in_features
         # quantized rows have another dtype than gathered rows
         same = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
-        readable = same and not table.rows.is_cuda
+        readable = same and not table.rows.is_cuda and not model.pre_norm
         self.is_in_place = device.type == "cpu" and (self.is_projected or readable)
         self.neighbours = Sampler(graph, [-1])
         # the rows that are aggregated: input rows, or projected rows
@@ -260,7 +302,7 @@ class _FullLayer:
                 if self.norms is not None:
                     self.norms[at] = inverse_sqrt_degrees(_degrees(self.graph, ids), dtype)
                 if self.is_projected or self.layer.has_scores:
-                    x = self._rows(self.table, self.row_of, ids)
+                    x = self._inputs(ids)
                     if projected is not None:
                         projected[at] = self.layer.project(x).cpu()
                     self.scores[at] = self.layer.scores(x).cpu()
@@ -274,30 +316,30 @@ class _FullLayer:
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
         """Compute the layer's output rows of nodes `ids`; `is_range`: they are consecutive."""
         aggregate = self._aggregate_in_place if self.is_in_place else self._aggregate_gathered
-        return self.model.transform_output(self.index, aggregate(ids, is_range))
+        out, x_target = aggregate(ids, is_range)
+        return self.model.transform_output(self.index, out, x_target)
 
-    def _aggregate_in_place(self, ids: Tensor, is_range: bool) -> Tensor:
+    def _aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
         bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
         indptr, indices = _columns(self.graph, bounds)
         own = ids
         if self.aggregated_row_of is not None:
             indices, own = self.aggregated_row_of[indices], self.aggregated_row_of[ids].long()
         degrees = indptr.diff() if self.layer.needs_degrees else None
-        return self.layer.compute_targets(
-            Hop(indptr, indices, own, self.norms, degrees),
-            self.aggregated.rows,
-            self.scores,
-            self._rows(self.table, self.row_of, ids),
-            self.is_projected,
+        hop = Hop(indptr, indices, own, self.norms, degrees)
+        x_target = self._inputs(ids)
+        out = self.layer.compute_targets(
+            hop, self.aggregated.rows, self.scores, x_target, self.is_projected
         )
+        return out, x_target
 
-    def _aggregate_gathered(self, ids: Tensor, is_range: bool) -> Tensor:
+    def _aggregate_gathered(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
         batch = self.neighbours.sample(ids, epoch=0)
         block = batch.blocks[0].to(self.device)
-        rows = self._rows(self.aggregated, self.aggregated_row_of, batch.nodes)
-        x_target = rows[: len(ids)]
         if not self.is_projected:
-            return self.layer(block, rows, x_target)
+            rows = self._inputs(batch.nodes)
+            return self.layer(block, rows, rows[: len(ids)]), rows[: len(ids)]
+        rows = self._rows(self.aggregated, self.aggregated_row_of, batch.nodes)
         at = batch.nodes
         if self.aggregated_row_of is not None:
             at = self.aggregated_row_of[at].long()
@@ -308,15 +350,24 @@ class _FullLayer:
                 block.in_degrees[: len(ids)],
             )
         hop = Hop(block.indptr, block.indices, None, norms, degrees)
-        x_target = self._rows(self.table, self.row_of, ids)
+        x_target = self._inputs(ids)
         scores = self.scores[at].to(self.device)
-        return self.layer.compute_targets(hop, rows, scores, x_target, True)
+        return self.layer.compute_targets(hop, rows, scores, x_target, True), x_target
+
+    def _inputs(self, ids: Tensor) -> Tensor:
+        """Return the rows of nodes that the layer reads, on its device."""
+        return self.model.normalize_input(self.index, self._rows(self.table, self.row_of, ids))
 
     def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
         at = ids if row_of is None else row_of[ids]
-        reads = self.device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
-        rows = table.gather(at.to(self.device if reads else table.device))
-        return rows.to(self.device, parameter_dtype(self.model))
+        return _gathered_rows(table, at, self.device, parameter_dtype(self.model))
+
+
+def _gathered_rows(
+    table: FeatureTable, at: Tensor, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    reads = device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
+    return table.gather(at.to(device if reads else table.device)).to(device, dtype)
 
 
 def _needed_nodes(

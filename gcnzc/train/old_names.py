@@ -21,6 +21,10 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "cost": {"picture": "out"},
     "check": {"hot_memory": "cache_memory"},
 }
+# flags that are now values of an option: its name, the value for --no-FLAG, and that for --FLAG
+FLAGS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "train": {"batch_norm": ("norm", "none", "batch")},
+}
 # by command and by present name of the option
 VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "train": {"local_steps": {"usual": "default"}, "delay": {"usual": "default"}},
@@ -49,6 +53,11 @@ def rename_words(words: Sequence[str]) -> list[str]:
             name = flag.removeprefix("--").replace("-", "_")
             no = "no-" if name.startswith("no_") else ""
             name = name.removeprefix("no_")
+            if name in FLAGS.get(command, {}) and not equals:
+                present, without, value = FLAGS[command][name]
+                changed += [f"--{present}", without if no else value]
+                option = ""
+                continue
             option = options.get(name, name)
             other = flags.setdefault(option, flag)
             if other != flag and option in options.values() and no == _negation(other):
@@ -89,6 +98,9 @@ def rename_options(
     spelling: dict[str, str] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
+        if name in FLAGS.get(command, {}) and isinstance(value, bool):
+            name, *choices = FLAGS[command][name]
+            value = choices[value]
         name = OPTIONS.get(command, {}).get(name, name)
         if name in found:
             raise ValueError(
@@ -116,9 +128,9 @@ def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
         def initialise_renamed(self: C, **options: Any) -> None:
             present = rename_options(options, kind.__name__, command)
             for name in options.keys() - present.keys():
+                other = OPTIONS[command].get(name) or FLAGS[command][name][0]
                 warnings.warn(
-                    f"option {name} of {kind.__name__} is now {OPTIONS[command][name]}; the old "
-                    "name goes with 0.3",
+                    f"option {name} of {kind.__name__} is now {other}; the old name goes with 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )

@@ -101,10 +101,25 @@ class ModelOptions(Options):
     """dropout rate of the input features"""
     attention_dropout: float = 0.0
     """GAT: dropout rate of the attention weights"""
-    batch_norm: bool = False
-    """GraphSAGE and GCN: normalize the hidden features over the minibatch"""
+    norm: Literal["none", "batch", "layer"] = "none"
+    """normalization after each hidden layer: batch normalization, layer normalization, or none"""
+    pre_norm: bool = False
+    """normalize the inputs of each layer instead of the outputs of hidden layers"""
+    residual: bool = False
+    """add a linear projection of each layer's input to its output"""
     skip: bool = True
-    """--no-skip leaves out the linear skip connection that each layer of a GAT has by default"""
+    """--no-skip leaves out the linear skip connection that each layer of a GAT has by default; with
+    --residual there is none"""
+    input_linear: bool = False
+    """project the features to the hidden size before the first layer"""
+    output_linear: bool = False
+    """compute the outputs by a linear projection after the last layer, which is then a hidden
+    layer"""
+    jumping: Literal["none", "sum", "cat"] = "none"
+    """with --output-linear: its input is the output of the last layer (none), or the sum or the
+    concatenation of the outputs of all layers"""
+    activation: Literal["default", "relu", "elu"] = "default"
+    """activation after each hidden layer; default: ELU for GAT, otherwise ReLU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +132,16 @@ class ModelOptions(Options):
                     f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
                     "hint: it is the probability that a value is dropped; 0 drops nothing"
                 )
+        if self.pre_norm and self.norm == "none":
+            raise ValueError(
+                "--pre-norm has no effect with --norm none\n\n"
+                "hint: choose --norm batch or --norm layer, too"
+            )
+        if self.jumping != "none" and not self.output_linear:
+            raise ValueError(
+                f"--jumping {self.jumping} needs --output-linear: the last layer has other columns "
+                "than the hidden layers\n\nhint: add --output-linear"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,6 @@ READ_WITH: Mapping[str, Choices] = {
     "output_heads": _GAT,
     "attention_dropout": _GAT,
     "skip": _GAT,
-    "batch_norm": {"model": ("sage", "gcn")},
     "cache_size": _CACHED,
     "cache_policy": _CACHED,
     "cache_sharded": _CACHED,

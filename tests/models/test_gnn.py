@@ -21,7 +21,7 @@ def parameters(model: torch.nn.Module) -> int:
         (lambda: gnn.SAGE(100, 256, 47), 206_895),
         (lambda: gnn.GCN(100, 256, 47), 103_727),
         (lambda: gnn.GAT(100, 128, 47), 751_574),
-        (lambda: gnn.SAGE(128, 256, 40, batch_norm=True), 218_664),
+        (lambda: gnn.SAGE(128, 256, 40, norm="batch"), 218_664),
     ],
 )
 def test_has_as_many_parameters_as_in_ogb(model, count):

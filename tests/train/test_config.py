@@ -18,7 +18,7 @@ from gcnzc.train.run import train
 
 def test_a_config_survives_json():
     config = TrainConfig(
-        data=Path("g"), fanouts=(5, -1), layers=2, lr=0.1, out=Path("runs/x"), batch_norm=True
+        data=Path("g"), fanouts=(5, -1), layers=2, lr=0.1, out=Path("runs/x"), norm="batch"
     )
     assert (
         config_from_dict(TrainConfig, json.loads(json.dumps(config_to_dict(config))), "x") == config
@@ -37,7 +37,8 @@ def test_options_may_have_dashes_and_be_omitted():
     [
         ({"bach_size": 7}, r"f\.toml: no option named bach_size"),
         ({"batch_size": "7"}, r"f\.toml: batch_size cannot be '7'"),
-        ({"batch_norm": 1}, r"batch_norm cannot be 1"),
+        ({"residual": 1}, r"residual cannot be 1"),
+        ({"norm": "group"}, r"norm"),
         ({"epochs": True}, r"epochs cannot be True"),
         ({"seed": [1, 2]}, r"seed cannot be \[1, 2\]"),
         ({"seed": 1.5}, r"seed cannot be 1.5"),
@@ -115,8 +116,14 @@ FIRST_OPTIONS = {
     "dropout": 0.5,
     "input_dropout": 0.0,
     "attention_dropout": 0.0,
-    "batch_norm": False,
+    "norm": "none",
+    "pre_norm": False,
+    "residual": False,
     "skip": True,
+    "input_linear": False,
+    "output_linear": False,
+    "jumping": "none",
+    "activation": "default",
     "patience": 0,
     "evaluate_every": 1,
     "sampler": "gcnzc",
@@ -194,7 +201,7 @@ def test_python_values_are_converted_to_the_types_of_the_options():
         ("epochs", "3", "its type is int"),
         ("epochs", True, "its type is int"),
         ("epochs", 2.5, "its type is int"),
-        ("batch_norm", "no", "its type is bool"),
+        ("residual", "no", "its type is bool"),
         ("lr", None, "its type is float"),
         ("data", 3, "its type is Path"),
         ("fanouts", "5,5,5", "its type is"),

@@ -179,16 +179,16 @@ def train_with_buffers(config, folder):
     return train_as_worker(config, folder) | {"buffers": seen}
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_two_workers_compute_the_result_of_one(batch_norm, config, tmp_path):
-    alone = train(replace(config, batch_norm=batch_norm), tmp_path / "alone")
-    halves = replace(config, batch_norm=batch_norm, batch_size=30)
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
+    alone = train(replace(config, norm=norm), tmp_path / "alone")
+    halves = replace(config, norm=norm, batch_size=30)
     found = results(2, tmp_path, train_with_buffers, halves, tmp_path / "two")
     assert found[0]["workers"] == 2
     # both evaluate the same model: the statistics of their shares are combined
     for mine, theirs in zip(found[0]["buffers"], found[1]["buffers"], strict=True):
         assert mine.keys() == theirs.keys()
-        assert any("running_mean" in name for name in mine) == batch_norm
+        assert any("running_mean" in name for name in mine) == (norm == "batch")
         for name, buffer in mine.items():
             assert torch.equal(buffer, theirs[name]), name
             assert buffer.count_nonzero() > 0, name
@@ -200,10 +200,10 @@ def test_two_workers_compute_the_result_of_one(batch_norm, config, tmp_path):
     one, two = lines(tmp_path / "alone" / "record.jsonl"), lines(tmp_path / "two" / "record.jsonl")
     for a, b in zip(one, two, strict=True):
         assert (a["seeds"], a["steps"]) == (b["seeds"], b["steps"])
-        if not batch_norm:
+        if norm == "none":
             # normalised over its own share, a minibatch is another one
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
-    if not batch_norm:
+    if norm == "none":
         before, after = saved(tmp_path / "alone"), saved(tmp_path / "two")
         for name, value in before["model"].items():
             torch.testing.assert_close(after["model"][name], value, rtol=1e-3, atol=1e-4)

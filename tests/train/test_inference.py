@@ -13,6 +13,7 @@ from torch.nn import functional
 from gcnzc.exchange import Group, init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
+from gcnzc.models import GAT, GCN, SAGE
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import inference as train_inference
 from gcnzc.train.inference import inference
@@ -150,6 +151,14 @@ SPREAD = [
 ]
 
 
+# options with which inference has more to compute than layers
+STACKS: list[dict[str, object]] = [
+    {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
+    {"output_linear": True, "jumping": "cat", "input_linear": True},
+    {"output_linear": True, "jumping": "sum", "residual": True},
+]
+
+
 def outputs_of_all(group: Group | None) -> list[Tensor]:
     """Outputs of every kind of model, table and choice of nodes, in small ranges."""
     usual = train_inference.BATCH_EDGES, train_inference.PIECE_BYTES, torch.get_num_threads()
@@ -166,6 +175,13 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
         nodes = torch.tensor([3, 50, 59, 50]) if some else None
         out = inference(model, graph, table, nodes=nodes, batch_nodes=7, group=group)
         found.append(out.clone())
+    for make_model, stack in itertools.product((SAGE, GCN, GAT), STACKS):
+        stacked = make_model(30, 8, 4, **stack)
+        for nodes in (None, torch.tensor([3, 50, 59, 50])):
+            out = inference(
+                stacked, graph, FeatureTable(x), nodes=nodes, batch_nodes=7, group=group
+            )
+            found.append(out.clone())
     train_inference.BATCH_EDGES, train_inference.PIECE_BYTES = usual[:2]
     torch.set_num_threads(usual[2])
     return found
@@ -195,8 +211,9 @@ def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path)
     expected = outputs_of_all(None)
     shares = []
     for found, steps, num_bytes in results(world_size, tmp_path, work_on_outputs, per_machine):
-        for case, mine, right in zip(SPREAD, found, expected, strict=True):
-            assert torch.equal(mine, right), case
+        assert len(found) == len(expected) == len(SPREAD) + 3 * len(STACKS) * 2
+        for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(mine, right), number
         assert steps[-1][0] == steps[-1][1]
         shares.append(steps[-1][1])
         assert (num_bytes > 0) == (per_machine < world_size)

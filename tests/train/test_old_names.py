@@ -37,6 +37,18 @@ def test_old_options_work_on_the_command_line():
     assert parse(words) == parse(["prepare", "a", "b"])
 
 
+def test_the_old_flag_of_batch_normalisation_works(tmp_path):
+    assert parse(["train", "graph", "--batch-norm"]).norm == "batch"
+    assert parse(["train", "--batch_norm", "graph"]).data == Path("graph")
+    assert parse(["train", "--no-batch-norm"]).norm == "none"
+    for value, norm in ((True, "batch"), (False, "none")):
+        assert config_from_dict(TrainConfig, {"batch-norm": value}, "a file").norm == norm
+        with pytest.warns(DeprecationWarning, match="batch_norm of TrainConfig is now norm"):
+            assert TrainConfig(batch_norm=value).norm == norm
+    with pytest.raises(ValueError, match="batch_norm and norm are the same option"):
+        config_from_dict(TrainConfig, {"batch_norm": True, "norm": "layer"}, "a file")
+
+
 def new_name(old):
     return old_names.OPTIONS["train"][old]
 

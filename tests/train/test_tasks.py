@@ -69,7 +69,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
 @pytest.mark.parametrize("decoder", ["dot", "mlp"])
 def test_every_model_learns(model, decoder, config, tmp_path):
-    more = {"batch_norm": model != "gat", "dropout": 0.0}
+    more = {"norm": "none" if model == "gat" else "batch", "dropout": 0.0}
     run = tmp_path / "run"
     line = train(replace(config, model=model, decoder=decoder, epochs=6, **more), run)
     assert line["metric"] == "auc"
@@ -86,7 +86,7 @@ def test_every_model_learns(model, decoder, config, tmp_path):
 @pytest.mark.parametrize("exclude", ["none", "self", "reverse"])
 def test_all_options_of_negatives_and_exclusion_work(negatives, exclude, config, tmp_path):
     options = {"negatives": negatives, "exclude": exclude, "num_negatives": 2}
-    line = train(replace(config, **options, batch_norm=True, epochs=1), tmp_path / "run")
+    line = train(replace(config, **options, norm="batch", epochs=1), tmp_path / "run")
     assert 0 <= line["test_auc"] <= 1
     edges = len(load(config.data).links.edges["train"][0])
     pairs = json.loads((tmp_path / "run/record.jsonl").read_text())["seeds"]
@@ -206,7 +206,7 @@ def chance(tmp_path_factory) -> Path:
 
 
 def test_random_edges_cannot_be_predicted(chance, config, tmp_path):
-    config = replace(config, data=chance, epochs=10, batch_norm=True, dropout=0.0)
+    config = replace(config, data=chance, epochs=10, norm="batch", dropout=0.0)
     line = train(config, tmp_path / "run")
     judged = load(chance).links.edges["test"].shape[1]
     # the standard deviation of the area with as many pairs of either kind, if there is no signal
@@ -234,7 +234,7 @@ def test_a_leak_of_held_out_edges_would_be_detected(chance, config, tmp_path):
         features=data.features.numpy(),
         add_inverse_edge=True,
     )
-    more = {"epochs": 10, "batch_norm": True, "dropout": 0.0, "exclude": "none"}
+    more = {"epochs": 10, "norm": "batch", "dropout": 0.0, "exclude": "none"}
     line = train(
         replace(config, data=tmp_path / "leaking", fanouts=(-1, -1), **more), tmp_path / "run"
     )

@@ -1,0 +1,200 @@
+"""Options of the stack of layers equal a computation of their formulas, in training's forward too.
+
+The recipes are those of Luo et al., "Classic GNNs are Strong Baselines", 2024.
+"""
+
+import itertools
+
+import pytest
+import torch
+from by_hand import dense, parameters, random_graph
+from torch import nn
+from torch.nn import functional
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.models import gnn
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train.inference import inference
+
+MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gat": gnn.GAT}
+LAYERS = 3
+COMBINATIONS = [
+    {"norm": norm, "pre_norm": pre_norm, "residual": residual}
+    | {"input_linear": input_linear, "output_linear": output_linear, "jumping": jumping}
+    for norm, pre_norm, residual, input_linear, (output_linear, jumping) in itertools.product(
+        ("none", "batch", "layer"),
+        (False, True),
+        (False, True),
+        (False, True),
+        ((False, "none"), (True, "none"), (True, "sum"), (True, "cat")),
+    )
+    if norm != "none" or not pre_norm
+]
+
+
+def dense_layer(layer, adjacency, x):
+    """One layer on the whole graph, from its weights."""
+    if isinstance(layer, gnn.SAGELayer):
+        mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
+        neighbours = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias
+        return neighbours + x @ layer.own.weight.T
+    looped = adjacency + torch.eye(len(x)).double()
+    if isinstance(layer, gnn.GCNLayer):
+        root = looped.sum(1).pow(-0.5)
+        return root[:, None] * looped * root[None, :] @ x @ layer.weight.T + layer.bias
+    outs = []
+    for head in range(layer.heads):
+        z = x @ layer.weight[head].T
+        score = z @ layer.source_attention[head] + (z @ layer.target_attention[head])[:, None]
+        score = functional.leaky_relu(score, 0.2).masked_fill(looped == 0, -torch.inf)
+        weight = looped * (score - score.amax(1, keepdim=True)).exp()
+        outs.append(weight / weight.sum(1, keepdim=True) @ z)
+    out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
+    out = out if layer.bias is None else out + layer.bias
+    return out if layer.skip is None else out + layer.skip(x)
+
+
+def by_formulas(model, adjacency, x, *, norm, pre_norm, residual, input_linear, jumping, **_):
+    """The forward pass in the order of the paper's equations."""
+
+    def normalized(index, rows):
+        part = model.norms[index]
+        if norm == "layer":
+            return functional.layer_norm(rows, rows.shape[1:], part.weight, part.bias)
+        rows = (rows - part.running_mean) / (part.running_var + part.eps).sqrt()
+        return rows * part.weight + part.bias
+
+    activation = functional.elu if isinstance(model, gnn.GAT) else functional.relu
+    if input_linear:
+        x = x @ model.input_linear.weight.T + model.input_linear.bias
+    hidden = []
+    for index, layer in enumerate(model.layers):
+        if pre_norm:
+            x = normalized(index, x)
+        out = dense_layer(layer, adjacency, x)
+        if residual:
+            out = out + x @ model.residuals[index].weight.T + model.residuals[index].bias
+        if index == LAYERS - 1 and model.output_linear is None:
+            return out
+        if norm != "none" and not pre_norm:
+            out = normalized(index, out)
+        x = activation(out)
+        hidden.append(x)
+    last = {"none": x, "sum": sum(hidden), "cat": torch.cat(hidden, 1)}[jumping]
+    return last @ model.output_linear.weight.T + model.output_linear.bias
+
+
+def random_model(name, *sizes, **options):
+    model = MODELS[name](*sizes, LAYERS, **options).double().eval()
+    with torch.no_grad():
+        for part in (*model.parameters(), *model.buffers()):
+            if part.is_floating_point():
+                part.copy_(torch.rand_like(part) - 0.3 if part.dim() > 1 else torch.rand_like(part))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_combinations_of_options_equal_their_formulas(name):
+    graph = random_graph()
+    x, seeds = torch.randn(graph.num_nodes, 7).double(), torch.tensor([3, 0, 59, 17, 55])
+    batch = Sampler(graph, [-1] * LAYERS).sample(seeds, epoch=0)
+    for options in COMBINATIONS:
+        model = random_model(name, 7, 5, 3, **options)
+        with torch.no_grad():
+            expected = by_formulas(model, dense(graph), x, **options)
+            found = model(batch.blocks, x[batch.nodes])
+        torch.testing.assert_close(
+            found, expected[seeds], msg=lambda text, o=options: f"{o} {text}"
+        )
+        # layer by layer, for all nodes and for some
+        found = inference(model, graph, FeatureTable(x), batch_nodes=16)
+        torch.testing.assert_close(found, expected, msg=lambda text, o=options: f"{o} {text}")
+        found = inference(model, graph, FeatureTable(x), nodes=seeds)
+        torch.testing.assert_close(
+            found, expected[seeds], msg=lambda text, o=options: f"{o} {text}"
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_weights_have_gradients(name):
+    graph = random_graph(300, 2000)
+    batch = Sampler(graph, [5] * LAYERS).sample(torch.arange(200), epoch=0)
+    x, y = torch.randn(300, 7)[batch.nodes], torch.arange(200) % 3
+    for options in COMBINATIONS:
+        model = MODELS[name](7, 5, 3, LAYERS, **options)
+        functional.cross_entropy(model(batch.blocks, x), y).backward()
+        for parameter, value in model.named_parameters():
+            assert value.grad is not None, (options, parameter)
+            assert value.grad.isfinite().all()
+
+
+def luo(convolution, in_features, hidden, classes, layers, *, norm, residual, input_linear=False):
+    """Weights of the model of Luo et al. that their forward pass uses.
+
+    Their model has unused weights, too: projections without residual, both kinds of norms, and an
+    input projection.
+    """
+    widths = [hidden if input_linear else in_features] + [hidden] * (layers - 1)
+    parts = [convolution(width, hidden) for width in widths]
+    if residual:
+        parts += [nn.Linear(width, hidden) for width in widths]
+    if norm != "none":
+        kind = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm]
+        parts += [kind(hidden) for _ in widths]
+    if input_linear:
+        parts.append(nn.Linear(in_features, hidden))
+    return parameters(nn.ModuleList([*parts, nn.Linear(hidden, classes)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "layers", "options"),
+    [
+        # amazon-computer, amazon-photo, coauthor-cs, minesweeper and roman-empire of their scripts
+        ("gcn", (767, 512, 10), 3, {"norm": "layer", "residual": False}),
+        ("sage", (745, 64, 8), 6, {"norm": "layer", "residual": True}),
+        ("gat", (6805, 256, 15), 1, {"norm": "layer", "residual": True}),
+        ("sage", (7, 64, 2), 15, {"norm": "batch", "residual": True}),
+        ("gat", (300, 512, 18), 10, {"norm": "batch", "residual": True, "input_linear": True}),
+    ],
+)
+def test_recipes_have_the_published_numbers_of_parameters(name, sizes, layers, options):
+    layers_of = pytest.importorskip("torch_geometric.nn")
+    convolution = {
+        "gcn": layers_of.GCNConv,
+        "sage": layers_of.SAGEConv,
+        "gat": lambda *columns: layers_of.GATConv(*columns, bias=False),
+    }[name]
+    heads = {"heads": 1} if name == "gat" else {}
+    model = MODELS[name](*sizes, layers, output_linear=True, **heads, **options)
+    assert parameters(model) == luo(convolution, *sizes, layers, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "group"}, "norm is 'group'\n\nhint: one of none, batch, layer"),
+        ({"jumping": "max"}, "jumping is 'max'"),
+        ({"activation": "gelu"}, "activation is 'gelu'"),
+        ({"pre_norm": True}, "pre_norm has no effect with norm none\n\nhint:"),
+        ({"jumping": "sum"}, "jumping sum needs output_linear"),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_contradictions_are_rejected(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        MODELS[name](5, 4, 3, **options)
+
+
+def test_the_old_name_of_batch_normalisation_works_until_0_3():
+    with pytest.warns(DeprecationWarning, match="batch_norm is now norm='batch'"):
+        model = gnn.SAGE(5, 4, 3, batch_norm=True)
+    assert [type(part) for part in model.norms] == [nn.BatchNorm1d] * 2
+
+
+def test_a_model_of_a_hundred_layers_has_gradients_at_its_first_layer():
+    graph = random_graph()
+    model = gnn.GCN(7, 16, 3, 100, norm="layer", residual=True, output_linear=True)
+    batch = Sampler(graph, [-1] * 100).sample(torch.arange(60), epoch=0)
+    x = torch.randn(60, 7)[batch.nodes]
+    functional.cross_entropy(model(batch.blocks, x), torch.arange(60) % 3).backward()
+    assert model.layers[0].weight.grad.abs().max() > 1e-8
