@@ -105,7 +105,7 @@ class _BodyReader:
 
     def read(self, text: str, position: int) -> None:
         """Read from the start of the body to its end."""
-        # a register that is declared in an inner scope is another one than that outside
+        # for each scope, the registers that have the name of an earlier one, and their unique names
         scopes: list[dict[str, str]] = [{}]
         while scopes:
             found = _STATEMENT.match(text, position)
@@ -127,7 +127,7 @@ class _BodyReader:
             elif statement.strip():
                 self._add(" ".join(statement.split()), scopes[-1])
 
-    def _declare(self, text: str, names: dict[str, str]) -> None:
+    def _declare(self, text: str, renamed: dict[str, str]) -> None:
         if text.startswith(".pragma"):
             return
         found = re.fullmatch(r"\.reg \.(\w+) (.*)", text)
@@ -142,12 +142,12 @@ class _BodyReader:
             numbers = [str(n) for n in range(int(parts[2]))] if parts[2] else [""]
             for name in [parts[1] + number for number in numbers]:
                 index = len(self.register_dtypes)
-                names[name] = f"{name}_{index}" if name in self.registers else name
-                self.registers[names[name]] = index
+                if name in self.registers:
+                    renamed[name] = f"{name}_{index}"
+                self.registers[renamed.get(name, name)] = index
                 self.register_dtypes.append(dtype)
 
-    def _add(self, text: str, names: dict[str, str]) -> None:
-        renamed = {name: other for name, other in names.items() if name != other}
+    def _add(self, text: str, renamed: dict[str, str]) -> None:
         if renamed:
             text = re.sub(r"[%$\w]+", lambda name: renamed.get(name[0], name[0]), text)
         found = re.fullmatch(r"(?:@(!?)\s*([%$\w]+)\s+)?([\w.:]+)\s*(.*)", text)
