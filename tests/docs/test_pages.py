@@ -106,6 +106,7 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
     [
         "docs/quickstart.md",
         "docs/tutorials/own_graph.md",
+        "docs/howto/deep_models.md",
         pytest.param("docs/howto/link_prediction.md", marks=pytest.mark.slow),
     ],
 )
