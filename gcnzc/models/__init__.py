@@ -1,15 +1,26 @@
-"""GNN models (GCN, GraphSAGE, GAT), decoders for link prediction, and metrics."""
+"""GNN models (GCN, GraphSAGE, GIN, GAT), decoders for link prediction, and metrics."""
 
 from typing import TYPE_CHECKING
 
 from gcnzc._lazy import lazy_attributes
-from gcnzc.models.gnn import GAT, GCN, SAGE, Model
+from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, Model
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 
 if TYPE_CHECKING:
     from gcnzc.models.metrics import score, score_pairs
 
-__all__ = ["GAT", "GCN", "SAGE", "Dot", "HadamardMLP", "LinkModel", "Model", "score", "score_pairs"]
+__all__ = [
+    "GAT",
+    "GCN",
+    "GIN",
+    "SAGE",
+    "Dot",
+    "HadamardMLP",
+    "LinkModel",
+    "Model",
+    "score",
+    "score_pairs",
+]
 
 # these import scikit-learn
 __getattr__, __dir__ = lazy_attributes(__name__, {"gcnzc.models.metrics": ("score", "score_pairs")})

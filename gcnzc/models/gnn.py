@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN and GAT models on blocks."""
+"""GraphSAGE, GCN, GIN and GAT models on blocks."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
-from gcnzc.models.layers import GATLayer, GCNLayer, Layer, SAGELayer, random_seed
+from gcnzc.models.layers import GATLayer, GCNLayer, GINLayer, Layer, SAGELayer, random_seed
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
 
@@ -276,6 +276,18 @@ class GCN(_PlainModel):
     """
 
     layer_kind = GCNLayer
+
+
+class GIN(_PlainModel):
+    """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
+
+    The arguments are those of `SAGE`. Each layer is a perceptron of two layers, with `hidden`
+    columns, or `num_classes` in a layer that returns the logits. Sums grow with the degree: train
+    with `norm="batch"` or `norm="layer"`. Like GCN, it needs the in-degrees of nodes in the whole
+    graph.
+    """
+
+    layer_kind = GINLayer
 
 
 class GAT(Model):

@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN and GAT layers on one block.
+"""GraphSAGE, GCN, GIN and GAT layers on one block.
 
 A linear projection and a sum over neighbours can be computed in either order, so each layer chooses
 the cheaper order for the block.
@@ -174,6 +174,42 @@ class GCNLayer(Layer):
         return (
             total + self.bias if is_projected else functional.linear(total, self.weight, self.bias)
         )
+
+
+class GINLayer(Layer):
+    """`W2 relu(W1 (x + sum of x of in-neighbours) + b1) + b2`: Xu et al., 2019, with epsilon 0.
+
+    Like PyG's `GINConv` with a perceptron of two layers. If k of a target's d in-neighbours are
+    sampled, their sum is multiplied by d / k, so that it estimates the sum over all in-neighbours.
+    """
+
+    needs_degrees = True
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.first = nn.Linear(in_features, out_features)
+        self.second = nn.Linear(out_features, out_features)
+
+    def reset_parameters(self) -> None:
+        """Reset all weights, as `torch.nn.Linear` does."""
+        self.first.reset_parameters()
+        self.second.reset_parameters()
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return W1 x."""
+        return functional.linear(x, self.first.weight)
+
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+    ) -> Tensor:
+        """See `Layer.compute_targets`."""
+        assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
+        kept = hop.indptr.diff().clamp(min=1)
+        scale = hop.target_degrees.to(rows.dtype) / kept
+        total = aggregate(hop.indptr, hop.indices, rows, None, scale)
+        total = total.add_(hop.target_rows(rows))
+        out = total + self.first.bias if is_projected else self.first(total)
+        return self.second(functional.relu(out, inplace=True))
 
 
 class GATLayer(Layer):

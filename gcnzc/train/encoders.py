@@ -35,7 +35,7 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
             attention_dropout=config.attention_dropout,
             skip=config.skip,
         )
-    kind = {"sage": gnn.SAGE, "gcn": gnn.GCN}[config.model]
+    kind = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN}[config.model]
     return kind(*sizes, **options)
 
 

@@ -92,7 +92,7 @@ def inference(
         "model",
         model,
         Model,
-        "pass gcnzc.models.SAGE, GCN or GAT; for another model, compute its outputs on minibatches "
+        "pass a model of gcnzc.models; for another one, compute its outputs on minibatches "
         "of a Loader with fanouts of -1",
     )
     check_graph(graph)

@@ -85,8 +85,8 @@ class DataOptions(Options):
 class ModelOptions(Options):
     """The model: its layers, sizes and dropout rates."""
 
-    model: Literal["sage", "gcn", "gat"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, or GAT"""
+    model: Literal["sage", "gcn", "gin", "gat"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, GIN, or GAT"""
     hidden: int = 256
     """hidden features; for GAT, per attention head"""
     layers: int = 3

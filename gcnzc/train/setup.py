@@ -210,7 +210,7 @@ def build_loader(
         device=device,
         seed=config.seed,
         sampler=task.sampler,
-        in_degrees=config.model == "gcn",
+        in_degrees=config.model in ("gcn", "gin"),
         rank=group.rank,
         world_size=group.world_size,
         **(loading if loading is not None else {"threads": config.threads or None}),

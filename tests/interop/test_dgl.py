@@ -80,6 +80,22 @@ def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
 
 
 @needs_dgl
+def test_dgl_is_imported_after_ogb_has_failed_to(tmp_path):
+    """OGB ignores that its own `import dgl` fails, which leaves parts of DGL in `sys.modules`."""
+    pytest.importorskip("ogb")
+    program = (
+        "import warnings; warnings.simplefilter('ignore'); import ogb.nodeproppred\n" + PROGRAM
+    )
+    env = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    # before, DGL says that it chooses a backend
+    assert done.stdout.splitlines()[-1].startswith("[0, 1, 2, 3")
+
+
+@needs_dgl
 def test_a_missing_graphbolt_is_reported_when_it_is_used():
     if graphbolt_works():
         pytest.skip("GraphBolt works beside this torch")

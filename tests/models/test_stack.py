@@ -16,7 +16,7 @@ from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 
-MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gat": gnn.GAT}
+MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN, "gat": gnn.GAT}
 LAYERS = 3
 COMBINATIONS = [
     {"norm": norm, "pre_norm": pre_norm, "residual": residual}
@@ -39,6 +39,8 @@ def dense_layer(layer, adjacency, x):
         neighbours = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias
         return neighbours + x @ layer.own.weight.T
     looped = adjacency + torch.eye(len(x)).double()
+    if isinstance(layer, gnn.GINLayer):
+        return layer.second(layer.first(looped @ x).relu())
     if isinstance(layer, gnn.GCNLayer):
         root = looped.sum(1).pow(-0.5)
         return root[:, None] * looped * root[None, :] @ x @ layer.weight.T + layer.bias
@@ -183,6 +185,24 @@ def test_recipes_have_the_published_numbers_of_parameters(name, sizes, layers, o
 def test_contradictions_are_rejected(name, options, message):
     with pytest.raises(ValueError, match=message):
         MODELS[name](5, 4, 3, **options)
+
+
+def test_gin_equals_pygs_convolution_and_scales_sums_of_samples():
+    conv = pytest.importorskip("torch_geometric.nn").GINConv
+    graph = random_graph()
+    layer = gnn.GINLayer(7, 5).double()
+    theirs = conv(nn.Sequential(layer.first, nn.ReLU(), layer.second))
+    x, seeds = torch.randn(60, 7).double(), torch.arange(60)
+    with torch.no_grad():
+        expected = theirs(x, torch.stack(graph.edges()).long())
+        block = Sampler(graph, [-1]).sample(seeds, epoch=0).blocks[0]
+        torch.testing.assert_close(layer(block, x, x), expected)
+        # equal rows: a sampled sum estimates that of all in-neighbours without an error
+        x = torch.ones(60, 7).double()
+        expected = theirs(x, torch.stack(graph.edges()).long())
+        batch = Sampler(graph, [2]).sample(seeds, epoch=0)
+        found = layer(batch.blocks[0], x[batch.nodes], x)
+        torch.testing.assert_close(found, expected)
 
 
 def test_the_old_name_of_batch_normalisation_works_until_0_3():

@@ -68,7 +68,7 @@ STACK = {"norm": "layer", "residual": True, "input_linear": True}
 STACK |= {"output_linear": True, "jumping": "cat", "activation": "relu"}
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat"])
 def test_a_deep_model_learns_and_is_evaluated_and_resumed(model, config, tmp_path):
     config = replace(config, model=model, layers=4, fanouts=(4, 4, 4, 4), heads=2, **STACK)
     line = train(replace(config, epochs=4), tmp_path / "run")

@@ -46,6 +46,9 @@ def import_dgl() -> Any:
             raise LibraryError(
                 f"`import dgl` imports {found.origin}, which is not DGL\n\nhint: rename that file"
             )
+        # of an import that failed, such as that by `ogb` without GraphBolt: they are incomplete
+        for name in [name for name in sys.modules if name.startswith("dgl.")]:
+            del sys.modules[name]
     try:
         with warnings.catch_warnings(), _pytorch_backend(), _stub_graphbolt_if_broken():
             warnings.simplefilter("ignore")
