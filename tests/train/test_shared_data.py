@@ -347,8 +347,9 @@ def test_three_workers_use_as_much_memory_as_one(tmp_path):
     (alone,) = results(1, tmp_path, grow, small, folders)
     for grown in results(3, tmp_path, grow, small, folders):
         for name, num_bytes in grown.items():
-            # the features are 32 MB
-            assert 30e6 < num_bytes < 1.1 * alone[name]
+            # The features are 32 MB; three copies of all arrays are three times as much. Pages of
+            # libraries count in part, and more when another process with them ends.
+            assert 30e6 < num_bytes < 1.5 * alone[name]
 
 
 def pin_prepared(folder, codes):
