@@ -16,7 +16,7 @@ SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 TRITON_CASES := --triton-cases 4
 
 # Triton kernels as compiled code that is executed on the CPU: all of them for sm_90, of each test at
-# most 5 cases, and few cases for other architectures
+# most 8 cases, and few cases for other architectures
 PTX_TESTS := tests/ptx tests/kernels tests/features tests/tune
 PTX_ARCHS := 80 100
 RUN_PTX = TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/ptx-cache $(BIN)/python -m pytest -p tests.ptx_plugin \
@@ -40,7 +40,7 @@ test: $(TESTS_READY)  ## the test suite
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not (slow or compiled)"
 
 test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
-	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 5 $(PTX_TESTS)
+	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)
 	set -e; for arch in $(PTX_ARCHS); do \
 		$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 1 --ptx-arch $$arch $(PTX_TESTS); done
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "compiled and not slow"
