@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-for-tests
 DOCS_READY := $(VENV)/.ready-for-docs
-# processes that run tests, two more than cores (tests/conftest.py); they take a gigabyte each
+# processes that run tests, one more than cores (tests/conftest.py); they take a gigabyte each
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # most cases of a test of Triton kernels under Triton's interpreter, which is slow; `make test-ptx`

@@ -107,8 +107,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two processes more than cores, for `--numprocesses auto`: many tests wait for processes."""
-    return len(os.sched_getaffinity(0)) + 2
+    """One process more than cores, for `--numprocesses auto`: many tests wait for processes."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
