@@ -9,6 +9,7 @@ from typing import Literal
 
 import tyro
 
+from gcnzc.train.learning_options import LearningRateOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DataOptions,
@@ -31,6 +32,7 @@ class TrainConfig(
     OutputOptions,
     WorkerOptions,
     FeatureOptions,
+    LearningRateOptions,
     OptimizerOptions,
     ScheduleOptions,
     LoaderOptions,
@@ -51,6 +53,11 @@ class TrainConfig(
                 f"{len(self.fanouts)} fanouts ({given}) for {self.layers} layers\n\n"
                 "hint: --fanouts takes one number per layer, input layer first; use --layers "
                 f"{len(self.fanouts)} with these"
+            )
+        if self.warmup_epochs and self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"--warmup-epochs {self.warmup_epochs:g} with --epochs {self.epochs}: the warm-up "
+                "would be the whole run\n\nhint: use a smaller --warmup-epochs, or more --epochs"
             )
 
 

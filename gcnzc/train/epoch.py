@@ -42,6 +42,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         trainer.in_epoch = True
     trainer.model.train()
     steps, first_step = len(trainer.loader), trainer.loader.resume_step
+    if trainer.schedule is not None:
+        trainer.schedule.begin_epoch(trainer.epoch, trainer.loader.shares, first_step)
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
         # discard the exchanges of loading and evaluation, which are not part of a step
@@ -64,6 +66,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trainer.optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
             skipped, ignored = trainer.optimizer.skipped, trainer.optimizer.num_ignored_gradients
             trainer.optimizer.step()
+            if trainer.schedule is not None:
+                trainer.schedule.step()
             step_end = trainer.now()
             is_ignored = trainer.optimizer.num_ignored_gradients > ignored
             in_a_row = (trainer.epoch_stats.skipped_in_a_row + 1) * is_ignored
@@ -150,6 +154,8 @@ def finish_epoch(trainer: Trainer) -> None:
         hits, rows = int(stats.hits), figures["payload_bytes"] // trainer.table.row_bytes
         line |= {"hit_rate": hits / rows, "bytes_saved": hits * trainer.table.row_bytes}
         line["peer_hit_rate"] = int(stats.peer_hits) / rows
+    if trainer.schedule is not None:
+        line["lr"] = trainer.schedule.last_lr(trainer.epoch)
     if trainer.task.best_accuracy is not None:
         line["best_possible_accuracy"] = trainer.task.best_accuracy
     if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:

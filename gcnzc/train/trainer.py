@@ -25,6 +25,7 @@ from gcnzc.train.graph_files import describe_files
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.progress import Reporter
 from gcnzc.train.run_folder import BOARD, RECORD, WORKERS
+from gcnzc.train.schedule import build_schedule
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tensorboard import EventFile
 from gcnzc.train.worker_state import WorkerStates
@@ -63,6 +64,7 @@ class Trainer:
         self.table = table
         self.graph_files = describe_files(data.folder)
         self.device, self.model, self.optimizer = device, model, optimizer
+        self.schedule = build_schedule(config, optimizer)
         self.group = optimizer.group
         self.is_rank_zero = self.group.rank == 0
         self.loader, self.reporter = loader, reporter

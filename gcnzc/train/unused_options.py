@@ -16,6 +16,7 @@ _OUTER: Choices = {"optimizer": ("diloco", "streaming-diloco", "co2")}
 _STREAMING: Choices = {"optimizer": ("streaming-diloco",)}
 _GAT: Choices = {"model": ("gat",)}
 _CACHED: Choices = {"features": ("cached",)}
+_STEP: Choices = {"schedule": ("step",)}
 
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
@@ -40,6 +41,8 @@ READ_WITH: Mapping[str, Choices] = {
     "cache_size": _CACHED,
     "cache_policy": _CACHED,
     "cache_sharded": _CACHED,
+    "step_epochs": _STEP,
+    "step_factor": _STEP,
 }
 
 

@@ -39,8 +39,16 @@ OTHERS = {
     "cache_size": "0.3",
     "cache_policy": "in-degree",
     "cache_sharded": True,
+    "step_epochs": 2.0,
+    "step_factor": 0.5,
 }
-ONE_FEATURE = {"model": "sage", "task": "node", "optimizer": "adam", "features": "host"}
+ONE_FEATURE = {
+    "model": "sage",
+    "task": "node",
+    "optimizer": "adam",
+    "features": "host",
+    "schedule": "constant",
+}
 
 
 class Recording:

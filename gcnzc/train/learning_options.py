@@ -1,0 +1,35 @@
+"""Groups of the options of `gcnzc train` that change the update of the weights."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gcnzc.train.option_groups import Options
+from gcnzc.train.options import at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateOptions(Options):
+    """How the learning rate changes during a run."""
+
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    """learning rate after the warm-up: constant; decreasing to 0 at the end of the run along a
+    cosine or linearly; or multiplied by --step-factor every --step-epochs"""
+    warmup_epochs: float = 0.0
+    """epochs in which the learning rate increases linearly to --lr, step by step"""
+    step_epochs: float = 10.0
+    """schedule step: epochs between two reductions of the learning rate"""
+    step_factor: float = 0.1
+    """schedule step: factor of a reduction"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, "warmup_epochs", self.warmup_epochs)
+        if not self.step_epochs > 0:
+            raise ValueError(
+                f"--step-epochs must be above 0, got {self.step_epochs}\n\nhint: the default is 10"
+            )
+        if not 0 < self.step_factor < 1:
+            raise ValueError(
+                f"--step-factor must be above 0 and below 1, got {self.step_factor}\n\n"
+                "hint: the default is 0.1"
+            )

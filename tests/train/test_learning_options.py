@@ -1,0 +1,153 @@
+"""Options of the update of the weights: schedules, losses, clipping, decay and averages."""
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import gcnzc.train.results
+from gcnzc import prepare
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.loader.seeds import Shares
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.progress import NullReporter
+from gcnzc.train.run import train
+from gcnzc.train.schedule import Schedule, build_schedule
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learning")
+    make(folder / "raw", "planted", Shape(400, 2400, 8, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
+    return TrainConfig(data=folder / "graph", **sizes, epochs=2, lr=0.01, dropout=0.2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Threads of torch that wait for one another, and plots, take most of the time of tiny runs."""
+    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def saved(run):
+    return checkpoint.load(run / "checkpoint.pt")
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+class Stopped(Exception):
+    """In the middle of an epoch."""
+
+
+class Stopping(NullReporter):
+    """Ends the run at a step of the second epoch."""
+
+    @contextmanager
+    def task(self, what):
+        def advance(done, total, figures=""):
+            if what.startswith("epoch 2") and done == 4:
+                raise Stopped
+
+        yield advance
+
+
+CHOICES = {
+    "cosine": {"schedule": "cosine", "warmup_epochs": 1.5},
+    "step": {"schedule": "step", "step_epochs": 0.5, "optimizer": "onebit-adam"},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_run_resumes_bit_for_bit(choice, config, tmp_path):
+    config = replace(config, checkpoint_every_s=0, **CHOICES[choice])
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "cut", Stopping())
+    assert saved(tmp_path / "cut")["in_epoch"]
+    train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
+    whole, cut = saved(tmp_path / "whole"), saved(tmp_path / "cut")
+    for name, value in whole["model"].items():
+        assert torch.equal(cut["model"][name], value), name
+    for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
+        for name in ("loss", "lr", "valid_accuracy"):
+            assert mine.get(name) == other.get(name)
+
+
+def rates(config, shares, begin=0):
+    """The learning rate of each step of a run, from an epoch on."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, found = Schedule(config, optimizer), []
+    for epoch in range(begin, config.epochs):
+        schedule.begin_epoch(epoch, shares, 0)
+        for _ in range(len(shares)):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert schedule.last_lr(epoch) == found[-1]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "step"])
+def test_learning_rates_are_those_of_torch(kind):
+    # ten steps an epoch
+    config = TrainConfig(schedule=kind, epochs=6, warmup_epochs=1.5, step_epochs=2.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=1 / 15, total_iters=14)
+    rest = {
+        "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, T_max=45),
+        "linear": lambda: lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=45),
+        # its epochs count from the start of the run
+        "step": lambda: lr_scheduler.MultiStepLR(optimizer, [5, 25]),
+    }[kind]()
+    both = lr_scheduler.SequentialLR(optimizer, [warmup, rest], [15])
+    expected = []
+    for _ in range(60):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        both.step()
+    shares = Shares(95, 10)
+    found = rates(config, shares)
+    assert found == pytest.approx(expected, abs=1e-9)
+    # two workers with half the batch, a run that starts in the middle, and one of more epochs
+    assert rates(config, Shares(95, 5, 1, 2)) == found
+    assert rates(config, shares, begin=3) == found[30:]
+    if kind == "cosine":
+        assert rates(replace(config, epochs=12), shares)[-1] < 0.001 < found[-1]
+    assert build_schedule(TrainConfig(), optimizer) is None
+
+
+def test_the_rest_of_an_epoch_with_other_workers_has_its_learning_rates():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = TrainConfig(schedule="linear", epochs=2)
+    schedule = Schedule(config, optimizer)
+    # 40 of 80 seeds were used, in the first of two epochs
+    schedule.begin_epoch(0, replace(Shares(80, 10, 0, 2), seeds_done=40), 0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_epochs": 5, "epochs": 5}, "--warmup-epochs 5 with --epochs 5: the warm-up would"),
+        ({"step_epochs": 0}, "--step-epochs must be above 0"),
+        ({"step_factor": 1}, "--step-factor must be above 0 and below 1"),
+        ({"step_factor": math.nan}, "--step-factor must be finite"),
+    ],
+)
+def test_contradictions_and_values_out_of_range_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        TrainConfig(**options)
+    assert "\n\nhint: " in str(error.value)
