@@ -28,7 +28,7 @@ import pytest
 import triton
 from triton.runtime import interpreter
 
-from tests.fast_interpreter import make_faster
+from tests.fast_interpreter import speed_up_interpreter
 from tests.ptx_launches import evenly_spaced
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    make_faster(checks_overflow=config.getoption("--triton-cases") is None)
+    speed_up_interpreter(checks_overflow=config.getoption("--triton-cases") is None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

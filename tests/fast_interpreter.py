@@ -1,15 +1,17 @@
-"""Triton's interpreter with less work for each operation; the results are the same.
+"""Speed up Triton's interpreter in tests, with the same results.
 
-Three parts of it take more than half of its time in our kernels, and are not needed to test them:
+Three features take more than half of the interpreter's time in gcnzc's kernels, and the tests do
+not need them:
 
-- It replaces the functions of `triton.language` at each launch and at each call of a function by a
-  kernel. Here they remain replaced.
-- It checks each sum, difference and product of 32-bit integers for overflow, with 64-bit operands
-  (`sanitize_overflow`). Without `--triton-cases`, as in `make test-all`, it still does.
-- It builds a table of dtypes whenever it needs one of them.
+- The interpreter patches `triton.language` at each launch and at each call of a device function,
+  and restores it afterwards. Here it is patched once and not restored.
+- It checks each sum, difference and product of 32-bit integers for overflow, in 64 bits
+  (`sanitize_overflow`). The check is disabled if `--triton-cases` limits the number of cases; `make
+  test-all` keeps it.
+- It builds a table of dtypes at each conversion of a dtype. Here conversions are cached.
 
-Written for the interpreter of Triton 3.7; with another version only what both have in common is
-replaced.
+The patches are for the interpreter of Triton 3.7. A patch is skipped if another version does not
+have the function that it replaces.
 """
 
 import dataclasses
@@ -19,56 +21,57 @@ from typing import Any
 from triton.runtime import interpreter
 
 
-class _Permanent:
-    """In place of the interpreter's list of replaced functions: none are restored."""
+class _PermanentScope:
+    """Replaces the interpreter's `_LangPatchScope`: `restore` does nothing."""
 
     def restore(self) -> None:
-        """Leave the language as it is."""
+        """Leave `triton.language` patched."""
 
 
-def _replaced_once(replace: Callable[[Any], Any]) -> Callable[[Any], _Permanent]:
-    done = set()
+def _patch_only_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], _PermanentScope]:
+    patched = set()
 
-    def replace_once(function: Any) -> _Permanent:
+    def patch_once(function: Any) -> _PermanentScope:
         modules = frozenset(
             id(value)
             for value in function.__globals__.values()
             if value is interpreter.tl or value is interpreter.tl.core
         )
-        if modules not in done:
-            replace(function)
-            done.add(modules)
-        return _Permanent()
+        if modules not in patched:
+            patch_lang(function)
+            patched.add(modules)
+        return _PermanentScope()
 
-    return replace_once
+    return patch_once
 
 
-def _remembered(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    of_names: dict[str, Any] = {}
+def _cache_by_name(get_np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    cache: dict[str, Any] = {}
 
-    def numpy_dtype_of_name(dtype: Any) -> Any:
-        # blocks and pointers have no name that is cheap to make
+    def get_cached_np_dtype(dtype: Any) -> Any:
+        # building the name of a block or of a pointer would take longer than the cache saves, so a
+        # block has the key of its elements, and a pointer is not cached
         scalar = getattr(dtype, "element_ty", dtype)
         if isinstance(dtype, interpreter.tl.pointer_type) or not hasattr(scalar, "name"):
-            return numpy_dtype(dtype)
+            return get_np_dtype(dtype)
         if isinstance(scalar, interpreter.tl.pointer_type):
-            return numpy_dtype(scalar)
+            return get_np_dtype(scalar)
         name = scalar.name
-        if name not in of_names:
-            of_names[name] = numpy_dtype(scalar)
-        return of_names[name]
+        if name not in cache:
+            cache[name] = get_np_dtype(scalar)
+        return cache[name]
 
-    return numpy_dtype_of_name
+    return get_cached_np_dtype
 
 
-def make_faster(*, checks_overflow: bool) -> None:
-    """Replace the parts, in this process; with `checks_overflow`, not the second."""
+def speed_up_interpreter(*, checks_overflow: bool) -> None:
+    """Patch the interpreter of this process; keep its overflow checks if `checks_overflow`."""
     if hasattr(interpreter, "_LangPatchScope"):
-        interpreter._patch_lang = _replaced_once(interpreter._patch_lang)
+        interpreter._patch_lang = _patch_only_once(interpreter._patch_lang)
     options = getattr(interpreter.interpreter_builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not checks_overflow:
         interpreter.interpreter_builder.options = dataclasses.replace(
             options, sanitize_overflow=False
         )
     if hasattr(interpreter, "_get_np_dtype"):
-        interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+        interpreter._get_np_dtype = _cache_by_name(interpreter._get_np_dtype)

@@ -23,7 +23,7 @@ from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig
-from gcnzc.train.old_names import rename_words
+from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_output
 from gcnzc.train.repeated_runs import read_runs
@@ -42,7 +42,7 @@ def parse(words: Sequence[str]) -> Any:
         UsageError: a command, an option or a value is not valid.
     """
     try:
-        words = rename_words(words)
+        words = rename_command_line(words)
     except ValueError as error:
         raise UsageError(str(error)) from None
     default = _defaults(words)

@@ -18,32 +18,34 @@ ACTIVATIONS = ("relu", "elu")
 
 
 class Model(nn.Module):
-    """A stack of layers, with normalisation, an activation and dropout after each.
+    """A stack of message-passing layers; normalization, activation and dropout follow each layer.
 
-    Without `output_linear` the last layer returns the logits, and nothing follows it. With all
-    options this is the architecture of Luo et al., "Classic GNNs are Strong Baselines", 2024.
+    Without `output_linear`, the last layer computes the logits: no normalization, activation or
+    dropout follows it. The options are those of Luo et al., "Classic GNNs are Strong Baselines",
+    2024.
 
     Args:
         make_layer: `make_layer(in_features, out_features)` returns a layer; `out_features` is None
-            for a hidden layer.
+            for a hidden layer, whose output has `width` columns.
         in_features: columns of the features.
-        width: columns of the output of a hidden layer.
+        width: columns of the outputs of the hidden layers.
         num_classes: columns of the logits.
         num_layers: number of layers, and of fanouts.
         activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
             p; it may overwrite `x`.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        norm: "batch" for batch normalisation, "layer" for layer normalisation, or "none".
-        pre_norm: normalise the inputs of each layer instead of its outputs.
+        norm: "batch" for batch normalization, "layer" for layer normalization, or "none".
+        pre_norm: normalize the inputs of each layer instead of its outputs.
         residual: add a linear projection of each layer's input to its output.
         input_linear: project the features to `width` columns before the first layer.
         output_linear: compute the logits by a linear projection after the last layer.
-        jumping: what the output projection reads: "none", the output of the last layer; "sum" or
-            "cat", the sum or the concatenation of the outputs of all layers (Xu et al., 2018).
+        jumping: input of the output projection: the output of the last layer ("none"), or the sum
+            ("sum") or the concatenation ("cat") of the outputs of all layers: the jumping knowledge
+            of Xu et al., 2018.
 
     Raises:
-        ValueError: a dropout outside [0, 1), or options that contradict each other.
+        ValueError: a dropout probability is outside [0, 1), or options are incompatible.
     """
 
     def __init__(
@@ -79,22 +81,26 @@ class Model(nn.Module):
             ("output_linear", output_linear),
         ):
             check_flag(name, flag)
-        check_stack(norm=norm, pre_norm=pre_norm, output_linear=output_linear, jumping=jumping)
-        hidden = num_layers if output_linear else num_layers - 1
+        _check_compatible(
+            norm=norm, pre_norm=pre_norm, output_linear=output_linear, jumping=jumping
+        )
+        num_hidden = num_layers if output_linear else num_layers - 1
         first = width if input_linear else in_features
-        inputs = [first] + [width] * (num_layers - 1)
-        self.widths = tuple([width] * hidden + [num_classes] * (num_layers - hidden))
+        in_widths = [first] + [width] * (num_layers - 1)
+        self.widths = tuple([width] * num_hidden + [num_classes] * (num_layers - num_hidden))
         self.in_features, self.out_features = in_features, num_classes
         self.input_linear = nn.Linear(in_features, width) if input_linear else None
         self.layers = nn.ModuleList(
-            make_layer(columns, None if index < hidden else num_classes)
-            for index, columns in enumerate(inputs)
+            make_layer(columns, None if index < num_hidden else num_classes)
+            for index, columns in enumerate(in_widths)
         )
-        ends = zip(inputs, self.widths, strict=True)
-        self.residuals = nn.ModuleList(nn.Linear(*columns) for columns in ends if residual)
-        normalised = inputs if pre_norm else self.widths[:hidden]
-        kind = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm]
-        self.norms = nn.ModuleList(kind(columns) for columns in normalised if kind is not None)
+        layer_sizes = zip(in_widths, self.widths, strict=True)
+        self.residuals = nn.ModuleList(nn.Linear(*sizes) for sizes in layer_sizes if residual)
+        norm_widths = in_widths if pre_norm else self.widths[:num_hidden]
+        norm_class = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}[norm]
+        self.norms = nn.ModuleList(
+            norm_class(columns) for columns in norm_widths if norm_class is not None
+        )
         columns = width * num_layers if jumping == "cat" else width
         self.output_linear = nn.Linear(columns, num_classes) if output_linear else None
         self.pre_norm, self.jumping = pre_norm, jumping
@@ -104,12 +110,13 @@ class Model(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
-        ends = (part for part in (self.input_linear, self.output_linear) if part is not None)
-        for module in (*self.layers, *self.norms, *self.residuals, *ends):
-            module.reset_parameters()
+        optional = (self.input_linear, self.output_linear)
+        for module in (*self.layers, *self.norms, *self.residuals, *optional):
+            if module is not None:
+                module.reset_parameters()
 
     def transform_features(self, x: Tensor) -> Tensor:
-        """Return the input of the first layer: apply dropout and the input projection to features.
+        """Compute the input of the first layer: apply input dropout and the input projection.
 
         Args:
             x: (n, in_features) in the dtype of the model.
@@ -123,16 +130,16 @@ class Model(nn.Module):
         return x
 
     def normalize_input(self, index: int, x: Tensor) -> Tensor:
-        """Normalise rows that layer `index` reads; with `pre_norm`, else they are unchanged."""
+        """Normalize the input rows of layer `index` if `pre_norm`; else return them unchanged."""
         return self.norms[index](x) if self.pre_norm else x
 
     def transform_output(self, index: int, out: Tensor, x_target: Tensor) -> Tensor:
-        """Apply what follows layer `index`: residual, normalisation, activation and dropout.
+        """Apply residual, normalization, activation and dropout to the output of layer `index`.
 
         Args:
-            index: of the layer.
+            index: index of the layer.
             out: (T, columns), the layer's output; it may be overwritten.
-            x_target: (T, columns), the rows of the targets that the layer has read.
+            x_target: (T, columns), the layer's input rows of the targets.
         """
         if self.residuals:
             out = self.residuals[index](x_target).add_(out)
@@ -144,10 +151,11 @@ class Model(nn.Module):
         return self.activate(out, p, random_seed() if p else 0)
 
     def combine(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the logits, given the outputs of the layers that `jumping` names for the seeds.
+        """Return the logits of the seeds, given their rows of the layers' outputs.
 
         Args:
-            outputs: of all layers, or of the last one without `jumping`; each (seeds, columns).
+            outputs: outputs of all layers with `jumping`, otherwise that of the last layer; each
+                (seeds, columns).
         """
         x = torch.cat(list(outputs), 1) if self.jumping == "cat" else outputs[0]
         if self.jumping == "sum":
@@ -195,9 +203,9 @@ class Model(nn.Module):
 
 
 class _PlainModel(Model):
-    """A stack of layers of one kind, without attention heads."""
+    """Base class of the models without attention heads."""
 
-    layer_kind: Callable[[int, int], Layer]
+    layer_class: Callable[[int, int], Layer]
 
     def __init__(
         self,
@@ -218,17 +226,17 @@ class _PlainModel(Model):
         batch_norm: bool | None = None,
     ) -> None:
         hidden = check_integer("hidden", hidden, 1)
-        kind = type(self).layer_kind
+        layer_class = type(self).layer_class
         super().__init__(
-            lambda columns, out: kind(columns, hidden if out is None else out),
+            lambda columns, out: layer_class(columns, hidden if out is None else out),
             in_features,
             hidden,
             num_classes,
             num_layers,
-            activation_of(activation),
+            _make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
-            norm=_norm_of(norm, batch_norm),
+            norm=_resolve_norm(norm, batch_norm),
             pre_norm=pre_norm,
             residual=residual,
             input_linear=input_linear,
@@ -247,15 +255,15 @@ class SAGE(_PlainModel):
         num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        norm: "batch" for batch normalisation after hidden layers, "layer" for layer normalisation,
+        norm: "batch" for batch normalization after hidden layers, "layer" for layer normalization,
             or "none".
-        pre_norm: normalise the inputs of each layer instead of its outputs.
+        pre_norm: normalize the inputs of each layer instead of its outputs.
         residual: add a linear projection of each layer's input to its output.
         input_linear: project the features to `hidden` columns before the first layer.
         output_linear: compute the logits by a linear projection after the last layer, which then is
             a hidden layer.
-        jumping: "sum" or "cat": the output projection reads the sum or the concatenation of the
-            outputs of all layers; "none": the output of the last layer.
+        jumping: input of the output projection: the output of the last layer ("none"), or the sum
+            ("sum") or the concatenation ("cat") of the outputs of all layers.
         activation: "relu" or "elu".
 
     Raises:
@@ -264,36 +272,38 @@ class SAGE(_PlainModel):
             unknown, `pre_norm` is given without `norm`, or `jumping` without `output_linear`.
     """
 
-    layer_kind = SAGELayer
+    layer_class = SAGELayer
 
 
 class GCN(_PlainModel):
     """The graph convolutional network (GCN) of Kipf and Welling; by default as in OGB's examples.
 
-    The arguments are those of `SAGE`. The in-degrees of nodes in the whole graph are needed. Pass
-    `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they are read from
-    `block.graph`, which synchronizes with the GPU. A block with neither is a RuntimeError.
+    The arguments are those of `SAGE`. The model needs the in-degrees of nodes in the whole graph.
+    Pass `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they are read from
+    `block.graph`, which synchronizes with the GPU. A block with neither raises a RuntimeError.
     """
 
-    layer_kind = GCNLayer
+    layer_class = GCNLayer
 
 
 class GIN(_PlainModel):
     """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
 
-    The arguments are those of `SAGE`. Each layer is a perceptron of two layers, with `hidden`
-    columns, or `num_classes` in a layer that returns the logits. Sums grow with the degree: train
-    with `norm="batch"` or `norm="layer"`. Like GCN, it needs the in-degrees of nodes in the whole
-    graph.
+    The arguments are those of `SAGE`. Each layer has an MLP of two linear layers with `hidden`
+    columns, or `num_classes` columns if the layer computes the logits. The sum over in-neighbours
+    grows with the degree, so train with `norm="batch"` or `norm="layer"`. Like `GCN`, the model
+    needs the in-degrees of nodes in the whole graph.
     """
 
-    layer_kind = GINLayer
+    layer_class = GINLayer
 
 
 class GAT(Model):
     """The graph attention network (GAT) of Veličković et al.
 
-    Hidden layers concatenate their heads; the last layer averages them if it returns the logits.
+    Hidden layers concatenate the outputs of their heads. The last layer averages them if it
+    computes the logits.
+
     The defaults are those of OGB's example for ogbn-products. The paper's model for Cora is
     `GAT(1433, 8, 7, 2, 0.6, heads=8, output_heads=1, input_dropout=0.6, attention_dropout=0.6,
     skip=False)`.
@@ -305,13 +315,13 @@ class GAT(Model):
         num_layers: number of layers, and of fanouts.
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
-        heads: heads of hidden layers.
-        output_heads: heads of the last layer if it returns the logits; as many as `heads` if None.
+        heads: attention heads of each hidden layer.
+        output_heads: attention heads of the last layer if it computes the logits. Default: `heads`.
         attention_dropout: probability of an attention weight to be zeroed in training.
-        skip: add a linear projection of each layer's input to its output; each layer has a bias of
-            its own, too.
-        residual: the same without the layers' own biases, as in Luo et al., 2024; `skip` is not
-            read.
+        skip: add a linear projection of each layer's input to its output, in addition to the
+            layer's bias.
+        residual: add the same projection, and omit the layers' biases, as in Luo et al., 2024;
+            `skip` is ignored.
         norm, pre_norm, input_linear, output_linear, jumping: see `SAGE`; hidden layers have
             `hidden * heads` columns.
         activation: "elu" or "relu".
@@ -370,7 +380,7 @@ class GAT(Model):
             hidden * heads,
             num_classes,
             num_layers,
-            activation_of(activation),
+            _make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
             norm=norm,
@@ -387,34 +397,27 @@ def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     return dropout(x, p, seed) if p else x
 
 
-def check_stack(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
-    """Check that options of a stack of layers do not contradict each other.
-
-    Raises:
-        ValueError: they do.
-    """
+def _check_compatible(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
+    """Raise a ValueError if an option has no effect or is not possible with the others."""
     if pre_norm and norm == "none":
         raise ValueError(
-            "pre_norm has no effect with norm none\n\nhint: choose norm batch or layer, too"
+            "pre_norm has no effect with norm none\n\nhint: pass norm='batch' or norm='layer', too"
         )
     if jumping != "none" and not output_linear:
         raise ValueError(
-            f"jumping {jumping} needs output_linear: outputs of hidden layers have other columns "
-            "than the logits\n\nhint: set output_linear, too"
+            f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
+            "many columns as the logits\n\nhint: pass output_linear=True, too"
         )
 
 
-def activation_of(name: str) -> Callable[[Tensor, float, int], Tensor]:
-    """Return `activate(x, p, seed)` of an activation followed by dropout; it may overwrite `x`.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+def _make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
+    """Return a function of (x, p, seed): activation and dropout; it may overwrite x."""
     check_choice("activation", name, ACTIVATIONS)
     return relu_dropout_ if name == "relu" else _elu_dropout_
 
 
-def _norm_of(norm: str, batch_norm: bool | None) -> str:
+def _resolve_norm(norm: str, batch_norm: bool | None) -> str:
+    """Return the normalization, given also the old argument `batch_norm`."""
     if batch_norm is None:
         return norm
     check_flag("batch_norm", batch_norm)
@@ -431,15 +434,15 @@ def _check_probability(name: str, p: float) -> float:
 
 
 def parameter_dtype(model: Model) -> torch.dtype:
-    """Return the dtype of the model's parameters, in which it computes."""
+    """Return the dtype of the model's parameters, which is also the dtype of its computation."""
     return next(model.parameters()).dtype
 
 
 def check_columns(model: Model, num_columns: int) -> None:
-    """Check that features have as many columns as the first layer expects.
+    """Check that features have as many columns as the model expects.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the numbers differ.
     """
     expected = model.in_features
     if num_columns != expected:

@@ -1,7 +1,7 @@
 """GraphSAGE, GCN, GIN and GAT layers on one block.
 
-A linear projection and a sum over neighbours can be computed in either order, so each layer chooses
-the cheaper order for the block.
+A layer projects rows and sums them over neighbours. Both orders give the same result, so each layer
+chooses the cheaper one for the block.
 
 Notation: S sources, T targets, E edges of a block, H heads, F columns (of a head).
 """
@@ -16,18 +16,18 @@ from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.sampling.batch import Block
 
-# cost of one column of an edge, in multiplications of a projection; bench/training/aggregate.py
-# measures it
+# the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
+# projection; bench/training/aggregate.py measures it
 EDGE_COST = 8
 
 
 @dataclass(frozen=True)
 class Hop:
-    """The edges that a layer aggregates over, and the degrees in the whole graph for GCN."""
+    """The edges that a layer aggregates over, and degrees in the whole graph if it needs them."""
 
     indptr: Tensor  # (T + 1,)
     indices: Tensor  # (E,) rows of the sources
-    self_index: Tensor | None  # (T,) row of each target among the sources; row t if None
+    self_index: Tensor | None  # (T,) index of each target among the sources; None: the first T
     source_norms: Tensor | None = None  # (S,) 1 / sqrt(degree + 1)
     target_degrees: Tensor | None = None  # (T,) in the graph, without the self loop
 
@@ -42,7 +42,7 @@ class Hop:
 
 
 class Layer(nn.Module):
-    """Base class of a message-passing layer: messages of sources, and their aggregation."""
+    """Base class of the message-passing layers."""
 
     needs_degrees = False  # whether it needs the degrees of the whole graph
     has_scores = False  # whether sources have attention scores
@@ -54,14 +54,16 @@ class Layer(nn.Module):
         self.heads = heads
 
     def should_project_first(self, num_sources: int, num_targets: int, num_edges: int) -> bool:
-        """Return whether projecting all sources before the sum is cheaper than after it."""
+        """Return whether projecting the sources is cheaper than projecting the targets' sums."""
         projection_cost = self.in_features * self.heads * self.out_features
-        first = (
+        project_first = (
             num_sources * projection_cost + EDGE_COST * num_edges * self.heads * self.out_features
         )
-        # without a projection all heads share a row, which is read once and then is in the cache
-        shared = self.in_features * (3 + self.heads) / 4
-        return first < num_targets * projection_cost + EDGE_COST * num_edges * shared
+        # all heads read the same unprojected row: the first head reads it from memory, the others
+        # from the CPU's cache
+        columns_per_edge = self.in_features * (3 + self.heads) / 4
+        aggregate_first = num_targets * projection_cost + EDGE_COST * num_edges * columns_per_edge
+        return project_first < aggregate_first
 
     def project(self, x: Tensor) -> Tensor:
         """Project rows (n, in_features) to messages (n, heads * out_features)."""
@@ -81,7 +83,7 @@ class Layer(nn.Module):
             rows: (S, in_features), or the messages of the sources if `is_projected`.
             scores: (S, heads), or (S, 0) without attention.
             x_target: (T, in_features).
-            is_projected: whether `rows` are results of `project`.
+            is_projected: whether `rows` are messages, the results of `project`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement compute_targets()")
 
@@ -166,9 +168,13 @@ class GCNLayer(Layer):
         """See `Layer.compute_targets`."""
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         norms = inverse_sqrt_degrees(hop.target_degrees, rows.dtype)
-        kept = hop.indptr.diff().clamp(min=1)
+        num_sampled = hop.indptr.diff().clamp(min=1)
         total = aggregate(
-            hop.indptr, hop.indices, rows, hop.source_norms, norms * hop.target_degrees / kept
+            hop.indptr,
+            hop.indices,
+            rows,
+            hop.source_norms,
+            norms * hop.target_degrees / num_sampled,
         )
         total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
         return (
@@ -179,7 +185,7 @@ class GCNLayer(Layer):
 class GINLayer(Layer):
     """`W2 relu(W1 (x + sum of x of in-neighbours) + b1) + b2`: Xu et al., 2019, with epsilon 0.
 
-    Like PyG's `GINConv` with a perceptron of two layers. If k of a target's d in-neighbours are
+    Like PyG's `GINConv` with an MLP of two linear layers. If k of a target's d in-neighbours are
     sampled, their sum is multiplied by d / k, so that it estimates the sum over all in-neighbours.
     """
 
@@ -204,8 +210,8 @@ class GINLayer(Layer):
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
-        kept = hop.indptr.diff().clamp(min=1)
-        scale = hop.target_degrees.to(rows.dtype) / kept
+        num_sampled = hop.indptr.diff().clamp(min=1)
+        scale = hop.target_degrees.to(rows.dtype) / num_sampled
         total = aggregate(hop.indptr, hop.indices, rows, None, scale)
         total = total.add_(hop.target_rows(rows))
         out = total + self.first.bias if is_projected else self.first(total)
@@ -266,7 +272,7 @@ class GATLayer(Layer):
         return functional.linear(x, self.weight.flatten(0, 1))
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the sources' terms of the attention scores of their edges."""
+        """Return the sources' terms of the attention scores, (n, heads)."""
         return self._attention_scores(x, self.source_attention)
 
     def _attention_scores(self, x: Tensor, attention_HF: Tensor) -> Tensor:
@@ -277,11 +283,11 @@ class GATLayer(Layer):
         self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        parts = self.heads if is_projected else 1
+        row_heads = self.heads if is_projected else 1  # heads in one row
         out_THF = gat_aggregate(
             hop.indptr,
             hop.indices,
-            rows.view(len(rows), parts, -1),
+            rows.view(len(rows), row_heads, -1),
             scores,
             self._attention_scores(x_target, self.target_attention),
             self_index=hop.self_index,
@@ -297,11 +303,11 @@ class GATLayer(Layer):
 
 
 def random_seed() -> int:
-    """Return a random seed for a kernel with a generator of its own."""
-    # from torch's default generator, so that `torch.manual_seed` makes runs reproducible
+    """Return a random seed for a kernel that generates its own random numbers."""
+    # drawn from torch's default generator, so that `torch.manual_seed` makes runs reproducible
     return int(torch.randint(2**63 - 1, ()))
 
 
 def inverse_sqrt_degrees(degrees: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 / sqrt(degree + 1) for each degree, which counts the self loop."""
+    """Return 1 / sqrt(degree + 1); the 1 is the self loop."""
     return (degrees + 1).to(dtype).rsqrt()

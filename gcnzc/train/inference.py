@@ -1,6 +1,6 @@
-"""Layer-wise inference: the outputs of a model for all nodes, with all neighbours.
+"""Layer-wise inference: compute the outputs of a model for all nodes, without sampling neighbours.
 
-Several workers divide the nodes into the same ranges as a single worker, and compute each range in
+The nodes are divided into the same ranges for any number of workers, and each range is computed in
 the same way, so that the outputs are bit-identical.
 
 Notation: N nodes, M requested nodes.
@@ -25,26 +25,19 @@ from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.train.shared_data import first_workers, shared_empty
 
-BATCH_NODES = 1 << 14  # targets at a time
-
-
-BATCH_EDGES = 1 << 20  # edges of these targets at a time, unless one target has more
-
+BATCH_NODES = 1 << 14  # maximum targets of a range
+BATCH_EDGES = 1 << 20  # maximum in-edges of a range of several targets
 
 # A range has at most a 64th of the graph's nodes, or 64 nodes if that is more, so that a small
 # graph is divided among workers, too. Ranges must not depend on the number of workers, because
 # they determine how outputs are rounded.
 MIN_RANGES, MIN_NODES = 64, 64
 
-
-# bytes that a worker sends at once to another machine; few enough for slow links and their timeout
+# maximum bytes that a worker sends in one all-to-all: it must not time out on a slow network
 PIECE_BYTES = 1 << 22
 
-
 Progress = Callable[[int, int], object]  # called with (done, total)
-
-
-Span: TypeAlias = tuple[int, int]
+Span: TypeAlias = tuple[int, int]  # begin and end of a range
 
 
 def inference(
@@ -58,24 +51,25 @@ def inference(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Return the logits of nodes with all their neighbours, computed layer by layer.
+    """Compute the logits of nodes layer by layer, without sampling neighbours.
 
-    The model computes in evaluation mode, and its mode is restored afterwards. In addition to the
-    features, memory holds the rows of one layer and those of the next; while a layer that reduces
-    the row size runs, also the projected rows. The workers of one machine share this memory.
+    The model runs in evaluation mode; its mode is restored afterwards. Host memory holds the
+    features, the input rows and the output rows of the current layer, and its projected rows if
+    they have fewer columns than its input. The workers of one machine share this memory.
 
     Args:
-        model: on `device`.
-        graph: of N nodes.
-        table: (N, in_features), on the host or on `device`.
+        model: a model on `device`.
+        graph: the whole graph, with N nodes.
+        table: (N, in_features) features, on the host or on `device`.
         device: device of the computation; the rows of hidden layers stay on the host.
         nodes: (M,) int32 or int64 node ids, on the host: a tensor, an array or a list. Hidden
-            layers are computed only for the nodes that these depend on. Default: all in order.
-        batch_nodes: largest number of nodes to compute at a time. A range of nodes also has at most
-            2**20 in-edges, unless it is one node, and is smaller in a small graph.
-        progress: called with (done, total), in nodes of all layers that this worker computes.
-        group: workers that divide the nodes, all with the same arguments. Default: this process
-            alone.
+            layers are computed only for the nodes that these depend on. Default: all, in order.
+        batch_nodes: maximum number of nodes that are computed at a time. There are fewer if the
+            graph is small, or if their in-edges would exceed 2**20.
+        progress: called with (done, total): the output rows that this worker has computed, and
+            those that it computes in all layers.
+        group: the workers among which the nodes are divided; all pass the same arguments. Default:
+            this process only.
 
     Returns:
         (M, classes) or (N, classes) on the host, the same on all workers. The workers of one
@@ -125,7 +119,7 @@ def inference(
                 rows = _project_features(model, table, needed[0], batch_nodes, device, workers)
                 row_of = _row_index(needed[0], graph)
             own_spans = shares[-1][workers.rank]
-            # with jumping, the earlier layers' outputs for the ranges that this worker computes
+            # with jumping: for each of this worker's ranges, the outputs of the earlier layers
             earlier: list[list[Tensor]] = [[] for _ in own_spans]
             for index, (sources, targets) in enumerate(pairwise(needed)):
                 step = _FullLayer(model, index, graph, rows, row_of, device)
@@ -168,7 +162,7 @@ def _project_features(
     device: torch.device,
     workers: "_Workers",
 ) -> FeatureTable:
-    """Compute the inputs of the first layer for `nodes`, or for all, on the host."""
+    """Return the first layer's inputs on the host, for `nodes` or for all nodes."""
     count = table.num_rows if nodes is None else len(nodes)
     assert model.input_linear is not None
     width = model.input_linear.out_features
@@ -186,15 +180,15 @@ def _project_features(
 
 
 class _Workers:
-    """The workers that divide the computation of a layer."""
+    """The workers among which the computation of a layer is divided."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.count = group, group.rank, group.world_size
-        # for each worker, the first worker on its machine
+        # for each rank, the lowest rank on the same machine
         self.firsts = first_workers(group)
 
     def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Allocate a tensor on the host that the workers of this machine share."""
+        """Allocate a tensor in host memory that the workers of this machine share."""
         return shared_empty(shape, dtype, self.group)
 
     def distribute(
@@ -208,7 +202,7 @@ class _Workers:
         Args:
             rows: (n, ...), contiguous, in memory that the workers of a machine share.
             shares: the spans that each worker has computed.
-            indices_of: returns the indices in `rows` of a span.
+            indices_of: `indices_of(begin, end)` returns the indices of a span in `rows`.
         """
         if len(set(self.firsts)) == 1 or rows.numel() == 0:
             return
@@ -218,7 +212,7 @@ class _Workers:
         for done in range(0, max(end - begin for begin, end in spans), step):
             pieces = [(min(b + done, end), min(b + done + step, end)) for b, end in spans]
             self._distribute_pieces(rows, pieces, indices_of)
-        # workers wait here until the first worker of their machine has written
+        # a barrier: the first worker of each machine has written the rows
         run(all_gather_scalar(0), self.group)
 
     def _distribute_pieces(
@@ -245,8 +239,8 @@ class _Workers:
 class _FullLayer:
     """Computes one layer of a model for many nodes, with all their neighbours.
 
-    On the CPU, projected rows, and dense rows on the host with the model's dtype, are aggregated in
-    place. Otherwise the source rows of each range of targets are gathered first.
+    On the CPU, rows are aggregated in place if they are projected, or dense, on the host and of the
+    model's dtype. Otherwise the rows of the sources are gathered for each range of targets.
     """
 
     def __init__(
@@ -260,14 +254,14 @@ class _FullLayer:
     ) -> None:
         self.model, self.index, self.graph, self.device = model, index, graph, device
         self.layer = cast(Layer, model.layers[index])
-        # the layer's input rows, and the index of each node's row (None: its id)
+        # the layer's input rows, and the row index of each node; None if that is the node's id
         self.table, self.row_of = table, row_of
         # rows are projected before the aggregation if that makes them smaller
         self.is_projected = self.layer.heads * self.layer.out_features < self.layer.in_features
-        # quantized rows have another dtype than gathered rows
-        same = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
-        readable = same and not table.rows.is_cuda and not model.pre_norm
-        self.is_in_place = device.type == "cpu" and (self.is_projected or readable)
+        # a gather also dequantizes rows and converts their dtype
+        has_same_dtype = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
+        is_readable = has_same_dtype and not table.rows.is_cuda and not model.pre_norm
+        self.is_in_place = device.type == "cpu" and (self.is_projected or is_readable)
         self.neighbours = Sampler(graph, [-1])
         # the rows that are aggregated: input rows, or projected rows
         self.aggregated, self.aggregated_row_of = table, row_of
@@ -275,7 +269,7 @@ class _FullLayer:
         self.norms: Tensor | None = None
 
     def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: _Workers) -> None:
-        """Compute projected rows, attention scores and norms of `sources`, or of all nodes."""
+        """Compute the projected rows, attention scores and norms of `sources` or of all nodes."""
         if not (self.is_projected or self.is_in_place):
             return
         num_rows = self.table.num_rows
@@ -314,14 +308,14 @@ class _FullLayer:
             self.aggregated = FeatureTable(projected)
 
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
-        """Compute the layer's output rows of nodes `ids`; `is_range`: they are consecutive."""
+        """Compute the output rows of nodes `ids`, which are consecutive if `is_range`."""
         aggregate = self._aggregate_in_place if self.is_in_place else self._aggregate_gathered
         out, x_target = aggregate(ids, is_range)
         return self.model.transform_output(self.index, out, x_target)
 
     def _aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
         bounds = slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids
-        indptr, indices = _columns(self.graph, bounds)
+        indptr, indices = _in_edges(self.graph, bounds)
         own = ids
         if self.aggregated_row_of is not None:
             indices, own = self.aggregated_row_of[indices], self.aggregated_row_of[ids].long()
@@ -355,7 +349,7 @@ class _FullLayer:
         return self.layer.compute_targets(hop, rows, scores, x_target, True), x_target
 
     def _inputs(self, ids: Tensor) -> Tensor:
-        """Return the rows of nodes that the layer reads, on its device."""
+        """Return the layer's input rows of nodes, on its device."""
         return self.model.normalize_input(self.index, self._rows(self.table, self.row_of, ids))
 
     def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
@@ -366,14 +360,14 @@ class _FullLayer:
 def _gathered_rows(
     table: FeatureTable, at: Tensor, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    reads = device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
-    return table.gather(at.to(device if reads else table.device)).to(device, dtype)
+    is_zero_copy = device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
+    return table.gather(at.to(device if is_zero_copy else table.device)).to(device, dtype)
 
 
 def _needed_nodes(
     graph: Graph, num_layers: int, nodes: Tensor | None, batch_nodes: int
 ) -> list[Tensor | None]:
-    """Return the nodes whose rows each layer reads, followed by `nodes`; None means all nodes."""
+    """Return each layer's source nodes, input layer first, then `nodes`; None means all nodes."""
     needed = [nodes]
     for _ in range(num_layers):
         targets = needed[0]
@@ -381,7 +375,7 @@ def _needed_nodes(
             seen = torch.zeros(graph.num_nodes, dtype=torch.bool)
             seen[targets] = True
             for begin, end in _ranges(graph, targets, batch_nodes):
-                seen[_columns(graph, targets[begin:end])[1].long()] = True
+                seen[_in_edges(graph, targets[begin:end])[1].long()] = True
             targets = None if seen.all() else seen.nonzero().flatten()
         needed.insert(0, targets)
     return needed
@@ -392,33 +386,35 @@ def _ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span
     ends = _offsets(graph, ids)
     begin, count = 0, len(ends) - 1
     while begin < count:
-        within = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
-        end = min(max(within, begin + 1), begin + batch_nodes, count)
+        edge_limit = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
+        end = min(max(edge_limit, begin + 1), begin + batch_nodes, count)
         yield begin, end
         begin = end
 
 
 def _assign_ranges(
-    graph: Graph, ids: Tensor | None, batch_nodes: int, parts: int
+    graph: Graph, ids: Tensor | None, batch_nodes: int, num_workers: int
 ) -> list[list[Span]]:
-    """Assign ranges of nodes to `parts` workers, with about equal numbers of nodes and edges."""
+    """Assign ranges of nodes to workers, with about equal sums of nodes and edges."""
     ends, spans = _offsets(graph, ids), list(_ranges(graph, ids, batch_nodes))
-    return _divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], parts)
+    return _divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], num_workers)
 
 
-def _divide_spans(spans: Sequence[Span], costs: Sequence[int], parts: int) -> list[list[Span]]:
-    """Divide consecutive spans into `parts` consecutive groups of about equal cost."""
-    shares: list[list[Span]] = [[] for _ in range(parts)]
+def _divide_spans(
+    spans: Sequence[Span], costs: Sequence[int], num_workers: int
+) -> list[list[Span]]:
+    """Divide consecutive spans into one consecutive group per worker, of about equal cost."""
+    shares: list[list[Span]] = [[] for _ in range(num_workers)]
     before, total = 0, sum(costs)
     for span, cost in zip(spans, costs, strict=True):
         # a span belongs to the group that contains the middle of its cost
-        shares[(2 * before + cost) * parts // (2 * total)].append(span)
+        shares[(2 * before + cost) * num_workers // (2 * total)].append(span)
         before += cost
     return shares
 
 
 def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
-    """Return the cumulative in-degrees of `ids`, or of all nodes, (n + 1,), beginning with 0."""
+    """Return the cumulative in-degrees of `ids` or of all nodes, (n + 1,), starting with 0."""
     if ids is None:
         return graph.indptr
     return functional.pad(_degrees(graph, ids).cumsum(0), (1, 0))
@@ -428,8 +424,8 @@ def _all_to_all(parts: Sequence[Tensor], counts: Sequence[int]) -> Algorithm[lis
     return (yield AllToAll(parts, counts))
 
 
-def _columns(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """Return the in-edges of some nodes: indptr, and the node ids of the sources."""
+def _in_edges(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """Return the in-edges of nodes in CSC format: indptr, and the node ids of the sources."""
     if isinstance(ids, slice):
         bounds = graph.indptr[ids.start : ids.stop + 1]
         return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
@@ -444,7 +440,7 @@ def _degrees(graph: Graph, ids: Tensor) -> Tensor:
 
 
 def _row_index(ids: Tensor | None, graph: Graph) -> Tensor | None:
-    """Return the index of each node in `ids`, (N,); None if `ids` is None (all nodes in order)."""
+    """Return (N,) positions of nodes in `ids`, or None if `ids` is None (all nodes in order)."""
     if ids is None:
         return None
     row_of = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)

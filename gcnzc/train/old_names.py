@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 C = TypeVar("C")
 
 COMMANDS = {"link": "pcie", "plan": "cost", "plan-cache": "cache-forecast"}
-# by command, as fields of its config
+# by command: old names of the fields of its config, and the present ones
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "train": {
         "hot": "cache_size",
@@ -21,11 +21,11 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "cost": {"picture": "out"},
     "check": {"hot_memory": "cache_memory"},
 }
-# flags that are now values of an option: its name, the value for --no-FLAG, and that for --FLAG
+# by command: old flags, and the option, its value for --no-FLAG and its value for --FLAG instead
 FLAGS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "train": {"batch_norm": ("norm", "none", "batch")},
 }
-# by command and by present name of the option
+# by command and by present name of the option: old values, and the present ones
 VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "train": {"local_steps": {"usual": "default"}, "delay": {"usual": "default"}},
     "prepare": {
@@ -36,8 +36,8 @@ VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def rename_words(words: Sequence[str]) -> list[str]:
-    """Replace old names on a command line by the present ones.
+def rename_command_line(words: Sequence[str]) -> list[str]:
+    """Replace old names in the words of a command line by the present ones.
 
     Raises:
         ValueError: an option is given by its old name and by its present one.
@@ -46,7 +46,7 @@ def rename_words(words: Sequence[str]) -> list[str]:
         return []
     command = COMMANDS.get(words[0], words[0])
     options, changed, option = OPTIONS.get(command, {}), [command], ""
-    flags: dict[str, str] = {}  # as given, by present name of the option
+    flags: dict[str, str] = {}  # flags as given, by present name of their option
     for word in words[1:]:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):

@@ -53,11 +53,11 @@ Compress: TypeAlias = Literal[
 CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 
-# protects the machine against a mistyped number; the largest servers have some hundred cores
+# protects the machine against a mistyped number; the largest servers have several hundred cores
 MAX_THREADS = MAX_WORKERS = 1024
 
 
-# thirty years; timers count nanoseconds in 64 bits
+# about 30 years; timers count nanoseconds in 64 bits, which overflow after 292 years
 MAX_SECONDS = 10**9
 
 
@@ -108,16 +108,15 @@ class ModelOptions(Options):
     residual: bool = False
     """add a linear projection of each layer's input to its output"""
     skip: bool = True
-    """--no-skip leaves out the linear skip connection that each layer of a GAT has by default; with
-    --residual there is none"""
+    """GAT: linear skip connection in each layer; ignored with --residual, which replaces it"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False
     """compute the outputs by a linear projection after the last layer, which is then a hidden
     layer"""
     jumping: Literal["none", "sum", "cat"] = "none"
-    """with --output-linear: its input is the output of the last layer (none), or the sum or the
-    concatenation of the outputs of all layers"""
+    """input of --output-linear: the output of the last layer (none), or the sum or the
+    concatenation of the outputs of all layers (jumping knowledge)"""
     activation: Literal["default", "relu", "elu"] = "default"
     """activation after each hidden layer; default: ELU for GAT, otherwise ReLU"""
 
@@ -139,8 +138,8 @@ class ModelOptions(Options):
             )
         if self.jumping != "none" and not self.output_linear:
             raise ValueError(
-                f"--jumping {self.jumping} needs --output-linear: the last layer has other columns "
-                "than the hidden layers\n\nhint: add --output-linear"
+                f"--jumping {self.jumping} needs --output-linear: the outputs of hidden layers do "
+                "not have as many columns as the logits\n\nhint: add --output-linear"
             )
 
 

@@ -1,4 +1,4 @@
-"""Options of the stack of layers equal a computation of their formulas, in training's forward too.
+"""Options of the models, compared with dense matrix products, in `forward` and in `inference`.
 
 The recipes are those of Luo et al., "Classic GNNs are Strong Baselines", 2024.
 """
@@ -33,7 +33,7 @@ COMBINATIONS = [
 
 
 def dense_layer(layer, adjacency, x):
-    """One layer on the whole graph, from its weights."""
+    """Compute one layer on the whole graph with a dense adjacency matrix."""
     if isinstance(layer, gnn.SAGELayer):
         mean = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
         neighbours = mean @ x @ layer.neighbours.weight.T + layer.neighbours.bias
@@ -56,15 +56,15 @@ def dense_layer(layer, adjacency, x):
     return out if layer.skip is None else out + layer.skip(x)
 
 
-def by_formulas(model, adjacency, x, *, norm, pre_norm, residual, input_linear, jumping, **_):
-    """The forward pass in the order of the paper's equations."""
+def dense_forward(model, adjacency, x, *, norm, pre_norm, residual, input_linear, jumping, **_):
+    """Compute the logits of all nodes, in the order of the paper's equations."""
 
     def normalized(index, rows):
-        part = model.norms[index]
+        module = model.norms[index]
         if norm == "layer":
-            return functional.layer_norm(rows, rows.shape[1:], part.weight, part.bias)
-        rows = (rows - part.running_mean) / (part.running_var + part.eps).sqrt()
-        return rows * part.weight + part.bias
+            return functional.layer_norm(rows, rows.shape[1:], module.weight, module.bias)
+        rows = (rows - module.running_mean) / (module.running_var + module.eps).sqrt()
+        return rows * module.weight + module.bias
 
     activation = functional.elu if isinstance(model, gnn.GAT) else functional.relu
     if input_linear:
@@ -89,9 +89,10 @@ def by_formulas(model, adjacency, x, *, norm, pre_norm, residual, input_linear, 
 def random_model(name, *sizes, **options):
     model = MODELS[name](*sizes, LAYERS, **options).double().eval()
     with torch.no_grad():
-        for part in (*model.parameters(), *model.buffers()):
-            if part.is_floating_point():
-                part.copy_(torch.rand_like(part) - 0.3 if part.dim() > 1 else torch.rand_like(part))
+        for value in (*model.parameters(), *model.buffers()):
+            if value.is_floating_point():
+                # variances are vectors, and must not be negative
+                value.copy_(torch.rand_like(value) - 0.3 * (value.dim() > 1))
     return model
 
 
@@ -103,12 +104,12 @@ def test_all_combinations_of_options_equal_their_formulas(name):
     for options in COMBINATIONS:
         model = random_model(name, 7, 5, 3, **options)
         with torch.no_grad():
-            expected = by_formulas(model, dense(graph), x, **options)
+            expected = dense_forward(model, dense(graph), x, **options)
             found = model(batch.blocks, x[batch.nodes])
         torch.testing.assert_close(
             found, expected[seeds], msg=lambda text, o=options: f"{o} {text}"
         )
-        # layer by layer, for all nodes and for some
+        # layer-wise inference, for all nodes and for some
         found = inference(model, graph, FeatureTable(x), batch_nodes=16)
         torch.testing.assert_close(found, expected, msg=lambda text, o=options: f"{o} {text}")
         found = inference(model, graph, FeatureTable(x), nodes=seeds)
@@ -130,28 +131,30 @@ def test_all_weights_have_gradients(name):
             assert value.grad.isfinite().all()
 
 
-def luo(convolution, in_features, hidden, classes, layers, *, norm, residual, input_linear=False):
-    """Weights of the model of Luo et al. that their forward pass uses.
+def published_parameters(
+    convolution, in_features, hidden, classes, layers, *, norm, residual, input_linear=False
+):
+    """Count the parameters that the forward pass of Luo et al.'s model uses.
 
-    Their model has unused weights, too: projections without residual, both kinds of norms, and an
-    input projection.
+    Their model also has unused parameters: those of disabled residuals, of the norms that were not
+    chosen and of a disabled input projection.
     """
     widths = [hidden if input_linear else in_features] + [hidden] * (layers - 1)
-    parts = [convolution(width, hidden) for width in widths]
+    modules = [convolution(width, hidden) for width in widths]
     if residual:
-        parts += [nn.Linear(width, hidden) for width in widths]
+        modules += [nn.Linear(width, hidden) for width in widths]
     if norm != "none":
-        kind = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm]
-        parts += [kind(hidden) for _ in widths]
+        norm_class = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm]
+        modules += [norm_class(hidden) for _ in widths]
     if input_linear:
-        parts.append(nn.Linear(in_features, hidden))
-    return parameters(nn.ModuleList([*parts, nn.Linear(hidden, classes)]))
+        modules.append(nn.Linear(in_features, hidden))
+    return parameters(nn.ModuleList([*modules, nn.Linear(hidden, classes)]))
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "layers", "options"),
     [
-        # amazon-computer, amazon-photo, coauthor-cs, minesweeper and roman-empire of their scripts
+        # their scripts for amazon-computer, amazon-photo, coauthor-cs, minesweeper, roman-empire
         ("gcn", (767, 512, 10), 3, {"norm": "layer", "residual": False}),
         ("sage", (745, 64, 8), 6, {"norm": "layer", "residual": True}),
         ("gat", (6805, 256, 15), 1, {"norm": "layer", "residual": True}),
@@ -160,15 +163,15 @@ def luo(convolution, in_features, hidden, classes, layers, *, norm, residual, in
     ],
 )
 def test_recipes_have_the_published_numbers_of_parameters(name, sizes, layers, options):
-    layers_of = pytest.importorskip("torch_geometric.nn")
+    pyg = pytest.importorskip("torch_geometric.nn")
     convolution = {
-        "gcn": layers_of.GCNConv,
-        "sage": layers_of.SAGEConv,
-        "gat": lambda *columns: layers_of.GATConv(*columns, bias=False),
+        "gcn": pyg.GCNConv,
+        "sage": pyg.SAGEConv,
+        "gat": lambda *columns: pyg.GATConv(*columns, bias=False),
     }[name]
     heads = {"heads": 1} if name == "gat" else {}
     model = MODELS[name](*sizes, layers, output_linear=True, **heads, **options)
-    assert parameters(model) == luo(convolution, *sizes, layers, **options)
+    assert parameters(model) == published_parameters(convolution, *sizes, layers, **options)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +194,15 @@ def test_gin_equals_pygs_convolution_and_scales_sums_of_samples():
     conv = pytest.importorskip("torch_geometric.nn").GINConv
     graph = random_graph()
     layer = gnn.GINLayer(7, 5).double()
-    theirs = conv(nn.Sequential(layer.first, nn.ReLU(), layer.second))
+    pyg_layer = conv(nn.Sequential(layer.first, nn.ReLU(), layer.second))
     x, seeds = torch.randn(60, 7).double(), torch.arange(60)
     with torch.no_grad():
-        expected = theirs(x, torch.stack(graph.edges()).long())
+        expected = pyg_layer(x, torch.stack(graph.edges()).long())
         block = Sampler(graph, [-1]).sample(seeds, epoch=0).blocks[0]
         torch.testing.assert_close(layer(block, x, x), expected)
-        # equal rows: a sampled sum estimates that of all in-neighbours without an error
+        # with equal rows, the estimate from sampled in-neighbours is exact
         x = torch.ones(60, 7).double()
-        expected = theirs(x, torch.stack(graph.edges()).long())
+        expected = pyg_layer(x, torch.stack(graph.edges()).long())
         batch = Sampler(graph, [2]).sample(seeds, epoch=0)
         found = layer(batch.blocks[0], x[batch.nodes], x)
         torch.testing.assert_close(found, expected)
