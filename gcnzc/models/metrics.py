@@ -8,21 +8,38 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def compute_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def compute_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+) -> Tensor:
     """Return the mean loss over the seeds.
 
     Args:
         logits: (S, C).
         labels: (S,) int64 classes; or (S, C) of 0, 1 or NaN for unknown, one task per column.
+        label_smoothing: of classes, see `torch.nn.functional.cross_entropy`.
+        class_weights: (C,) factors of the loss by class, whose mean over the training nodes should
+            be 1, because the sum is divided by S: so a mean over ranks is that of one rank. With
+            several tasks, factors of the loss of ones. None weights all alike.
 
     Returns:
         () cross-entropy, or binary cross-entropy over the labels that are not NaN.
     """
     if labels.ndim == 1:
-        return functional.cross_entropy(logits, labels)
+        if class_weights is None:
+            return functional.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        total = functional.cross_entropy(
+            logits, labels, class_weights, reduction="sum", label_smoothing=label_smoothing
+        )
+        return total / len(labels)
     known = ~torch.isnan(labels)
     targets = torch.where(known, labels, 0.0).to(logits.dtype)
-    losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    losses = functional.binary_cross_entropy_with_logits(
+        logits, targets, reduction="none", pos_weight=class_weights
+    )
     return torch.where(known, losses, 0.0).sum() / known.sum().clamp(min=1)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from gcnzc.train.learning_options import LearningRateOptions
+from gcnzc.train.learning_options import LearningRateOptions, LossOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DataOptions,
@@ -36,6 +36,7 @@ class TrainConfig(
     OptimizerOptions,
     ScheduleOptions,
     LoaderOptions,
+    LossOptions,
     TaskOptions,
     ModelOptions,
     DataOptions,

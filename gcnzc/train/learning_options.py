@@ -8,6 +8,26 @@ from gcnzc.train.options import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossOptions(Options):
+    """The loss of node classification."""
+
+    label_smoothing: float = 0.0
+    """node classification: probability that the target distribution moves from the label to all
+    classes alike"""
+    class_weights: Literal["none", "balanced"] = "none"
+    """node classification: balanced weights the loss of each class inversely to its number of
+    training nodes; with several columns of labels, the loss of ones by the zeros per one"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"--label-smoothing must be from 0 to below 1, got {self.label_smoothing}\n\n"
+                "hint: 0.1 is common; 0 smooths nothing"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearningRateOptions(Options):
     """How the learning rate changes during a run."""
 

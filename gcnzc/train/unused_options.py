@@ -11,6 +11,7 @@ from gcnzc.train.options import option_name
 Choices = Mapping[str, tuple[str, ...]]
 
 _LINK: Choices = {"task": ("link",)}
+_NODE: Choices = {"task": ("node",)}
 _LOCAL: Choices = {"optimizer": LOCAL}
 _OUTER: Choices = {"optimizer": ("diloco", "streaming-diloco", "co2")}
 _STREAMING: Choices = {"optimizer": ("streaming-diloco",)}
@@ -41,6 +42,8 @@ READ_WITH: Mapping[str, Choices] = {
     "cache_size": _CACHED,
     "cache_policy": _CACHED,
     "cache_sharded": _CACHED,
+    "label_smoothing": _NODE,
+    "class_weights": _NODE,
     "step_epochs": _STEP,
     "step_factor": _STEP,
 }

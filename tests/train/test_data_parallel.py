@@ -179,8 +179,15 @@ def train_with_buffers(config, folder):
     return train_as_worker(config, folder) | {"buffers": seen}
 
 
+# options of the update, with which two workers compute the result of one as well
+LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}
+LEARNING |= {"class_weights": "balanced"}
+
+
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
+    if norm == "none":
+        config = replace(config, **LEARNING)
     alone = train(replace(config, norm=norm), tmp_path / "alone")
     halves = replace(config, norm=norm, batch_size=30)
     found = results(2, tmp_path, train_with_buffers, halves, tmp_path / "two")

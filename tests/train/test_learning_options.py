@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import gcnzc.train.results
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.loader.seeds import Shares
+from gcnzc.models.metrics import compute_loss
 from gcnzc.train import checkpoint
+from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
@@ -66,6 +69,7 @@ class Stopping(NullReporter):
 CHOICES = {
     "cosine": {"schedule": "cosine", "warmup_epochs": 1.5},
     "step": {"schedule": "step", "step_epochs": 0.5, "optimizer": "onebit-adam"},
+    "loss": {"label_smoothing": 0.1, "class_weights": "balanced"},
 }
 
 
@@ -138,12 +142,39 @@ def test_the_rest_of_an_epoch_with_other_workers_has_its_learning_rates():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
 
 
+def test_balanced_classes_contribute_alike_to_the_loss():
+    labels = torch.tensor([0] * 6 + [2] * 2)
+    weights = balanced_weights(labels, 3)
+    assert weights.tolist() == pytest.approx([8 / 12, 0, 2])
+    logits = torch.randn(8, 3)
+    loss = compute_loss(logits, labels, class_weights=weights, label_smoothing=0.1)
+    # torch divides by the sum of the weights, which is 8 over all training nodes
+    expected = functional.cross_entropy(logits, labels, weights, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    plain = functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    torch.testing.assert_close(compute_loss(logits, labels, label_smoothing=0.1), plain)
+
+
+def test_balanced_tasks_weight_their_ones():
+    nan = math.nan
+    labels = torch.tensor([[1, 0, 1.0], [0, 0, nan], [0, nan, 1]])
+    weights = balanced_weights(labels, 2)
+    assert weights.tolist() == [2, 1, 1]
+    logits = torch.randn(3, 3)
+    known = ~labels.isnan()
+    expected = functional.binary_cross_entropy_with_logits(
+        logits[known], labels[known], pos_weight=weights.expand(3, 3)[known]
+    )
+    torch.testing.assert_close(compute_loss(logits, labels, class_weights=weights), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"warmup_epochs": 5, "epochs": 5}, "--warmup-epochs 5 with --epochs 5: the warm-up would"),
         ({"step_epochs": 0}, "--step-epochs must be above 0"),
         ({"step_factor": 1}, "--step-factor must be above 0 and below 1"),
+        ({"label_smoothing": 1.0}, "--label-smoothing must be from 0 to below 1, got 1"),
         ({"step_factor": math.nan}, "--step-factor must be finite"),
     ],
 )

@@ -277,6 +277,8 @@ def test_many_tasks_with_missing_labels_are_trained(config, tmp_path):
     line = train(replace(config, data=tmp_path / "g", epochs=4), tmp_path / "run")
     assert line["metric"] == "rocauc"
     assert line["test_rocauc"] > 0.85
+    with pytest.raises(ValueError, match=r"--label-smoothing 0\.1 is for classes(.|\n)*hint: "):
+        train(replace(config, data=tmp_path / "g", label_smoothing=0.1), tmp_path / "other")
 
 
 def test_features_that_are_not_finite_are_rejected(config, graph, tmp_path):

@@ -39,6 +39,8 @@ OTHERS = {
     "cache_size": "0.3",
     "cache_policy": "in-degree",
     "cache_sharded": True,
+    "label_smoothing": 0.1,
+    "class_weights": "balanced",
     "step_epochs": 2.0,
     "step_factor": 0.5,
 }
@@ -105,7 +107,8 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
     assert set(OTHERS) == set(READ_WITH)
     for name, value in OTHERS.items():
         ((choice, readers),) = READ_WITH[name].items()
-        words = [f"--{choice}", ONE_FEATURE[choice], *words_of(name, value)]
+        other = next(each for each in (ONE_FEATURE[choice], "link") if each not in readers)
+        words = [f"--{choice}", other, *words_of(name, value)]
         assert main(["train", str(graph), *words]) == 2, name
         error, hint = capsys.readouterr().err.splitlines()
         assert f"error: {' '.join(words_of(name, value))} has no effect with --{choice}" in error
@@ -115,7 +118,7 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
             assert name not in unused_options(TrainConfig(**{choice: chosen, name: value}))
         default = next(field.default for field in fields(TrainConfig) if field.name == name)
         assert default is not MISSING
-        assert not unused_options(TrainConfig(**{choice: ONE_FEATURE[choice], name: default}))
+        assert not unused_options(TrainConfig(**{choice: other, name: default}))
 
 
 def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):

@@ -11,6 +11,7 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.models.metrics import compute_loss, score
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import SamplerProtocol
+from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
 from gcnzc.train.inference import inference
@@ -21,7 +22,7 @@ class NodeTask:
     """The classes of nodes; a `Task`.
 
     Raises:
-        ValueError: no node of the training part has a label.
+        ValueError: no node of the training part has a label, or the labels do not match an option.
     """
 
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
@@ -35,11 +36,19 @@ class NodeTask:
                 "hint: prepare the graph again to use ROC AUC; convert one-hot labels to classes "
                 "by labels.argmax(axis=1)"
             )
+        if data.labels.ndim == 2 and config.label_smoothing:
+            raise ValueError(
+                f"--label-smoothing {config.label_smoothing:g} is for classes, and {data.name} has "
+                f"{data.labels.shape[1]} columns of labels\n\nhint: leave --label-smoothing out"
+            )
         self.config, self.data = config, data
         self.metric: str = data.metric
         self.seeds = data.split["train"]
         self.labels: Tensor | None = data.labels
         self.sampler: SamplerProtocol = build_sampler(config, data)
+        self.class_weights: Tensor | None = None
+        if config.class_weights == "balanced":
+            self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
         self.has_accuracy = data.labels.ndim == 1
         self.best_accuracy = data.best_accuracy
 
@@ -57,7 +66,14 @@ class NodeTask:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Task`."""
-        return compute_loss(logits, labels)
+        if self.class_weights is not None:
+            self.class_weights = self.class_weights.to(logits.device)
+        return compute_loss(
+            logits,
+            labels,
+            label_smoothing=self.config.label_smoothing,
+            class_weights=self.class_weights,
+        )
 
     def evaluate(
         self,

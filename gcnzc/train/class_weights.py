@@ -1,0 +1,28 @@
+"""Class weights that balance the classes of the training nodes."""
+
+import torch
+from torch import Tensor
+
+
+def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
+    """Return the weights with which all classes contribute alike to the loss.
+
+    Args:
+        labels: those of the training nodes: (S,) int64 classes; or (S, T) of 0, 1 or NaN for
+            unknown, one task per column.
+        num_classes: C; of each task if there are several.
+
+    Returns:
+        (C,) float32 weights of the classes, which are inversely proportional to their numbers of
+        nodes and have the mean 1 over the nodes; 0 for a class without a node. For tasks, (T,)
+        float32 weights of the label 1: the number of zeros divided by that of ones; 1 for a task
+        without either.
+    """
+    if labels.ndim == 1:
+        counts = torch.bincount(labels, minlength=num_classes).double()
+        present = counts > 0
+        weights = len(labels) / (present.sum() * counts.clamp(min=1))
+        return torch.where(present, weights, 0.0).float()
+    ones, zeros = (labels == 1).sum(dim=0), (labels == 0).sum(dim=0)
+    has_both = (ones > 0) & (zeros > 0)
+    return torch.where(has_both, zeros / ones.clamp(min=1), 1.0).float()
