@@ -29,7 +29,7 @@ from pathlib import Path
 from socket import create_connection, create_server
 from typing import IO
 
-from bench.network.links import Network, send_whole_frames
+from bench.network.links import Network, disable_offload
 from bench.network.namespaces import (
     Machines,
     call_in,
@@ -153,7 +153,7 @@ class Cluster:
         shell_in(machines.hub, ports)
         for rank, machine in enumerate(machines.ranks):
             if self.network.limited and not self.network.offload:
-                call_in(machine, send_whole_frames)
+                call_in(machine, disable_offload)
             shell_in(machine, self.network.interface(rank))
         if self.switch == "user space":
             self._start_switch(machines.hub)

@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.harness import RESULTS, Timing, record
 from bench.network.cluster import Cluster
-from bench.network.links import MOST_MBIT_PER_S, tbf
+from bench.network.links import MAX_MBIT_PER_S, tbf
 from gcnzc.cli.commands import cost as cost_command
 from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.plots import StepTimes, step_times
@@ -60,7 +60,7 @@ with init_group() as group:
 """
 
 
-NO_LIMIT = MOST_MBIT_PER_S
+NO_LIMIT = MAX_MBIT_PER_S
 # file in bench/results, under the former name of the command `gcnzc cost`
 RESULTS_NAME = "plan"
 

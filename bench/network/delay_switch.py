@@ -2,10 +2,11 @@
 
     python -m bench.network.delay_switch DELAY_MS PORT ...
 
-For Linux machines without the queueing discipline `netem`; bench/network/cluster.py starts it, as
-root, in the network namespace of the ports. A frame for the address 02:00:00:00:00:NN leaves by the
-NN-th port, counted from 1. Frames for other addresses are dropped: the cluster's machines know one
-another's addresses and never ask. Prints a line when it listens, and ends when it is killed.
+It replaces the queueing discipline `netem` where the kernel does not have it.
+bench/network/cluster.py starts it as root in the network namespace of the ports. A frame for the
+address 02:00:00:00:00:NN is sent to the NN-th port, counted from 1. Frames for other addresses are
+dropped; the machines have static ARP tables, so no broadcasts are needed. The program prints a line
+when it is ready, and runs until it is killed.
 """
 
 import os
@@ -17,11 +18,11 @@ from collections import deque
 from contextlib import suppress
 
 ADDRESS = "02:00:00:00:00:{:02x}"
-# a switch that cannot keep up loses frames, as a real one does; these are bytes of the kernel's
+# size of the kernel's socket buffers; if they are full, frames are dropped, as by a real switch
 QUEUE_BYTES = 64 << 20
-FRAME_BYTES = 2048  # more than any frame has
-AT_ONCE = 64  # frames taken in before those that are due go out
-# of the kernel's headers, and not in Python's socket module
+MAX_FRAME_BYTES = 2048
+RECEIVE_BATCH = 64  # maximum frames to receive before frames that are due are sent
+# constants of the kernel's headers that Python's socket module lacks
 ETH_P_ALL = 3
 SOL_PACKET = 263
 PACKET_IGNORE_OUTGOING = 23
@@ -30,9 +31,9 @@ SO_RCVBUFFORCE = 33
 
 
 def serve(delay_s: float, ports: list[str]) -> None:
-    """Deliver frames among the interfaces `ports`, each `delay_s` seconds after it was taken in."""
-    taker = _packet_socket()
-    taker.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    """Forward frames among the interfaces `ports`, each `delay_s` seconds after it was received."""
+    receiver = _packet_socket()
+    receiver.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     senders = {}
     for number, port in enumerate(ports, 1):
         sender = _packet_socket(protocol=0)
@@ -41,9 +42,9 @@ def serve(delay_s: float, ports: list[str]) -> None:
     print("listening", flush=True)
     waiting: deque[tuple[float, bytes]] = deque()
     while True:
-        patience = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        if select.select([taker], [], [], patience)[0]:
-            for frame in _take(taker):
+        timeout_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        if select.select([receiver], [], [], timeout_s)[0]:
+            for frame in _receive(receiver):
                 waiting.append((time.monotonic() + delay_s, frame))
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
@@ -53,18 +54,18 @@ def serve(delay_s: float, ports: list[str]) -> None:
 
 
 def _packet_socket(protocol: int = ETH_P_ALL) -> socket.socket:
-    opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(protocol))
-    opened.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, QUEUE_BYTES)
-    opened.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, QUEUE_BYTES)
-    opened.setblocking(False)
-    return opened
+    sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(protocol))
+    sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, QUEUE_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, QUEUE_BYTES)
+    sock.setblocking(False)
+    return sock
 
 
-def _take(taker: socket.socket) -> list[bytes]:
+def _receive(receiver: socket.socket) -> list[bytes]:
     frames: list[bytes] = []
     with suppress(BlockingIOError):
-        while len(frames) < AT_ONCE:
-            frames.append(taker.recv(FRAME_BYTES))
+        while len(frames) < RECEIVE_BATCH:
+            frames.append(receiver.recv(MAX_FRAME_BYTES))
     return frames
 
 
@@ -73,8 +74,8 @@ def _send(sender: socket.socket, frame: bytes) -> None:
         sender.send(frame)
 
 
-def _hurry() -> None:
-    """Run before the workers, which share the cores: a frame that waits for one is late."""
+def _raise_priority() -> None:
+    """Raise the scheduling priority above that of the workers: they would delay the frames."""
     with suppress(OSError):
         os.nice(-20)
     with suppress(OSError):
@@ -82,5 +83,5 @@ def _hurry() -> None:
 
 
 if __name__ == "__main__":
-    _hurry()
+    _raise_priority()
     serve(float(sys.argv[1]) / 1e3, sys.argv[2:])

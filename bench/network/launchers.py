@@ -1,7 +1,7 @@
-"""Start several launchers (torchrun) of one run on this machine, as on several machines.
+"""Start several torchrun launchers of one run on this machine, as on several machines.
 
-They have one worker each, and their rendezvous is on the loopback interface. The first launcher
-keeps it, unless this process does; every other launcher may be lost and replaced.
+Each launcher has one worker. The rendezvous store is hosted by the first launcher or by this
+process, on the loopback interface. A launcher that does not host it may fail and be replaced.
 """
 
 import json
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-# a launcher that is lost is noticed after three intervals
-SETTINGS = "join_timeout=120,read_timeout=10,keep_alive_interval=1,last_call_timeout=5"
-# what workers take at most to start again, on busy cores
-STILL_S = 180.0
+# a launcher counts as failed after three keep-alive intervals
+RENDEZVOUS_CONFIG = "join_timeout=120,read_timeout=10,keep_alive_interval=1,last_call_timeout=5"
+# maximum time without a new record: workers may take this long to restart on busy cores
+STALL_TIMEOUT_S = 180.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -30,17 +30,17 @@ ENVIRONMENT = {
 
 
 class Launchers:
-    """Launchers of one run, and what they print.
+    """The launchers of one run, and their output.
 
     Args:
-        graph: prepared folder.
-        run: folder of the run; what launchers print goes into files beside it.
-        machines: how many launchers take part, as torchrun's `--nnodes`: "2", or "1:2".
-        options: of `gcnzc train`.
-        environment: added to this process's.
-        run_id: torchrun's `--rdzv-id`; not given if None.
-        keeps_rendezvous: whether this process keeps the rendezvous, so that the first launcher may
-            be lost too.
+        graph: prepared folder of the graph.
+        run: run folder; the output of launchers is written to files next to it.
+        machines: number of launchers, as in torchrun's `--nnodes`: "2", or "1:2" for one or two.
+        options: options of `gcnzc train`.
+        environment: environment variables in addition to those of this process.
+        run_id: torchrun's `--rdzv-id`; None: without this option.
+        keeps_rendezvous: host the rendezvous store in this process, so that also the first launcher
+            may fail.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class Launchers:
         if keeps_rendezvous:
             self.rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self.rendezvous.port if self.rendezvous is not None else _free_port()
-        settings = f"{SETTINGS},is_host=false" if keeps_rendezvous else SETTINGS
+        config = RENDEZVOUS_CONFIG + (",is_host=false" if keeps_rendezvous else "")
         self.started: list[subprocess.Popen[bytes]] = []
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines]
         self.command += [] if run_id is None else ["--rdzv-id", run_id]
         self.command += ["--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
-        self.command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", settings]
+        self.command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", config]
         self.command += ["--log-dir", str(run.with_name(f"{run.name}.logs"))]
         self.command += ["--max-restarts", "3", "-m", "gcnzc", "train", str(graph)]
         self.command += ["--out", str(run), *options]
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start one more launcher."""
+        """Start another launcher."""
         with self._output(len(self.started)).open("w") as file:
             process = subprocess.Popen(
                 self.command, env=self.environment, stdout=file, stderr=subprocess.STDOUT
             )
         self.started.append(process)
-        # the one that listens first keeps the rendezvous
+        # the launcher that listens first hosts the rendezvous store
         wait_for(lambda: process.poll() is not None or _listens(self.port), 60)
         return process
 
@@ -92,17 +92,19 @@ class Launchers:
             return []
         return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def wait(self, launcher: "subprocess.Popen[bytes]", still_s: float = STILL_S) -> int | None:
-        """Wait until a launcher ends, however long that takes while the run goes on.
+    def wait(
+        self, launcher: "subprocess.Popen[bytes]", stall_s: float = STALL_TIMEOUT_S
+    ) -> int | None:
+        """Wait until a launcher ends, or the run has stalled.
 
         Returns:
-            Its exit status; None if the record did not grow for `still_s`.
+            The exit status; None if nothing was added to the record for `stall_s` seconds.
         """
-        path, before, end = self.run / "record.jsonl", 0, time.monotonic() + still_s
+        path, before, end = self.run / "record.jsonl", 0, time.monotonic() + stall_s
         while launcher.poll() is None:
             size = path.stat().st_size if path.exists() else 0
             if size != before:
-                before, end = size, time.monotonic() + still_s
+                before, end = size, time.monotonic() + stall_s
             if time.monotonic() > end:
                 return None
             time.sleep(0.1)
@@ -133,18 +135,18 @@ def launchers(
     *,
     keeps_rendezvous: bool = False,
 ) -> Iterator[Launchers]:
-    """Yield `Launchers`, all of which are ended at the end of the `with`."""
-    found = Launchers(
+    """Yield `Launchers`, and end them and their workers afterwards."""
+    started = Launchers(
         graph, run, machines, options, environment, run_id, keeps_rendezvous=keeps_rendezvous
     )
     try:
-        yield found
+        yield started
     finally:
-        found.close()
+        started.close()
 
 
 def workers_of(launcher: int) -> list[int]:
-    """Return the processes that a launcher started."""
+    """Return the process ids of the children of a launcher, given its process id."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -154,7 +156,7 @@ def workers_of(launcher: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `condition` holds, for so long at most; whether it does."""
+    """Wait until `condition` holds, at most `seconds`; return whether it does."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -1,8 +1,9 @@
-"""Generate the `ip` and `tc` commands that set up the links of a cluster.
+"""Generate the `ip` and `tc` commands that set up the network links of an emulated cluster.
 
-A link is a pair of virtual interfaces: `eth0` in a machine and `portN` in the hub. Rates are
-limited by `tbf` on both, as links are full duplex; pairs of machines by `htb` where the sender's
-link begins. Queueing disciplines count Ethernet frames, headers included.
+A link is a pair of virtual Ethernet (veth) interfaces: `eth0` of a machine and `portN` of the hub.
+Each end has a token bucket filter (`tbf`) that limits the rate in its direction. If pairs of
+machines have their own limits, the sender's end has a hierarchical token bucket (`htb`) instead.
+Rates are those of Ethernet frames, including headers.
 """
 
 import ctypes
@@ -14,36 +15,37 @@ from dataclasses import dataclass
 
 from bench.network.delay_switch import ADDRESS
 
-MOST_WORKERS = 250
-FRAME_BYTES = 1514
-# what a link lets pass at once: as much as it carries in this time, and no less than a few frames.
-# Enough for a timer that is late, little for a message that is timed
+MAX_WORKERS = 250
+FRAME_BYTES = 1514  # of an Ethernet frame with an MTU of 1500 B
+# The burst (bucket size) of a link is the bytes that it sends in this time, and at least a few
+# frames: large enough to keep the rate if a kernel timer is late, small compared with the messages
+# that are timed.
 BURST_S = 1e-3
-LEAST_BURST_BYTES = 4 * FRAME_BYTES
-# as much as the kernel gives to a card that cuts it into frames by itself, and headers
+MIN_BURST_BYTES = 4 * FRAME_BYTES
+# size of the largest packet with segmentation offload, 64 KiB and headers
 OFFLOADED_BYTES = 70_000
-# frames are lost where more wait than a link carries in this time
+# the queue of a link has room for the bytes that it sends in this time; further frames are dropped
 QUEUE_S = 0.2
-LEAST_QUEUE_BYTES = 256 << 10
-LEAST_MBIT_PER_S, MOST_MBIT_PER_S = 0.01, 100_000.0
-MOST_DELAY_MS = 10_000.0
-# of the kernel's sockios.h and ethtool.h
+MIN_QUEUE_BYTES = 256 << 10
+MIN_MBIT_PER_S, MAX_MBIT_PER_S = 0.01, 100_000.0
+MAX_DELAY_MS = 10_000.0
+# constants of linux/sockios.h and linux/ethtool.h
 SIOCETHTOOL = 0x8946
 SET_CHECKSUM, SET_SCATTER, SET_TSO, SET_GSO = 0x17, 0x19, 0x1F, 0x24
 
 
 @dataclass(frozen=True)
 class Network:
-    """Machines at a switch; machine N has the address 10.0.0.(N+1).
+    """Machines that are connected to a switch; machine N has the address 10.0.0.(N+1).
 
     Args:
-        rates: of each machine's link, both ways, in Mbit/s; None does not limit it.
-        delay_ms: from one machine to another, one way.
-        slow: (sender, receiver) to Mbit/s, for pairs that are slower than their machines' links.
-        offload: whether what limits a machine's link takes up to 64 KiB at once.
+        rates: rate of each machine's link in either direction, in Mbit/s; None: unlimited.
+        delay_ms: one-way delay between two machines.
+        slow: Mbit/s by (sender, receiver), for pairs that are slower than their machines' links.
+        offload: emulate segmentation offload (TSO): a link accepts packets of up to 64 KiB.
 
     Raises:
-        ValueError: for what cannot be set up.
+        ValueError: a number is out of range, or a pair is not of two different machines.
     """
 
     rates: Sequence[float | None]
@@ -53,17 +55,17 @@ class Network:
 
     def __post_init__(self) -> None:
         workers = len(self.rates)
-        if not 1 <= workers <= MOST_WORKERS:
-            raise ValueError(f"a cluster of {workers} workers\n\nhint: 1 to {MOST_WORKERS} fit")
+        if not 1 <= workers <= MAX_WORKERS:
+            raise ValueError(f"a cluster of {workers} workers\n\nhint: 1 to {MAX_WORKERS} fit")
         for rate in [*self.rates, *self.slow.values()]:
-            if rate is not None and not LEAST_MBIT_PER_S <= rate <= MOST_MBIT_PER_S:
+            if rate is not None and not MIN_MBIT_PER_S <= rate <= MAX_MBIT_PER_S:
                 raise ValueError(
                     f"a link of {rate} Mbit/s\n\n"
-                    f"hint: {LEAST_MBIT_PER_S} to {MOST_MBIT_PER_S:.0f} can be made"
+                    f"hint: {MIN_MBIT_PER_S} to {MAX_MBIT_PER_S:.0f} can be made"
                 )
-        if not 0 <= self.delay_ms <= MOST_DELAY_MS:
+        if not 0 <= self.delay_ms <= MAX_DELAY_MS:
             raise ValueError(
-                f"a delay of {self.delay_ms} ms\n\nhint: 0 to {MOST_DELAY_MS:.0f} can be made"
+                f"a delay of {self.delay_ms} ms\n\nhint: 0 to {MAX_DELAY_MS:.0f} can be made"
             )
         for sender, receiver in self.slow:
             if sender == receiver or not {sender, receiver} <= set(range(workers)):
@@ -74,20 +76,21 @@ class Network:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the machines, in order."""
+        """The IPv4 addresses of the machines."""
         return [f"10.0.0.{rank + 1}" for rank in range(len(self.rates))]
 
     @property
     def limited(self) -> bool:
-        """Whether anything holds up frames."""
+        """Whether there is any delay or limit of a rate."""
         return bool(self.delay_ms or self.slow or any(self.rates))
 
     def ports(self, machines: Sequence[int], *, bridge: bool) -> str:
-        """Return the commands for the hub: its end of each link, and the bridge if there is one.
+        """Return the commands for the hub, which create the links and the bridge.
 
         Args:
-            machines: a process on each machine.
-            bridge: the kernel forwards, and delays; else a program is to do both.
+            machines: the id of a process on each machine.
+            bridge: create a bridge, with which the kernel forwards and delays frames. Without it, a
+                program in user space has to do so.
         """
         lines = [_without_ipv6("all"), _without_ipv6("default")]
         if bridge:
@@ -112,7 +115,7 @@ class Network:
         return "\n".join(lines)
 
     def interface(self, rank: int) -> str:
-        """Return the commands for a machine: its end of its link, and static neighbours."""
+        """Return the commands for a machine: its interface and a static ARP table."""
         lines = [
             "ip link set dev lo up",
             _without_ipv6("eth0"),
@@ -126,20 +129,20 @@ class Network:
         ]
         slow = {receiver: rate for (sender, receiver), rate in self.slow.items() if sender == rank}
         if slow:
-            return "\n".join(lines + self._htb(self.rates[rank] or MOST_MBIT_PER_S, slow))
+            return "\n".join(lines + self._htb(self.rates[rank] or MAX_MBIT_PER_S, slow))
         return "\n".join(lines + tbf("eth0", "root", self.rates[rank], offload=self.offload))
 
-    def _htb(self, whole: float, slow: Mapping[int, float]) -> list[str]:
-        """Return an htb class for each slow link and one for the rest."""
+    def _htb(self, link_rate: float, slow: Mapping[int, float]) -> list[str]:
+        """Return the commands for one htb class per slow receiver, and one for all others."""
         lines = [
             "tc qdisc add dev eth0 root handle 1: htb default 2",
-            f"tc class add dev eth0 parent 1: classid 1:1 htb {_htb_rate(whole, whole)}",
-            f"tc class add dev eth0 parent 1:1 classid 1:2 htb {_htb_rate(0, whole)}",
+            f"tc class add dev eth0 parent 1: classid 1:1 htb {_htb_rate(link_rate, link_rate)}",
+            f"tc class add dev eth0 parent 1:1 classid 1:2 htb {_htb_rate(0, link_rate)}",
         ]
         for number, (receiver, rate) in enumerate(slow.items(), 3):
             lines += [
                 f"tc class add dev eth0 parent 1:1 classid 1:{number:x} htb"
-                f" {_htb_rate(0, min(rate, whole))}",
+                f" {_htb_rate(0, min(rate, link_rate))}",
                 "tc filter add dev eth0 parent 1: protocol ip u32"
                 f" match ip dst {self.addresses[receiver]}/32 flowid 1:{number:x}",
             ]
@@ -147,38 +150,38 @@ class Network:
 
 
 def tbf(device: str, parent: str, mbit_per_s: float | None, *, offload: bool = False) -> list[str]:
-    """Return the commands that limit the sending rate of an interface; none without a rate.
+    """Return the commands that limit the rate at which an interface sends.
 
     Args:
-        device: the interface.
-        parent: of the queueing discipline.
-        mbit_per_s: at most.
+        device: name of the interface.
+        parent: parent of the queueing discipline.
+        mbit_per_s: the limit; None: unlimited, without any command.
         offload: see `Network`.
     """
     if mbit_per_s is None:
         return []
-    queue = max(LEAST_QUEUE_BYTES, _bytes_in(QUEUE_S, mbit_per_s))
+    queue = max(MIN_QUEUE_BYTES, _bytes_sent_in(QUEUE_S, mbit_per_s))
     burst = max(_burst(mbit_per_s), OFFLOADED_BYTES if offload else 0)
     limits = f"rate {_bit(mbit_per_s)} burst {burst} limit {queue}"
     return [f"tc qdisc add dev {device} {parent} tbf {limits}"]
 
 
-def send_whole_frames() -> None:
-    """Make eth0 send frames as on a wire: cut by TCP, with their checksums."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+def disable_offload() -> None:
+    """Disable segmentation and checksum offload of eth0, so that it sends frames as on a wire."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for setting in (SET_CHECKSUM, SET_SCATTER, SET_TSO, SET_GSO):
             value = ctypes.create_string_buffer(struct.pack("II", setting, 0))
             request = struct.pack("16sP16x", b"eth0", ctypes.addressof(value))
-            fcntl.ioctl(any_socket, SIOCETHTOOL, request)
+            fcntl.ioctl(control, SIOCETHTOOL, request)
 
 
 def _without_ipv6(device: str) -> str:
-    """Disable IPv6, whose announcements would be counted by the interfaces."""
+    """Return the command that disables IPv6: its router solicitations would be counted too."""
     setting = f"/proc/sys/net/ipv6/conf/{device}/disable_ipv6"
     return f"[ ! -e {setting} ] || echo 1 > {setting}"
 
 
-def _bytes_in(seconds: float, mbit_per_s: float) -> int:
+def _bytes_sent_in(seconds: float, mbit_per_s: float) -> int:
     return round(seconds * mbit_per_s * 1e6 / 8)
 
 
@@ -187,11 +190,11 @@ def _bit(mbit_per_s: float) -> str:
 
 
 def _burst(mbit_per_s: float) -> int:
-    return max(LEAST_BURST_BYTES, _bytes_in(BURST_S, mbit_per_s))
+    return max(MIN_BURST_BYTES, _bytes_sent_in(BURST_S, mbit_per_s))
 
 
-def _htb_rate(sure: float, most: float) -> str:
-    """Return an htb class with a guaranteed rate `sure` and a ceiling `most`."""
-    rate = _bit(max(sure, LEAST_MBIT_PER_S))
-    bursts = f"burst {LEAST_BURST_BYTES} cburst {_burst(most)}"
-    return f"rate {rate} ceil {_bit(most)} {bursts} quantum {FRAME_BYTES}"
+def _htb_rate(guaranteed: float, ceiling: float) -> str:
+    """Return the parameters of an htb class, given its guaranteed and maximum Mbit/s."""
+    rate = _bit(max(guaranteed, MIN_MBIT_PER_S))
+    bursts = f"burst {MIN_BURST_BYTES} cburst {_burst(ceiling)}"
+    return f"rate {rate} ceil {_bit(ceiling)} {bursts} quantum {FRAME_BYTES}"

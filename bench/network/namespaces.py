@@ -1,10 +1,11 @@
-"""Emulate machines by Linux namespaces that exist only as long as their processes.
+"""Emulate machines by Linux namespaces, which the kernel removes when this process ends.
 
-A hub and the machines are each the first process of a process namespace, the machines' within the
-hub's, with a network of their own. The hub reads from a pipe that whoever made it holds. When that
-one ends, however it ends, the kernel closes the pipe and the hub ends with it; the kernel then
-kills all processes in the hub's namespace, and with its last process each network, its interfaces
-and its mounts are gone. There are no names in /run/netns, no files, and nothing to clean up.
+The hub and each machine have a network namespace and a PID namespace; the PID namespaces of the
+machines are children of the hub's. The hub is a process that reads from a pipe. The process that
+started it holds the other end. When that process ends for any reason, the kernel closes the pipe,
+and the hub ends. The kernel then kills all processes in the hub's PID namespace. When the last
+process of a namespace has ended, the kernel removes its interfaces and mounts. There are no names
+in /run/netns and no files, so nothing has to be cleaned up.
 """
 
 import ctypes
@@ -23,11 +24,11 @@ T = TypeVar("T")
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "rm", "env", "sh", "sleep", "cat")
 NAMESPACES = ("--net", "--pid", "--uts", "--ipc", "--mount")
-CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
-PR_SET_PDEATHSIG = 1  # of its prctl.h
+CLONE_NEWNET = 0x40000000  # of linux/sched.h
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# what a cluster needs of the kernel, tried where it leaves nothing
+# checks that the kernel has the features that a cluster needs; runs in temporary namespaces
 PROBE = """
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -36,9 +37,10 @@ ip link add name bridge0 type bridge
 ip link add name port0 type veth peer name port1
 tc qdisc add dev port0 root tbf rate 1mbit burst 4096 limit 65536
 """
-# /proc still is the outer one when the shell reads there who it is. The shared memory of a machine
-# is its own, as are its name and the file of names; all other files are everybody's. The last
-# program does nothing, and the kernel buries the dead for it.
+# The shell reads its process id before it mounts /proc, so that the id is that of the outer PID
+# namespace. A machine has its own /dev/shm, hostname and /etc/hosts, and shares all other files.
+# `sleep` is the init process of the PID namespace; it ignores SIGCHLD, so that the kernel reaps
+# orphaned processes.
 MACHINE = """
 read -r pid rest < /proc/self/stat
 mount -t proc proc /proc
@@ -66,14 +68,14 @@ exec env --ignore-signal=CHLD cat > /dev/null
 
 @dataclass(frozen=True)
 class Machines:
-    """Running namespaces; process numbers are those that the maker sees."""
+    """Running machines; process ids are those in the PID namespace of this process."""
 
     process: subprocess.Popen[str]
-    hub: int
-    ranks: list[int]
+    hub: int  # the hub's process id
+    ranks: list[int]  # the process id of each machine's init process
 
     def close(self) -> None:
-        """End all processes in them, and with these the namespaces."""
+        """End all processes on the machines and remove the namespaces."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -82,27 +84,27 @@ class Machines:
 def can_make() -> str | None:
     """Return the reason why no machines can be created here, or None if they can."""
     if sys.platform != "linux":
-        return f"network namespaces are Linux's, and this is {sys.platform}"
+        return f"network namespaces need Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
-        return f"only root makes network namespaces, and this is user {os.geteuid()}"
+        return f"network namespaces need root, and this is user {os.geteuid()}"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"no command {', '.join(missing)} (of iproute2, util-linux and coreutils)"
     probe = ["unshare", *NAMESPACES, "--fork", "sh", "-ec", PROBE]
     tried = subprocess.run(probe, capture_output=True, text=True, check=False)
     if tried.returncode:
-        return f"the kernel refuses what they need: {tried.stderr.strip()}"
+        return f"the kernel lacks a feature or denies it: {tried.stderr.strip()}"
     return None
 
 
 def make_machines(addresses: Sequence[str]) -> Machines:
-    """Start a hub and machines machine0, machine1, ..., which know these addresses of each other.
+    """Start a hub and machines named machine0, machine1, ..., whose /etc/hosts has the addresses.
 
     Raises:
-        RuntimeError: one did not start; what it said is on stderr.
+        RuntimeError: a namespace was not created; the messages are on stderr.
     """
     count = len(addresses)
-    # sockets of torch.distributed speak IPv6, and look for IPv4 addresses as parts of it
+    # torch.distributed opens IPv6 sockets, and looks up the names of IPv4-mapped addresses
     names = [(address, f"machine{rank}") for rank, address in enumerate(addresses)]
     hosts = [("127.0.0.1", "localhost"), *names, *((f"::ffff:{a}", name) for a, name in names)]
     process = subprocess.Popen(
@@ -116,26 +118,28 @@ def make_machines(addresses: Sequence[str]) -> Machines:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # an interrupt from the keyboard is for the maker, who ends the hub in its own time
+        # Ctrl-C must interrupt this process only, which then closes the hub
         start_new_session=True,
     )
     assert process.stdout is not None
     with process.stdout:
-        said = dict(line.split() for line in islice(process.stdout, 1 + count))
-    wanted = ["hub", *map(str, range(count))]
-    pids = [int(said[name]) for name in wanted if said.get(name, "failed") != "failed"]
+        pid_of = dict(line.split() for line in islice(process.stdout, 1 + count))
+    names_to_start = ["hub", *map(str, range(count))]
+    pids = [int(pid_of[n]) for n in names_to_start if pid_of.get(n, "failed") != "failed"]
     machines = Machines(process, pids[0] if pids else 0, pids[1:])
-    if len(pids) != len(wanted):
+    if len(pids) != len(names_to_start):
         machines.close()
-        raise RuntimeError(f"{len(pids)} of {len(wanted)} namespaces started; stderr says why")
+        raise RuntimeError(
+            f"{len(pids)} of {len(names_to_start)} namespaces started; stderr says why"
+        )
     return machines
 
 
 def inside(pid: int, command: Sequence[str], namespaces: Sequence[str] = NAMESPACES) -> list[str]:
     """Return the command that runs `command` in `namespaces` of process `pid`, in this folder.
 
-    A shell waits for the command, outside of the process namespace. It does not stop when the
-    command is stopped, as nsenter would, and only by its exit code tells of a signal.
+    A shell outside of the PID namespace waits for the command. Unlike nsenter, it does not stop
+    when a signal stops the command, and it reports a fatal signal only by its exit status.
     """
     script = 'cd "$1" && shift && exec 3>&2 2> /dev/null && (exec "$@" 2>&3 3>&-); exit $?'
     words = ["--no-fork", "--", "sh", "-c", script, "sh", os.getcwd(), *command]
@@ -143,10 +147,10 @@ def inside(pid: int, command: Sequence[str], namespaces: Sequence[str] = NAMESPA
 
 
 def shell_in(pid: int, script: str) -> None:
-    """Run lines of `sh` in the network of the process `pid`, until one fails.
+    """Run a shell script in the network namespace of process `pid`; it ends at the first failure.
 
     Raises:
-        RuntimeError: a line failed, with what it said.
+        RuntimeError: a command failed; the message has its stderr.
     """
     command = inside(pid, ["sh", "-ec", script], ("--net",))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -155,26 +159,26 @@ def shell_in(pid: int, script: str) -> None:
 
 
 def call_in(pid: int, fn: Callable[[], T]) -> T:
-    """Call `fn` in the network of the process `pid`: sockets that it opens stay there."""
+    """Call `fn` in the network namespace of process `pid`; sockets that it opens belong to it."""
 
-    def joined() -> T:
+    def call_in_namespace() -> T:
         with open(f"/proc/{pid}/ns/net") as namespace:
             if _libc.setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
         return fn()
 
-    # a thread joins for itself alone, and ends with the pool
+    # setns changes the namespace of the calling thread only, and this thread ends with the pool
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(joined).result()
+        return pool.submit(call_in_namespace).result()
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Make the kernel kill this process when its parent ends for any reason."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_in(pid: int) -> list[int]:
-    """Return the other processes in the process namespace of `pid`, in ascending order."""
+    """Return the other processes in the PID namespace of process `pid`, in ascending order."""
     namespace = os.readlink(f"/proc/{pid}/ns/pid")
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -182,5 +186,5 @@ def processes_in(pid: int) -> list[int]:
             if os.readlink(f"/proc/{name}/ns/pid") == namespace and int(name) != pid:
                 found.append(int(name))
         except OSError:
-            pass  # it has ended
+            pass  # the process has ended
     return sorted(found)

@@ -109,8 +109,8 @@ def test_invalid_networks_are_rejected(arguments, words):
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        (lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "only root .* user 1000"),
-        (lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux's, and this is darwin"),
+        (lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "need root, .* user 1000"),
+        (lambda patch: patch.setattr(sys, "platform", "darwin"), "need Linux, and this is darwin"),
     ],
 )
 def test_without_privileges_the_hint_is_the_virtual_clock(missing, words, monkeypatch):

@@ -68,4 +68,4 @@ def test_a_run_hangs_if_its_record_does_not_grow_however_long_it_takes(grows, co
     found = Launchers(tmp_path, tmp_path, "2", [], {})
     script = "for i in $(seq 15); do sleep 0.1; " + f"echo >> {tmp_path}/record.jsonl; " * grows
     with subprocess.Popen(["bash", "-c", f"{script}done"]) as launcher:
-        assert found.wait(launcher, still_s=1.0) == code
+        assert found.wait(launcher, stall_s=1.0) == code
