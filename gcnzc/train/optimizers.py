@@ -39,7 +39,7 @@ def build_optimizer(
         model: the model whose parameters it updates.
         workers: number of workers, which may scale the learning rate.
     """
-    parameters, decay = model.parameters(), config.weight_decay
+    parameters, decay = parameter_groups(config, model), config.weight_decay
     lr = learning_rate(config, workers)
     name = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     if name == "sgd":
@@ -47,6 +47,33 @@ def build_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=decay)
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
+
+
+def parameter_groups(config: OptimizerOptions, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters of a model in groups for an optimizer, by their weight decay.
+
+    With --decay weights, parameters of fewer than two dimensions have none: biases, and the scales
+    and shifts of normalization.
+    """
+    if config.decay == "all":
+        return [{"params": list(model.parameters())}]
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _clip_local_steps(config: OptimizerOptions, inner: torch.optim.Optimizer) -> None:
+    """Clip the gradients of this worker before each step of an inner optimizer."""
+    norm = config.clip_gradients
+    if norm is None:
+        return
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, norm)
+
+    inner.register_step_pre_hook(clip)
 
 
 def learning_rate(config: OptimizerOptions, workers: int) -> float:
@@ -72,14 +99,12 @@ def build_method(
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
+    options: dict[str, Any]
     if config.optimizer not in LOCAL:
-        return Averaged(inner, group, signals, module=model, **_compress(config))
-    options: dict[str, Any] = {
-        "signals": signals,
-        "total_steps": steps,
-        "module": model,
-        **_compress(config),
-    }
+        options = {"clip_norm": config.clip_gradients, "module": model, **_compress(config)}
+        return Averaged(inner, group, signals, **options)
+    _clip_local_steps(config, inner)
+    options = {"signals": signals, "total_steps": steps, "module": model, **_compress(config)}
     options["local_steps"] = _local_steps(config)
     if config.optimizer == "local-sgd":
         return LocalSGD(inner, group, **options)
@@ -106,7 +131,7 @@ def _one_bit(
     }
     options: dict[str, Any] = {"lr": learning_rate(config, group.world_size), "group": group}
     options |= {"weight_decay": config.weight_decay, "signals": signals, "module": model}
-    options |= {"total_steps": steps, **_compress(config)}
+    options |= {"total_steps": steps, "clip_norm": config.clip_gradients, **_compress(config)}
     warmup = warmup_steps(config, steps)
     if config.optimizer == "zero-one-adam":
         options["schedule"] = ZeroOneSchedule.for_run(steps, warmup)
@@ -114,7 +139,7 @@ def _one_bit(
         options["warmup"] = warmup
     if config.optimizer == "onebit-adam":
         options["refresh"] = config.refresh
-    return kinds[config.optimizer](model.parameters(), **options)
+    return kinds[config.optimizer](parameter_groups(config, model), **options)
 
 
 def warmup_steps(config: OptimizerOptions, steps: int) -> int | None:

@@ -236,6 +236,12 @@ class OptimizerOptions(Options):
     with the workers"""
     weight_decay: float = 0.0
     """weight decay, as the optimizer defines it"""
+    decay: Literal["all", "weights"] = "all"
+    """parameters with weight decay: all, or weights, which leaves out biases and the scales and
+    shifts of normalization"""
+    clip_gradients: float | None = None
+    """largest norm of the gradient of all parameters; larger gradients are scaled to it. With
+    several workers it is the mean gradient; in local steps, that of the worker"""
     inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """optimizers with local steps: the optimizer that takes the local steps"""
     compress: Compress = "auto"
@@ -272,6 +278,16 @@ class OptimizerOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, "weight_decay", self.weight_decay)
+        if self.decay != "all" and not self.weight_decay:
+            raise ValueError(
+                f"--decay {self.decay} has no effect with --weight-decay 0\n\n"
+                "hint: choose a --weight-decay, too, such as 0.01"
+            )
+        if self.clip_gradients is not None and not self.clip_gradients > 0:
+            raise ValueError(
+                f"--clip-gradients must be above 0, got {self.clip_gradients}\n\n"
+                "hint: 1 is common; leave --clip-gradients out to clip nothing"
+            )
         at_least(0, "refresh", self.refresh)
         if not 0 <= self.eager_weight < 1:
             raise ValueError(

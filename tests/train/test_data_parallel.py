@@ -181,7 +181,8 @@ def train_with_buffers(config, folder):
 
 # options of the update, with which two workers compute the result of one as well
 LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}
-LEARNING |= {"class_weights": "balanced"}
+LEARNING |= {"class_weights": "balanced", "clip_gradients": 0.5}
+LEARNING |= {"weight_decay": 0.01, "decay": "weights"}
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])

@@ -13,11 +13,14 @@ from torch.optim import lr_scheduler
 import gcnzc.train.results
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group
 from gcnzc.loader.seeds import Shares
 from gcnzc.models.metrics import compute_loss
 from gcnzc.train import checkpoint
 from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.optimizers import build_method
+from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.schedule import Schedule, build_schedule
@@ -69,6 +72,7 @@ class Stopping(NullReporter):
 CHOICES = {
     "cosine": {"schedule": "cosine", "warmup_epochs": 1.5},
     "step": {"schedule": "step", "step_epochs": 0.5, "optimizer": "onebit-adam"},
+    "decay": {"weight_decay": 0.1, "decay": "weights", "clip_gradients": 0.1},
     "loss": {"label_smoothing": 0.1, "class_weights": "balanced"},
 }
 
@@ -168,6 +172,45 @@ def test_balanced_tasks_weight_their_ones():
     torch.testing.assert_close(compute_loss(logits, labels, class_weights=weights), expected)
 
 
+def stepped(config, gradients):
+    """The parameters of a small model after a step for each vector (12,) of gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    optimizer = build_method(config, model, Group(), 100)
+    for gradient in gradients:
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        for parameter, part in zip(model.parameters(), gradient.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", *ONE_BIT, *LOCAL])
+
+
+@OPTIMIZERS
+def test_every_optimizer_clips_gradients(optimizer):
+    config = TrainConfig(optimizer=optimizer, lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    large, small = (functional.normalize(torch.randn(12, generator=generator), dim=0) for _ in "ab")
+    expected = stepped(config, [large * 2, small])
+    found = stepped(replace(config, clip_gradients=2.0), [large * 50, small])
+    plain = stepped(config, [large * 50, small])
+    for mine, other, without in zip(found, expected, plain, strict=True):
+        torch.testing.assert_close(mine, other)
+        assert not torch.equal(mine, without)
+
+
+@OPTIMIZERS
+def test_only_weights_decay_in_every_optimizer(optimizer):
+    config = TrainConfig(optimizer=optimizer, inner_optimizer="adamw", weight_decay=0.5, lr=0.1)
+    before = stepped(config, [])
+    for decay, moved in (("all", [True, True, True]), ("weights", [True, False, False])):
+        after = stepped(replace(config, decay=decay), [torch.zeros(12)])
+        # the last parameter, the shift of the normalization, is 0
+        assert [not torch.equal(*pair) for pair in zip(before, after, strict=True)][:3] == moved
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,6 +218,8 @@ def test_balanced_tasks_weight_their_ones():
         ({"step_epochs": 0}, "--step-epochs must be above 0"),
         ({"step_factor": 1}, "--step-factor must be above 0 and below 1"),
         ({"label_smoothing": 1.0}, "--label-smoothing must be from 0 to below 1, got 1"),
+        ({"clip_gradients": 0}, "--clip-gradients must be above 0, got 0"),
+        ({"decay": "weights"}, "--decay weights has no effect with --weight-decay 0"),
         ({"step_factor": math.nan}, "--step-factor must be finite"),
     ],
 )
