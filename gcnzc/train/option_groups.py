@@ -108,7 +108,8 @@ class ModelOptions(Options):
     residual: bool = False
     """add a linear projection of each layer's input to its output"""
     skip: bool = True
-    """GAT: linear skip connection in each layer; ignored with --residual, which replaces it"""
+    """GAT: --no-skip leaves out the linear skip connection that each layer has by default; with
+    --residual there is none"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False
