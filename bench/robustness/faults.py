@@ -1,29 +1,29 @@
-"""Run four workers with a fault at a random moment, and check how the run ends.
+"""Inject a fault into a training run at a random time, and check how the run ends.
 
     python -m bench.robustness.faults [--faults N] [--seed S] [--kinds KIND ...]
 
-Each run trains on a small planted graph, and one thing happens to it at a moment drawn at random:
+Each run trains on a small planted graph with four workers, or as many as the fault says:
 
     kill worker     SIGKILL of one worker
-    kill launcher   SIGKILL of the launcher; `gcnzc train --resume` must end the run
+    kill launcher   SIGKILL of the launcher; `gcnzc train --resume` must complete the run
     pause worker    SIGSTOP of one worker, and SIGCONT two seconds later
-    stop worker     SIGSTOP of one worker for ever
-    nan             a gradient of one worker is not a number, in one step
+    stop worker     SIGSTOP of one worker, without SIGCONT
+    nan             one gradient of one worker is NaN
     disk full       the disk of the run folder is full for two seconds
-    link down       four machines of one worker each, and one's cable is pulled for ever: the run
-                    must end with an error that names it
-    link flaps      the same, plugged in again after two seconds
-    replace agent   SIGKILL of one of two launchers (torchrun) of a worker each, and a new one
-    fewer agents    the same, and no new one: the run goes on with one worker
-    more agents     one launcher with a worker, and a second one that joins
+    link down       four machines with one worker each, one of which loses its network link: the run
+                    must end with an error that names the worker
+    link flaps      the same, but the link is up again after two seconds
+    replace agent   two torchrun launchers with one worker each: SIGKILL of one, and a new one
+    fewer agents    the same without a new one: the run continues with one worker
+    more agents     one torchrun launcher with one worker, and a second launcher that joins
 
-A run passes if it ends with a whole record, in which every epoch used every seed once (by number
-and by checksum), and with the model that it tells of; or, where the machine does not come back,
-with an error in time that names the worker. Nothing may remain: no process, no file in /dev/shm,
-none in the temporary folder, no partial file. One line is recorded for each run.
+A run passes if its record is complete, each epoch used each seed once (by their number and
+checksum), and its model can be evaluated. After "link down" it passes if it ends in time with an
+error that names the worker. No process, no file in /dev/shm, no temporary file and no partial file
+may remain. One line is recorded for each run.
 
-Needs root: for the network, and for namespaces of its own, with which the kernel ends all processes
-and mounts however this program ends.
+It needs root for the emulated network and for namespaces, by which the kernel ends all processes
+and removes all mounts when this program ends.
 """
 
 import argparse
@@ -56,74 +56,75 @@ KINDS = (
     *("nan", "disk full", "link down", "link flaps"),
     *("replace agent", "fewer agents", "more agents"),
 )
-# set in the environment of the program inside of its namespaces
+# environment variable that is set when this program runs in its namespaces
 INSIDE = "GCNZC_FAULTS_INSIDE"
 NAMESPACES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 WORKERS, TIMEOUT_S, LIMIT_S = 4, 8, 240
 OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 20 --evaluate-every 20"
-EVERYWHERE = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
-# a launcher needs as long as hundreds of epochs to start, and those that are there do not wait
-EPOCHS, EPOCHS_UNTIL_JOINED = 60, 400
-NAMED = re.compile(
+ALL_OPTIONS = f"{OPTIONS} --checkpoint-every-s 0.5 --timeout-s {TIMEOUT_S}"
+# a launcher takes as long to start as hundreds of epochs, and the run does not wait for it
+EPOCHS, EPOCHS_WITH_JOIN = 60, 400
+HANG_MESSAGE = "faults: the run did not end in time"
+NAMES_WORKER = re.compile(
     r"rank \d on \S+ (has stopped sending heartbeats|is running)|rank \d never connected"
 )
 
-# one step of worker 1 gets a gradient that is no number
-SPOIL = """
+# sitecustomize.py that sets a gradient of rank 1 to NaN in one step
+NAN_HOOK = """
 import os
 if os.environ.get("RANK") == "1":
     from gcnzc.optim import Averaged
-    usual, steps = Averaged.step, 0
+    original_step, steps = Averaged.step, 0
     def step(self, closure=None):
         global steps
         steps += 1
-        if steps == int(os.environ["SPOILED_STEP"]):
+        if steps == int(os.environ["NAN_STEP"]):
             self.param_groups[0]["params"][0].grad.fill_(float("nan"))
-        usual(self, closure)
+        original_step(self, closure)
     Averaged.step = step
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for; the exit status."""
+    """Run the faults of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     if INSIDE not in os.environ:
-        return inside(sys.argv[1:] if argv is None else argv)
-    chance = random.Random(asked.seed)
+        return run_in_namespaces(sys.argv[1:] if argv is None else argv)
+    rng = random.Random(arguments.seed)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        graph = made(Path(folder))
-        for number in range(asked.faults):
-            kind = asked.kinds[number % len(asked.kinds)]
-            after_s = chance.uniform(0.0, 4.0)
-            ended = Fault(graph, Path(folder) / f"run-{number}", kind, after_s, chance).ended()
+        graph = make_graph(Path(folder))
+        for number in range(arguments.faults):
+            kind = arguments.kinds[number % len(arguments.kinds)]
+            after_s = rng.uniform(0.0, 4.0)
+            result = Fault(graph, Path(folder) / f"run-{number}", kind, after_s, rng).run()
             harness.record(
                 "faults",
-                {"fault": kind, "number": number, "seed": asked.seed, "workers": WORKERS},
+                {"fault": kind, "number": number, "seed": arguments.seed, "workers": WORKERS},
                 after_s=after_s,
-                **ended,
+                **result,
             )
-            failed += not ended["passed"]
-    print(f"{asked.faults - failed} of {asked.faults} runs ended as they should", flush=True)
+            failed += not result["passed"]
+    print(f"{arguments.faults - failed} of {arguments.faults} runs passed", flush=True)
     return 1 if failed else 0
 
 
-def inside(words: Sequence[str]) -> int:
-    """Run this program in namespaces that end with this process; its exit status."""
+def run_in_namespaces(words: Sequence[str]) -> int:
+    """Run this program in namespaces that end with this process; return its exit status."""
     command = ["unshare", *NAMESPACES, sys.executable, "-m", "bench.robustness.faults", *words]
-    # unshare itself ignores SIGTERM, which a time limit sends
+    # `unshare` ignores SIGTERM, by which `timeout` would end this program
     with subprocess.Popen(
         command, env=os.environ | {INSIDE: "1"}, preexec_fn=namespaces.die_with_parent
     ) as process:
         return process.wait()
 
 
-def made(folder: Path) -> Path:
-    """Return the folder of a small prepared graph."""
+def make_graph(folder: Path) -> Path:
+    """Prepare a small graph, and return its folder."""
     raw, graph = folder / "raw", folder / "graph"
     sizes = ["--nodes", "2000", "--edges", "12000", "--num-features", "24", "--classes", "4"]
     assert cli.main(["make", str(raw), "--kind", "planted", *sizes]) == 0
@@ -132,91 +133,100 @@ def made(folder: Path) -> Path:
 
 
 class Fault:
-    """One run, and what happens to it."""
+    """A training run with one fault.
+
+    Args:
+        graph: prepared folder of the graph.
+        folder: run folder, which is created.
+        kind: one of `KINDS`.
+        after_s: seconds from the first recorded epoch to the fault.
+        rng: chooses the worker and, for "nan", the step.
+    """
 
     def __init__(
-        self, graph: Path, run: Path, kind: str, after_s: float, chance: random.Random
+        self, graph: Path, folder: Path, kind: str, after_s: float, rng: random.Random
     ) -> None:
-        self.graph, self.run, self.kind, self.after_s = graph, run, kind, after_s
-        self.victim, self.step = chance.randrange(1, WORKERS), chance.randrange(1, 400)
+        self.graph, self.folder, self.kind, self.after_s = graph, folder, kind, after_s
+        self.victim, self.nan_step = rng.randrange(1, WORKERS), rng.randrange(1, 400)
         self.has_agents = kind.split()[-1] in ("agent", "agents")
-        self.num_epochs = EPOCHS_UNTIL_JOINED if kind == "more agents" else EPOCHS
-        self.options = [*EVERYWHERE.split(), "--epochs", str(self.num_epochs)]
+        self.num_epochs = EPOCHS_WITH_JOIN if kind == "more agents" else EPOCHS
+        self.options = [*ALL_OPTIONS.split(), "--epochs", str(self.num_epochs)]
         self.shared_before = set(os.listdir("/dev/shm"))
-        self.temporary = run.with_suffix(".temporary")
+        self.temporary = folder.with_suffix(".temporary")
         self.temporary.mkdir()
         seeds = load(graph).split["train"]
         self.seeds = len(seeds), f"{seeds_checksum(seeds):016x}"
 
-    def ended(self) -> dict[str, Any]:
-        """Run with the fault, and return how the run ended."""
-        began = time.monotonic()
-        disk = self.small_disk() if self.kind == "disk full" else contextlib.nullcontext()
+    def run(self) -> dict[str, Any]:
+        """Train, inject the fault, and return the fields of the record."""
+        begin = time.monotonic()
+        disk = self.mount_small_disk() if self.kind == "disk full" else contextlib.nullcontext()
         with disk:
             if self.kind.startswith("link"):
-                code, talk = self.on_machines()
+                code, output = self.run_on_machines()
             elif self.has_agents:
-                code, talk = self.with_agents()
+                code, output = self.run_with_agents()
             else:
-                code, talk = self.here()
-            wrong = self.wrong(code, talk)
-        left = self.left()
+                code, output = self.run_locally()
+            error = self.check_result(code, output)
+        leftovers = self.find_leftovers()
         return {
-            "passed": not wrong and not left,
-            "wrong": wrong,
-            "left": left,
+            "passed": not error and not leftovers,
+            "wrong": error,
+            "left": leftovers,
             "exit": code,
-            "named": bool(NAMED.search(talk)),
-            "run_s": time.monotonic() - began,
+            "named": bool(NAMES_WORKER.search(output)),
+            "run_s": time.monotonic() - begin,
         }
 
     def command(self, *words: str) -> list[str]:
-        """Return the arguments of the command line."""
+        """Return the command line of `gcnzc train`."""
         return [sys.executable, "-m", "gcnzc", "train", *words]
 
     def environment(self) -> dict[str, str]:
-        """Return the additional environment variables."""
-        places = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
-        return places | {"OMP_NUM_THREADS": "1"}
+        """Return the environment variables to add to those of this process."""
+        paths = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        return paths | {"OMP_NUM_THREADS": "1"}
 
-    def here(self) -> tuple[int, str]:
-        """Exit status and talk of a run on this machine."""
-        words = [str(self.graph), "--out", str(self.run), *self.options]
-        code, talk = self.started(self.command(*words, "--workers", str(WORKERS)), strike=True)
+    def run_locally(self) -> tuple[int, str]:
+        """Train with local workers; return the exit status and the output."""
+        words = [str(self.graph), "--out", str(self.folder), *self.options]
+        command = self.command(*words, "--workers", str(WORKERS))
+        code, output = self.run_command(command, inject=True)
         if self.kind == "kill launcher":
             self.wait(lambda: not self.processes(), 20)
-            resumed = self.command("--resume", str(self.run), "--workers", str(WORKERS))
-            code, more = self.started(resumed, strike=False)
-            talk += more
-        return code, talk
+            command = self.command("--resume", str(self.folder), "--workers", str(WORKERS))
+            code, resumed_output = self.run_command(command, inject=False)
+            output += resumed_output
+        return code, output
 
-    def started(self, command: Sequence[str], strike: bool) -> tuple[int, str]:
-        """Exit status and talk of a command."""
+    def run_command(self, command: Sequence[str], *, inject: bool) -> tuple[int, str]:
+        """Run a command, with the fault if `inject`; return its exit status and output."""
         environment = os.environ | self.environment()
-        hook = self.run.with_suffix(".hook")
+        hook = self.folder.with_suffix(".hook")
         if self.kind == "nan":
             hook.mkdir()
-            (hook / "sitecustomize.py").write_text(SPOIL)
-            environment |= {"PYTHONPATH": f"{hook}:{ROOT}", "SPOILED_STEP": str(self.step)}
+            (hook / "sitecustomize.py").write_text(NAN_HOOK)
+            environment |= {"PYTHONPATH": f"{hook}:{ROOT}", "NAN_STEP": str(self.nan_step)}
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
-            if strike:
-                threading.Thread(target=self.strike, args=(process,), daemon=True).start()
+            if inject:
+                threading.Thread(target=self.inject, args=(process,), daemon=True).start()
             try:
-                talk, _ = process.communicate(timeout=LIMIT_S)
+                output, _ = process.communicate(timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
                 for each in self.processes():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(each, signal.SIGKILL)
                 process.kill()
-                talk = process.communicate()[0] + "\nfaults: it hung"
+                output = f"{process.communicate()[0]}\n{HANG_MESSAGE}"
             if hook.exists():
                 shutil.rmtree(hook)
-            return process.returncode, talk
+            return process.returncode, output
 
-    def strike(self, process: subprocess.Popen) -> None:
-        """Let it happen, some time after the first epoch."""
+    def inject(self, process: subprocess.Popen) -> None:
+        """Inject the fault `after_s` seconds after the first epoch."""
         self.wait(lambda: self.epochs() >= 1, LIMIT_S)
         time.sleep(self.after_s)
         workers = [each for each in self.processes() if each != process.pid]
@@ -233,45 +243,47 @@ class Fault:
                 time.sleep(2.0)
                 os.kill(worker, signal.SIGCONT)
         elif self.kind == "disk full":
-            block = self.run.parent / "block"
-            with contextlib.suppress(OSError), block.open("wb") as file:
+            filler = self.folder.parent / "filler"
+            with contextlib.suppress(OSError), filler.open("wb") as file:
                 while True:
                     file.write(bytes(1 << 16))
             time.sleep(2.0)
-            block.unlink()
+            filler.unlink()
 
-    def with_agents(self) -> tuple[int, str]:
-        """Exit status of the first of two launchers on this machine, and the talk of both."""
+    def run_with_agents(self) -> tuple[int, str]:
+        """Train with two launchers; return the first one's exit status and the output of both."""
         machines = "2" if self.kind == "replace agent" else "1:2"
-        with launchers(self.graph, self.run, machines, self.options, self.environment()) as found:
-            first = found.start()
-            second = None if self.kind == "more agents" else found.start()
+        with launchers(
+            self.graph, self.folder, machines, self.options, self.environment()
+        ) as agents:
+            first = agents.start()
+            second = None if self.kind == "more agents" else agents.start()
             wait_for(lambda: self.epochs() >= 1 or first.poll() is not None, LIMIT_S)
             time.sleep(self.after_s)
             if second is not None:
                 second.kill()
                 second.wait()
             if self.kind != "fewer agents":
-                found.start()
-            code = found.wait(first)
+                agents.start()
+            code = agents.wait(first)
             if code is None:
-                return 1, found.output() + "\nfaults: it hung"
-            return code, found.output()
+                return 1, f"{agents.output()}\n{HANG_MESSAGE}"
+            return code, agents.output()
 
-    def on_machines(self) -> tuple[int, str]:
-        """Exit status of the first machine, and the talk of all, of a run on four of them."""
-        # errors are said on stderr, and `Ran` keeps stdout
+    def run_on_machines(self) -> tuple[int, str]:
+        """Train on four machines; return the first one's exit status and the output of all."""
+        # `Cluster.run` returns stdout, and errors are printed to stderr
         launcher = ["sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable]
         launcher += ["-m", "torch.distributed.run", "--nnodes", str(WORKERS)]
         launcher += ["--rdzv-id", "7", "--rdzv-backend", "c10d", "--max-restarts", "3"]
         launcher += ["--rdzv-endpoint", "machine0:29400"]
         launcher += ["--rdzv-conf", "join_timeout=30,read_timeout=10"]
-        launcher += ["--log-dir", str(self.run / "logs")]
-        launcher += ["-m", "gcnzc", "train", str(self.graph), "--out", str(self.run)]
+        launcher += ["--log-dir", str(self.folder / "logs")]
+        launcher += ["-m", "gcnzc", "train", str(self.graph), "--out", str(self.folder)]
         with cluster.Cluster(workers=WORKERS, mbit_per_s=200) as machines:
-            done: list[Any] = []
+            results: list[Any] = []
             thread = threading.Thread(
-                target=lambda: done.append(
+                target=lambda: results.append(
                     machines.run(
                         lambda rank: [*launcher, *self.options],
                         limit_s=LIMIT_S,
@@ -288,73 +300,76 @@ class Fault:
                 time.sleep(2.0)
                 machines.link_up(self.victim)
             thread.join()
-            talk = "\n".join(done[0].output)
-            if not done[0].in_time:
-                talk += "\nfaults: it hung"
-            return done[0].codes[0], talk
+            output = "\n".join(results[0].output)
+            if not results[0].in_time:
+                output += f"\n{HANG_MESSAGE}"
+            return results[0].codes[0], output
 
-    def wrong(self, code: int, talk: str) -> str:
-        """Return what is wrong with the end of the run; empty if it is correct."""
-        if "faults: it hung" in talk:
-            return "it hung"
+    def check_result(self, code: int, output: str) -> str:
+        """Return what is wrong with the result of the run; an empty string if it is correct."""
+        if HANG_MESSAGE in output:
+            return "the run did not end in time"
         if code:
-            if self.kind == "link down" and NAMED.search(talk):
+            if self.kind == "link down" and NAMES_WORKER.search(output):
                 return ""
-            return f"exit status {code}: {talk[-1500:]}"
-        lines = [json.loads(line) for line in (self.run / "record.jsonl").read_text().splitlines()]
+            return f"exit status {code}: {output[-1500:]}"
+        record = (self.folder / "record.jsonl").read_text()
+        lines = [json.loads(line) for line in record.splitlines()]
         if [line["epoch"] for line in lines] != list(range(self.num_epochs)):
-            return "the record is not whole"
-        # a step that is skipped has used its seeds, and changed nothing
+            return "epochs are missing in the record"
+        # a skipped step counts its seeds, too
         used = [(line["seeds"], line["seeds_checksum"]) for line in lines]
         if any(each != self.seeds for each in used):
             return f"seeds {used}, not {self.seeds}"
-        if cli.main(["evaluate", str(self.run)]) != 0:
+        if cli.main(["evaluate", str(self.folder)]) != 0:
             return "the model cannot be evaluated"
-        result = json.loads((self.run / "result.json").read_text())
+        result = json.loads((self.folder / "result.json").read_text())
         if result["test_accuracy"] < 0.5:
-            return f"the model has learned nothing: {result['test_accuracy']}"
-        checkpoint.load(self.run / "checkpoint.pt")
-        if self.kind == "nan" and "was skipped on all workers" not in talk:
+            return f"the test accuracy is only {result['test_accuracy']}"
+        checkpoint.load(self.folder / "checkpoint.pt")
+        if self.kind == "nan" and "was skipped on all workers" not in output:
             return "the step was not skipped"
         return ""
 
-    def left(self) -> list[str]:
-        """Return processes and files that remain and should not."""
+    def find_leftovers(self) -> list[str]:
+        """Return the processes and files that the run should have removed."""
         self.wait(lambda: not self.processes(), 10)
-        left = [f"process {each}" for each in self.processes()]
-        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shared_before]
-        # torch makes its compiler's cache whatever it runs
+        leftovers = [f"process {each}" for each in self.processes()]
+        leftovers += [
+            f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shared_before
+        ]
+        # torch always creates the cache folder of its compiler
         temporary = [name for name in os.listdir(self.temporary) if "inductor" not in name]
-        left += [f"temporary {name}" for name in temporary]
-        return left + [path.name for path in self.run.glob("*.partial*")]
+        leftovers += [f"temporary {name}" for name in temporary]
+        return leftovers + [path.name for path in self.folder.glob("*.partial*")]
 
     def epochs(self) -> int:
         """Return the number of recorded epochs."""
-        path = self.run / "record.jsonl"
+        path = self.folder / "record.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def processes(self) -> list[int]:
-        """Return the processes of the run, by id."""
+        """Return the ids of the run's processes, in ascending order."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and str(self.run) in (entry / "cmdline").read_text():
+                if entry.name.isdigit() and str(self.folder) in (entry / "cmdline").read_text():
                     found.append(int(entry.name))
         return sorted(found)
 
     def wait(self, condition: Any, seconds: float) -> None:
-        """Wait until a condition holds, or until a time limit."""
+        """Wait until `condition` holds, at most `seconds`."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             time.sleep(0.1)
 
     @contextlib.contextmanager
-    def small_disk(self) -> Iterator[None]:
-        """Yield a disk of 8 MB for the run folder."""
-        disk = self.run.with_suffix(".disk")
+    def mount_small_disk(self) -> Iterator[None]:
+        """Put the run folder on a disk of 8 MB."""
+        disk = self.folder.with_suffix(".disk")
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-        self.run = disk / "run"
+        self.folder = disk / "run"
         try:
             yield
         finally:

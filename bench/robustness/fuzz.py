@@ -1,29 +1,29 @@
-"""Run commands on damaged files and wrong options: is each rejected with an error and a hint?
+"""Fuzz commands with damaged files and invalid options: each must be rejected with a hint.
 
     python -m bench.robustness.fuzz [--seed S] [--cases N] [--kinds KIND ...] [--all]
         [--no-record | --report FILE]
 
-Each case damages a copy of a file that commands read, or makes up an option. The seed, the kind and
-the number of the case determine it:
+Each case damages a copy of an input file, or generates an option. Cases are reproducible: they
+depend only on the seed, the kind and the number of the case. Kinds:
 
-    folder       bits, bytes, ends and names of the files of a prepared folder
-    meta         a value of meta.json of another type or size, half of them with a valid checksum
-    checkpoint   the files of a run that `evaluate` and `train --resume` read
-    npz          an archive: arrays that do not fit each other, headers, bits
-    layout       a folder in OGB's layout, as text or binary: cells of its tables, bits, task.json
-    option       an option of `train` with an invalid value
-    config       a TOML file of options
+    folder       a file of a prepared folder: bits or bytes are changed, the file is cut, extended,
+                 deleted or replaced by another one
+    meta         another value in meta.json, in half of the cases with a valid checksum
+    checkpoint   a file of a run that `evaluate` or `train --resume` reads
+    npz          an archive with inconsistent arrays, or with damaged bytes
+    layout       a folder in OGB's layout, text or binary: a cell of a table, or damaged bytes
+    option       an invalid value of an option of `train`
+    config       an invalid TOML file of options
 
 Outcomes:
 
     rejected     the command fails with one `error:` line and one `hint:` line that has a remedy
-    accepted     the command succeeds, and may: the arrays that it reads are the same as before, or
-                 the changed value is valid
-    failed       all else: a traceback, a signal, a time limit, an error that the command did not
-                 expect, damage that neither `train` nor `info --verify` finds, a half-written file
+    accepted     the command succeeds correctly: the damage did not change the arrays that it reads,
+                 or the changed value is valid
+    failed       anything else: a traceback, a signal, a timeout, an unexpected error, damage that
+                 neither `train` nor `info --verify` detects, or a partially written file
 
-Commands run in a forked process, many cases each. One line with the outcomes of all kinds is
-recorded.
+A forked process runs many cases. One line with the outcomes of all kinds is recorded.
 """
 
 import argparse
@@ -60,8 +60,8 @@ from gcnzc.train.config import TrainConfig
 ROOT = Path(__file__).parents[2]
 
 SIZES = "--nodes 300 --edges 1200 --num-features 8 --classes 3"
-# options of a training of one short epoch
-SMALL: dict[str, Any] = {
+# options of `train` for one short epoch
+TRAIN_OPTIONS: dict[str, Any] = {
     "epochs": 1,
     "fanouts": [3, 3],
     "layers": 2,
@@ -70,9 +70,9 @@ SMALL: dict[str, Any] = {
     "threads": 1,
     "tuning_profile": False,
 }
-LIMIT_S = 60.0
-# of each kind, in 220 cases
-SHARES = {
+TIMEOUT_S = 60.0
+# cases of each kind among 220 cases
+CASES_PER_KIND = {
     "folder": 60,
     "meta": 50,
     "checkpoint": 30,
@@ -81,16 +81,15 @@ SHARES = {
     "option": 20,
     "config": 10,
 }
-# hints of errors that have none of their own
+# default hints, which have no remedy
 NO_REMEDIES = (UNKNOWN_REMEDY, "`gcnzc --help` lists the commands")
 OUTCOMES = REJECTED, ACCEPTED, FAILED = "rejected", "accepted", "failed"
-# of the arrays of a prepared folder
-HEADER_BYTES = 4096
+HEADER_BYTES = 4096  # of an array file in a prepared folder
 BASES = {"dense": "", "codes": "--feature-dtype int8", "links": "--task link"}
 
 
 class Failure(Exception):
-    """A command ended in a way that is a failure."""
+    """A case has failed; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,51 +98,51 @@ class Case:
 
     kind: str
     number: int
-    what: str
+    change: str  # what was damaged, and how
     outcome: str
-    why: str
+    reason: str
 
 
 class Bench:
-    """Runs cases in the present process, whose output goes to files.
+    """Runs cases in this process.
 
     Args:
-        base: folder that `make_base` filled.
-        work: folder of the current case, created for each.
+        base: folder with the undamaged files, see `make_base`.
+        work: working folder, which is emptied before each case.
     """
 
     def __init__(self, base: Path, work: Path) -> None:
         self.base, self.work = base, work
-        self.what = ""
+        self.change = ""
 
     def run(self, kind: str, number: int, seed: int) -> Case:
         """Run one case."""
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         os.chdir(self.work)
-        self.what = ""
+        self.change = ""
         try:
-            outcome, why = KINDS[kind](self, random.Random(f"{seed} {kind} {number}"))
-            self.check_whole_files()
+            outcome, reason = KINDS[kind](self, random.Random(f"{seed} {kind} {number}"))
+            self.check_files_are_complete()
         except Failure as failure:
-            outcome, why = FAILED, str(failure)
-        return Case(kind, number, self.what, outcome, why)
+            outcome, reason = FAILED, str(failure)
+        return Case(kind, number, self.change, outcome, reason)
 
     def command(self, words: str | Sequence[str]) -> str:
-        """Run a command: the text of its error, or nothing if it succeeds.
+        """Run a command; return its error message, or an empty string if it succeeds.
 
         Raises:
-            Failure: it fails in another way than with an error and a hint.
+            Failure: the command fails without exactly one error and one hint with a remedy.
         """
         words = words.split() if isinstance(words, str) else list(words)
-        with captured() as written:
+        with capture_output() as outputs:
             try:
                 status: object = cli.main(words)
             except SystemExit as exit_:
                 status = exit_.code
             except BaseException as error:
                 raise Failure(f"{words[0]}: {type(error).__name__}: {error}") from error
-        (text,) = written
+        (text,) = outputs
         errors = [line for line in text.splitlines() if line.startswith("error: ")]
         hints = [line for line in text.splitlines() if line.startswith("hint: ")]
         if status not in (0, 1, 2) or "Traceback" in text:
@@ -161,17 +160,17 @@ class Bench:
     def train(self, folder: Path, **options: Any) -> str:
         """Run a short training of a prepared folder, with the options in a TOML file."""
         path = self.work / "options.toml"
-        path.write_text(to_toml(SMALL | options))
+        path.write_text(to_toml(TRAIN_OPTIONS | options))
         return self.command(f"train {folder} --config {path}")
 
-    def check_whole_files(self) -> None:
-        """Check that no command left a partial or unreadable file.
+    def check_files_are_complete(self) -> None:
+        """Check that commands left no partial or unreadable files.
 
         Raises:
-            Failure: there is one.
+            Failure: they did.
         """
-        if left := [str(path) for path in self.work.rglob("*.partial*")]:
-            raise Failure(f"left half written: {left}")
+        if partial := [str(path) for path in self.work.rglob("*.partial*")]:
+            raise Failure(f"partially written files: {partial}")
         for path in (self.work / "runs").rglob("*"):
             try:
                 if path.suffix == ".json":
@@ -181,50 +180,62 @@ class Bench:
                 elif path.suffix == ".pt":
                     checkpoint.load(path)
             except ValueError as error:
-                raise Failure(f"left half written: {path}: {error}") from error
+                raise Failure(f"partially written file: {path}: {error}") from error
 
     def copy(self, name: str) -> Path:
-        """Return a copy of a file or folder of the base."""
+        """Copy a folder of the base to the working folder, and return the copy."""
         shutil.copytree(self.base / name, self.work / name)
         return self.work / name
 
-    def prepare(self, source: Path, right: str) -> tuple[str, str]:
-        """Prepare a source: rejected, or the arrays are those of the folder `right`."""
+    def prepare(self, source: Path, reference: str) -> tuple[str, str]:
+        """Prepare a damaged source.
+
+        Args:
+            source: the damaged file or folder.
+            reference: name of the folder that was prepared from the undamaged source.
+
+        Returns:
+            The outcome and its reason, which is empty if the arrays are not the reference's.
+        """
         dest = self.work / "dest"
         before = set(self.work.iterdir())
         if error := self.command(["prepare", str(source), str(dest)]):
-            if left := set(self.work.iterdir()) - before:
-                raise Failure(f"a failed prepare left {left}")
+            if leftovers := set(self.work.iterdir()) - before:
+                raise Failure(f"a failed prepare left {leftovers}")
             return REJECTED, error
-        if load.info(dest)["num_nodes"] and crcs(dest) == crcs(self.base / right):
+        if load.info(dest)["num_nodes"] and crcs(dest) == crcs(self.base / reference):
             return ACCEPTED, "the same arrays are read"
         return ACCEPTED, ""
 
 
 @contextlib.contextmanager
-def captured() -> Iterator[list[str]]:
-    """Capture what this process and its libraries write to file descriptors 1 and 2."""
-    written: list[str] = []
+def capture_output() -> Iterator[list[str]]:
+    """Capture the output of this process to file descriptors 1 and 2.
+
+    Yields:
+        A list to which the output is appended at the end.
+    """
+    outputs: list[str] = []
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()
-        kept = os.dup(1), os.dup(2)
+        saved = os.dup(1), os.dup(2)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            yield written
+            yield outputs
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for number, descriptor in enumerate(kept, start=1):
+            for number, descriptor in enumerate(saved, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
             file.seek(0)
-            written.append(file.read().decode(errors="replace"))
+            outputs.append(file.read().decode(errors="replace"))
 
 
 def to_toml(options: Mapping[str, Any]) -> str:
-    """Format options as lines of TOML, whose numbers, strings and lists are those of JSON."""
+    """Format options as TOML, in which numbers, strings and lists are written as in JSON."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
 
 
@@ -235,15 +246,15 @@ def crcs(folder: Path) -> dict[str, str]:
 
 
 def damage(random: random.Random, path: Path, begin: int = 0) -> str:
-    """Damage a file in one of several ways.
+    """Damage a file in a random way.
 
     Args:
-        random: makes the choices.
-        path: of the file.
-        begin: the first byte of which bits or bytes change.
+        random: the random number generator.
+        path: path of the file.
+        begin: bits or bytes are changed from this offset on.
 
     Returns:
-        What was done.
+        A description of the damage.
     """
     before = path.read_bytes()
     after = bytearray(before)
@@ -253,8 +264,8 @@ def damage(random: random.Random, path: Path, begin: int = 0) -> str:
         for _ in range(random.choice([1, 1, 2, 50])):
             after[random.randrange(begin, len(after))] ^= 1 << random.randrange(8)
     elif kind == "zeros":
-        place = random.randrange(begin, len(after))
-        after[place : place + 64] = bytes(len(after[place : place + 64]))
+        offset = random.randrange(begin, len(after))
+        after[offset : offset + 64] = bytes(len(after[offset : offset + 64]))
     elif kind == "cut":
         del after[random.randrange(len(after)) :]
     elif kind == "longer":
@@ -272,25 +283,25 @@ def fuzz_folder(bench: Bench, random: random.Random) -> tuple[str, str]:
     base = random.choice(list(BASES))
     folder = bench.copy(base)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    # most bytes are those of features; other files deserve as many cases
+    # a random file, not a random byte: most bytes are features
     path = random.choice(paths)
     if random.random() < 0.1:
-        bench.what = f"{base}: no {path.name}"
+        bench.change = f"{base}: no {path.name}"
         path.unlink()
     elif random.random() < 0.1:
         other = random.choice([each for each in paths if each != path])
-        bench.what = f"{base}: {other.name} as {path.name}"
+        bench.change = f"{base}: {other.name} as {path.name}"
         shutil.copyfile(other, path)
     else:
-        # damage in a header is found at once, damage in numbers is not
+        # damage in a header is easily detected, so damage numbers in most cases
         begin = random.choice([0, HEADER_BYTES, HEADER_BYTES]) if path.suffix == ".npy" else 0
-        bench.what = f"{base}: {damage(random, path, begin)}"
+        bench.change = f"{base}: {damage(random, path, begin)}"
     trained = bench.train(folder, task=task_of(base))
     verified = bench.command(f"info {folder} --verify")
     if verified:
         return REJECTED, trained or verified
-    if not changed(folder, bench.base / base):
-        return ACCEPTED, "no byte is another"
+    if not has_changed(folder, bench.base / base):
+        return ACCEPTED, "all bytes are equal"
     raise Failure(f"info --verify found nothing; train: {trained or 'done'}")
 
 
@@ -299,8 +310,8 @@ def task_of(base: str) -> str:
     return "link" if base == "links" else "node"
 
 
-def changed(folder: Path, base: Path) -> bool:
-    """Whether a file of `base` is another one in `folder`."""
+def has_changed(folder: Path, base: Path) -> bool:
+    """Return whether a file of `base` differs from that of `folder`."""
     names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
     return any((folder / name).read_bytes() != (base / name).read_bytes() for name in names)
 
@@ -324,15 +335,37 @@ VALUES: list[Any] = [
     ),
 ]
 DELETE = "nothing"
-# keys of meta.json that may have other values, or that no command reads
-FREE = {"name", "because", "pitch_reason", "origin", "dropped_without_label", "num_labelled"}
-FREE |= {"best_accuracy", "normalized", "finite", "metric", "num_classes", "bidirected", "crc32"}
-FREE |= {"self_loops", "duplicates", "links", "valid_in_graph", "test_in_graph", "scale_columns"}
-FREE |= {"columns"}
+# keys of meta.json whose value may change, or that no command reads
+CHANGEABLE_KEYS = {
+    "name",
+    "because",
+    "pitch_reason",
+    "origin",
+    "dropped_without_label",
+    "num_labelled",
+}
+CHANGEABLE_KEYS |= {
+    "best_accuracy",
+    "normalized",
+    "finite",
+    "metric",
+    "num_classes",
+    "bidirected",
+    "crc32",
+}
+CHANGEABLE_KEYS |= {
+    "self_loops",
+    "duplicates",
+    "links",
+    "valid_in_graph",
+    "test_in_graph",
+    "scale_columns",
+}
+CHANGEABLE_KEYS |= {"columns"}
 
 
 def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
-    """Test a prepared folder with another value in meta.json."""
+    """Test a prepared folder with a changed value in meta.json."""
     base = random.choice(list(BASES))
     folder = bench.copy(base)
     path = folder / "meta.json"
@@ -347,25 +380,25 @@ def fuzz_meta(bench: Bench, random: random.Random) -> tuple[str, str]:
     before = table[key]
     if random.random() < 0.2:
         del table[key]
-        bench.what = f"{base}: no {'.'.join(keys)}"
+        bench.change = f"{base}: no {'.'.join(keys)}"
     else:
         table[key] = random.choice(VALUES)
-        bench.what = f"{base}: {'.'.join(keys)} {before!r:.40} -> {table[key]!r:.40}"
-    is_signed = keys[-1] != "crc32" and random.random() < 0.5
-    if is_signed:
+        bench.change = f"{base}: {'.'.join(keys)} {before!r:.40} -> {table[key]!r:.40}"
+    has_checksum = keys[-1] != "crc32" and random.random() < 0.5
+    if has_checksum:
         meta["crc32"] = checksum_of(meta)
-        bench.what += ", signed"
+        bench.change += ", with a valid checksum"
     path.write_text(json.dumps(meta))
     error = bench.train(folder, task=task_of(base))
     error = error or bench.command(f"info {folder} --verify")
     if error:
         return REJECTED, error
     if key in table and repr(table[key]) == repr(before):
-        return ACCEPTED, "no value is another"
-    if keys[-1] == "crc32" or (is_signed and FREE & set(keys)):
-        return ACCEPTED, "the value is valid, and the checksum is right or not there"
+        return ACCEPTED, "all values are equal"
+    if keys[-1] == "crc32" or (has_checksum and CHANGEABLE_KEYS & set(keys)):
+        return ACCEPTED, "the value is valid, and the checksum is valid or missing"
     if (
-        is_signed
+        has_checksum
         and "files" in keys
         and meta["files"].keys()
         < json.loads((bench.base / base / "meta.json").read_text())["files"].keys()
@@ -381,31 +414,41 @@ def fuzz_checkpoint(bench: Bench, random: random.Random) -> tuple[str, str]:
     path = run / name
     is_value = random.random() < 0.4
     if is_value:
-        bench.what = f"{name}: {change_value(random, path)}"
+        bench.change = f"{name}: {change_value(random, path)}"
     elif random.random() < 0.1:
         path.unlink()
-        bench.what = f"no {name}"
+        bench.change = f"no {name}"
     else:
-        bench.what = damage(random, path)
+        bench.change = damage(random, path)
     command = f"evaluate {run}" if name == "best.pt" else f"train --resume {run} --epochs 2"
     error = bench.command(command)
     if error:
         return REJECTED, error
-    if not changed(run, bench.base / "run"):
-        return ACCEPTED, "no byte is another"
-    if name == "config.json" and readable(path):
+    if not has_changed(run, bench.base / "run"):
+        return ACCEPTED, "all bytes are equal"
+    if name == "config.json" and is_json(path):
         return ACCEPTED, "the options are those of the checkpoint, or may change on resume"
-    if is_value and bench.what.startswith(HARMLESS):
+    if is_value and bench.change.startswith(UNUSED_VALUES):
         return ACCEPTED, "no result depends on the value"
     raise Failure("accepted")
 
 
-# values that evaluate does not use, and how many lines of workers.jsonl are kept, at most all
-HARMLESS = ("best.pt: scores", "best.pt: valid", "best.pt: epoch", "checkpoint.pt: worker_lines")
+# Values that `evaluate` does not use. `worker_lines` is the number of lines of workers.jsonl to
+# keep, and larger numbers keep all of them.
+UNUSED_VALUES = (
+    "best.pt: scores",
+    "best.pt: valid",
+    "best.pt: epoch",
+    "checkpoint.pt: worker_lines",
+)
 
 
 def change_value(random: random.Random, path: Path) -> str:
-    """Save another value in a file of a run, in its format: what was done."""
+    """Change a value in a file of a run, and save it in the same format.
+
+    Returns:
+        A description of the change.
+    """
     is_config = path.suffix == ".json"
     state = json.loads(path.read_text()) if is_config else torch.load(path, weights_only=True)
     table, keys = state, []
@@ -428,15 +471,15 @@ def change_value(random: random.Random, path: Path) -> str:
     if is_config:
         path.write_text(json.dumps(state))
     elif isinstance(state, dict) and random.random() < 0.5:
-        # with a checksum that is right
+        # with a valid checksum
         checkpoint.save(path, state)
     else:
         torch.save(state, path)
     return f"{'.'.join(map(str, keys))} -> {value!r:.40}"
 
 
-def readable(path: Path) -> bool:
-    """Whether a file is JSON."""
+def is_json(path: Path) -> bool:
+    """Return whether a file is valid JSON."""
     try:
         json.loads(path.read_text())
     except ValueError:
@@ -449,16 +492,16 @@ def fuzz_npz(bench: Bench, random: random.Random) -> tuple[str, str]:
     path = bench.work / "graph.npz"
     shutil.copyfile(bench.base / "graph.npz", path)
     if random.random() < 0.5:
-        bench.what = damage(random, path)
-        outcome, why = bench.prepare(path, "from_npz")
-        if outcome == ACCEPTED and not why:
+        bench.change = damage(random, path)
+        outcome, reason = bench.prepare(path, "from_npz")
+        if outcome == ACCEPTED and not reason:
             raise Failure("another graph was read")
-        return outcome, why
+        return outcome, reason
     with np.load(path) as archive:
         arrays = dict(archive)
     key = random.choice([key for key, array in arrays.items() if array.ndim])
     array = arrays[key]
-    ways: list[Callable[[], Any]] = [
+    changes: list[Callable[[], Any]] = [
         lambda: array[..., :-1],
         lambda: array.reshape(-1),
         lambda: array[..., None],
@@ -469,27 +512,27 @@ def fuzz_npz(bench: Bench, random: random.Random) -> tuple[str, str]:
         lambda: np.full(array.shape, np.nan),
         lambda: np.array(5),
     ]
-    number = random.randrange(len(ways) + 1)
-    bench.what = f"{key}: {number}"
-    if number == len(ways):
+    number = random.randrange(len(changes) + 1)
+    bench.change = f"{key}: change {number}"
+    if number == len(changes):
         del arrays[key]
     else:
-        arrays[key] = ways[number]()
+        arrays[key] = changes[number]()
     np.savez(path, **arrays)
-    outcome, why = bench.prepare(path, "from_npz")
-    if outcome == ACCEPTED and not why and number not in VALID_NPZ[key.split("_")[-1]]:
+    outcome, reason = bench.prepare(path, "from_npz")
+    if outcome == ACCEPTED and not reason and number not in VALID_NPZ[key.split("_")[-1]]:
         raise Failure("accepted")
-    return outcome, why or "another graph, which is valid"
+    return outcome, reason or "another graph, which is valid"
 
 
-# by the end of an array's name: which changes make another valid graph
+# by suffix of an array's name: numbers of the changes whose result is also a valid graph
 VALID_NPZ: dict[str, set[int]] = {
-    # fewer columns, other finite values, none at all
+    # fewer columns, other finite values, no array
     "feat": {0, 5, 6, 9},
     # fewer edges
     "index": {0},
     "label": set(),
-    # fewer seeds, a single one
+    # fewer seeds, a single seed
     "idx": {0, 8},
 }
 
@@ -502,31 +545,32 @@ def fuzz_layout(bench: Bench, random: random.Random) -> tuple[str, str]:
     is_cell = random.random() < 0.5
     path = random.choice(tables if is_cell else paths)
     if not is_cell:
-        bench.what = f"{folder.name}: {damage(random, path)}"
-        outcome, why = bench.prepare(folder, "dense")
-        # what task.json holds has no checksum, and its numbers no others beside them
-        if outcome == ACCEPTED and not why and path.name != "task.json":
+        bench.change = f"{folder.name}: {damage(random, path)}"
+        outcome, reason = bench.prepare(folder, "dense")
+        # the values of task.json have no checksum, and are not stored elsewhere
+        if outcome == ACCEPTED and not reason and path.name != "task.json":
             raise Failure("another graph was read")
-        return outcome, why or "another valid task.json"
+        return outcome, reason or "another valid task.json"
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    place = random.randrange(len(lines))
-    cells = lines[place].split(",")
+    row = random.randrange(len(lines))
+    cells = lines[row].split(",")
     cell = random.choice(["", "x", "-5", "1e400", "9" * 20, "0.5", "1,2,3", "\0", '"'])
-    bench.what = f"{folder.name}: {path.name}: a cell of line {place} is {cell!r}"
+    bench.change = f"{folder.name}: {path.name}: a cell of line {row} is {cell!r}"
     cells[random.randrange(len(cells))] = cell
-    lines[place] = ",".join(cells)
+    lines[row] = ",".join(cells)
     path.write_bytes(gzip.compress("\n".join([*lines, ""]).encode()))
-    outcome, why = bench.prepare(folder, "dense")
+    outcome, reason = bench.prepare(folder, "dense")
     is_valid = (path.name == "node-feat.csv.gz" and cell in ("-5", "0.5", "9" * 20)) or (
         # a node without a label; an empty line in a split, which OGB skips, too
         cell == "" and (path.name == "node-label.csv.gz" or "split" in path.parts)
     )
-    if outcome == ACCEPTED and not why and not is_valid:
+    if outcome == ACCEPTED and not reason and not is_valid:
         raise Failure("accepted")
-    return outcome, why or "another graph, which is valid"
+    return outcome, reason or "another graph, which is valid"
 
 
-# options of train, except paths, processes, how long it takes, and a regular expression of any text
+# options of `train`, except paths, the numbers of workers and of epochs, and regular expressions,
+# for which most texts are valid
 OPTIONS = [
     field.name
     for field in dataclasses.fields(TrainConfig)
@@ -571,9 +615,9 @@ def fuzz_option(bench: Bench, random: random.Random) -> tuple[str, str]:
     """Test an invalid value of one option of train."""
     name, word = random.choice(OPTIONS), random.choice(WORDS)
     option = "--" + name.replace("_", "-")
-    bench.what = f"{option} {word!r}"
+    bench.change = f"{option} {word!r}"
     path = bench.work / "options.toml"
-    path.write_text(to_toml(SMALL))
+    path.write_text(to_toml(TRAIN_OPTIONS))
     error = bench.command(["train", str(bench.base / "dense"), "--config", str(path), option, word])
     if error:
         return REJECTED, error
@@ -588,11 +632,11 @@ def fuzz_config(bench: Bench, random: random.Random) -> tuple[str, str]:
     name = random.choice(OPTIONS)
     if random.random() < 0.2:
         line = random.choice(["[", "nothing = 1", "lr = 1\nlr = 2", "a.b.c = 1", "\0", "= 3"])
-        options = SMALL
+        options = TRAIN_OPTIONS
     else:
         line = f"{name} = {random.choice(TOML_VALUES)}"
-        options = {key: value for key, value in SMALL.items() if key != name}
-    bench.what = repr(line)
+        options = {key: value for key, value in TRAIN_OPTIONS.items() if key != name}
+    bench.change = repr(line)
     path.write_text(to_toml(options) + line + "\n")
     error = bench.command(f"train {bench.base / 'dense'} --config {path}")
     if error:
@@ -614,15 +658,17 @@ KINDS: dict[str, Callable[[Bench, random.Random], tuple[str, str]]] = {
 
 
 def make_base(base: Path) -> None:
-    """Make a graph in every format, and a finished run, for the cases to damage.
+    """Create the undamaged files: a graph in every format, and a complete run.
 
     Raises:
         Failure: a command failed.
     """
     commands = [f"make {base / 'raw'} {SIZES}"]
-    commands += [f"prepare {base / 'raw'} {base / name} {how}" for name, how in BASES.items()]
+    commands += [
+        f"prepare {base / 'raw'} {base / name} {options}" for name, options in BASES.items()
+    ]
     toml = base / "options.toml"
-    toml.write_text(to_toml(SMALL))
+    toml.write_text(to_toml(TRAIN_OPTIONS))
     commands += [f"train {base / 'dense'} --config {toml} --out {base / 'run'}"]
     bench = Bench(base, base)
     for command in commands:
@@ -646,7 +692,7 @@ def make_base(base: Path) -> None:
 
 
 def _work(base: Path, work: Path, seed: int, pipe: Connection) -> None:
-    """Run the cases received from a pipe, in a process of their own."""
+    """Run the cases that are received from a pipe, and send their outcomes."""
     torch.set_num_threads(1)
     bench = Bench(base, work)
     while True:
@@ -655,7 +701,7 @@ def _work(base: Path, work: Path, seed: int, pipe: Connection) -> None:
 
 
 class Worker:
-    """A forked process that runs cases; replaced if a case ends it."""
+    """A forked process that runs cases. It is replaced if a case ends it."""
 
     def __init__(self, base: Path, work: Path, seed: int) -> None:
         self.args = base, work, seed
@@ -675,25 +721,25 @@ class Worker:
         self.process.join()
 
     def run(self, kind: str, number: int) -> Case:
-        """Run one case; a signal or a timeout is a failure."""
+        """Run one case. It fails if it ends the process or takes too long."""
         self.pipe.send((kind, number))
-        why = f"took more than {LIMIT_S:g} s"
+        reason = f"took more than {TIMEOUT_S:g} s"
         try:
-            if self.pipe.poll(LIMIT_S):
-                found: Case = self.pipe.recv()
-                return found
+            if self.pipe.poll(TIMEOUT_S):
+                case: Case = self.pipe.recv()
+                return case
         except EOFError:
             self.process.join()
-            why = f"ended by exit code or signal {self.process.exitcode}"
+            reason = f"the process ended with exit code {self.process.exitcode}"
         self.stop()
         self.start()
-        return Case(kind, number, "", FAILED, why)
+        return Case(kind, number, "", FAILED, reason)
 
 
 def run_cases(
     kinds: Sequence[str], num_cases: int, seed: int, *, is_verbose: bool
 ) -> dict[str, Counter[str]]:
-    """Run cases of some kinds: for each kind, how many had which outcome.
+    """Run cases of some kinds, and count their outcomes by kind.
 
     Raises:
         Failure: a command failed on undamaged files.
@@ -707,25 +753,26 @@ def run_cases(
         maker.start()
         maker.join()
         if maker.exitcode:
-            raise Failure("the undamaged files could not be made")
+            raise Failure("the undamaged files could not be created")
         worker = Worker(base, Path(folder, "work"), seed)
         for kind in kinds:
             counts[kind] = Counter()
-            for number in range(max(1, SHARES[kind] * num_cases // sum(SHARES.values()))):
+            total = sum(CASES_PER_KIND.values())
+            for number in range(max(1, CASES_PER_KIND[kind] * num_cases // total)):
                 case = worker.run(kind, number)
                 counts[kind][case.outcome] += 1
                 if is_verbose or case.outcome == FAILED:
-                    line = f"{kind} {number}: {case.what}: {case.outcome}: {case.why}"
+                    line = f"{kind} {number}: {case.change}: {case.outcome}: {case.reason}"
                     print(line.encode(errors="backslashreplace").decode(), flush=True)
         worker.stop()
     return counts
 
 
 def main() -> int:
-    """Run the cases and record their outcomes; 1 if one failed."""
+    """Run the cases and record their outcomes; return 1 if one failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=sum(SHARES.values()))
+    parser.add_argument("--cases", type=int, default=sum(CASES_PER_KIND.values()))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
