@@ -1,25 +1,27 @@
 """Test gcnzc with several versions of Python and torch, with and without DGL and PyG.
 
     python -m bench.robustness.matrix FOLDER                       every case
-    python -m bench.robustness.matrix FOLDER --only "3.12 newest"  the cases that begin so
+    python -m bench.robustness.matrix FOLDER --only "3.12 newest"  cases whose name starts with this
     python -m bench.robustness.matrix --list                       list the cases
 
-A case is a Python, a torch, and how the versions of the other packages are chosen: `constraints`
-are those of constraints.txt, which are for Python 3.11 and later, `lowest` the oldest that
-pyproject.toml allows. The pinned torch comes with the pinned Triton, any other torch with the
-Triton that it requires. For each case, `uv` makes an environment in FOLDER, removes it in the
-end, and leaves its downloads in its own cache: a torch with CUDA takes 5 GB there. Then once with
-DGL and PyG, and once with neither, the same things are done from this checkout:
+A case is a version of Python, a version of torch, and how the versions of the other packages are
+chosen: `constraints` takes those of constraints.txt, which are for Python 3.11 and later, and
+`lowest` the oldest that pyproject.toml allows. The torch of constraints.txt is installed with the
+Triton of constraints.txt, any other torch with the Triton that it requires. For each case, `uv`
+creates an environment in FOLDER. The environment is removed at the end, but uv's cache keeps the
+downloads, of which a torch with CUDA takes 5 GB. First with DGL, PyG and Lightning, then without
+them, this program runs from this checkout:
 
-- a selection of the tests, with a cache of numba that no other environment used; those
-  that no library can make a difference to run in the first round only;
-- commands: a small graph is made, and a model trained on it, of its nodes and of its edges;
-- what needs a library is asked for. It works where the library is there; elsewhere it must end in
-  the error that names what to install.
+- a selection of the tests, with an empty cache of numba; tests that do not depend on these
+  libraries run only once;
+- commands that generate a small graph, and train node classification and link prediction on it;
+- commands that need one of the libraries. Without the library, they must fail with an error that
+  says how to install it.
 
-A line holds how many tests passed, failed and were skipped, which commands did not do what they
-should, and the versions. Where there is no such Python, or packages do not go together, it says so
-in `not_made` instead, and its versions are those of what ran this.
+A recorded line has the numbers of tests that passed, failed and were skipped, the commands with a
+wrong result, and the versions. If the environment cannot be created, because uv has no such Python
+or the requirements conflict, the line has the reason in `not_made`, and the versions of the
+environment of this program.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# the Python, the torch and how the others are chosen
+# version of Python, version of torch, choice of the other versions
 CASES = (
     ("3.10", "2.4.0", "lowest"),
     ("3.10", "2.4.0", "constraints"),
@@ -50,7 +52,7 @@ CASES = (
     ("3.13", "2.5.0", "constraints"),
     ("3.13", "newest", "constraints"),
 )
-# those that a library may make a difference to, and others, which run once
+# tests that depend on the libraries, and tests that do not, which run once
 TESTS = ("tests/interop",)
 ONCE = (
     "tests/test_imports.py",
@@ -59,27 +61,26 @@ ONCE = (
     "tests/loader/test_loader.py",
     "tests/kernels/sample/test_sample.py",
     "tests/kernels/gather/test_gather.py",
-    # what Triton compiles differs from one version to the next
+    # versions of Triton compile kernels differently
     "tests/kernels/codec/test_signs.py",
     "tests/kernels/gather/test_compiles.py",
     "tests/kernels/test_compiles.py",
     "tests/kernels/aggregate/test_compiles.py",
 )
-# in which a command must end
-COMMAND_S = 300
-# name of the package, and what it is called where it is imported
+COMMAND_TIMEOUT_S = 300
+# name of the package to name of the module
 LIBRARIES = {"dgl": "dgl", "torch-geometric": "torch_geometric", "lightning": "lightning"}
 SMALL = ("--hidden", "16", "--layers", "2", "--fanouts", "5,5", "--batch-size", "256")
 GRAPH = ("--nodes", "2000", "--edges", "10000", "--num-features", "16", "--classes", "4")
 EVERY_MODULE = """
 import importlib, pkgutil, gcnzc
-# these import PyG and Lightning themselves
-theirs = ("gcnzc.interop.pyg", "gcnzc.interop.lightning", "gcnzc.__main__")
+# the first two import PyG and Lightning, and the last one runs the command line
+excluded = ("gcnzc.interop.pyg", "gcnzc.interop.lightning", "gcnzc.__main__")
 def check(package):
-    if not package.startswith(theirs):
+    if not package.startswith(excluded):
         raise
 for module in pkgutil.walk_packages(gcnzc.__path__, "gcnzc.", check):
-    if not module.name.startswith(theirs):
+    if not module.name.startswith(excluded):
         importlib.import_module(module.name)
 """
 NODES_FROM_PYG = """
@@ -101,75 +102,77 @@ WITH_LIGHTNING = "from gcnzc.interop.lightning import DataModule"
 
 
 def main() -> None:
-    """Do what was asked for on the command line."""
+    """Test the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="of the environments")
-    parser.add_argument("--only", default="", help="the words that a case's name begins with")
-    parser.add_argument("--limit", type=int, default=900, help="seconds for one run of the tests")
-    parser.add_argument("--keep", action="store_true", help="leave the environments, and use them")
-    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    parser.add_argument("folder", type=Path, nargs="?", help="where to create the environments")
+    parser.add_argument("--only", default="", help="the start of a case's name")
+    parser.add_argument(
+        "--limit", type=int, default=900, help="time limit of one run of the tests, in seconds"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep and reuse the environments")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--line", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.line:
-        record_here(*json.loads(args.line))
+        record_line(*json.loads(args.line))
         return
     cases = [case for case in CASES if " ".join(case).startswith(args.only)]
     if not cases:
-        parser.error(f"no case begins with {args.only!r}; --list names them")
+        parser.error(f"no case starts with {args.only!r}; --list prints the cases")
     if args.list:
         print(*(" ".join(case) for case in cases), sep="\n")
         return
     if args.folder is None:
-        parser.error("where may the environments lie? Name a folder")
+        parser.error("FOLDER is required; the environments are created there")
     if shutil.which("uv") is None:
-        sys.exit("error: there is no uv, which makes environments\n\nhint: pip install uv")
-    bad = 0
+        sys.exit("error: uv, which creates environments, is not installed\n\nhint: pip install uv")
+    failed = 0
     for case in cases:
-        bad += run_case(case, args.folder.resolve() / "-".join(case), args.limit, args.keep)
-    sys.exit(bad > 0)
+        failed += run_case(case, args.folder.resolve() / "-".join(case), args.limit, args.keep)
+    sys.exit(failed > 0)
 
 
 def run_case(case: tuple[str, str, str], environment: Path, limit: int, keep: bool) -> int:
-    """Make an environment, and record what works in it with and without the libraries.
+    """Create an environment, test in it with and without the libraries, and record the results.
 
     Returns:
-        How many lines say that something failed.
+        The number of recorded lines with failures.
     """
     names = dict(zip(("asked_python", "asked_torch", "others"), case, strict=True))
     try:
-        missing = make_environment(case, environment)
+        not_installed = create_environment(case, environment)
         lines = []
         for libraries in (True, False):
             if not libraries:
                 uv("pip", "uninstall", "--python", environment, *LIBRARIES, "pytorch-lightning")
-            lines.append(try_out(environment, [*TESTS, *ONCE] if libraries else TESTS, limit))
-            told = {**names, "libraries": lines[-1].pop("libraries")}
-            lines[-1] |= {"not_installed": missing if libraries else {}}
-            record_there(environment / "bin/python", told, lines[-1])
+            lines.append(run_checks(environment, [*TESTS, *ONCE] if libraries else TESTS, limit))
+            fields = {**names, "libraries": lines[-1].pop("libraries")}
+            lines[-1] |= {"not_installed": not_installed if libraries else {}}
+            record_from(environment / "bin/python", fields, lines[-1])
         return sum(bool(line["failures"]) for line in lines)
     except subprocess.CalledProcessError as error:
-        record_there(Path(sys.executable), names, {"not_made": reason(error.stderr)})
+        record_from(Path(sys.executable), names, {"not_made": reason(error.stderr)})
         return 0
     finally:
         if not keep:
             shutil.rmtree(environment, ignore_errors=True)
 
 
-def make_environment(case: tuple[str, str, str], environment: Path) -> dict[str, str]:
-    """Install what pyproject.toml asks for, with this torch, and the libraries.
+def create_environment(case: tuple[str, str, str], environment: Path) -> dict[str, str]:
+    """Install the requirements of pyproject.toml, the torch of the case, and the libraries.
 
     Returns:
-        Libraries that could not be installed, and why.
+        Names of the libraries that could not be installed, to the reasons.
 
     Raises:
-        subprocess.CalledProcessError: there is no such Python, or packages do not go together.
+        subprocess.CalledProcessError: uv has no such Python, or the requirements conflict.
     """
     python, torch, others = case
-    # numba does not notice that a kernel which another one uses has changed
+    # numba's cache is not updated if a function that a kernel calls has changed
     shutil.rmtree(environment / "numba", ignore_errors=True)
     if not (environment / "bin/python").exists():
         uv("venv", "--python", python, environment)
-    wanted = ["torch" if torch == "newest" else f"torch=={torch}", "pytest>=8"]
+    required = ["torch" if torch == "newest" else f"torch=={torch}", "pytest>=8"]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         if others == "constraints":
             constraints.writelines(pins(torch))
@@ -177,29 +180,29 @@ def make_environment(case: tuple[str, str, str], environment: Path) -> dict[str,
         common = ["pip", "install", "--python", environment, "--constraint", constraints.name]
         if others == "lowest":
             common += ["--resolution", "lowest-direct"]
-        uv(*common, "--requirement", ROOT / "pyproject.toml", *wanted)
-        missing = {}
+        uv(*common, "--requirement", ROOT / "pyproject.toml", *required)
+        not_installed = {}
         for library, version in (("torch-geometric", ">=2.6"), ("lightning", ">=2.4")):
             try:
-                # with what is there already, whose versions must stay
-                uv(*common, f"{library}{version}", *wanted)
+                # the other requirements keep the versions that are installed
+                uv(*common, f"{library}{version}", *required)
             except subprocess.CalledProcessError as error:
-                missing[library] = reason(error.stderr)
+                not_installed[library] = reason(error.stderr)
     if version_of(environment, "dgl") is None:
-        missing["dgl"] = "pyproject.toml asks for none: it has no wheel for this Python"
-    return missing
+        not_installed["dgl"] = "pyproject.toml does not require it: no wheel for this Python"
+    return not_installed
 
 
 def pins(torch: str) -> list[str]:
-    """Return the lines of constraints.txt, without torch and Triton for another torch."""
+    """Return the lines of constraints.txt, without torch and Triton if it has another torch."""
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     if f"torch=={torch}\n" in lines:
         return lines
     return [line for line in lines if not line.startswith(("torch==", "triton=="))]
 
 
-def try_out(environment: Path, tests: Sequence[str], limit: int) -> dict[str, Any]:
-    """Run tests and the commands."""
+def run_checks(environment: Path, tests: Sequence[str], limit: int) -> dict[str, Any]:
+    """Run tests and the commands, and return the fields of the record."""
     begin = time.perf_counter()
     versions = {name: version_of(environment, name) for name in (*LIBRARIES, *OTHERS)}
     counts, failures = run_tests(environment, tests, limit)
@@ -215,7 +218,7 @@ def try_out(environment: Path, tests: Sequence[str], limit: int) -> dict[str, An
     }
 
 
-# beside those that every record has
+# recorded in addition to the versions that every record has
 OTHERS = ("scipy", "pandas", "scikit-learn", "networkx", "matplotlib", "tyro", "rich", "pytest")
 
 
@@ -229,22 +232,25 @@ def run_tests(
         try:
             done = run_python(environment, words, ROOT, limit)
         except subprocess.TimeoutExpired:
-            return {"passed": 0, "failed": 0, "skipped": 0}, [f"tests ran longer than {limit} s"]
+            return {"passed": 0, "failed": 0, "skipped": 0}, [f"tests took longer than {limit} s"]
         if not report.exists():
             return {"passed": 0, "failed": 0, "skipped": 0}, [last_line(done.stdout + done.stderr)]
         counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
         causes: dict[str, list[str]] = {}
-        for test in ElementTree.parse(report).iter("testcase"):
-            outcomes = {child.tag: child for child in test}
-            bad = outcomes.get("failure", outcomes.get("error"))
-            if bad is not None:
-                name = f"{test.get('classname')}::{test.get('name')}"
-                causes.setdefault(first_line(bad.get("message") or ""), []).append(name)
-            kind = "failed" if bad is not None else "skipped" if "skipped" in outcomes else "passed"
-            counts[kind] += 1
-    failures = [f"{len(names)} as {names[0]}: {cause}" for cause, names in causes.items()]
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcomes = {child.tag: child for child in case}
+            error = outcomes.get("failure", outcomes.get("error"))
+            if error is not None:
+                name = f"{case.get('classname')}::{case.get('name')}"
+                causes.setdefault(first_line(error.get("message") or ""), []).append(name)
+                counts["failed"] += 1
+            else:
+                counts["skipped" if "skipped" in outcomes else "passed"] += 1
+    failures = [
+        f"{len(names)} tests, the first is {names[0]}: {cause}" for cause, names in causes.items()
+    ]
     if done.returncode not in (0, 1):
-        failures.append(f"pytest ended with {done.returncode}: {last_line(done.stdout)}")
+        failures.append(f"pytest exited with {done.returncode}: {last_line(done.stdout)}")
     return counts, failures
 
 
@@ -266,31 +272,31 @@ def commands(folder: Path) -> list[tuple[str, list[str], str]]:
     ]
 
 
-def run_commands(environment: Path, there: set[str]) -> list[str]:
-    """Run the commands; say which did not do what they should."""
+def run_commands(environment: Path, installed: set[str]) -> list[str]:
+    """Run the commands, and describe those with a wrong result."""
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         for name, words, library in commands(Path(folder)):
             try:
-                done = run_python(environment, words, Path(folder), COMMAND_S)
+                done = run_python(environment, words, Path(folder), COMMAND_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                wrong.append(f"{name}: ran longer than {COMMAND_S} s")
+                wrong.append(f"{name}: took longer than {COMMAND_TIMEOUT_S} s")
                 continue
-            if not library or library in there:
+            if not library or library in installed:
                 if done.returncode != 0:
                     wrong.append(f"{name}: {last_line(done.stderr)}")
-            elif not refuses(done, library, environment):
+            elif not names_library(done, library, environment):
                 wrong.append(f"{name}: does not say how to install {library}: {done.stderr[-300:]}")
     return wrong
 
 
-def refuses(done: subprocess.CompletedProcess[str], library: str, environment: Path) -> bool:
-    """Whether a command or an import ends in an error whose hint is how to install the library."""
+def names_library(done: subprocess.CompletedProcess[str], library: str, environment: Path) -> bool:
+    """Return whether a command failed with a hint that says how to install the library."""
     hint = f"pip install {library}"
     if library == "dgl" and "3.13" in python_of(environment):
         hint = "use Python 3.12"
-    _, found, told = done.stderr.rpartition("\nhint: ")
-    return done.returncode == 1 and bool(found) and hint in told.replace("'", "")
+    _, found, last_hint = done.stderr.rpartition("\nhint: ")
+    return done.returncode == 1 and bool(found) and hint in last_hint.replace("'", "")
 
 
 def run_python(
@@ -301,7 +307,7 @@ def run_python(
         "PYTHONPATH": str(ROOT),
         "NUMBA_CACHE_DIR": str(environment / "numba"),
         "GCNZC_CACHE": str(environment / "gcnzc"),
-        # what is not installed here is not to be taken from the user's folder
+        # do not import packages from the user's folder
         "PYTHONNOUSERSITE": "1",
     }
     return subprocess.run(
@@ -333,22 +339,22 @@ def version_of(environment: Path, package: str) -> str | None:
 
 
 def uv(*words: str | Path) -> None:
-    """Run uv; a CalledProcessError holds what it said."""
+    """Run uv. A CalledProcessError has its output."""
     subprocess.run(["uv", "--quiet", *words], capture_output=True, text=True, check=True)
 
 
-def record_there(python: Path, case: dict[str, Any], told: dict[str, Any]) -> None:
-    """Record a line from an environment, whose versions the record then has."""
-    words = [str(python), "-m", "bench.robustness.matrix", "--line", json.dumps([case, told])]
+def record_from(python: Path, case: dict[str, Any], result: dict[str, Any]) -> None:
+    """Record a line in the process of an environment, so that it has the environment's versions."""
+    words = [str(python), "-m", "bench.robustness.matrix", "--line", json.dumps([case, result])]
     subprocess.run(words, cwd=ROOT, check=True)
 
 
-def record_here(case: dict[str, Any], told: dict[str, Any]) -> None:
-    """Record a line."""
-    # it imports torch, which need not be where this script is started
+def record_line(case: dict[str, Any], result: dict[str, Any]) -> None:
+    """Record a line with the versions of this environment."""
+    # imports torch, which the environment of the parent process may lack
     from bench.harness import record
 
-    record("matrix", case, **told)
+    record("matrix", case, **result)
 
 
 def reason(text: str) -> str:
@@ -364,7 +370,7 @@ def first_line(text: str) -> str:
 
 def last_line(text: str) -> str:
     """Return the last line of a program's output."""
-    return (text.strip().splitlines() or ["it said nothing"])[-1][:300]
+    return (text.strip().splitlines() or ["no output"])[-1][:300]
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Pytest plugin: run the tests of PyG or DGL with the drop-in loaders in place of their own.
+"""Pytest plugin: run the tests of PyG or DGL with gcnzc's drop-in loaders.
 
     python -m pytest -p peer_plugin --peer pyg --loaders gcnzc --report FILE TESTS
 
-Before the tests are imported, `torch_geometric.loader.NeighborLoader` and `LinkNeighborLoader`, or
-`dgl.dataloading.DataLoader`, become those of gcnzc; with `--loaders own` they stay as they are.
-FILE gets one JSON line for each test: its outcome, how many loaders it constructed, and the reason
-of the outcome. PyG's tests that do not name these loaders are deselected.
+Before the tests are imported, the plugin replaces `torch_geometric.loader.NeighborLoader` and
+`LinkNeighborLoader`, or `dgl.dataloading.DataLoader`, with the loaders of gcnzc. With
+`--loaders own`, it does not replace them. It appends one JSON line for each test to FILE: the
+outcome, the number of loaders constructed, and the reason of the outcome. PyG's tests that do not
+name these loaders are deselected.
 
-What else differs from a plain run of these tests:
+Other differences from a plain run of these tests:
 
-- Tests that PyG skips where pyg-lib is missing run with gcnzc's loaders, which do not need it. So
-  do the parts of tests that return early for that reason.
-- DGL's tests download Cora; a random graph with features and labels takes its place.
-- Random numbers are seeded before each test, and a process group that a test leaves open is closed.
+- With gcnzc's loaders, which do not need pyg-lib, tests run that PyG would skip because pyg-lib is
+  missing, including the rest of tests that return early for that reason.
+- DGL's tests download Cora. The plugin replaces it with a random graph with features and labels.
+- Random numbers are seeded before each test, and an open process group is destroyed after it.
 - A test that takes longer than `TEST_LIMIT_S` fails.
 
-Processes that a test starts with `torch.multiprocessing.spawn` swap the loaders as well.
+The loaders are also replaced in processes that a test starts with `torch.multiprocessing.spawn`.
 """
 
 import functools
@@ -39,13 +40,13 @@ import torch
 import gcnzc
 
 TEST_LIMIT_S = 300
-# a file that grows by one byte with each loader, in whichever process it is constructed
+# environment variable with the path of a file, to which each constructed loader appends one byte
 COUNTER = "GCNZC_PEER_LOADER_COUNTER"
-# why PyG skips tests without pyg-lib, unless it is compared with another sampler
+# reasons by which PyG skips tests without pyg-lib, except tests that compare samplers
 WITHOUT_PYG_LIB = re.compile(
     r"No neighbor sampler installed|Package pyg_lib not found|'pyg-lib' does not support"
 )
-# names that PyG's test modules import to return early
+# names that PyG's test modules import to decide whether to return early
 FLAGS = (
     "WITH_EDGE_TIME_NEIGHBOR_SAMPLE",
     "WITH_PYG_LIB",
@@ -56,7 +57,7 @@ REJECTION = re.compile(r"does not support (?P<what>[^\n]+?)((: |, but )[^\n]*)?\
 
 
 def swap_loaders(peer: str, loaders: str) -> None:
-    """Make a library's names refer to the loaders to test, and count what they construct.
+    """Replace a library's loaders with those to test, and count the loaders constructed.
 
     Args:
         peer: "pyg" or "dgl".
@@ -74,13 +75,13 @@ def rejected_feature(error: BaseException | None) -> str | None:
     """Return the feature that a loader rejected as unsupported; None for other errors.
 
     Args:
-        error: why a test failed; errors that it was raised from or during are looked at too.
+        error: the error of a failed test; its causes and contexts are examined, too.
     """
     package = str(Path(gcnzc.__file__).parent)
     while error is not None:
         found = REJECTION.search(str(error))
         is_native = isinstance(error, ValueError) and _raised_in(error).startswith(package)
-        # of a spawned process, whose traceback is in the text
+        # in a spawned process: the message has the traceback
         is_native = is_native or (isinstance(error, _spawn_error()) and package in str(error))
         if found and is_native:
             return found["what"]
@@ -97,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Swap the loaders, before any test is imported."""
+    """Replace the loaders before any test is imported."""
     report: Path = config.getoption("report")
     counter = report.with_suffix(".counter")
     counter.write_bytes(b"")
@@ -106,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of other things, and run those that PyG skips because pyg-lib is missing."""
+    """Deselect tests without these loaders; run those that PyG skips because pyg-lib is missing."""
     if config.getoption("peer") == "pyg":
         items[:] = [item for item in items if _names_loader(item)]
     if config.getoption("loaders") != "gcnzc":
@@ -121,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Limit the time of a test, seed it, and write down its outcome."""
+    """Limit the time of a test, seed it, and report its outcome."""
     outcome = SimpleNamespace(name="passed", reason="")
     item.stash[_OUTCOME] = outcome
     before = _loaders_constructed()
@@ -145,7 +146,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Tell a rejection by name from another failure."""
+    """Distinguish errors that name an unsupported feature from other failures."""
     report: Any = yield
     outcome = item.stash[_OUTCOME]
     # the first phase that did not pass decides
@@ -165,25 +166,26 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def restore(peer: str, loaders: str, pickled: bytes) -> Any:
-    """Swap the loaders in a spawned process, before the test's own module is imported there."""
+    """Replace the loaders in a spawned process, before the test's own module is imported there."""
     swap_loaders(peer, loaders)
     return pickle.loads(pickled)
 
 
 class Spawned:
-    """A function that a spawned process finds with swapped loaders.
+    """A pickled function, before whose unpickling a spawned process replaces the loaders.
 
     Args:
-        fn: of the test.
-        peer: see `swap_loaders`, as `loaders`.
+        fn: function of the test.
+        peer: see `swap_loaders`.
+        loaders: see `swap_loaders`.
     """
 
     def __init__(self, fn: Callable[..., Any], peer: str, loaders: str) -> None:
         self._reduced = (restore, (peer, loaders, pickle.dumps(fn)))
 
     def __call__(self, *args: Any) -> Any:
-        """Never called: what is unpickled is the function itself."""
-        raise AssertionError("this process did not spawn another")
+        """Raise an error, since unpickling returns the function itself."""
+        raise AssertionError("it must be called in a spawned process")
 
     def __reduce__(self) -> Any:
         return self._reduced
@@ -210,12 +212,12 @@ def _dgl() -> tuple[Any, tuple[str, ...], Any]:
 
 
 def _random_graph(dgl: Any) -> Any:
-    numbers = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     num_nodes = 2000
-    ends = torch.randint(num_nodes, (2, 10 * num_nodes), generator=numbers)
+    ends = torch.randint(num_nodes, (2, 10 * num_nodes), generator=generator)
     graph = dgl.graph((ends[0], ends[1]), num_nodes=num_nodes)
-    graph.ndata["feat"] = torch.rand(num_nodes, 16, generator=numbers)
-    graph.ndata["label"] = torch.randint(7, (num_nodes,), generator=numbers)
+    graph.ndata["feat"] = torch.rand(num_nodes, 16, generator=generator)
+    graph.ndata["label"] = torch.randint(7, (num_nodes,), generator=generator)
     return graph
 
 

@@ -4,16 +4,17 @@
     git clone --depth 1 --branch v2.1.0 https://github.com/dmlc/dgl DGL
     python -m bench.robustness.peer_tests --pyg PYG --dgl DGL
 
-The checkouts are of the tags closest to the installed packages; only their test folders are read,
-and nothing of them is in this repository. Every test runs once with gcnzc's loaders and once with
-the library's own (see peer_plugin.py). A test counts if it constructs one of these loaders:
+The checkouts are of the tags closest to the versions of the installed packages. Only their test
+folders are read, and this repository has no copy of them. Every test runs once with gcnzc's loaders
+and once with the library's own loaders (see peer_plugin.py). Tests that construct one of these
+loaders, and skipped tests, are counted:
 
 - passed;
-- rejected: a loader of gcnzc raised the error that names what it does not support;
-- failed: in any other way, which must not happen;
-- skipped: something else is missing, which the line names.
+- rejected: a loader of gcnzc raised an error that names the unsupported feature;
+- failed: any other error, which is a bug;
+- skipped: a requirement of the test is missing, which the reason names.
 
-Without pyg-lib, which most versions of torch have no wheel of, PyG's own loaders draw nothing.
+PyG's own loaders need pyg-lib, which has no wheels for most versions of torch.
 """
 
 import argparse
@@ -49,7 +50,7 @@ SUITES = {
     ),
 }
 LIBRARIES = {"pyg": "torch_geometric", "dgl": "dgl"}
-# in which all tests of a library must end
+# time limit of all tests of a library
 SUITE_LIMIT_S = 3600
 
 Outcome = Mapping[str, Any]
@@ -63,14 +64,14 @@ def run_tests(
     Args:
         peer: "pyg" or "dgl".
         loaders: "gcnzc", or "own" for the library's.
-        checkout: of the library's repository.
-        files: of tests in it; those of `SUITES` if None.
+        checkout: folder of the library's repository.
+        files: paths of test files in it; those of `SUITES` if None.
 
     Returns:
-        What peer_plugin.py reports of each test that constructed a loader or was skipped.
+        The lines of peer_plugin.py for tests that constructed a loader or were skipped.
 
     Raises:
-        RuntimeError: the tests did not run to their end.
+        RuntimeError: pytest stopped before all tests had run.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
@@ -99,13 +100,13 @@ def run_tests(
             check=False,
         )
         if run.returncode not in (0, 1):
-            raise RuntimeError(f"pytest ended with {run.returncode}\n{run.stdout}\n{run.stderr}")
+            raise RuntimeError(f"pytest exited with {run.returncode}\n{run.stdout}\n{run.stderr}")
         lines = [json.loads(line) for line in report.read_text().splitlines()]
     return [line for line in lines if line["loaders"] or line["outcome"] == "skipped"]
 
 
 def summarize(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
-    """Count the outcomes of each file of tests, with the reasons of those that did not pass."""
+    """Count the outcomes by test file, and collect the reasons of tests that did not pass."""
     files: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
         file, test = outcome["test"].split("::", 1)
@@ -119,7 +120,7 @@ def summarize(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
 
 
 def record_tests(peer: str, loaders: str, checkout: Path) -> None:
-    """Run the tests of a library, and append a line for each file of them."""
+    """Run the tests of a library, and record a line for each test file."""
     version = installed_version(peer)
     for file, line in summarize(run_tests(peer, loaders, checkout)).items():
         counts = {name: line["outcomes"][name] for name in ("passed", "rejected", "failed")}
@@ -139,7 +140,7 @@ def installed_version(peer: str) -> str:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the tests of the checkouts that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
