@@ -11,6 +11,7 @@ MODELS = {
     "sage": lambda *sizes, **options: gnn.SAGE(*sizes, norm="batch", **options),
     "gcn": gnn.GCN,
     "gat": lambda *sizes, **options: gnn.GAT(*sizes, heads=3, **options),
+    "gatv2": lambda *sizes, **options: gnn.GATv2(*sizes, heads=3, **options),
 }
 
 
@@ -80,4 +81,22 @@ def gat_by_hand(model: gnn.GAT, adjacency: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-BY_HAND = {"sage": sage_by_hand, "gcn": gcn_by_hand, "gat": gat_by_hand}
+def gatv2_by_hand(model: gnn.GATv2, adjacency: Tensor, x: Tensor) -> Tensor:
+    looped = adjacency + torch.eye(len(x)).double()
+    for index, layer in enumerate(model.layers):
+        outs = []
+        shape = (len(x), layer.heads, -1)
+        left, right = layer.source(x).view(shape), layer.target(x).view(shape)
+        for h in range(layer.heads):
+            z = right[:, None, h] + left[None, :, h]
+            score = functional.leaky_relu(z, 0.2) @ layer.attention[h]
+            # an edge that is there twice counts twice
+            weight = looped * (score - score.amax(1, keepdim=True)).exp()
+            outs.append(weight / weight.sum(1, keepdim=True) @ left[:, h])
+        out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
+        out = out + layer.bias + x @ layer.skip.weight.T + layer.skip.bias
+        x = out if index == len(model.layers) - 1 else functional.elu(out)
+    return x
+
+
+BY_HAND = {"sage": sage_by_hand, "gcn": gcn_by_hand, "gat": gat_by_hand, "gatv2": gatv2_by_hand}

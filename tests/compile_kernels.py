@@ -10,7 +10,7 @@ from pathlib import Path
 from gcnzc.cli import main
 from tests.tiny_graph import tiny
 
-MODELS = ("sage", "gcn", "gat")
+MODELS = ("sage", "gcn", "gat", "gatv2")
 
 
 def compile_kernels() -> None:

@@ -233,6 +233,17 @@ CASES = {
             "skip": FLAG,
         },
     ),
+    "GATv2": (
+        gnn.GATv2,
+        MODEL,
+        {
+            **MODEL_KINDS,
+            "heads": (),
+            "output_heads": OPTIONAL,
+            "attention_dropout": (),
+            "skip": FLAG,
+        },
+    ),
 }
 
 

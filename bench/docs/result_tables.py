@@ -283,7 +283,7 @@ def accuracy() -> str:
     return with_caption(markdown(heads, rows), lines.values(), "python -m bench.training.accuracy")
 
 
-MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT"}
+MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT", "gatv2": "GATv2"}
 FORMS = ["float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2"]
 
 

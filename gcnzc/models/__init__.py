@@ -1,9 +1,9 @@
-"""GNN models (GCN, GraphSAGE, GIN, GAT), decoders for link prediction, and metrics."""
+"""GNN models (GCN, GraphSAGE, GIN, GAT, GATv2), decoders for link prediction, and metrics."""
 
 from typing import TYPE_CHECKING
 
 from gcnzc._lazy import lazy_attributes
-from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, Model
+from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, GATv2, Model
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "GIN",
     "SAGE",
     "Dot",
+    "GATv2",
     "HadamardMLP",
     "LinkModel",
     "Model",

@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GIN and GAT models on blocks."""
+"""GraphSAGE, GCN, GIN, GAT and GATv2 models on blocks."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
-from gcnzc.models.layers import GATLayer, GCNLayer, GINLayer, Layer, SAGELayer, random_seed
+from gcnzc.models.layers import (
+    GATLayer,
+    GATv2Layer,
+    GCNLayer,
+    GINLayer,
+    Layer,
+    SAGELayer,
+    random_seed,
+)
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
 
@@ -333,6 +341,8 @@ class GAT(Model):
             `output_linear`.
     """
 
+    layer_class: Callable[..., GATLayer | GATv2Layer] = GATLayer
+
     def __init__(
         self,
         in_features: int,
@@ -363,8 +373,10 @@ class GAT(Model):
         attention_dropout = _check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
 
-        def make_layer(columns: int, out: int | None) -> GATLayer:
-            return GATLayer(
+        layer_class = type(self).layer_class
+
+        def make_layer(columns: int, out: int | None) -> Layer:
+            return layer_class(
                 columns,
                 hidden if out is None else out,
                 heads if out is None else last_heads,
@@ -390,6 +402,18 @@ class GAT(Model):
             output_linear=output_linear,
             jumping=jumping,
         )
+
+
+class GATv2(GAT):
+    """The graph attention network with dynamic attention (GATv2) of Brody et al.
+
+    The arguments are those of `GAT`. A score is computed from the projected rows of both ends of an
+    edge, so that the order of a target's neighbours by attention depends on the target. Sources and
+    targets have separate projections with biases, as in PyG's `GATv2Conv`; with `residual`, they
+    have no biases.
+    """
+
+    layer_class = GATv2Layer
 
 
 def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""GraphSAGE, GCN, GIN and GAT layers on one block.
+"""GraphSAGE, GCN, GIN, GAT and GATv2 layers on one block.
 
 A layer projects rows and sums them over neighbours. Both orders give the same result, so each layer
-chooses the cheaper one for the block.
+chooses the cheaper one for the block. GATv2 always projects first: its scores need projected rows.
 
 Notation: S sources, T targets, E edges of a block, H heads, F columns (of a head).
 """
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
+from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
 from gcnzc.sampling.batch import Block
 
 # the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
@@ -46,6 +47,7 @@ class Layer(nn.Module):
 
     needs_degrees = False  # whether it needs the degrees of the whole graph
     has_scores = False  # whether sources have attention scores
+    must_project_first = False  # whether it cannot aggregate rows before they are projected
 
     def __init__(self, in_features: int, out_features: int, heads: int = 1) -> None:
         super().__init__()
@@ -55,6 +57,8 @@ class Layer(nn.Module):
 
     def should_project_first(self, num_sources: int, num_targets: int, num_edges: int) -> bool:
         """Return whether projecting the sources is cheaper than projecting the targets' sums."""
+        if self.must_project_first:
+            return True
         projection_cost = self.in_features * self.heads * self.out_features
         project_first = (
             num_sources * projection_cost + EDGE_COST * num_edges * self.heads * self.out_features
@@ -296,6 +300,82 @@ class GATLayer(Layer):
         )
         if not is_projected:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
+        out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
+        if self.bias is not None:
+            out = out + self.bias
+        return out if self.skip is None else self.skip(x_target).add_(out)
+
+
+class GATv2Layer(Layer):
+    """Dynamic attention over the in-neighbours and the target itself: Brody et al., 2022.
+
+    Like PyG's `GATv2Conv` with separate weights for sources and targets, with an optional linear
+    skip connection.
+
+    Args:
+        in_features: columns of the input.
+        out_features: columns of each head.
+        heads: number of heads.
+        concatenate: concatenate the outputs of the heads instead of averaging them.
+        dropout: probability of an attention weight to be zeroed in training.
+        skip: add a linear projection of the target's input to its output.
+        bias: add a bias to the output and to both projections.
+    """
+
+    must_project_first = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        heads: int,
+        *,
+        concatenate: bool,
+        dropout: float,
+        skip: bool,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, heads)
+        columns = heads * out_features if concatenate else out_features
+        self.concatenate = concatenate
+        self.dropout = dropout
+        self.source = nn.Linear(in_features, heads * out_features, bias)
+        self.target = nn.Linear(in_features, heads * out_features, bias)
+        self.attention = nn.Parameter(torch.empty(heads, out_features))
+        self.bias = nn.Parameter(torch.empty(columns)) if bias else None
+        self.skip = nn.Linear(in_features, columns) if skip else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Reset all weights as PyG does: Glorot initialisation, and a zero bias of the output."""
+        for linear in (self.source, self.target):
+            linear.reset_parameters()
+            nn.init.xavier_uniform_(linear.weight)
+        nn.init.xavier_uniform_(self.attention)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.skip is not None:
+            self.skip.reset_parameters()
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return W x + b of the sources, with the heads concatenated."""
+        return self.source(x)
+
+    def compute_targets(
+        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+    ) -> Tensor:
+        """See `Layer.compute_targets`."""
+        assert is_projected, "a layer with must_project_first gets projected rows"
+        out_THF = gatv2_aggregate(
+            hop.indptr,
+            hop.indices,
+            rows.view(len(rows), self.heads, -1),
+            self.target(x_target).view(len(x_target), self.heads, -1),
+            self.attention,
+            self_index=hop.self_index,
+            dropout=self.dropout if self.training else 0.0,
+            seed=random_seed() if self.training and self.dropout else 0,
+        )
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
             out = out + self.bias

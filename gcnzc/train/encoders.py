@@ -26,8 +26,9 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
     }
     if config.activation != "default":
         options["activation"] = config.activation
-    if config.model == "gat":
-        return gnn.GAT(
+    if config.model in ("gat", "gatv2"):
+        attention = gnn.GAT if config.model == "gat" else gnn.GATv2
+        return attention(
             *sizes,
             **options,
             heads=config.heads,

@@ -55,7 +55,8 @@ def inference(
 
     The model runs in evaluation mode; its mode is restored afterwards. Host memory holds the
     features, the input rows and the output rows of the current layer, and its projected rows if
-    they have fewer columns than its input. The workers of one machine share this memory.
+    they have fewer columns than its input or the layer is GATv2's. The workers of one machine share
+    this memory.
 
     Args:
         model: a model on `device`.
@@ -257,7 +258,8 @@ class _FullLayer:
         # the layer's input rows, and the row index of each node; None if that is the node's id
         self.table, self.row_of = table, row_of
         # rows are projected before the aggregation if that makes them smaller
-        self.is_projected = self.layer.heads * self.layer.out_features < self.layer.in_features
+        is_smaller = self.layer.heads * self.layer.out_features < self.layer.in_features
+        self.is_projected = is_smaller or self.layer.must_project_first
         # a gather also dequantizes rows and converts their dtype
         has_same_dtype = not table.is_sparse and table.rows.dtype == parameter_dtype(model)
         is_readable = has_same_dtype and not table.rows.is_cuda and not model.pre_norm

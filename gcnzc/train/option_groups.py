@@ -85,22 +85,22 @@ class DataOptions(Options):
 class ModelOptions(Options):
     """The model: its layers, sizes and dropout rates."""
 
-    model: Literal["sage", "gcn", "gin", "gat"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, GIN, or GAT"""
+    model: Literal["sage", "gcn", "gin", "gat", "gatv2"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2"""
     hidden: int = 256
-    """hidden features; for GAT, per attention head"""
+    """hidden features; for GAT and GATv2, per attention head"""
     layers: int = 3
     """layers of the model, as many as fanouts"""
     heads: int = 4
-    """GAT: attention heads"""
+    """GAT and GATv2: attention heads"""
     output_heads: int = 0
-    """GAT: attention heads of the last layer; 0: as many as --heads"""
+    """GAT and GATv2: attention heads of the last layer; 0: as many as --heads"""
     dropout: float = 0.5
     """dropout rate of the hidden features"""
     input_dropout: float = 0.0
     """dropout rate of the input features"""
     attention_dropout: float = 0.0
-    """GAT: dropout rate of the attention weights"""
+    """GAT and GATv2: dropout rate of the attention weights"""
     norm: Literal["none", "batch", "layer"] = "none"
     """normalization after each hidden layer: batch normalization, layer normalization, or none"""
     pre_norm: bool = False
@@ -108,8 +108,8 @@ class ModelOptions(Options):
     residual: bool = False
     """add a linear projection of each layer's input to its output"""
     skip: bool = True
-    """GAT: --no-skip leaves out the linear skip connection that each layer has by default; with
-    --residual there is none"""
+    """GAT and GATv2: --no-skip leaves out the linear skip connection that each layer has by
+    default; with --residual there is none"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False
@@ -119,7 +119,7 @@ class ModelOptions(Options):
     """input of --output-linear: the output of the last layer (none), or the sum or the
     concatenation of the outputs of all layers (jumping knowledge)"""
     activation: Literal["default", "relu", "elu"] = "default"
-    """activation after each hidden layer; default: ELU for GAT, otherwise ReLU"""
+    """activation after each hidden layer; default: ELU for GAT and GATv2, otherwise ReLU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ _NODE: Choices = {"task": ("node",)}
 _LOCAL: Choices = {"optimizer": LOCAL}
 _OUTER: Choices = {"optimizer": ("diloco", "streaming-diloco", "co2")}
 _STREAMING: Choices = {"optimizer": ("streaming-diloco",)}
-_GAT: Choices = {"model": ("gat",)}
+_GAT: Choices = {"model": ("gat", "gatv2")}
 _CACHED: Choices = {"features": ("cached",)}
 _STEP: Choices = {"schedule": ("step",)}
 

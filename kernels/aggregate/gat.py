@@ -157,33 +157,48 @@ def gat_aggregate(
             "hint: both have one row per source"
         )
     if self_loops:
-        _check_self_index(self_index, len(indptr) - 1, x)
-        if self_index is None:
-            self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
-        indptr, indices = add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
+        indptr, indices = checked_self_loops("gat_aggregate", indptr, indices, x, self_index)
     weight = edge_softmax(indptr, indices, score_source, score_target, negative_slope)
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
 
 
-def _check_self_index(self_index: Tensor | None, num_targets: int, x: Tensor) -> None:
+def checked_self_loops(
+    name: str, indptr: Tensor, indices: Tensor, x: Tensor, self_index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Call `add_self_loops` after a check of `self_index`; target t is source t if it is None.
+
+    Args:
+        name: the function that an error message names.
+        indptr: (T + 1,) int32 or int64.
+        indices: (E,) int32 or int64 sources.
+        x: (S, H, F) rows of the sources.
+        self_index: (T,) int32 or int64, or None.
+    """
+    _check_self_index(name, self_index, len(indptr) - 1, x)
+    if self_index is None:
+        self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
+    return add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
+
+
+def _check_self_index(name: str, self_index: Tensor | None, num_targets: int, x: Tensor) -> None:
     """Check that the source of each target exists, without synchronizing with a GPU."""
     if self_index is None:
         if num_targets > len(x):
             raise ValueError(
-                f"gat_aggregate: {num_targets} targets, but x has {len(x)} sources\n\n"
+                f"{name}: {num_targets} targets, but x has {len(x)} sources\n\n"
                 "hint: pass self_index if target t is not source t, or self_loops=False"
             )
         return
-    check_device("gat_aggregate", "self_index", self_index, x.device)
+    check_device(name, "self_index", self_index, x.device)
     if self_index.shape != (num_targets,) or self_index.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"gat_aggregate: self_index has shape {tuple(self_index.shape)} and dtype "
+            f"{name}: self_index has shape {tuple(self_index.shape)} and dtype "
             f"{self_index.dtype}, not ({num_targets},) and int32 or int64"
         )
     if self_index.device.type == "cpu" and num_targets:
         low, high = (int(bound) for bound in self_index.aminmax())
         if low < 0 or high >= len(x):
             raise ValueError(
-                f"gat_aggregate: self_index has values from {low} to {high}, but there are "
+                f"{name}: self_index has values from {low} to {high}, but there are "
                 f"{len(x)} sources"
             )

@@ -1,5 +1,7 @@
 """Inner loops of the aggregations as numba intrinsics: sums of scaled rows, and dot products.
 
+The score of GATv2, `sum of a * leaky_relu(x + y)`, and its gradient are two more of these loops.
+
 LLVM vectorizes and unrolls such a loop to steps of about 64 columns, and processes the remaining
 columns one by one: all of them in a row of 16, 25 or 47 columns. Here a row is processed in vectors
 of 64 B, then of 16 B, and then one by one. Addresses are integers, as in memory.py; the caller
@@ -142,6 +144,66 @@ def _dot(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
     return zero(types.int64, types.int64, types.int64, zero), codegen
 
 
+def _select_positive(builder: Any, value: Any, positive: Any, other: Any) -> Any:
+    """Return `positive` where `value` > 0, otherwise `other`; all are chunks of the same type."""
+    zero = _broadcast(
+        builder, ir.Constant(getattr(value.type, "element", value.type), 0), value.type
+    )
+    return builder.select(builder.fcmp_ordered(">", value, zero), positive, other)
+
+
+def _leaky_dot(_typing: Any, _a: Any, _one: Any, _other: Any, _count: Any, slope: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        a, one, other, count, factor = args
+        sums = {}
+        for chunk in _chunks(factor.type):
+            sums[str(chunk)] = cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
+
+        def body(offset: Any, chunk: Any) -> None:
+            left, right = _load(builder, one, offset, chunk), _load(builder, other, offset, chunk)
+            value = builder.fadd(left, right)
+            scaled = builder.fmul(value, _broadcast(builder, factor, chunk))
+            value = _select_positive(builder, value, value, scaled)
+            total = builder.load(sums[str(chunk)])
+            total = _multiply_add(builder, _load(builder, a, offset, chunk), value, total)
+            builder.store(total, sums[str(chunk)])
+
+        _each_chunk(builder, count, factor.type, body)
+        total = ir.Constant(factor.type, 0)
+        for pointer in sums.values():
+            total = _add_lanes(builder, total, builder.load(pointer))
+        return total
+
+    return slope(types.int64, types.int64, types.int64, types.int64, slope), codegen
+
+
+def _add_leaky_slopes(
+    _typing: Any, _out: Any, _one: Any, _count: Any, rows: Any, weights: Any, slope: Any
+) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        out, one, count = args[:3]
+        sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[3:5])
+        scaled = [builder.fmul(scale, args[5]) for scale in scales]
+
+        def body(offset: Any, chunk: Any) -> None:
+            left, terms = _load(builder, one, offset, chunk), []
+            for source, scale, small in zip(sources, scales, scaled, strict=True):
+                value = builder.fadd(left, _load(builder, source, offset, chunk))
+                factors = (_broadcast(builder, factor, chunk) for factor in (scale, small))
+                terms.append(_select_positive(builder, value, *factors))
+            # in pairs, since the rounding error grows with the depth of a sum
+            while len(terms) > 1:
+                terms = [builder.fadd(*terms[at : at + 2]) for at in range(0, len(terms), 2)]
+            current = _load(builder, out, offset, chunk)
+            _store(builder, builder.fadd(current, terms[0]), out, offset)
+
+        _each_chunk(builder, count, scales[0].type, body)
+        return _context.get_dummy_value()
+
+    addresses = types.UniTuple(types.int64, rows.count)
+    return types.void(types.int64, types.int64, types.int64, addresses, weights, slope), codegen
+
+
 def _add_lanes(builder: Any, start: Any, value: Any) -> Any:
     if not isinstance(value.type, ir.VectorType):
         return builder.fadd(start, value)
@@ -162,3 +224,13 @@ scale_row: Any = intrinsic(_scale_row)
 
 # dot(one, other, count, zero): the dot product of `count` elements; `zero` is a 0 of their type
 dot: Any = intrinsic(_dot)
+
+
+# leaky_dot(a, one, other, count, slope): the dot product of `a` and leaky_relu(one + other), of
+# `count` elements of the type of `slope`
+leaky_dot: Any = intrinsic(_leaky_dot)
+
+
+# add_leaky_slopes(out, one, count, (row, ...), (weight, ...), slope): out += weight * d(one + row)
+# + ..., for one, two or four rows, where d is the derivative of the LeakyReLU: 1 or `slope`
+add_leaky_slopes: Any = intrinsic(_add_leaky_slopes)

@@ -142,7 +142,7 @@ def test_a_graph_of_another_size_is_reported_with_both_numbers(tmp_path, capsys)
         make(tmp_path / f"{name}-raw", "planted", shape, seed=3)
         prepare(tmp_path / f"{name}-raw", tmp_path / name)
     own = tmp_path / "own"
-    for model in ("sage", "gat"):
+    for model in ("sage", "gat", "gatv2"):
         run = tmp_path / f"run-{model}"
         assert main(["train", str(own), *TRAINING, "--model", model, "--out", str(run)]) == 0
         for name, words in (

@@ -16,7 +16,7 @@ from gcnzc.models import gnn
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 
-MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN, "gat": gnn.GAT}
+MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN, "gat": gnn.GAT, "gatv2": gnn.GATv2}
 LAYERS = 3
 COMBINATIONS = [
     {"norm": norm, "pre_norm": pre_norm, "residual": residual}
@@ -46,9 +46,15 @@ def dense_layer(layer, adjacency, x):
         return root[:, None] * looped * root[None, :] @ x @ layer.weight.T + layer.bias
     outs = []
     for head in range(layer.heads):
-        z = x @ layer.weight[head].T
-        score = z @ layer.source_attention[head] + (z @ layer.target_attention[head])[:, None]
-        score = functional.leaky_relu(score, 0.2).masked_fill(looped == 0, -torch.inf)
+        if isinstance(layer, gnn.GATv2Layer):
+            z = layer.source(x).view(len(x), layer.heads, -1)[:, head]
+            own = layer.target(x).view(len(x), layer.heads, -1)[:, head]
+            score = functional.leaky_relu(own[:, None] + z, 0.2) @ layer.attention[head]
+        else:
+            z = x @ layer.weight[head].T
+            score = z @ layer.source_attention[head] + (z @ layer.target_attention[head])[:, None]
+            score = functional.leaky_relu(score, 0.2)
+        score = score.masked_fill(looped == 0, -torch.inf)
         weight = looped * (score - score.amax(1, keepdim=True)).exp()
         outs.append(weight / weight.sum(1, keepdim=True) @ z)
     out = torch.cat(outs, 1) if layer.concatenate else torch.stack(outs).mean(0)
@@ -206,6 +212,39 @@ def test_gin_equals_pygs_convolution_and_scales_sums_of_samples():
         batch = Sampler(graph, [2]).sample(seeds, epoch=0)
         found = layer(batch.blocks[0], x[batch.nodes], x)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("concatenate", [True, False])
+def test_gatv2_equals_pygs_convolution(concatenate, bias):
+    conv = pytest.importorskip("torch_geometric.nn").GATv2Conv
+    graph = random_graph()
+    options = {"concatenate": concatenate, "dropout": 0.0, "skip": False, "bias": bias}
+    layer = gnn.GATv2Layer(7, 5, 3, **options).double()
+    pyg_layer = conv(7, 5, 3, concat=concatenate, bias=bias).double()
+    assert parameters(layer) == parameters(pyg_layer)
+    # the order of PyG's parameters: attention, output bias, source, target
+    names = {"att": "attention", "bias": "bias", "lin_l": "source", "lin_r": "target"}
+    pairs = []
+    for name, theirs in pyg_layer.named_parameters():
+        first, *rest = name.split(".")
+        ours = layer.get_parameter(".".join([names[first], *rest]))
+        torch.nn.init.normal_(theirs)
+        with torch.no_grad():
+            ours.copy_(theirs.view_as(ours))
+        pairs.append((ours, theirs))
+    block = Sampler(graph, [-1]).sample(torch.arange(60), epoch=0).blocks[0]
+    x = torch.randn(60, 7).double()
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = layer(block, one, one)
+    expected = pyg_layer(other, torch.stack(graph.edges()).long())
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    for result in (found, expected):
+        (result * weights).sum().backward()
+    torch.testing.assert_close(one.grad, other.grad)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad.view_as(ours))
 
 
 def test_the_old_name_of_batch_normalisation_works_until_0_3():

@@ -193,7 +193,7 @@ def test_python_values_are_converted_to_the_types_of_the_options():
     ("option", "value", "hint"),
     [
         ("optimizer", "foo", "choose one of adam, adamw, sgd, onebit-adam"),
-        ("model", "SAGE", "choose one of sage, gcn, gin, gat"),
+        ("model", "SAGE", "choose one of sage, gcn, gin, gat, gatv2"),
         ("epochs", "3", "its type is int"),
         ("epochs", True, "its type is int"),
         ("epochs", 2.5, "its type is int"),

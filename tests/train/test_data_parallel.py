@@ -106,7 +106,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("kind", [gnn.SAGE, gnn.GCN, gnn.GAT])
+@pytest.mark.parametrize("kind", [gnn.SAGE, gnn.GCN, gnn.GAT, gnn.GATv2])
 @pytest.mark.parametrize("inner", INNER)
 def test_gradients_of_shares_equal_those_of_the_whole(kind, inner, graph):
     # the embedding is sparse where the optimizer takes that

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gcnzc.exchange import Group, init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models import GAT, GCN, SAGE
+from gcnzc.models import GAT, GCN, SAGE, GATv2
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import inference as train_inference
 from gcnzc.train.inference import inference
@@ -175,7 +175,7 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
         nodes = torch.tensor([3, 50, 59, 50]) if some else None
         out = inference(model, graph, table, nodes=nodes, batch_nodes=7, group=group)
         found.append(out.clone())
-    for make_model, stack in itertools.product((SAGE, GCN, GAT), STACKS):
+    for make_model, stack in itertools.product((SAGE, GCN, GAT, GATv2), STACKS):
         stacked = make_model(30, 8, 4, **stack)
         for nodes in (None, torch.tensor([3, 50, 59, 50])):
             out = inference(
@@ -211,7 +211,7 @@ def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path)
     expected = outputs_of_all(None)
     shares = []
     for found, steps, num_bytes in results(world_size, tmp_path, work_on_outputs, per_machine):
-        assert len(found) == len(expected) == len(SPREAD) + 3 * len(STACKS) * 2
+        assert len(found) == len(expected) == len(SPREAD) + 4 * len(STACKS) * 2
         for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(mine, right), number
         assert steps[-1][0] == steps[-1][1]

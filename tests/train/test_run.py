@@ -68,7 +68,7 @@ STACK = {"norm": "layer", "residual": True, "input_linear": True}
 STACK |= {"output_linear": True, "jumping": "cat", "activation": "relu"}
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
 def test_a_deep_model_learns_and_is_evaluated_and_resumed(model, config, tmp_path):
     config = replace(config, model=model, layers=4, fanouts=(4, 4, 4, 4), heads=2, **STACK)
     line = train(replace(config, epochs=4), tmp_path / "run")
@@ -192,7 +192,7 @@ def test_training_does_not_change_the_callers_random_state(config, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "gatv2"])
 def test_every_model_reaches_nearly_the_best_possible_accuracy(model, config, tmp_path):
     line = train(replace(config, model=model, epochs=6, fanouts=(-1, -1)), tmp_path / "run")
     assert line["best_possible_accuracy"] > 0.8

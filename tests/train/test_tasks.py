@@ -66,10 +66,10 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert torch.equal(mine[name], value), name
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "gatv2"])
 @pytest.mark.parametrize("decoder", ["dot", "mlp"])
 def test_every_model_learns(model, decoder, config, tmp_path):
-    more = {"norm": "none" if model == "gat" else "batch", "dropout": 0.0}
+    more = {"norm": "none" if model in ("gat", "gatv2") else "batch", "dropout": 0.0}
     run = tmp_path / "run"
     line = train(replace(config, model=model, decoder=decoder, epochs=6, **more), run)
     assert line["metric"] == "auc"

@@ -86,7 +86,7 @@ def test_the_table_has_the_options_of_each_optimizer_and_model(graph):
     for choice, choices in (
         ("optimizer", ("adam", "adamw", "sgd", "onebit-adam", "onebit-lamb", "zero-one-adam")),
         ("optimizer", ("local-sgd", "diloco", "streaming-diloco", "co2")),
-        ("model", ("sage", "gcn", "gin", "gat")),
+        ("model", ("sage", "gcn", "gin", "gat", "gatv2")),
     ):
         for chosen in choices:
             recording = Recording(TrainConfig(data=graph, **{choice: chosen}))

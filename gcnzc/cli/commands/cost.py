@@ -59,8 +59,8 @@ class CostConfig:
     """steps to measure, after three steps of warm-up"""
     threads: int = 0
     """threads of torch and of the loader in each worker; 0: the defaults"""
-    model: Literal["sage", "gcn", "gat"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, or GAT"""
+    model: Literal["sage", "gcn", "gat", "gatv2"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, GAT, or GATv2"""
     task: Literal["node", "link"] = "node"
     """node classification, or link prediction"""
     fanouts: Fanouts = (15, 10, 5)
@@ -68,11 +68,11 @@ class CostConfig:
     batch_size: int = 1024
     """seed nodes or seed edges per minibatch of one worker"""
     hidden: int = 256
-    """hidden features; for GAT, per attention head"""
+    """hidden features; for GAT and GATv2, per attention head"""
     layers: int = 3
     """layers of the model, as many as fanouts"""
     heads: int = 4
-    """GAT: attention heads"""
+    """GAT and GATv2: attention heads"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the model trains; auto uses CUDA if there is a GPU"""
     seed: int = 0
