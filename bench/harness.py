@@ -1,9 +1,9 @@
-"""Time a function, and keep what was timed.
+"""Time functions, and record the results.
 
-A record is one JSON line: the case, the time, and the machine, commit and versions it came from.
-Records are only ever added to `bench/results/`; `bench/docs/plot.py` draws them. Ways that are
-compared with each other are timed in turns by `side_by_side`, so that a machine that slows down for
-a while slows all of them.
+A record is one JSON line with the case, the time, the machine, the commit and the versions. Lines
+are appended to files in `bench/results/`, and never changed; `bench/docs` draws and tabulates them.
+`side_by_side` interleaves the calls of functions that are compared, so that a temporary slowdown of
+the machine affects all of them.
 """
 
 import importlib.metadata
@@ -33,11 +33,11 @@ PACKAGES = ["torch", "triton", "numba", "numpy"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, over `calls` calls after warming up."""
+    """Seconds per call, over `calls` calls after the warm-up."""
 
     median_s: float
-    fast_s: float  # one call in five is faster
-    slow_s: float  # one call in five is slower
+    fast_s: float  # a fifth of the calls were faster
+    slow_s: float  # a fifth of the calls were slower
     calls: int
 
 
@@ -47,23 +47,27 @@ def measure(fn: Callable[[], object], *, calls: int = 50, warmup: int = 5) -> Ti
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], object]], rounds: int = 15, *, warmup: int = 2
+    functions: Mapping[str, Callable[[], object]], rounds: int = 15, *, warmup: int = 2
 ) -> dict[str, Timing]:
-    """Time several ways in turns: each is called once a round, every round in another order.
+    """Time several functions: a round calls each of them once, in a random order.
 
     Args:
-        ways: name to what is timed; each call is waited for.
-        rounds: timed calls of each way, at least 2.
-        warmup: rounds before, that are not counted.
+        functions: functions to time, by name; the GPU is waited for before and after each call.
+        rounds: number of timed calls of each function, at least 2.
+        warmup: number of rounds before them, which are not timed.
 
     Returns:
-        The name of each way to its timing.
+        The timing of each function by its name.
     """
     shuffler = random.Random(0)
-    taken = interleave(
-        ways, lambda name: _once(ways[name]), rounds, warm_up=warmup, shuffler=shuffler
+    times = interleave(
+        functions,
+        lambda name: _time_once(functions[name]),
+        rounds,
+        warm_up=warmup,
+        shuffler=shuffler,
     )
-    return {name: timing_of(seconds) for name, seconds in taken.items()}
+    return {name: timing_of(seconds) for name, seconds in times.items()}
 
 
 def record(
@@ -72,10 +76,10 @@ def record(
     """Print one result, append it to `results/<name>.jsonl`, and return the line's content.
 
     Args:
-        name: of the file.
-        case: what was measured, by words that tell it from the file's other lines.
-        timing: of the case, if it is a time.
-        derived: what follows from it, with units in the names.
+        name: name of the file without its suffix.
+        case: fields that distinguish the measured case from the other lines of the file.
+        timing: timing of the case, if it was timed.
+        derived: other results, whose names end in their units.
     """
     timed = {} if timing is None else asdict(timing)
     line = dict(case) | timed | derived | machine()
@@ -91,9 +95,10 @@ def record(
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, versions and commit; without git, GCNZC_COMMIT has the commit.
+    """Return the fields of a record that describe the machine, the versions and the commit.
 
-    With a GPU, `gpu_state` has its clocks, temperature, power and PCIe link.
+    The environment variable GCNZC_COMMIT replaces the commit of the git repository. With a GPU,
+    `gpu_state` has its clocks, temperature, power and PCIe link.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -123,7 +128,7 @@ def _gpu_state() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    # many lines may be recorded in a second
+    # cached for a second, in which many lines may be recorded
     return {"gpu_state": _gpu_state_at(str(getattr(properties, "uuid", "")), int(time.monotonic()))}
 
 
@@ -141,7 +146,7 @@ def _driver() -> str:
     return str(torch.version.cuda)
 
 
-def _once(fn: Callable[[], object]) -> float:
+def _time_once(fn: Callable[[], object]) -> float:
     wait = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
     wait()
     begin = time.perf_counter()
@@ -155,13 +160,13 @@ def _nothing() -> None:
 
 
 def timing_of(seconds: Sequence[float]) -> Timing:
-    """The median and the fifths of the times of calls, at least two."""
-    fifths = statistics.quantiles(seconds, n=5)
-    return Timing(statistics.median(seconds), fifths[0], fifths[3], len(seconds))
+    """Return the median and the outer quintiles of the times of at least two calls."""
+    quintiles = statistics.quantiles(seconds, n=5)
+    return Timing(statistics.median(seconds), quintiles[0], quintiles[3], len(seconds))
 
 
 def _version(name: str) -> str:
-    # a module that is loaded knows best: versions may be asked for in an environment of another
+    # prefer the version of an imported module, which may come from another environment
     loaded = getattr(sys.modules.get(name), "__version__", None)
     if loaded is not None:
         return str(loaded)

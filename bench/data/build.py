@@ -1,20 +1,22 @@
 """Measure the time and the memory of generating a graph and of building its CSC.
 
-Each case runs in a process of its own, so that its peak of memory is its own:
+Each case runs in its own process, so that its peak memory is measured separately:
 
     python -m bench.data.build                    all cases, recorded in results/build.jsonl
-    python -m bench.data.build --edges 1000000    the same on fewer edges
-    python -m bench.data.build --only generate    those whose way has this word
+    python -m bench.data.build --edges 1000000    the same with fewer edges
+    python -m bench.data.build --only generate    cases whose method contains this word
 
-`peak_bytes` of a build is what was resident at most while it ran, less what was resident before,
-when the edge list (two int64 arrays) was there already: so it counts the result, all that lies
-beside it, and not the list. `peak_over_result` divides it by the bytes of `indptr` and `indices`.
-Two ways are there to compare with: a copy of the edge list (no way of building can be faster than
-reading the edges and writing as many), and scipy's conversion of its COO matrix.
-Of `generate` everything that comes to be resident counts while the edges go by in chunks. `make` is
-the same with labels, features, the best possible accuracy and files in OGB's layout; resident are
-then also the pages of the files that it maps, which the system may take back. `edges_per_s` counts
-the edges of the list, each of which is used in both directions later.
+`peak_bytes` is the peak of the resident memory during the case, minus the resident memory before
+it. For a build, the edge list (two int64 arrays) is resident before it, so `peak_bytes` counts the
+result and temporary memory, but not the edge list. `peak_over_result` is `peak_bytes` divided by
+the bytes of `indptr` and `indices`. There are two baselines: a copy of the edge list, which is a
+lower bound of the time, since every build must read all edges and write as many; and scipy's
+conversion of a COO matrix to CSC.
+
+`generate` generates the edges in chunks and discards them. `make` also generates labels and
+features, computes the best possible accuracy, and writes files in OGB's layout. The peak of `make`
+includes pages of memory-mapped files, which the kernel can drop. `edges_per_s` counts the edges of
+the list; training later uses each of them in both directions.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,30 +41,30 @@ CALLS = 3
 
 
 def main() -> None:
-    """Run all cases, or in a process of its own the one that is told."""
+    """Measure all cases, each in a new process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--edges", type=int, default=100_000_000)
-    parser.add_argument("--only", default="", help="a part of the way's name")
+    parser.add_argument("--only", default="", help="a part of the method's name")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(run(**json.loads(args.case))))
+        print(json.dumps(measure_case(json.loads(args.case))))
         return
     for case in cases(args.edges):
         if args.only not in case["way"]:
             continue
         words = [sys.executable, "-m", "bench.data.build", "--case", json.dumps(case)]
-        told = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
-        timing = Timing(**told.pop("timing"))
-        record("build", case, timing, edges_per_s=case["edges"] / timing.median_s, **told)
+        result = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
+        timing = Timing(**result.pop("timing"))
+        record("build", case, timing, edges_per_s=case["edges"] / timing.median_s, **result)
 
 
 def cases(num_edges: int) -> list[dict[str, Any]]:
-    """Return the cases to measure: a way of building, and a graph."""
+    """Return the cases to measure: a method, under the key "way", and a graph."""
     nodes = {"uniform": num_edges // 100, "rmat": num_edges // 100, "sparse": num_edges}
     builds = [
-        {"way": way, "graph": graph, "nodes": nodes[graph], "edges": num_edges}
-        for way, graph in [
+        {"way": method, "graph": graph, "nodes": nodes[graph], "edges": num_edges}
+        for method, graph in [
             ("copy", "rmat"),
             ("scipy", "rmat"),
             ("build", "uniform"),
@@ -75,8 +77,9 @@ def cases(num_edges: int) -> list[dict[str, Any]]:
         ]
     ]
     generates = [
-        {"way": way, "graph": graph, "nodes": num_edges // 10, "edges": num_edges, "threads": count}
-        for way, graph in [("generate", "rmat"), ("generate", "planted")]
+        {"way": "generate", "graph": graph, "nodes": num_edges // 10, "edges": num_edges}
+        | {"threads": count}
+        for graph in ("rmat", "planted")
         for count in (1, 2)
     ]
     writes = [
@@ -86,37 +89,35 @@ def cases(num_edges: int) -> list[dict[str, Any]]:
     return [*builds, *generates, *writes]
 
 
-def run(way: str, graph: str, nodes: int, edges: int, threads: int = 2) -> dict[str, Any]:
-    """Time one case, after a small one that compiles what it needs."""
+def measure_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure one case, after a small case that compiles the functions it calls."""
+    method, graph, threads = case["way"], case["graph"], case.get("threads", 2)
     torch.set_num_threads(threads)
-    prepare = generating if threads_matter(way) else building
-    prepare(way, graph, 1000, 10_000, threads)()
-    deed = prepare(way, graph, nodes, edges, threads)
-    before = forget_peak()
-    result_bytes = deed()
-    peak_bytes = resident("VmHWM") - before
-    timing = measure(deed, calls=CALLS, warmup=0)
-    told = {"timing": asdict(timing), "peak_bytes": peak_bytes}
+    prepare = prepare_generation if method in ("generate", "make") else prepare_build
+    prepare(method, graph, 1000, 10_000, threads)()
+    function = prepare(method, graph, case["nodes"], case["edges"], threads)
+    before = reset_peak()
+    result_bytes = function()
+    peak_bytes = resident_bytes("VmHWM") - before
+    timing = measure(function, calls=CALLS, warmup=0)
+    result = {"timing": asdict(timing), "peak_bytes": peak_bytes}
     if result_bytes:
-        told["peak_over_result"] = peak_bytes / result_bytes
-    return told
+        result["peak_over_result"] = peak_bytes / result_bytes
+    return result
 
 
-def threads_matter(way: str) -> bool:
-    """Whether the way makes edges, and does not begin with a list of them."""
-    return way in ("generate", "make")
-
-
-def building(way: str, graph: str, nodes: int, edges: int, threads: int) -> Callable[[], int]:
+def prepare_build(
+    method: str, graph: str, nodes: int, edges: int, threads: int
+) -> Callable[[], int]:
     """Return a function that builds a graph from an edge list and returns its bytes."""
     src, dst = edge_list(graph, nodes, edges)
 
     def size_of(built: Graph) -> int:
         return built.indptr.nbytes + built.indices.nbytes
 
-    if way == "copy":
+    if method == "copy":
         return lambda: sum(end.nbytes for end in [src.copy(), dst.copy()])
-    if way == "scipy":
+    if method == "scipy":
         ones = np.ones(edges, np.int8)
         pairs = src.astype(np.int32), dst.astype(np.int32)
 
@@ -125,23 +126,25 @@ def building(way: str, graph: str, nodes: int, edges: int, threads: int) -> Call
             return matrix.indptr.nbytes + matrix.indices.nbytes
 
         return convert
-    if way == "check":
+    if method == "check":
         built = Graph.from_edges(src, dst, nodes)
         return lambda: size_of(Graph(built.indptr, built.indices))
-    if way == "build from CSR":
+    if method == "build from CSR":
         rows = Graph.from_edges(dst, src, nodes)
         return lambda: size_of(Graph.from_csr(rows.indptr, rows.indices))
-    choices: dict[str, Any] = {
+    options: dict[str, Any] = {
         "build": {},
         "build without duplicates": {"duplicates": "remove"},
         "build in both directions": {"bidirected": True},
-    }[way]
-    return lambda: size_of(Graph.from_edges(src, dst, nodes, **choices))
+    }[method]
+    return lambda: size_of(Graph.from_edges(src, dst, nodes, **options))
 
 
-def generating(way: str, graph: str, nodes: int, edges: int, threads: int) -> Callable[[], int]:
-    """Return a function that generates the edges of a graph and discards them."""
-    if way == "make":
+def prepare_generation(
+    method: str, graph: str, nodes: int, edges: int, threads: int
+) -> Callable[[], int]:
+    """Return a function that generates a graph, and returns 0."""
+    if method == "make":
         shape = Shape(nodes, edges, 16, 40)
 
         def write() -> int:
@@ -150,11 +153,10 @@ def generating(way: str, graph: str, nodes: int, edges: int, threads: int) -> Ca
             return 0
 
         return write
-    generator = rmat if graph == "rmat" else planted
-    made = generator(nodes, edges, 16, 40, threads=threads)
+    generator = (rmat if graph == "rmat" else planted)(nodes, edges, 16, 40, threads=threads)
 
     def generate() -> int:
-        for _ in made.edge_chunks():
+        for _ in generator.edge_chunks():
             pass
         return 0
 
@@ -173,13 +175,13 @@ def edge_list(graph: str, nodes: int, edges: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, nodes, (2, edges))
 
 
-def forget_peak() -> int:
-    """Set the peak of memory to what is resident now, and tell it."""
+def reset_peak() -> int:
+    """Reset the peak to the bytes of memory that are resident now, and return them."""
     Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
+    return resident_bytes("VmRSS")
 
 
-def resident(field: str) -> int:
+def resident_bytes(field: str) -> int:
     """Return the bytes of a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):

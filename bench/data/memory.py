@@ -1,11 +1,12 @@
-"""Measure the memory of preparing and training with features that are larger than it.
+"""Measure the memory of preparing and training with features that are larger than that memory.
 
     python -m bench.data.memory [--gigabytes 4] [--folder data/memory]
 
-Makes a graph whose features fill the given gigabytes on disk, prepares it, and trains one epoch
-on the prepared folder, each as the command a user types. Counted is memory that no other process
-shares and that the kernel cannot drop: anonymous pages and shared memory (RssAnon + RssShmem of
-/proc/PID/status, every 20 ms). Pages of mapped files are the page cache's, and are shown beside.
+It generates a graph whose features take the given number of gigabytes on disk, prepares it, and
+trains one epoch on the prepared folder, by the commands that a user would run.
+`unshared_peak_bytes` is the peak of the memory that the kernel cannot drop: anonymous pages and
+shared memory (RssAnon + RssShmem of /proc/PID/status, read every 20 ms). `mapped_peak_bytes` is the
+peak of pages of memory-mapped files (RssFile), which the kernel can drop.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def main() -> None:
         "train": ["train", prepared, "--epochs", 1, "--out", run, *model],
     }
     for name, words in commands.items():
-        seconds, peak, mapped = watched([sys.executable, "-m", "gcnzc", *map(str, words)])
+        seconds, peak, mapped = run_and_measure([sys.executable, "-m", "gcnzc", *map(str, words)])
         limit = LIMITS_GB[name]
         record(
             "memory",
@@ -49,12 +50,12 @@ def main() -> None:
             mapped_peak_bytes=mapped,
         )
         if limit is not None and peak > limit * 1e9:
-            print(f"{name}: {peak / 1e9:.2f} GB is over {limit} GB")
+            print(f"{name}: the peak of {peak / 1e9:.2f} GB exceeds {limit} GB")
     shutil.rmtree(options.folder)
 
 
-def watched(command: list[str]) -> tuple[float, int, int]:
-    """Run `command`; return its seconds, and the peaks of its unshared and its mapped bytes."""
+def run_and_measure(command: list[str]) -> tuple[float, int, int]:
+    """Run a command; return its seconds, and the peaks of its unshared and mapped bytes."""
     begin = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = mapped = 0

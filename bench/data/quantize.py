@@ -2,11 +2,12 @@
 
     python -m bench.data.quantize [GRAPH ...] [--forms FORM ...] [--seeds N] [--archives FOLDER]
 
-A graph is prepared once as float32 and from that in every other form, and the first recipe of
-bench/training/accuracy.py for it trains once a seed on each. Seeds draw the same initial weights,
-neighbours and dropout whatever the form, so that differences from float32 are also taken seed by
-seed. The error is that of the whole table, relative in the L2 norm. Without GRAPH those of
-`GRAPHS`.
+Each graph is prepared as float32, and from that in every other number format. The graph's first
+recipe in bench/training/accuracy.py trains on each format, once per seed. A seed determines the
+same initial weights, sampled neighbours and dropout for all formats, so that differences from
+float32 are also computed per seed. The error is the L2 norm of the difference of the feature
+tables, relative to the L2 norm of the float32 table. Without GRAPH, the graphs of `GRAPHS` are
+measured.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from bench.training import accuracy
 from gcnzc.graph import load
 
 GRAPHS = ("cora", "citeseer", "amazon_photo")
-# of `gcnzc prepare`, and by how many points of accuracy a form may differ from float32, if stated
-FORMS: dict[str, tuple[str, float | None]] = {
+# name of a format to its options of `gcnzc prepare`, and the largest documented difference of the
+# accuracy from float32, in percentage points, or None
+FORMATS: dict[str, tuple[str, float | None]] = {
     "float32": ("--feature-dtype float32", None),
     "float16": ("--feature-dtype float16", 0.1),
     "bfloat16": ("--feature-dtype bfloat16", 0.1),
@@ -36,113 +38,122 @@ FORMS: dict[str, tuple[str, float | None]] = {
     "int8": ("--feature-dtype int8", 0.3),
     "int8-columns": ("--feature-dtype int8 --scales columns", 0.3),
 }
-USUAL = tuple(form for form in FORMS if form != "float8_e5m2")
-# of a table that is compared at a time
-PART_ROWS = 1000
+DEFAULT_FORMATS = tuple(name for name in FORMATS if name != "float8_e5m2")
+# rows of a table that are compared at a time
+CHUNK_ROWS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every form of the graphs asked for."""
-    asked = options(argv)
+    """Measure the formats and graphs of the command line."""
+    options = parse(argv)
     lines: list[dict[str, Any]] = []
-    for graph in asked.graphs:
+    for graph in options.graphs:
         recipe = next(recipe for recipe in accuracy.RECIPES if recipe.graph == graph)
         with tempfile.TemporaryDirectory() as folder:
-            made, archive = Path(folder) / "made", asked.archives / graph / f"{graph}.npz"
-            accuracy.gcnzc(accuracy.words_of(accuracy.MADE_BY[graph], ARCHIVE=archive, GRAPH=made))
+            exact_folder = Path(folder) / "exact"
+            archive = options.archives / graph / f"{graph}.npz"
+            words = accuracy.words_of(accuracy.MADE_BY[graph], ARCHIVE=archive, GRAPH=exact_folder)
+            accuracy.gcnzc(words)
             exact = None
-            for form in asked.forms:
+            for form in options.forms:
                 stored = Path(folder) / form
-                words = f"prepare MADE STORED {FORMS[form][0]}"
-                accuracy.gcnzc(accuracy.words_of(words, MADE=made, STORED=stored))
-                line = measure(recipe, form, stored, made, asked.seeds, exact)
+                command = f"prepare EXACT STORED {FORMATS[form][0]}"
+                accuracy.gcnzc(accuracy.words_of(command, EXACT=exact_folder, STORED=stored))
+                line = measure(recipe, form, stored, exact_folder, options.seeds, exact)
                 exact = exact or line["tests_percent"]
                 lines.append(line)
     print_table(lines)
 
 
-def options(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(accuracy.MADE_BY)
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=known)
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=USUAL, metavar="FORM")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on; at least 2")
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=FORMATS,
+        default=DEFAULT_FORMATS,
+        metavar="FORM",
+        help=f"number formats: {', '.join(FORMATS)}",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 2")
     parser.add_argument("--archives", type=Path, default=accuracy.ARCHIVES)
-    asked = parser.parse_args(argv)
-    asked.graphs = list(dict.fromkeys(asked.graphs or GRAPHS))
-    if unknown := [graph for graph in asked.graphs if graph not in accuracy.MADE_BY]:
-        parser.error(f"no recipe for {', '.join(unknown)}; there are {known}")
-    if asked.seeds < 2:
-        parser.error("a spread needs at least two seeds")
-    # what the others are compared with comes first
-    asked.forms = list(dict.fromkeys(["float32", *asked.forms]))
-    return asked
+    options = parser.parse_args(argv)
+    options.graphs = list(dict.fromkeys(options.graphs or GRAPHS))
+    if unknown := [graph for graph in options.graphs if graph not in accuracy.MADE_BY]:
+        parser.error(f"no recipe for {', '.join(unknown)}; recipes exist for {known}")
+    if options.seeds < 2:
+        parser.error("a standard deviation needs at least two seeds")
+    # first, since the others are compared with it
+    options.forms = list(dict.fromkeys(["float32", *options.forms]))
+    return options
 
 
 def measure(
     recipe: accuracy.Recipe,
     form: str,
     stored: Path,
-    made: Path,
+    exact_folder: Path,
     seeds: int,
     exact: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """Train once a seed on one form of a graph, and record what that came to.
+    """Train once per seed on one format of a graph, and record the results.
 
     Args:
-        recipe: of the graph.
-        form: of `FORMS`, in which `stored` is.
-        stored: the prepared folder.
-        made: that of the features as they are.
-        seeds: how many.
-        exact: test figures of float32 by seed, in percent; None for float32 itself.
+        recipe: options of training on the graph.
+        form: name of the format of `stored`, a key of `FORMATS`.
+        stored: prepared folder with features in this format.
+        exact_folder: prepared folder with the original features.
+        seeds: number of seeds.
+        exact: test scores with float32 by seed, in percent; None for float32 itself.
     """
     words = f"train GRAPH {recipe.options}"
     results, begin = [], time.perf_counter()
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as runs:
-            here = ["--seed", str(seed), "--out", str(Path(runs) / "run")]
-            run = accuracy.gcnzc([*accuracy.words_of(words, GRAPH=stored), *here])
-            results.append(json.loads(run))
+            more = ["--seed", str(seed), "--out", str(Path(runs) / "run")]
+            output = accuracy.gcnzc([*accuracy.words_of(words, GRAPH=stored), *more])
+            results.append(json.loads(output))
     metric = results[0]["metric"]
     tests = [100 * result[f"test_{metric}"] for result in results]
-    mean, limit = statistics.mean(tests), FORMS[form][1]
+    mean, limit = statistics.mean(tests), FORMATS[form][1]
     differences = [one - other for one, other in zip(tests, exact or tests, strict=True)]
     difference = statistics.mean(differences)
-    about = load.info(stored)["features"]
+    features = load.info(stored)["features"]
     return harness.record(
         "quantize",
         {"graph": recipe.graph, "model": results[0]["model"], "form": form},
         metric=metric,
-        relative_error=relative_error(made, stored),
-        row_bytes=about["columns"] * getattr(torch, about["dtype"]).itemsize,
+        relative_error=relative_error(exact_folder, stored),
+        row_bytes=features["columns"] * getattr(torch, features["dtype"]).itemsize,
         test_percent=mean,
         spread_percent=statistics.stdev(tests),
         tests_percent=tests,
-        # seed by seed; the mean is that of the two means' difference
+        # per seed; the mean of the differences equals the difference of the means
         difference_percent=difference,
         difference_spread_percent=statistics.stdev(differences),
         limit_percent=limit,
         within=None if limit is None else abs(difference) <= limit,
         run_s=(time.perf_counter() - begin) / seeds,
         command=f"gcnzc {words}",
-        made_by=f"gcnzc prepare GRAPH GRAPH {FORMS[form][0]}",
+        made_by=f"gcnzc prepare GRAPH GRAPH {FORMATS[form][0]}",
     )
 
 
-def relative_error(made: Path, stored: Path) -> float:
+def relative_error(exact_folder: Path, stored: Path) -> float:
     """Return the L2 norm of the difference of two folders' features, relative to the first's."""
-    exact, found = load.load(made).table, load.load(stored).table
-    assert exact is not None, "a graph with a recipe has features"
-    assert found is not None, "and so has what is prepared of it"
-    off = size = 0.0
-    for begin in range(0, len(exact), PART_ROWS):
-        ids = torch.arange(begin, min(begin + PART_ROWS, len(exact)))
+    exact, quantized = load.load(exact_folder).table, load.load(stored).table
+    assert exact is not None, "graphs with a recipe have features"
+    assert quantized is not None, "preparing keeps the features"
+    difference = total = 0.0
+    for begin in range(0, len(exact), CHUNK_ROWS):
+        ids = torch.arange(begin, min(begin + CHUNK_ROWS, len(exact)))
         rows = exact.gather(ids).double()
-        off += float((found.gather(ids).double() - rows).square().sum())
-        size += float(rows.square().sum())
-    return float((off / size) ** 0.5)
+        difference += float((quantized.gather(ids).double() - rows).square().sum())
+        total += float(rows.square().sum())
+    return float((difference / total) ** 0.5)
 
 
 def print_table(lines: Iterable[dict[str, Any]]) -> None:
@@ -153,13 +164,13 @@ def print_table(lines: Iterable[dict[str, Any]]) -> None:
     )
     for line in lines:
         test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"
-        off = f"{line['difference_percent']:+.2f} ± {line['difference_spread_percent']:.2f}"
-        told = ""
+        difference = f"{line['difference_percent']:+.2f} ± {line['difference_spread_percent']:.2f}"
+        verdict = ""
         if line["limit_percent"] is not None:
-            told = f"  {'within' if line['within'] else 'NOT within'} {line['limit_percent']}"
+            verdict = f"  {'within' if line['within'] else 'NOT within'} {line['limit_percent']}"
         print(
             f"{line['graph']:22}{line['model']:6}{line['form']:15}{line['row_bytes']:>10,}"
-            f"{line['relative_error']:>10.1e}{test:>15}{off:>15}{told}"
+            f"{line['relative_error']:>10.1e}{test:>15}{difference:>15}{verdict}"
         )
 
 

@@ -2,12 +2,12 @@
 
     python -m bench.data.shared_memory [--megabytes 200] [--workers 1 2 4] [--folder FOLDER]
 
-Makes a graph whose features fill the given megabytes, in OGB's layout and prepared. The workers are
-processes of their own. Each computes on a small graph first, so that what an interpreter with torch
-and compiled kernels takes, `idle_bytes`, is not counted. Then they load the graph, read all of it
-(`loaded_bytes`), and compute the outputs of a model for all nodes, which they keep
-(`evaluated_bytes`). All are sums over the workers of the proportional set size (Pss of
-/proc/PID/smaps_rollup), in which a page that several processes share counts once.
+It generates a graph whose features take the given number of megabytes, in OGB's layout and
+prepared. Each worker is a process. All workers first compute the outputs of a model on a small
+graph, so that the memory of Python, torch and compiled kernels (`idle_bytes`) can be subtracted.
+Then they load the graph and read all of it (`loaded_bytes`), and compute and keep the outputs of a
+model for all nodes (`evaluated_bytes`). Each figure is the sum over the workers of the proportional
+set size (Pss of /proc/PID/smaps_rollup), in which a page shared by several processes counts once.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from gcnzc.train.inference import inference
 from gcnzc.train.shared_data import load_shared
 
 NUM_FEATURES, HIDDEN, CLASSES = 512, 64, 16
-ALLOWED = 0.1  # more than one worker uses
+# largest memory of several workers, relative to that of one worker, minus 1
+LIMIT = 0.1
 
 
 def main() -> None:
@@ -53,21 +54,21 @@ def main() -> None:
         make(options.folder / name, "rmat", shape, seed=0)
     prepare(options.folder / "ogb", options.folder / "prepared")
     for layout in ("ogb", "prepared"):
-        alone = 0
+        first = 0
         for workers in options.workers:
-            found = measured(workers, options.folder / "small", options.folder / layout)
-            alone = alone or found["loaded_bytes"]
-            more = found["loaded_bytes"] / alone - 1
+            memory = measure(workers, options.folder / "small", options.folder / layout)
+            first = first or memory["loaded_bytes"]
+            more = memory["loaded_bytes"] / first - 1
             case = {"layout": layout, "workers": workers, "nodes": nodes}
             case["feature_bytes"] = nodes * NUM_FEATURES * 4
-            record("shared_memory", case, None, **found, more_than_first=more)
-            if more > ALLOWED:
-                print(f"{workers} workers use {more:.0%} more than {options.workers[0]}")
+            record("shared_memory", case, None, **memory, more_than_first=more)
+            if more > LIMIT:
+                print(f"{workers} workers use {more:.0%} more memory than {options.workers[0]}")
     shutil.rmtree(options.folder)
 
 
-def measured(workers: int, *folders: Path) -> dict[str, int]:
-    """Return what the workers of one run measured."""
+def measure(workers: int, *folders: Path) -> dict[str, int]:
+    """Start workers, and return the sums of the memory that they measured."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
@@ -91,33 +92,33 @@ def measured(workers: int, *folders: Path) -> dict[str, int]:
     outputs = [process.communicate()[0] for process in processes]
     codes = [process.returncode for process in processes]
     if any(codes):
-        raise SystemExit(f"error: the workers ended with {codes}")
+        raise SystemExit(f"error: the workers exited with {codes}")
     return dict(json.loads(outputs[0]))
 
 
 def work(small: Path, folder: Path) -> None:
-    """Run one worker; the first one prints the memory of all."""
+    """Run one worker; rank 0 prints the memory of all workers."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with init_group() as group:
         data = load_shared(small, group)
         read(data)
-        computed(data, group)
+        compute_outputs(data, group)
         del data
-        idle = sum_of_all(group)
+        idle = total_bytes(group)
         data = load_shared(folder, group)
         read(data)
-        loaded = sum_of_all(group)
-        outputs = computed(data, group)
-        evaluated = sum_of_all(group)
+        loaded = total_bytes(group)
+        outputs = compute_outputs(data, group)
+        evaluated = total_bytes(group)
         assert len(outputs) == data.graph.num_nodes
         if group.rank == 0:
-            grown = {"loaded_bytes": loaded - idle, "evaluated_bytes": evaluated - idle}
-            print(json.dumps({"idle_bytes": idle} | grown))
+            added = {"loaded_bytes": loaded - idle, "evaluated_bytes": evaluated - idle}
+            print(json.dumps({"idle_bytes": idle} | added))
 
 
-def sum_of_all(group: Group) -> int:
-    """Return the bytes of all workers, which wait until all are counted."""
+def total_bytes(group: Group) -> int:
+    """Return the bytes of all workers, which are read when all workers have called this."""
     run(all_gather_scalar(0), group)
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     kilobytes = int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
@@ -126,14 +127,14 @@ def sum_of_all(group: Group) -> int:
 
 def read(data: Dataset) -> None:
     """Read every page of a graph."""
-    assert data.table is not None, "the graph was made with features"
-    for part in (data.graph.indptr, data.graph.indices, data.labels, data.table.rows):
-        part.sum()
+    assert data.table is not None, "the graph is generated with features"
+    for array in (data.graph.indptr, data.graph.indices, data.labels, data.table.rows):
+        array.sum()
 
 
-def computed(data: Dataset, group: Group) -> torch.Tensor:
+def compute_outputs(data: Dataset, group: Group) -> torch.Tensor:
     """Compute the outputs of a model for all nodes."""
-    assert data.table is not None, "the graph was made with features"
+    assert data.table is not None, "the graph is generated with features"
     model = SAGE(NUM_FEATURES, HIDDEN, data.num_classes, num_layers=2)
     return inference(model, data.graph, data.table, group=group)
 
