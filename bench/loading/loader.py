@@ -94,7 +94,7 @@ class Rival:
         )
         rival = cls(name, process, [], {})
         response = rival._read_response()
-        rival.configurations, rival.versions = response["ways"], response["versions"]
+        rival.configurations, rival.versions = response["configurations"], response["versions"]
         return rival
 
     def measure(
@@ -103,7 +103,7 @@ class Rival:
         """Time `batches` batches after the skipped ones, starting at seed number `begin`."""
         num_seeds = (batches + SKIPPED) * BATCH_SIZE
         request = {
-            "way": configuration,
+            "configuration": configuration,
             "seeds": str(seeds),
             "begin": begin,
             "end": begin + num_seeds,

@@ -11,7 +11,7 @@ dgl = import_dgl()
 def make(folder):
     """Return the measured configurations by name, and versions."""
     indptr, indices, features = arrays(folder)
-    # int64, for blocks of int32 graphs are corrupt
+    # int64, since DGL corrupts the blocks of int32 graphs
     sources = torch.from_numpy(indices).long()
     graph = dgl.graph(("csc", (torch.from_numpy(indptr), sources, [])))
     assert graph.idtype == torch.int64
@@ -22,7 +22,7 @@ def make(folder):
         prefetch = ["features"] if prefetched else None
         sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=prefetch)
 
-        def way(seeds):
+        def batches(seeds):
             loader = dgl.dataloading.DataLoader(
                 graph,
                 torch.from_numpy(seeds),
@@ -35,16 +35,16 @@ def make(folder):
                 assert x.shape == (len(nodes), features.shape[1])
                 yield len(nodes), sum(block.num_edges() for block in blocks)
 
-        return way
+        return batches
 
     plain = dgl.dataloading.NeighborSampler(FANOUTS)
 
-    def alone(seeds):
-        for part in torch.from_numpy(seeds).split(BATCH_SIZE):
-            nodes, _, blocks = plain.sample(graph, part)
+    def sample(seeds):
+        for ids in torch.from_numpy(seeds).split(BATCH_SIZE):
+            nodes, _, blocks = plain.sample(graph, ids)
             yield len(nodes), sum(block.num_edges() for block in blocks)
 
-    ways = {
+    configurations = {
         f"loader, {workers} workers, features {'prefetched' if prefetched else 'indexed'}": load(
             workers, prefetched
         )
@@ -52,7 +52,7 @@ def make(folder):
         for prefetched in (True, False)
     }
     versions = {"dgl": dgl.__version__, "torch": torch.__version__}
-    return ways | {"sampling": alone}, versions
+    return configurations | {"sampling": sample}, versions
 
 
 serve(make)

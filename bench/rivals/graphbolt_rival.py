@@ -15,7 +15,7 @@ def make(folder):
     )
 
     def load(workers, with_features):
-        def way(seeds):
+        def batches(seeds):
             items = gb.ItemSet(torch.from_numpy(seeds), names="seed_nodes")
             pipe = gb.ItemSampler(items, batch_size=BATCH_SIZE, shuffle=False)
             pipe = pipe.sample_neighbor(graph, FANOUTS)
@@ -28,11 +28,11 @@ def make(folder):
                 layers = batch.sampled_subgraphs
                 yield nodes, sum(len(layer.sampled_csc.indices) for layer in layers)
 
-        return way
+        return batches
 
-    ways = {f"loader, {workers} workers": load(workers, True) for workers in (0, 1, 2)}
+    configurations = {f"loader, {workers} workers": load(workers, True) for workers in (0, 1, 2)}
     versions = {"dgl": dgl.__version__, "torch": torch.__version__}
-    return ways | {"loader without features": load(0, False)}, versions
+    return configurations | {"loader without features": load(0, False)}, versions
 
 
 serve(make)

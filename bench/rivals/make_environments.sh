@@ -1,7 +1,7 @@
 #!/bin/sh
-# Make the environments of the rivals that bench/loading/loader.py compares with: FOLDER/pyg and
-# FOLDER/graphbolt. torch-scatter and torch-sparse have no wheel for this torch and are compiled,
-# which takes two cores about half an hour. What is there already is left as it is.
+# Create the Python environments in which bench/loading/loader.py runs PyG and GraphBolt: FOLDER/pyg
+# and FOLDER/graphbolt. torch-scatter and torch-sparse have no wheels for this torch and are compiled,
+# which takes about half an hour on two cores. Working environments that exist are kept.
 #
 # usage: bench/rivals/make_environments.sh FOLDER [PYTHON3.11]
 set -eu
@@ -9,7 +9,7 @@ folder=${1:?"usage: make_environments.sh FOLDER [PYTHON3.11]"}
 python=${2:-python3.11}
 mkdir -p "$folder"
 
-# the last versions of DGL, torch and torchdata that GraphBolt's wheel works with
+# the newest versions of DGL, torch and torchdata with which GraphBolt's wheel works
 if ! "$folder/graphbolt/bin/python" -c "import dgl.graphbolt" 2>/dev/null; then
     rm -rf "$folder/graphbolt"
     "$python" -m venv "$folder/graphbolt"
@@ -22,6 +22,6 @@ if ! "$folder/pyg/bin/python" -c "import torch_geometric, torch_sparse" 2>/dev/n
     "$python" -m venv "$folder/pyg"
     "$folder/pyg/bin/pip" install "torch==2.13.0" "torch_geometric==2.8.1" numpy scipy scikit-learn psutil \
         setuptools wheel
-    # they look for the installed torch while they are compiled
+    # without build isolation, since their builds import the installed torch
     "$folder/pyg/bin/pip" install --no-build-isolation "torch-scatter==2.1.2" "torch-sparse==0.6.18"
 fi

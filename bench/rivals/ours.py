@@ -20,7 +20,7 @@ def make(folder):
         return len(batch.nodes), sum(block.num_edges for block in batch.blocks)
 
     def load(threads):
-        def way(seeds):
+        def batches(seeds):
             ids = torch.from_numpy(seeds)
             loader = Loader(
                 graph,
@@ -36,15 +36,15 @@ def make(folder):
                 assert batch.x.shape == (len(batch.nodes), table.num_columns)
                 yield sizes(batch)
 
-        return way
+        return batches
 
-    def alone(seeds):
-        for part in torch.from_numpy(seeds).split(BATCH_SIZE):
-            yield sizes(sampler.sample(part, epoch=0))
+    def sample(seeds):
+        for ids in torch.from_numpy(seeds).split(BATCH_SIZE):
+            yield sizes(sampler.sample(ids, epoch=0))
 
-    ways = {f"loader, {threads} threads": load(threads) for threads in (1, 2, 3)}
+    configurations = {f"loader, {threads} threads": load(threads) for threads in (1, 2, 3)}
     versions = {"gcnzc": gcnzc.__version__, "torch": torch.__version__}
-    return ways | {"sampling": alone}, versions
+    return configurations | {"sampling": sample}, versions
 
 
 serve(make)

@@ -1,8 +1,11 @@
-"""Train PyG's link prediction for one seed: its link loader, GraphSAGE layers and MLP.
+"""Train link prediction for one seed with PyG: its link loader, GraphSAGE layers and MLP.
 
-usage: pyg_link.py FOLDER OPTIONS, a prepared folder with a split of edges and a JSON object of
-hidden, fanouts, batch_size, epochs, lr, seed and norm_over: batch normalisation in training is over
-"all" nodes of a minibatch, or over those that neighbours were "drawn" for. Prints one object.
+    python pyg_link.py FOLDER OPTIONS
+
+FOLDER is a prepared folder with a split of edges. OPTIONS is a JSON object with the keys hidden,
+fanouts, batch_size, epochs, lr, seed and norm_over. In training, batch normalization is over "all"
+nodes of a minibatch, or over the nodes whose neighbours were sampled ("drawn"), as norm_over says.
+The program prints the results as a JSON object.
 """
 
 import json
@@ -23,7 +26,7 @@ from torch_geometric.sampler import NegativeSampling
 
 
 class SAGE(torch.nn.Module):
-    """Two layers with the mean of the neighbours, and an MLP on the product of two nodes' rows."""
+    """Two GraphSAGE layers with mean aggregation, and an MLP on the product of two embeddings."""
 
     def __init__(self, columns, hidden):
         super().__init__()
@@ -32,15 +35,15 @@ class SAGE(torch.nn.Module):
         self.decoder = MLP([hidden, hidden, hidden, 1], norm=None)
 
     def forward(self, x, edge_index, norm_over="all"):
-        """Compute a row of `hidden` columns for every node."""
+        """Return the embeddings of all nodes, (N, hidden)."""
         x = self.layers[0](x, edge_index)
         if norm_over == "drawn":
-            # the outermost nodes have no neighbours here, and no use for the rows of others
-            drawn = torch.zeros(len(x), dtype=torch.bool)
-            drawn[edge_index[1]] = True
-            normalised = torch.zeros_like(x)
-            normalised[drawn] = self.norm(x[drawn])
-            x = normalised.relu()
+            # the outermost nodes have no sampled neighbours, and the next layer does not use them
+            is_sampled = torch.zeros(len(x), dtype=torch.bool)
+            is_sampled[edge_index[1]] = True
+            normalized = torch.zeros_like(x)
+            normalized[is_sampled] = self.norm(x[is_sampled])
+            x = normalized.relu()
         else:
             x = self.norm(x).relu()
         return self.layers[1](x, edge_index)
@@ -51,7 +54,7 @@ class SAGE(torch.nn.Module):
 
 
 def main(folder, options):
-    """Train, and test the model that is best on the validation edges."""
+    """Train, and return the test AUC of the epoch with the best validation AUC."""
     torch.manual_seed(options["seed"])
     data, links = read(folder)
     loader = LinkNeighborLoader(
@@ -96,7 +99,7 @@ def main(folder, options):
 
 
 def read(folder):
-    """Return the message-passing graph, and pairs by the names of their files."""
+    """Return the graph for message passing, and the node pairs of each file in links/ by name."""
     meta = json.loads((folder / "meta.json").read_text())
     indptr, indices = np.load(folder / "indptr.npy"), np.load(folder / "indices.npy")
     targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
@@ -110,14 +113,15 @@ def read(folder):
 
 
 def auc(model, rows, links, part):
-    """Return the area under the ROC curve, from the ranks of the edges among all pairs."""
+    """Return the area under the ROC curve, computed from the ranks of the positive edges."""
     positives, negatives = (
         model.scores(rows[pairs[0]], rows[pairs[1]])
         for pairs in (links[part], links[f"{part}_negatives"])
     )
-    places = rankdata(torch.cat([positives, negatives]).numpy())[: len(positives)]
-    above = places.sum() - len(positives) * (len(positives) + 1) / 2
-    return float(above / (len(positives) * len(negatives)))
+    ranks = rankdata(torch.cat([positives, negatives]).numpy())[: len(positives)]
+    # pairs of a positive and a negative edge in which the positive edge has the higher score
+    ordered_pairs = ranks.sum() - len(positives) * (len(positives) + 1) / 2
+    return float(ordered_pairs / (len(positives) * len(negatives)))
 
 
 print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))

@@ -17,7 +17,7 @@ def make(folder):
     data = Data(x=torch.from_numpy(features), edge_index=edges, num_nodes=len(features))
 
     def load(workers):
-        def way(seeds):
+        def batches(seeds):
             loader = NeighborLoader(
                 data,
                 FANOUTS[::-1],
@@ -30,7 +30,7 @@ def make(folder):
                 assert batch.x.shape == (batch.num_nodes, features.shape[1])
                 yield batch.num_nodes, batch.num_edges
 
-        return way
+        return batches
 
     versions = {
         "torch_geometric": torch_geometric.__version__,

@@ -1,7 +1,7 @@
-"""Serve timings of a system from a process in its own environment.
+"""Serve the timings of one system, from a process in the Python environment of that system.
 
-Requests and answers are lines of JSON on stdin and stdout. Only one process works at a time: while
-the others wait for their next request they have no threads or workers that do anything.
+Requests and responses are lines of JSON on stdin and stdout. Only one process works at a time: the
+others wait for their next request, without active threads or workers.
 """
 
 import json
@@ -17,8 +17,8 @@ FANOUTS = [15, 10, 5]  # input layer first
 BATCH_SIZE = 1024
 COLUMNS = 100
 
-# a way makes batches of consecutive seeds, and yields each one's numbers of nodes and edges
-Way = Callable[[np.ndarray], Iterator[tuple[int, int]]]
+# samples minibatches of consecutive seeds, and yields the numbers of nodes and edges of each
+Configuration = Callable[[np.ndarray], Iterator[tuple[int, int]]]
 
 
 def arrays(folder: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -28,28 +28,30 @@ def arrays(folder: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def serve(make: Callable[[str], tuple[dict[str, Way], dict[str, str]]]) -> None:
-    """Answer requests until stdin ends.
+def serve(make: Callable[[str], tuple[dict[str, Configuration], dict[str, str]]]) -> None:
+    """Respond to requests until stdin ends.
 
     Args:
-        make: from the folder of the graph to the ways by name, and the versions of what they use.
+        make: function from the folder of the graph to the configurations by name, and to the
+            versions of the libraries by name.
     """
-    # libraries may print; only answers go to the real stdout
-    answers = os.fdopen(os.dup(1), "w")
+    # libraries may print: send their output to stderr, and responses to the original stdout
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    ways, versions = make(sys.argv[1])
-    print(json.dumps({"ways": list(ways), "versions": versions}), file=answers, flush=True)
+    configurations, versions = make(sys.argv[1])
+    response = {"configurations": list(configurations), "versions": versions}
+    print(json.dumps(response), file=responses, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         seeds = np.load(request["seeds"])[request["begin"] : request["end"]]
-        answer = timed(ways[request["way"]](seeds), request["skip"])
-        print(json.dumps(answer), file=answers, flush=True)
+        batches = configurations[request["configuration"]](seeds)
+        print(json.dumps(time_batches(batches, request["skip"])), file=responses, flush=True)
 
 
-def timed(batches: Iterator[tuple[int, int]], skip: int) -> dict[str, float]:
-    """Return the seconds from batch `skip` to the last one, and the mean sizes of all batches.
+def time_batches(batches: Iterator[tuple[int, int]], skip: int) -> dict[str, float]:
+    """Return the seconds from batch number `skip` to the last one, and the mean batch sizes.
 
-    The first batches pay for the start of threads and workers.
+    The first `skip` batches are not timed, since threads and workers start during them.
     """
     arrived_s, sizes = [], []
     for size in batches:
