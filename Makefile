@@ -31,13 +31,16 @@ GPU_RULES_TESTS := '$(SCHEDULES)[TransferProgram-0]' '$(SCHEDULES)[LoaderProgram
 # bin/install leaves bytecode to the first import of a module
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-ptx test-gpu-rules test-all lint docs gpu-session clean
+.PHONY: demo test test-processes test-ptx test-gpu-rules test-all lint docs gpu-session clean
 
 demo: $(READY)  ## train on the built-in graph
 	$(BIN)/gcnzc train --epochs 3
 
 test: $(TESTS_READY)  ## the test suite
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not (slow or compiled)"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TRITON_CASES) -m "not (slow or compiled or processes)"
+
+test-processes: $(TESTS_READY)  ## commands that are interrupted or killed, several workers and machines
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "processes and not slow"
 
 test-ptx: $(TESTS_READY)  ## the tests of Triton kernels, as compiled code that the CPU executes
 	$(RUN_PTX) -m "(triton or budget) and not slow" --ptx-cases 8 $(PTX_TESTS)

@@ -45,6 +45,7 @@ def test_at_most_five_lines_differ(script):
 OFTEN = ("dgl_node", "pyg_node")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "script",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS],

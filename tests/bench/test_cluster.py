@@ -281,6 +281,7 @@ def test_a_machine_can_be_disconnected_and_reconnected(delay_ms):
             wait_for_one(cluster)
 
 
+@pytest.mark.processes
 @needs_namespaces
 def test_workers_reduce_until_a_link_breaks():
     with Cluster(2, 100, 1) as cluster:

@@ -36,6 +36,7 @@ def test_formulas_equal_the_virtual_clock(kind, name, size):
     assert max(ran.seconds) == pytest.approx(expected)
 
 
+@pytest.mark.processes
 def test_a_small_run_records_all_algorithms(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     words = "collectives.py --links here --workers 2 --kinds Sum AllToAll --most-bytes 64 --step 16"

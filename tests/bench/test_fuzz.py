@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("cases", [40, pytest.param(220, marks=pytest.mark.slow)])
 def test_every_invalid_input_ends_a_command_with_an_error_and_a_hint(cases, tmp_path):
     report = tmp_path / "report.json"

@@ -46,6 +46,7 @@ def test_the_cache_folder_can_be_set(cache, monkeypatch):
     assert builtin_graph.folder() == cache / "mine" / builtin_graph.NAME
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_can_generate_it_at_once(cache):
     program = (

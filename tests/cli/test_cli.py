@@ -508,6 +508,7 @@ for words in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 def test_a_flipped_bit_in_a_graph_never_ends_a_command_by_a_signal(graph, tmp_path):
     commands = []
     for name, place in (("indices.npy", 4096 + 4 * 700 + 3), ("indptr.npy", 4096 + 8 * 700 + 5)):

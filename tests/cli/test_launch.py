@@ -110,6 +110,7 @@ def epochs(run):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.processes
 def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "25")
@@ -142,6 +143,7 @@ def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
     assert not list(run.glob("*.partial*"))
 
 
+@pytest.mark.processes
 def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
@@ -224,6 +226,7 @@ def test_runs_have_different_random_run_ids(tmp_path, monkeypatch):
     assert {(each.version, each.variant) for each in found} == {(4, uuid.RFC_4122)}
 
 
+@pytest.mark.processes
 def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -34,6 +34,7 @@ def torchrun(graph, run, per_node, *words, machines="2"):
     return [*launcher, *sizes, "--out", str(run), *words]
 
 
+@pytest.mark.processes
 def test_torchrun_trains_on_two_machines(graph, tmp_path):
     run = tmp_path / "run"
     with cluster.Cluster(workers=2, mbit_per_s=200) as machines:

@@ -69,6 +69,7 @@ def error_of(capsys, *words):
     return err
 
 
+@pytest.mark.processes
 def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path, capsys):
     run = tmp_path / "run"
     with started("train", graph, *ENDLESS, "--out", run) as process:
@@ -91,6 +92,7 @@ def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path,
     assert not (run / "runs.json").exists()
 
 
+@pytest.mark.processes
 def test_two_runs_that_start_together_choose_two_folders(graph, tmp_path):
     words = ["train", graph, *OPTIONS, "--epochs", "1"]
     with started(*words, cwd=tmp_path) as one, started(*words, cwd=tmp_path) as other:
@@ -127,6 +129,7 @@ def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, caps
     assert main(["info", str(dest), "--verify"]) == 0
 
 
+@pytest.mark.processes
 def test_a_file_that_is_truncated_while_it_is_read_is_named(graph, tmp_path, capsys):
     data, run = tmp_path / "graph", tmp_path / "run"
     shutil.copytree(graph, data)
@@ -167,6 +170,7 @@ def test_a_run_does_not_resume_on_another_graph_in_the_folder_of_its_graph(graph
     assert main(["train", str(graph), "--resume", str(run), "--epochs", "2"]) == 0
 
 
+@pytest.mark.processes
 def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp_path):
     run = tmp_path / "run"
     words = [*OPTIONS, "--epochs", "1000000", "--checkpoint-every-s", "0"]
@@ -186,6 +190,7 @@ def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp
     assert main(["train", "--resume", str(run), "--epochs", str(len(lines) + 1)]) == 0
 
 
+@pytest.mark.processes
 def test_half_written_files_of_a_killed_run_are_removed_when_it_resumes(graph, tmp_path):
     run = tmp_path / "run"
     words = [*ENDLESS, "--checkpoint-every-s", "0"]

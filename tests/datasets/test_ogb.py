@@ -553,6 +553,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", OURS)
 def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
     graph = OURS[name]

@@ -184,6 +184,7 @@ np.savez(sys.argv[2], edge_index=graph["edge_index"], node_feat=graph["node_feat
 """
 
 
+@pytest.mark.processes
 def test_ogb_reads_the_same_arrays(tmp_path):
     links = parts()
     path = written(tmp_path / "ours", links, add_inverse_edge=True)

@@ -37,5 +37,5 @@ def test_each_promise_has_tests_that_exist_and_one_that_is_not_slow():
         ]
         wrong += [f"no test {name} of the promise: {promise}" for name in missing]
         if not missing and all(find_tests(file)[name] for file, name in named):
-            wrong.append(f"no test in `make test` of the promise: {promise}")
+            wrong.append(f"no test in CI of the promise: {promise}")
     assert not wrong, "\n".join(wrong)

@@ -923,6 +923,7 @@ def memory(folder: Path, megabytes: int, form: str, **chosen: str) -> list[float
     return [float(word) for word in done.stdout.split()]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("form", "megabytes"), [pytest.param("stored", 250, marks=pytest.mark.slow), ("csv", 40)]
 )
@@ -933,6 +934,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str, megabyte
     assert last == 999
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("scales", [pytest.param("row", marks=pytest.mark.slow), "columns"])
 def test_memory_does_not_grow_with_a_table_of_codes(tmp_path: Path, scales: str) -> None:
     _, prepared, opened, last = memory(tmp_path, 250, "stored", feature_dtype="int8", scales=scales)
@@ -978,6 +980,7 @@ for moment in range(20):
 """
 
 
+@pytest.mark.processes
 def test_a_killed_preparation_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
     raw = tiny(5_000, 50_000, 40).write(tmp_path / "raw", binary=False)
     dest = tmp_path / "dest"

@@ -61,6 +61,7 @@ print(sampler.sample(torch.arange(40), 5).nodes.tolist())
 """
 
 
+@pytest.mark.processes
 @needs_dgl
 def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
     # warnings are errors but inside the import, and an empty home has no settings of DGL

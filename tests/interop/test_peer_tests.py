@@ -72,6 +72,7 @@ def test_passes_in_another_process():
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not PYG, reason="PyG is not installed")
 def test_the_plugin_distinguishes_outcomes(tmp_path):
     found = run(tmp_path, "pyg", OF_PYG)
@@ -86,6 +87,7 @@ def test_the_plugin_distinguishes_outcomes(tmp_path):
     assert found["test_fails"]["reason"].startswith("ValueError: this test does not support")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not DGL, reason="DGL is not installed")
 def test_the_plugin_swaps_loaders_in_spawned_processes(tmp_path):
     (outcome,) = run(tmp_path, "dgl", OF_DGL).values()

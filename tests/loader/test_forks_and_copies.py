@@ -102,6 +102,7 @@ end.set()
 """
 
 
+@pytest.mark.processes
 def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, timeout=90

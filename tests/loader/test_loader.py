@@ -664,6 +664,7 @@ print("left", left)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("wait", "model"), [("0.3", "pass"), ("0", "time.sleep(0.1)")], ids=["waiting", "computing"]
 )

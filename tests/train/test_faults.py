@@ -78,6 +78,7 @@ def uninterrupted(graph):
     return graph.parent / "whole", time.monotonic() - begin
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
@@ -102,6 +103,7 @@ def test_a_run_killed_while_training_resumes(kills, graph, uninterrupted, tmp_pa
         assert_same_run(run, whole)
 
 
+@pytest.mark.processes
 def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     process = start("train", graph, *OPTIONS, "--out", tmp_path / "run")
     while not (tmp_path / "run" / "record.jsonl").exists():
@@ -119,6 +121,7 @@ def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     assert_same_run(tmp_path / "run", uninterrupted[0])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(20, marks=pytest.mark.slow, id="20 random moments")]
 )
