@@ -14,6 +14,7 @@ from torch import Tensor
 from gcnzc.kernels.aggregate import sum_triton
 from gcnzc.kernels.aggregate.dropout import dropout_triton
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward_triton, edge_softmax_triton
+from gcnzc.kernels.aggregate.gatv2 import leaky_scores_triton, sum_leaky_slopes_triton
 from gcnzc.kernels.aggregate.weighted import sddmm_triton, weighted_spmm_triton
 from gcnzc.kernels.codec import blocks_gpu, signs_gpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
@@ -117,6 +118,18 @@ def aggregations() -> Iterator[tuple[str, Launch]]:
                 f"products of rows, {shape}",
                 lambda x=x, y=y: sddmm_triton(indptr, indices, x, y),
             )
+            a = torch.zeros(heads, columns)
+            yield (
+                f"scores of GATv2, {shape}",
+                lambda x=x, y=y, a=a: leaky_scores_triton(indptr, indices, x, y, a, 0.2),
+            )
+            for ordered, order in (("", None), (", edges in another order", edges)):
+                yield (
+                    f"gradient of scores of GATv2, {shape}{ordered}",
+                    lambda order=order, weight=weight, x=x, y=y: sum_leaky_slopes_triton(
+                        indptr, indices, order, weight, x, y, 0.2
+                    ),
+                )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.zeros(NUM_ROWS, 128, dtype=dtype)
         for name, relu in (("dropout", False), ("dropout with ReLU", True)):

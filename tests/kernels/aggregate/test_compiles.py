@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from gcnzc.kernels import aggregate
-from gcnzc.kernels.aggregate import edge_softmax, weighted
+from gcnzc.kernels.aggregate import edge_softmax, gatv2, weighted
 
 SIZES = {"num_cols": "i32", "num_heads": "i32", "out_heads": "i32", "x_stride": "i64",
          "out_stride": "i32", "row_stride": "i64", "head_stride": "i32", "slope": "fp64"}
@@ -27,7 +27,8 @@ def ptx(kernel, rows, ids, total, **constants):
     wide = "*fp64" if total is tl.float64 else "*fp32"
     kinds = SIZES | dict.fromkeys(["indptr", "indices", "edges"], f"*{ids}")
     kinds |= dict.fromkeys(["a_S", "b_T", "weight_EH", "grad_EH", "out_EH", "out_TH"], wide)
-    kinds |= dict.fromkeys(["score_SH", "score_TH"], wide) | dict.fromkeys(["x", "y", "out"], rows)
+    kinds |= dict.fromkeys(["score_SH", "score_TH", "score_EH", "a"], wide)
+    kinds |= dict.fromkeys(["x", "y", "out"], rows)
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     given = {name: constants[name] for name in names if name in constants}
@@ -47,7 +48,10 @@ for rows, total in [("*fp32", tl.float32), ("*fp64", tl.float64)]:
              ptx(edge_softmax._edge_softmax_grad_triton, rows, "i64", total, EDGES=32),
              ptx(weighted._weighted_spmm_triton, rows, "i64", total),
              ptx(weighted._weighted_spmm_triton, rows, "i64", total, HAS_EDGES=False),
-             ptx(weighted._sddmm_triton, rows, "i64", total)]
+             ptx(weighted._sddmm_triton, rows, "i64", total),
+             ptx(gatv2._leaky_scores_triton, rows, "i64", total),
+             ptx(gatv2._sum_leaky_slopes_triton, rows, "i64", total),
+             ptx(gatv2._sum_leaky_slopes_triton, rows, "i64", total, HAS_EDGES=False)]
 for text in made:
     assert "ld.global" in text and "st.global" in text
     assert "atom." not in text and "red.global" not in text
@@ -75,6 +79,11 @@ for rows, vector in [("*fp32", 4), ("*bf16", 8), ("*fp64", 2)]:
     text = ptx(weighted._sddmm_triton, rows, "i64", total, VECTOR=vector)
     # of the sources' rows; lanes side by side share a target's
     assert check_vectors(text, rows) == lanes
+    for has_edges in (False, True):
+        text = ptx(gatv2._sum_leaky_slopes_triton, rows, "i64", total, HAS_EDGES=has_edges,
+                   VECTOR=vector)
+        # of the other ends' rows; the target's row is not one of vectors
+        assert check_vectors(text, rows, has_edges) == lanes
 """
 
 
@@ -91,4 +100,4 @@ def test_compiles(arch, tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "22 kernels\n"
+    assert run.stdout == "28 kernels\n"
