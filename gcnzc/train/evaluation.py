@@ -118,19 +118,24 @@ def _check_sizes(
 def _num_columns(state: Mapping[str, Any]) -> int | None:
     """Return the input width of the first layer; None if there is no such layer."""
     for name, value in state.items():
-        if "layers.0." in name and isinstance(value, Tensor) and value.ndim > 1:
+        # attention vectors also have two axes
+        is_weight = "layers.0." in name and name.endswith("weight")
+        if is_weight and isinstance(value, Tensor) and value.ndim > 1:
             return value.shape[-1]
     return None
 
 
 def _num_outputs(state: Mapping[str, Any]) -> int | None:
     """Return the output width of the last layer; None if there is no such layer."""
-    biases = [
-        value
+    biases = {
+        name: value
         for name, value in state.items()
         if "layers." in name and name.endswith("bias") and isinstance(value, Tensor)
-    ]
-    return biases[-1].shape[0] if biases else None
+    }
+    # a layer's own bias is of its output; GATv2's projections have biases of all heads
+    own = [value for name, value in biases.items() if name.split(".")[-2].isdigit()]
+    found = own or list(biases.values())
+    return found[-1].shape[0] if found else None
 
 
 def flatten_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
