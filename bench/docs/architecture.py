@@ -1,8 +1,8 @@
 """Write the tables of files and the diagram of docs/architecture.md.
 
-    python -m bench.docs.architecture            write them
+    python -m bench.docs.architecture
 
-The tables are the first paragraphs of the modules' docstrings; `data_path.py` draws the diagram.
+The tables have the first paragraphs of the modules' docstrings. `data_path.py` draws the diagram.
 """
 
 import ast
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- begin of bench/docs/architecture.py -->\n"
 END = "<!-- end of bench/docs/architecture.py -->\n"
-# in the order of the data's path, then of what uses it
+# in the order in which data passes through them, followed by the packages that use them
 PACKAGES = (
     "system",
     "datasets",
@@ -49,13 +49,13 @@ def tables() -> str:
     parts = []
     for package in PACKAGES:
         folder = ROOT / package if (ROOT / package).is_dir() else ROOT / "gcnzc" / package
-        own = folder / "__init__.py"
+        init = folder / "__init__.py"
         title = f"### {folder.relative_to(ROOT).as_posix()}/\n\n"
-        title += f"{summary_of(own)}\n\n" if own.exists() else ""
+        title += f"{summary_of(init)}\n\n" if init.exists() else ""
         rows = [
             f"| `{path.relative_to(folder).as_posix()}` | {summary_of(path)} |\n"
             for path in sorted(folder.rglob("*.py"))
-            if path != own
+            if path != init
         ]
         parts.append(title + "| file | what it does |\n| --- | --- |\n" + "".join(rows))
     return "\n" + "\n".join(parts) + "\n"

@@ -2,7 +2,7 @@
 
 from bench.docs.result_tables import markdown, newest, read, table, with_source
 
-# layouts that read unpadded rows, and the one that the others are compared with
+# layouts that read unpadded rows, and the layout that they are compared with
 COMPARED = ("scalar", "vector")
 SHIFTED = "shifted"
 

@@ -1,4 +1,4 @@
-"""Draw the path of the data, `docs/pictures/data_path.svg`, for `bench/docs/architecture.py`."""
+"""Draw the data flow diagram of docs/architecture.md, `docs/pictures/data_path.svg`."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ WIDTH, HEIGHT, COLUMN, ROW, LEFT, TOP = 158, 62, 196, 104, 14, 34
 
 @dataclass(frozen=True)
 class Box:
-    """A stage at a place of the grid, with the files that implement it."""
+    """A stage in a cell of the grid, with the files that implement it."""
 
     column: int
     row: int
@@ -21,12 +21,12 @@ class Box:
 
     @property
     def left(self) -> int:
-        """In pixels."""
+        """Left edge, in pixels."""
         return LEFT + self.column * COLUMN
 
     @property
     def top(self) -> int:
-        """In pixels."""
+        """Top edge, in pixels."""
         return TOP + self.row * ROW
 
 
@@ -46,7 +46,7 @@ BOXES = {
     "exchange": Box(2, 3, "exchange", ("gcnzc/exchange",)),
     "others": Box(1, 3, "other workers"),
 }
-# from, to, label, and whether data goes both ways
+# start, end, label, and whether data flows in both directions
 ARROWS = (
     ("files", "prepare", "", False),
     ("prepare", "folder", "", False),
@@ -63,7 +63,7 @@ ARROWS = (
     ("compress", "exchange", "", True),
     ("exchange", "others", "", True),
 )
-# column, row, and what is above the boxes from there on
+# column and row of a box, and the caption above it
 GROUPS = (
     (0, 0, "once"),
     (0, 2, "threads, while the model computes"),
@@ -84,7 +84,7 @@ def svg() -> str:
 
 
 def parts(width: int, height: int) -> Iterator[str]:
-    """Return the elements of the SVG."""
+    """Yield the elements of the SVG."""
     yield "<title>The path of the data through gcnzc</title>"
     yield f'<rect width="{width}" height="{height}" fill="white"/>'
     for column, row, title in GROUPS:
@@ -97,7 +97,7 @@ def parts(width: int, height: int) -> Iterator[str]:
 
 
 def box_of(box: Box) -> Iterator[str]:
-    """Return a rectangle with a title and files."""
+    """Yield a rectangle with a title and files."""
     fill = "#e8f0fe" if box.files else "#f4f4f4"
     yield (
         f'<rect x="{box.left}" y="{box.top}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
@@ -114,7 +114,7 @@ def box_of(box: Box) -> Iterator[str]:
 
 
 def arrow(begin: Box, end: Box, label: str, is_both: bool) -> Iterator[str]:
-    """Return a line from one box to another, along a row, down a column, or diagonally."""
+    """Yield an arrow between two boxes: horizontal in a row, otherwise vertical or diagonal."""
     if begin.row == end.row:
         forward = end.column > begin.column
         x1, x2 = (begin.left + WIDTH, end.left) if forward else (begin.left, end.left + WIDTH)

@@ -1,8 +1,8 @@
-"""List all error messages that have a remedy, from the code.
+"""List all error messages that have a hint, from the source code.
 
     python -m bench.docs.messages [FILE]     write them as Markdown, to stdout or into a file
 
-The documentation includes this list; it is written when the site is built, and not kept in git.
+The documentation includes this list. It is generated when the site is built, and is not in git.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HINT = "\n\nhint: "
-# what a message is about: the folders that raise it
+# title of a section to the folders with its messages
 PARTS = {
     "Files and datasets": ("datasets", "gcnzc/graph"),
     "Features": ("gcnzc/features", "gcnzc/system", "kernels"),
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def lines() -> Iterator[str]:
-    """Return a heading and a table for each part of the package."""
+    """Yield the lines of a heading and a table for each section."""
     for title, folders in PARTS.items():
         yield f"### {title}\n"
         yield "| Message | Remedy |"
@@ -46,13 +46,13 @@ def lines() -> Iterator[str]:
 
 
 def messages_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Return the messages of a folder's modules, each with its remedy."""
+    """Yield the messages of a folder's modules, each with its hint."""
     for path in sorted(folder.rglob("*.py")):
         if any(parent.is_symlink() for parent in path.parents):
             continue
         for text in texts_of(ast.parse(path.read_text())):
             message, hint, remedy = text.partition(HINT)
-            # a message that another function completes has no cause of its own
+            # skip messages whose text is only known at run time
             if hint and re.search("[a-z]{3}", re.sub(r"\{.*?\}", "", message)):
                 yield cell(message), cell(remedy)
 
@@ -84,7 +84,7 @@ def text_of(value: ast.expr) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text on one line, without characters that Markdown interprets."""
+    """Return a text on one line, with Markdown's special characters escaped."""
     parts = re.split("(`[^`]*`)", " ".join(text.split()))
     escaped = (
         part if part.startswith("`") and len(part) > 1 else re.sub(r"([*_\[\]<>#])", r"\\\1", part)

@@ -1,6 +1,6 @@
 """Compute the documentation's tables about networks and optimizers.
 
-See `bench/docs/result_tables.py`, whose registry they join.
+They are registered in `bench/docs/result_tables.py`.
 """
 
 from bench.docs.result_tables import (
@@ -22,11 +22,11 @@ def emulated_links() -> str:
     rows = []
     for line in lines:
         rate = line["mbit_per_s"]
-        asked = [] if rate is None else [f"{rate:g} Mbit/s"]
-        asked += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
-        asked += [f"{mbit:g} Mbit/s for this pair" for mbit in line["links"].values()]
+        requested = [] if rate is None else [f"{rate:g} Mbit/s"]
+        requested += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
+        requested += [f"{mbit:g} Mbit/s for this pair" for mbit in line["links"].values()]
         shown = (significant(line[f"measured_{key}"]) for key in ("round_trip_ms", "mbit_per_s"))
-        rows.append([", ".join(asked) or "no limit", *shown])
+        rows.append([", ".join(requested) or "no limit", *shown])
     heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]
     command = "python -m bench.network.cluster --workers 8 --measure --record"
     return with_caption(markdown(heads, rows), lines, command)
@@ -34,7 +34,7 @@ def emulated_links() -> str:
 
 @table
 def step_time() -> str:
-    """Predicted and measured times of a step."""
+    """Return the table of predicted and measured times of a step."""
     lines = newest(
         [line for line in read("plan") if "counted_steps" in line], "workers", "mbit_per_s"
     )
@@ -60,7 +60,7 @@ def step_time() -> str:
 
 @table
 def step_time_of_methods() -> str:
-    """Predicted over measured time of a step, by method."""
+    """Return the table of the ratio of predicted to measured times of a step, by method."""
     lines = newest(
         [line for line in read("strategies") if "predicted_step_s" in line],
         "case",
@@ -121,9 +121,9 @@ LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"
 
 
 def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
-    """Return the newest times of each link, number of workers, collective and size.
+    """Return the newest times by link, number of workers, collective and size.
 
-    Times without a network, of `--links here`, are left out.
+    Times of local processes (`--links here`) are excluded.
     """
     lines = [
         line for line in read("collectives") if line["part"] == "times" and line["link"] in LINKS
@@ -133,7 +133,7 @@ def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
 
 @table
 def collectives() -> str:
-    """Return the table of tuned algorithms, compared with gloo's own."""
+    """Return the table of the speed-ups of tuned algorithms over gloo's."""
     lines = timed_collectives()
     rows = []
     for link, count, kind in sorted({key[:3] for key in lines}):
@@ -165,9 +165,9 @@ def collectives() -> str:
         "workers",
         "collective",
         "sizes",
-        "most times faster",
-        "least times faster",
-        "median",
+        "largest speed-up",
+        "smallest speed-up",
+        "median speed-up",
     ]
     return with_caption(
         markdown(heads, rows), lines.values(), "python -m bench.network.collectives"
@@ -176,40 +176,41 @@ def collectives() -> str:
 
 @table
 def sums_with_delay() -> str:
-    """Times of a sum of 8 workers with delay, by algorithm and size."""
+    """Return the table of times of an all-reduce of 8 workers with delay."""
     return times_by_size("delay", "Sum", ["builtin", "doubling", "halving", "ring"])
 
 
 @table
 def slow_broadcasts() -> str:
-    """Times of a broadcast to 8 workers over slow links, by algorithm and size."""
+    """Return the table of times of a broadcast to 8 workers over slow links."""
     return times_by_size(
         "slow", "Broadcast", ["builtin", "binomial", "chain:8192", "chain:16384", "chain:32768"]
     )
 
 
-def times_by_size(link: str, kind: str, ways: list[str]) -> str:
-    """Return the table of least and median milliseconds of one collective of 8 workers."""
+def times_by_size(link: str, kind: str, algorithms: list[str]) -> str:
+    """Return the least and median milliseconds of a collective, by size and algorithm."""
     found = {
         key[3]: line for key, line in timed_collectives().items() if key[:3] == (link, 8, kind)
     }
     rows = []
     for num_bytes, line in sorted(found.items()):
         cells: list[object] = [in_bytes(num_bytes)]
-        for way in ways:
-            one = line["ways"].get(way)
+        for algorithm in algorithms:
+            times = line["ways"].get(algorithm)
             cells.append(
-                one and " / ".join(significant(1e3 * one[name]) for name in ("least_s", "median_s"))
+                times
+                and " / ".join(significant(1e3 * times[name]) for name in ("least_s", "median_s"))
             )
         rows.append([*cells, line["tuned"]])
-    text = markdown(["size", *ways, "tuned choice"], rows)
+    text = markdown(["size", *algorithms, "tuned choice"], rows)
     command = f"python -m bench.network.collectives --workers 8 --links {link} --kinds {kind}"
     return with_caption(text, found.values(), command)
 
 
 @table
 def counted_bytes() -> str:
-    """Return the table of the ledger's bytes and those of the interfaces."""
+    """Return the table of bytes sent, counted by the ledger and by network interfaces."""
     lines = newest(
         [line for line in read("collectives") if line["part"] == "bytes" and line["workers"] == 8],
         "request",
@@ -254,7 +255,7 @@ RENAMED = {"Swap": "SendReceive", "Vote": "AllGatherScalar"}
 RATES = (10.0, 100.0, 1000.0)
 METHODS = {
     "none": "no exchange until the end",
-    "adamw": "AdamW, whole gradients",
+    "adamw": "AdamW, float32 gradients",
     "adamw bfloat16": "AdamW, bfloat16",
     "adamw int8": "AdamW, int8",
     "onebit-adam": "1-bit Adam, 15 % warm-up",
@@ -279,7 +280,7 @@ MODELS = {
 
 @table
 def optimizer_speed() -> str:
-    """Seeds a second of each method over links of three rates."""
+    """Return the tables of the throughput of each method over links of three rates."""
     lines = [line for line in read("strategies") if line["part"] == "speed"]
     found = newest(lines, "case", "method", "mbit_per_s")
     parts = []
@@ -300,7 +301,7 @@ def optimizer_speed() -> str:
 
 @table
 def optimizer_accuracy() -> str:
-    """Test accuracy of each method, and the bytes that a worker sent."""
+    """Return the table of the test accuracy of each method, and the bytes that a worker sent."""
     found = newest(
         [line for line in read("strategies") if line["part"] == "accuracy"], "case", "method"
     )
@@ -330,34 +331,34 @@ def defaults() -> str:
     lines = newest(read("defaults"), "task", "method", "defaults")
     tasks = {
         "digits": "digits, %",
-        "characters": "characters, bits (less is better)",
+        "characters": "characters, bits (lower is better)",
         "planted": "planted, %",
     }
     rows = []
     for method in dict.fromkeys(method for _, method, _ in lines):
-        for kind, title in (("now", "not given"), ("now, length given", "given")):
-            cells = [lines.get((task, method, kind)) for task in tasks]
+        for options, title in (("now", "not given"), ("now, length given", "given")):
+            cells = [lines.get((task, method, options)) for task in tasks]
             if None in cells:
                 continue
             shares = []
             for task, line in zip(tasks, cells, strict=True):
-                whole = lines[task, "adamw", "now"]["last_bytes_sent"]
-                shares.append(f"{100 * (line or {})['last_bytes_sent'] / whole:.0f}")
+                of_adamw = lines[task, "adamw", "now"]["last_bytes_sent"]
+                shares.append(f"{100 * (line or {})['last_bytes_sent'] / of_adamw:.0f}")
             shown = (spread(line or {}, "score", "spread") for line in cells)
             rows.append([METHODS[method].split(",")[0], title, *shown, " / ".join(shares)])
-    some = next(iter(lines.values()))
+    first = next(iter(lines.values()))
     heads = [
         "method",
         "`total_steps`",
         *tasks.values(),
-        f"bytes of AdamW's in the last {some['last_steps']} steps, %",
+        f"bytes in the last {first['last_steps']} steps, % of AdamW's",
     ]
-    return with_caption(markdown(heads, rows), lines.values(), some["command"])
+    return with_caption(markdown(heads, rows), lines.values(), first["command"])
 
 
 @table
 def traffic() -> str:
-    """Return the table of how many times fewer bytes each method sends."""
+    """Return the table of the factors by which methods reduce the bytes sent."""
     titles = {
         "stage": "a step after the warm-up, compared with float32 gradients",
         "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
@@ -369,30 +370,30 @@ def traffic() -> str:
         line["fragments"] = line.get("fragments")
     found = newest(lines, "part", "way", "fragments", "elements")
     rows = []
-    for part, way, fragments in dict.fromkeys(key[:3] for key in found):
-        cells = [found.get((part, way, fragments, size)) for size in sizes]
+    for part, method, fragments in dict.fromkeys(key[:3] for key in found):
+        cells = [found.get((part, method, fragments, size)) for size in sizes]
         shown = [
             line and f"{line['times_fewer']:.3g} ({line['times_fewer_by_ledger']:.3g})"
             for line in cells
         ]
         more = f", {fragments} fragment{'s' * (fragments > 1)}" if fragments else ""
-        rows.append([way, titles[part] + more, *shown])
-    heads = ["method", "what", *(f"{size:,} parameters" for size in sizes)]
+        rows.append([method, titles[part] + more, *shown])
+    heads = ["method", "exchange", *(f"{size:,} parameters" for size in sizes)]
     return with_caption(markdown(heads, rows), found.values(), "python -m bench.network.traffic")
 
 
 @table
 def packing() -> str:
-    """Time of packing and unpacking signs, in copies of the same floats."""
+    """Return the table of times of operations on packed signs, in units of the time of a copy."""
     lines = newest(read("pack"), "way", "n", "block")
     sizes = sorted({n for _, n, _ in lines})
     rows = []
-    for way, block in dict.fromkeys((way, block) for way, _, block in lines):
-        cells = [lines.get((way, n, block)) for n in sizes]
-        if way != "copy":
+    for operation, block in dict.fromkeys((operation, block) for operation, _, block in lines):
+        cells = [lines.get((operation, n, block)) for n in sizes]
+        if operation != "copy":
             rows.append(
                 [
-                    way.replace("settle", "update the error"),
+                    operation.replace("settle", "update the error"),
                     block,
                     *(line and f"{line['copies']:.2f}" for line in cells),
                 ]

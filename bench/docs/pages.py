@@ -1,12 +1,10 @@
-"""Write the tables of the documentation, each from the lines of `bench/results/`.
+"""Write the tables of results into README.md and the pages of docs/.
 
-    python -m bench.docs.pages            write them into docs/ and README.md
+    python -m bench.docs.pages
 
-A page has a pair of comments for each table, `<!-- table: NAME -->` and `<!-- end of table -->`;
-what lies between them is replaced. Names are those of the functions in
-`bench/docs/result_tables.py`, `bench/docs/bus_tables.py`, `bench/docs/network_tables.py`,
-`bench/docs/resource_tables.py`, `bench/docs/robustness_tables.py` and
-`bench/docs/summary_tables.py`.
+Pages have the comments `<!-- table: NAME -->` and `<!-- end of table -->` for each table. The text
+between them is replaced by a table that is computed from the lines of `bench/results/`. NAME is the
+name of a function in one of the modules `bench/docs/*_tables.py`.
 """
 
 import re
@@ -32,7 +30,7 @@ PATTERN = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.
 
 
 def main() -> int:
-    """Write every page whose tables have changed."""
+    """Write each page whose tables have changed, and print its path."""
     for page in PAGES:
         text = page.read_text()
         new = with_tables(text)

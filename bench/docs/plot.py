@@ -40,14 +40,14 @@ def main() -> None:
 def new_figure(title: str, lines: Sequence[Line], width: float, height: float) -> Figure:
     """Return a figure with a title, and the machine and the date of its newest line."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    where = lines[-1]
-    machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}"
-    figure.suptitle(f"{title}\n{machine}, {where['time'][:10]}", fontsize="medium")
+    line = lines[-1]
+    machine = f"{line['cpu']}, {line['cores']} cores, torch {line['torch']}"
+    figure.suptitle(f"{title}\n{machine}, {line['time'][:10]}", fontsize="medium")
     return figure
 
 
 def newest(lines: Sequence[Line], *keys: str) -> list[Line]:
-    """Return the last line of each combination of `keys`, of the lines that have all of them."""
+    """Return the newest line for each combination of `keys`, of the lines that have all keys."""
     return list(
         {
             tuple(line[key] for key in keys): line for line in lines if all(k in line for k in keys)
@@ -56,13 +56,13 @@ def newest(lines: Sequence[Line], *keys: str) -> list[Line]:
 
 
 def loader(lines: Sequence[Line]) -> Figure:
-    """Seeds per second of each system and configuration, on one thread and on two cores."""
+    """Draw the seeds per second of each system and configuration, on one thread and two cores."""
     cases = newest([line for line in lines if "seeds_per_s" in line], "system", "way", "on")
     figure = new_figure("Loading: seeds per second, fanouts 15,10,5", cases, 8, 7)
-    where = sorted({line["on"] for line in cases}, reverse=True)
-    counts = [sum(line["on"] == each for line in cases) for each in where]
-    panels = figure.subplots(len(where), 1, sharex=True, height_ratios=counts)
-    for panel, on in zip(panels, where, strict=True):
+    processors = sorted({line["on"] for line in cases}, reverse=True)
+    counts = [sum(line["on"] == each for line in cases) for each in processors]
+    panels = figure.subplots(len(processors), 1, sharex=True, height_ratios=counts)
+    for panel, on in zip(panels, processors, strict=True):
         mine = sorted(
             (line for line in cases if line["on"] == on), key=lambda line: line["seeds_per_s"]
         )
@@ -94,23 +94,23 @@ def gather_cpu(lines: Sequence[Line]) -> Figure:
     figure = new_figure("Gathers on the CPU: random rows", drawn, 8, 4.2)
     pages = sorted({line["table_pages"] for line in drawn})
     for panel, size in zip(figure.subplots(1, len(pages), sharey=True), pages, strict=True):
-        for way in sorted({line["way"] for line in drawn}):
+        for method in sorted({line["way"] for line in drawn}):
             mine = sorted(
-                (line for line in drawn if (line["way"], line["table_pages"]) == (way, size)),
+                (line for line in drawn if (line["way"], line["table_pages"]) == (method, size)),
                 key=lambda line: line["row_bytes"],
             )
             panel.plot(
                 [line["row_bytes"] for line in mine],
                 [line["share_of_copy"] for line in mine],
-                label=way.replace("gather,", "gcnzc,"),
+                label=method.replace("gather,", "gcnzc,"),
                 marker=".",
-                color="C7" if "torch" in way else "C0" if "two" in way else "C1",
+                color="C7" if "torch" in method else "C0" if "two" in method else "C1",
             )
         panel.set_title(f"pages of {size}", fontsize="medium")
         panel.set_xscale("log", base=2)
         panel.set_xlabel("bytes per row")
         panel.grid(alpha=0.3)
-    # of both panels, once all lines are drawn
+    # after all lines are drawn, since the panels share the axis
     figure.axes[0].set_ylim(bottom=0)
     figure.axes[0].set_ylabel("bandwidth / bandwidth of a large copy")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -118,32 +118,32 @@ def gather_cpu(lines: Sequence[Line]) -> Figure:
 
 
 def aggregate_cpu(lines: Sequence[Line]) -> Figure:
-    """Time of forward and backward of each aggregation, by the number of columns."""
+    """Draw the time of forward and backward of each aggregation, by the number of columns."""
     cases = [c for c in newest(lines, "what", "way", "columns") if "median_s" in c]
     figure = new_figure("Aggregation on the CPU: forward and backward", cases, 8, 5)
     kinds = sorted({c["what"] for c in cases})
-    ways = sorted({c["way"] for c in cases}, key=lambda way: ("gcnzc" not in way, way))
-    width = 0.8 / len(ways)
+    methods = sorted({c["way"] for c in cases}, key=lambda name: ("gcnzc" not in name, name))
+    width = 0.8 / len(methods)
     counts = [len({c["columns"] for c in cases if c["what"] == kind}) for kind in kinds]
     panels = figure.subplots(1, len(kinds), sharey=True, width_ratios=counts, squeeze=False)[0]
     for panel, kind in zip(panels, kinds, strict=True):
         columns = sorted({c["columns"] for c in cases if c["what"] == kind})
-        for number, way in enumerate(ways):
-            mine = [c for c in cases if (c["way"], c["what"]) == (way, kind)]
-            places = [columns.index(c["columns"]) + number * width for c in mine]
-            panel.bar(places, [c["median_s"] * 1e3 for c in mine], width, color=f"C{number}")
-        panel.set_xticks([place + 0.4 - width / 2 for place in range(len(columns))], columns)
+        for number, method in enumerate(methods):
+            mine = [c for c in cases if (c["way"], c["what"]) == (method, kind)]
+            positions = [columns.index(c["columns"]) + number * width for c in mine]
+            panel.bar(positions, [c["median_s"] * 1e3 for c in mine], width, color=f"C{number}")
+        panel.set_xticks([index + 0.4 - width / 2 for index in range(len(columns))], columns)
         panel.set_title(kind, fontsize="medium")
         panel.set_xlabel("columns")
         panel.set_yscale("log")
     panels[0].set_ylabel("milliseconds")
-    colours = [panels[0].bar(0, 0, color=f"C{number}") for number in range(len(ways))]
-    figure.legend(colours, ways, loc="outside lower center", ncols=3, fontsize="small")
+    colors = [panels[0].bar(0, 0, color=f"C{number}") for number in range(len(methods))]
+    figure.legend(colors, methods, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
 def accuracy(lines: Sequence[Line]) -> Figure:
-    """Mean and standard deviation of the test accuracy over seeds, and the published target."""
+    """Draw the mean and standard deviation of test accuracies over seeds, and the targets."""
     cases = newest([c for c in lines if "test_percent" in c], "graph", "model", "sampler")
     figure = new_figure("Test accuracy, and the target of each graph and model", cases, 8, 5)
     axes: Axes = figure.subplots()
@@ -158,8 +158,8 @@ def accuracy(lines: Sequence[Line]) -> Figure:
             label=f"sampled by {sampler}, mean and standard deviation",
         )
     targets = {(c["graph"], c["model"]): c["target_percent"] for c in cases}
-    places = [names.index(name) for name in targets]
-    axes.plot(list(targets.values()), places, "k|", markersize=14, label="target")
+    heights = [names.index(name) for name in targets]
+    axes.plot(list(targets.values()), heights, "k|", markersize=14, label="target")
     axes.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
     axes.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
     axes.grid(alpha=0.3)
@@ -177,7 +177,7 @@ def collectives(lines: Sequence[Line]) -> Figure:
     rows = -(-len(kinds) // 2)
     panels = list(figure.subplots(rows, 2, sharex=True, sharey=True).flat)
     for panel, kind in zip(panels, kinds, strict=False):
-        for number, (link, words) in enumerate(links.items()):
+        for number, (link, label) in enumerate(links.items()):
             mine = [c for c in cases if (c["link"], c["kind"]) == (link, kind)]
             mine.sort(key=lambda line: line["num_bytes"])
             panel.plot(
@@ -185,7 +185,7 @@ def collectives(lines: Sequence[Line]) -> Figure:
                 [1 / c["tuned_of_builtin"] for c in mine],
                 color=f"C{number}",
                 marker=".",
-                label=words,
+                label=label,
             )
         panel.axhline(1, color="black", linewidth=1)
         panel.set_title(kind, fontsize="medium")
@@ -201,18 +201,19 @@ def collectives(lines: Sequence[Line]) -> Figure:
 
 
 def strategies(case: str, shown_percent: float) -> Callable[[Sequence[Line]], Figure]:
-    """Validation accuracy of each method on one graph, by bytes sent and by time.
+    """Return a function that draws the validation accuracy of each method on one graph.
 
-    The time of an epoch is that of the speed runs over links of the given rate.
+    It is drawn by the bytes sent and by the time. The time of an epoch is computed from the
+    throughput that was measured over links of the given rate.
 
     Args:
-        case: the graph's name in the results.
-        shown_percent: how far below the best accuracy the vertical axis begins.
+        case: name of the graph in the results.
+        shown_percent: start of the vertical axis, in percentage points below the best accuracy.
     """
 
     def draw(lines: Sequence[Line]) -> Figure:
         of_case = [line for line in lines if line["case"] == case]
-        learnt = {
+        accuracies = {
             line["method"]: line
             for line in newest([line for line in of_case if line["part"] == "accuracy"], "method")
         }
@@ -224,12 +225,12 @@ def strategies(case: str, shown_percent: float) -> Callable[[Sequence[Line]], Fi
         title = f"Validation accuracy on {case}: by bytes sent, and by time over slow links"
         figure = new_figure(title, of_case, 9, 2.7 * len(METHODS))
         grid = figure.subplots(len(METHODS), 1 + len(RATES), sharey=True)
-        best = max(max(line["valid_percent"]) for line in learnt.values())
+        best = max(max(line["valid_percent"]) for line in accuracies.values())
         for row, (group, methods) in zip(grid, METHODS.items(), strict=True):
             for number, method in enumerate(["adamw", *methods]):
-                if method not in learnt:
+                if method not in accuracies:
                     continue
-                line = learnt[method]
+                line = accuracies[method]
                 style = {"color": f"C{number}" if number else "C7", "marker": "."}
                 sent = [num_bytes / 1e6 for num_bytes in line["bytes_sent"]]
                 row[0].plot(sent, line["valid_percent"], label=method, **style)
@@ -258,7 +259,7 @@ def strategies(case: str, shown_percent: float) -> Callable[[Sequence[Line]], Fi
     return draw
 
 
-# each group is drawn beside adamw, which exchanges float32 gradients
+# each group has its own row of panels, which also shows adamw, which exchanges float32 gradients
 METHODS = {
     "averaged gradients": ("adamw bfloat16", "adamw int8"),
     "compressed momenta": ("onebit-adam", "onebit-lamb", "zero-one-adam"),
@@ -269,7 +270,7 @@ RATES = (10.0, 1000.0)
 
 
 def feature_cache(lines: Sequence[Line]) -> Figure:
-    """Predicted and measured hit rates of feature caches, by their size; one panel per graph."""
+    """Draw predicted and measured hit rates of feature caches, by cache size, a panel per graph."""
     cases = newest(lines, "graph", "fanouts", "batch_size", "counted", "ranking", "share")
     most = max(case["counted"] for case in cases)
     cases = [case for case in cases if (case["fanouts"], case["counted"]) == ("15,10,5", most)]
@@ -277,10 +278,10 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
     graphs = sorted({case["graph"] for case in cases})
     rows = -(-len(graphs) // 3)
     figure = new_figure(title, cases, 9, 1.5 + 2.3 * rows)
-    places = figure.subplots(rows, 3, sharey=True, squeeze=False).flatten()
-    for axis in places[len(graphs) :]:
+    panels = figure.subplots(rows, 3, sharey=True, squeeze=False).flatten()
+    for axis in panels[len(graphs) :]:
         axis.set_axis_off()
-    for axis, graph in zip(places, graphs, strict=False):
+    for axis, graph in zip(panels, graphs, strict=False):
         mine = [case for case in cases if case["graph"] == graph]
         shares = sorted({case["share"] for case in mine})
         for number, ranking in enumerate(sorted({case["ranking"] for case in mine})):
@@ -297,12 +298,12 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
         axis.minorticks_off()
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
-    for axis in places[-3:]:
-        axis.set_xlabel("share of the rows cached")
-    for axis in places[::3]:
+    for axis in panels[-3:]:
+        axis.set_xlabel("fraction of the rows cached")
+    for axis in panels[::3]:
         axis.set_ylabel("hit rate")
     figure.legend(
-        *places[0].get_legend_handles_labels(),
+        *panels[0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=3,
         fontsize="small",
@@ -310,7 +311,7 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-# name of a picture: file of results, and function that draws it
+# name of a picture to the file of results and the function that draws it
 PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "loader": ("loader", loader),
     "gather_cpu": ("gather_cpu", gather_cpu),

@@ -6,23 +6,23 @@ from bench.docs.result_tables import Line, markdown, newest, read, significant, 
 
 
 def budget_lines() -> dict[tuple[str, str, int], Line]:
-    """Return the line of each launch, kernel and compute capability in the newest run."""
+    """Return the lines of the newest run by launch, kernel and compute capability."""
     lines = [line for line in read("budgets") if "launch" in line]
     lines = [line for line in lines if line["commit"] == lines[-1]["commit"]]
     return newest(lines, "launch", "kernel", "arch")
 
 
 def with_compilers(text: str, lines: Iterable[Line]) -> str:
-    """Return a table with a caption that states which compilers its figures depend on."""
+    """Return a table with a caption that states the versions of the compilers."""
     lines = list(lines)
     tritons = ", ".join(sorted({line["triton"] for line in lines}))
-    tools = {line["ptxas"]: set() for line in lines if "ptxas" in line}
+    assemblers = {line["ptxas"]: set() for line in lines if "ptxas" in line}
     for line in lines:
         if "ptxas" in line:
-            tools[line["ptxas"]].add(line["arch"])
+            assemblers[line["ptxas"]].add(line["arch"])
     used = [
         f"ptxas {version} (for {', '.join(f'sm_{arch}' for arch in sorted(archs))})"
-        for version, archs in sorted(tools.items())
+        for version, archs in sorted(assemblers.items())
     ]
     days = ", ".join(sorted({line["time"][:10] for line in lines}))
     commits = ", ".join(sorted({f"`{line['commit']}`" for line in lines}))
@@ -35,7 +35,7 @@ def with_compilers(text: str, lines: Iterable[Line]) -> str:
 
 @table
 def gather_budgets() -> str:
-    """Return the table of what gathers of contiguous float32 rows use."""
+    """Return the table of resources that gathers of contiguous float32 rows use."""
     lines = [
         line
         for (launch, kernel, _), line in budget_lines().items()
@@ -71,7 +71,7 @@ def gather_budgets() -> str:
 
 @table
 def kernel_budgets() -> str:
-    """Return the table of what each kernel uses in its launch with the most registers."""
+    """Return the table of resources of each kernel, in its launch with the most registers."""
     lines = budget_lines()
     rows = []
     for kernel in sorted({kernel for _, kernel, _ in lines}):
@@ -102,16 +102,16 @@ def kernel_budgets() -> str:
         "shared memory, B",
         "barriers",
         "in flight per multiprocessor, B",
-        "the launch with the most registers",
+        "launch with the most registers",
     ]
     return with_compilers(markdown(heads, rows), lines.values())
 
 
 @table
 def bytes_in_flight() -> str:
-    """Return the table of bytes in flight that saturate a link, and programs that have them."""
+    """Return the table of bytes in flight that saturate a link, and programs that reach them."""
     lines = newest(read("budgets"), "link", "latency_s", "columns", "arch")
-    # of the GPUs, the table shows the one that needs the most programs
+    # the table shows the GPU that needs the most programs
     columns = sorted({key[2] for key in lines})
     rows = []
     for link, latency_s in dict.fromkeys(key[:2] for key in lines):
@@ -136,7 +136,7 @@ def bytes_in_flight() -> str:
 
 
 def per_arch(lines: Iterable[Line], name: str) -> str:
-    """Format a figure for each compute capability, or once if it is equal for all."""
+    """Format a figure for each compute capability, or once if all are equal."""
     values = [f"{line[name]:,}" for line in lines]
     return values[0] if len(set(values)) == 1 else " / ".join(values)
 

@@ -1,8 +1,8 @@
 """Compute the documentation's tables from the lines of `bench/results/`.
 
-Each function returns one table in Markdown, with a caption that names machine, date, commits and
-command. Of a case that was measured more than once, the newest line counts. `bench/docs/pages.py`
-writes the tables into the pages.
+Each function returns one table in Markdown, with a caption that states the machine, the date, the
+commits and the command. If a case was measured more than once, the table shows the newest line.
+`bench/docs/pages.py` writes the tables into the pages.
 """
 
 import json
@@ -28,7 +28,7 @@ def read(name: str) -> list[Line]:
 
 
 def newest(lines: Iterable[Line], *keys: str) -> dict[Any, Line]:
-    """Return the newest line of each combination of `keys`, of lines that have all keys."""
+    """Return the newest line by the values of `keys`, among the lines that have all keys."""
     found: dict[Any, Line] = {}
     for line in lines:
         if all(key in line for key in keys):
@@ -38,7 +38,7 @@ def newest(lines: Iterable[Line], *keys: str) -> dict[Any, Line]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format a Markdown table with a line for each of `rows`; None is an empty cell."""
+    """Format a Markdown table; None is an empty cell."""
     cells = [heads, ["---"] * len(heads), *rows]
     shown = (["" if cell is None else str(cell) for cell in row] for row in cells)
     return "\n".join(f"| {' | '.join(row)} |" for row in shown) + "\n"
@@ -58,7 +58,7 @@ def with_caption(text: str, lines: Iterable[Line], command: str) -> str:
         f"torch {' and '.join(versions)}",
         days[0] if len(days) == 1 else " to ".join(days[:: len(days) - 1]),
     ]
-    parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(f'`{one}`' for one in commits)}")
+    parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(f'`{each}`' for each in commits)}")
     return f"{text}\n{', '.join(parts)}. Measured by `{command}`.\n"
 
 
@@ -93,8 +93,8 @@ def best_loaders() -> dict[str, Line]:
     """Return the fastest configuration of each system's loader with features."""
     lines = newest(read("loader"), "system", "way", "on")
     best: dict[str, Line] = {}
-    for (system, way, _), line in lines.items():
-        if not way.startswith("loader,") or "without features" in way:
+    for (system, configuration, _), line in lines.items():
+        if not configuration.startswith("loader,") or "without features" in configuration:
             continue
         if system not in best or line["seeds_per_s"] > best[system]["seeds_per_s"]:
             best[system] = line
@@ -103,25 +103,29 @@ def best_loaders() -> dict[str, Line]:
 
 @table
 def loader() -> str:
-    """Seeds a second of the loaders."""
+    """Return the table of the throughput of the loaders."""
     best = best_loaders()
     ours = best["ours"]["seeds_per_s"]
     rows = []
     for system in SYSTEMS:
         line = best[system]
-        titled = SYSTEMS[system].format(**line)
-        titled += f", torch {line['rival_torch'].split('+')[0]}"
-        times = None if system == "ours" else f"{ours / line['seeds_per_s']:.1f}"
-        rows.append([titled, line["way"], f"{line['seeds_per_s']:,.0f}", times])
-    text = markdown(["system", "configuration", "seed nodes/s", "gcnzc is faster, times"], rows)
+        title = SYSTEMS[system].format(**line)
+        title += f", torch {line['rival_torch'].split('+')[0]}"
+        speedup = None if system == "ours" else f"{ours / line['seeds_per_s']:.1f}"
+        rows.append([title, line["way"], f"{line['seeds_per_s']:,.0f}", speedup])
+    text = markdown(["system", "configuration", "seed nodes/s", "speed-up of gcnzc"], rows)
     return with_caption(text, best.values(), "python -m bench.loading.loader --rivals FOLDER")
 
 
 @table
 def sampling() -> str:
-    """Seeds a second of sampling without features, on one thread."""
+    """Return the table of the throughput of sampling without features, on one thread."""
     lines = newest(read("loader"), "system", "way", "on")
-    found = {s: line for (s, way, _), line in lines.items() if way == "sampling"}
+    found = {
+        system: line
+        for (system, configuration, _), line in lines.items()
+        if configuration == "sampling"
+    }
     ours = found["ours"]["seeds_per_s"]
     rows = [
         [
@@ -131,7 +135,7 @@ def sampling() -> str:
         ]
         for system, line in sorted(found.items(), key=lambda item: -item[1]["seeds_per_s"])
     ]
-    text = markdown(["sampler, one thread", "seed nodes/s", "gcnzc is faster, times"], rows)
+    text = markdown(["sampler, one thread", "seed nodes/s", "speed-up of gcnzc"], rows)
     return with_caption(text, found.values(), "python -m bench.loading.loader --rivals FOLDER")
 
 
@@ -153,7 +157,7 @@ def examples() -> str:
             ]
         )
     heads = ["script", "test, %, before", "after", "waiting in an epoch, before", "after"]
-    heads += ["waiting is shorter, times", "epoch is faster, times"]
+    heads += ["waiting before / after", "speed-up of an epoch"]
     return with_caption(
         markdown(heads, rows), lines.values(), "python -m bench.training.examples --rivals FOLDER"
     )
@@ -163,7 +167,7 @@ def examples() -> str:
 def gather() -> str:
     """Return the table of bandwidths of random gathers on the CPU, relative to a large copy."""
     lines = newest(read("gather_cpu"), "way", "row_bytes", "table_pages")
-    ways = [
+    methods = [
         "gather, one thread",
         "gather, two threads",
         "torch.index_select(out=)",
@@ -173,32 +177,32 @@ def gather() -> str:
     rows = []
     for pages in ("4 KiB", "2 MiB"):
         for row_bytes in widths:
-            cells = [lines.get((way, row_bytes, pages)) for way in ways]
+            cells = [lines.get((method, row_bytes, pages)) for method in methods]
             if all(cell is None for cell in cells):
                 continue
             shown = [None if cell is None else f"{cell['share_of_copy']:.2f}" for cell in cells]
             rows.append([f"{row_bytes:,} B", pages, *shown])
-    text = markdown(["row", "pages of the table", *ways], rows)
+    text = markdown(["row", "pages of the table", *methods], rows)
     return with_caption(text, lines.values(), "python -m bench.loading.gather")
 
 
 @table
 def aggregate() -> str:
-    """Return the table of seconds of an aggregation, forward and backward."""
+    """Return the table of times of an aggregation, forward and backward."""
     lines = newest(
         [line for line in read("aggregate_cpu") if "median_s" in line], "what", "way", "columns"
     )
-    ways = ["gcnzc, new blocks", "gcnzc", "dgl", "torch.sparse"]
-    cases = sorted({(what, columns) for what, _, columns in lines}, reverse=True)
+    methods = ["gcnzc, new blocks", "gcnzc", "dgl", "torch.sparse"]
+    cases = sorted({(aggregation, columns) for aggregation, _, columns in lines}, reverse=True)
     rows = [
-        [what, columns]
+        [aggregation, columns]
         + [
-            f"{lines[what, way, columns]['median_s'] * 1e3:,.0f} ms"
-            if (what, way, columns) in lines
+            f"{lines[aggregation, method, columns]['median_s'] * 1e3:,.0f} ms"
+            if (aggregation, method, columns) in lines
             else None
-            for way in ways
+            for method in methods
         ]
-        for what, columns in cases
+        for aggregation, columns in cases
     ]
     heads = [
         "aggregation",
@@ -249,54 +253,54 @@ def shared_memory() -> str:
 
 @table
 def build() -> str:
-    """Return the table of seconds of generating and building graphs."""
+    """Return the table of times of generating and building graphs."""
     lines = newest(read("build"), "way", "graph", "edges")
     rows = [
         [
-            way,
+            method,
             graph,
             f"{line['nodes']:,}",
             f"{edges:,}",
             f"{significant(line['median_s'])} s",
             f"{significant(line['edges_per_s'] / 1e6)} M",
         ]
-        for (way, graph, edges), line in lines.items()
+        for (method, graph, edges), line in lines.items()
     ]
-    text = markdown(["what", "graph", "nodes", "edges", "time", "edges/s"], rows)
+    text = markdown(["operation", "graph", "nodes", "edges", "time", "edges/s"], rows)
     return with_caption(text, lines.values(), "python -m bench.data.build")
 
 
 @table
 def accuracy() -> str:
-    """Test accuracy with gcnzc's sampler and with DGL's."""
+    """Return the table of test accuracies with gcnzc's sampler and with DGL's."""
     lines = newest(
         [line for line in read("accuracy") if "test_percent" in line], "graph", "model", "sampler"
     )
     rows = []
     for graph, model in sorted({(graph, model) for graph, model, _ in lines}):
-        ours, theirs = lines.get((graph, model, "gcnzc")), lines.get((graph, model, "dgl"))
-        metric = " (ROC AUC)" if (ours or theirs or {})["metric"] == "rocauc" else ""
-        shown = [None if line is None else spread(line) for line in (ours, theirs)]
-        target = (ours or theirs or {})["target_percent"]
+        gcnzc, dgl = lines.get((graph, model, "gcnzc")), lines.get((graph, model, "dgl"))
+        metric = " (ROC AUC)" if (gcnzc or dgl or {})["metric"] == "rocauc" else ""
+        shown = [None if line is None else spread(line) for line in (gcnzc, dgl)]
+        target = (gcnzc or dgl or {})["target_percent"]
         rows.append([graph + metric, MODELS[model], *shown, f"{target:g}"])
     heads = ["graph", "model", "test, %", "with DGL's sampler, %", "target, %"]
     return with_caption(markdown(heads, rows), lines.values(), "python -m bench.training.accuracy")
 
 
 MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT", "gatv2": "GATv2"}
-FORMS = ["float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2"]
+FORMATS = ["float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2"]
 
 
 @table
 def quantize() -> str:
-    """Test accuracy with features of fewer bytes, as a difference to float32."""
+    """Return the table of test accuracies with quantized features, as differences to float32."""
     lines = newest(read("quantize"), "graph", "model", "form")
     rows = []
     for graph, model in sorted({(graph, model) for graph, model, _ in lines}):
         base = lines.get((graph, model, "float32"))
         cells = []
-        for form in FORMS:
-            line = lines.get((graph, model, form))
+        for name in FORMATS:
+            line = lines.get((graph, model, name))
             found = line is not None and line["difference_percent"] is not None
             cells.append(
                 f"{line['difference_percent']:+.2f} ± {line['difference_spread_percent']:.2f}"
@@ -304,7 +308,7 @@ def quantize() -> str:
                 else None
             )
         rows.append([graph, MODELS[model], None if base is None else spread(base), *cells])
-    heads = ["graph", "model", "float32, %", *(f"`{form}`" for form in FORMS)]
+    heads = ["graph", "model", "float32, %", *(f"`{name}`" for name in FORMATS)]
     return with_caption(
         markdown(heads, rows), lines.values(), "python -m bench.data.quantize GRAPH"
     )
@@ -312,7 +316,7 @@ def quantize() -> str:
 
 @table
 def link_prediction() -> str:
-    """Test AUC of link prediction."""
+    """Return the table of test AUCs of link prediction."""
     lines = newest([line for line in read("linkpred") if "test_auc" in line], "way", "seed")
     rows = []
     titles = {
@@ -322,8 +326,8 @@ def link_prediction() -> str:
         "pyg, drawn": "the same, normalised over the sampled nodes",
         "gcnzc, chance": "gcnzc, edges shuffled",
     }
-    for way, title in titles.items():
-        values = [100 * line["test_auc"] for (each, _), line in lines.items() if each == way]
+    for method, title in titles.items():
+        values = [100 * line["test_auc"] for (each, _), line in lines.items() if each == method]
         mean = sum(values) / len(values)
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
         rows.append([title, f"{mean:.2f} ± {deviation:.2f}", len(values)])
@@ -348,7 +352,7 @@ def cache_hit_rates() -> str:
     shares = [share for share in shares if share in (0.01, 0.05, 0.2)]
     rows = []
     for fanouts, batch_size, graph in sorted({key[:3] for key in lines}):
-        one = lines[fanouts, batch_size, graph, "presampled", shares[0]]
+        first = lines[fanouts, batch_size, graph, "presampled", shares[0]]
         cells = []
         for share in shares:
             for ranking in rankings:
@@ -358,7 +362,7 @@ def cache_hit_rates() -> str:
             [
                 graph,
                 f"{fanouts}; {batch_size}",
-                f"{one['nodes_per_batch'] / one['nodes']:.0%}",
+                f"{first['nodes_per_batch'] / first['nodes']:.0%}",
                 *cells,
             ]
         )
@@ -389,9 +393,9 @@ def cache_prediction_error() -> str:
     heads = [
         "counted minibatches",
         "predictions",
-        "lowest - measured, points",
-        "highest - measured, points",
-        "longest count",
+        "smallest predicted - measured, percentage points",
+        "largest predicted - measured, percentage points",
+        "longest time of counting",
     ]
     return with_caption(markdown(heads, rows), used, "python -m bench.loading.feature_cache")
 
@@ -418,7 +422,7 @@ def cache_counting() -> str:
 
 @table
 def bus_requests() -> str:
-    """Requests for a row and efficiency on the bus, by layout."""
+    """Return the table of requests for a row and efficiency on the bus, by layout."""
     lines = newest(
         [line for line in read("wire") if "requests_per_row" in line], "name", "dtype", "layout"
     )

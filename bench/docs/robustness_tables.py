@@ -1,4 +1,4 @@
-"""Compute the documentation's tables about faults, damaged files, peers' tests and versions."""
+"""Compute the tables about faults, invalid inputs, the tests of PyG and DGL, and versions."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from bench.docs.result_tables import markdown, newest, read, table, with_caption
 
 @table
 def fuzz() -> str:
-    """Return the table of damaged files and wrong options."""
+    """Return the table of damaged files and invalid options."""
     line = read("fuzz")[-1]
     return with_caption(outcomes_of(line["kinds"]), [line], "python -m bench.robustness.fuzz")
 
 
 def outcomes_of(kinds: Mapping[str, Mapping[str, int]]) -> str:
-    """Count the outcomes of each kind of input."""
+    """Return a table of the outcomes of each kind of input."""
     total: Counter[str] = Counter()
     for counts in kinds.values():
         total.update(counts)
@@ -23,12 +23,12 @@ def outcomes_of(kinds: Mapping[str, Mapping[str, int]]) -> str:
         [kind, sum(counts.values()), *(counts[name] for name in ("rejected", "accepted", "failed"))]
         for kind, counts in [*kinds.items(), ("all", total)]
     ]
-    return markdown(["inputs", "cases", "rejected", "accepted, and may be", "failed"], rows)
+    return markdown(["inputs", "cases", "rejected", "accepted correctly", "failed"], rows)
 
 
 @table
 def faults() -> str:
-    """Runs with a fault at a random moment."""
+    """Return the table of runs with a fault at a random time."""
     lines = read("faults")
     rows = []
     for fault in sorted({line["fault"] for line in lines}):
@@ -56,15 +56,15 @@ def peer_tests() -> str:
     heads = [
         "tests of",
         "passed",
-        "rejected by name",
+        "rejected as unsupported",
         "failed",
         "skipped",
         "passed with its own loaders",
     ]
     text = markdown(heads, rows)
     for peer, reasons in rejected.items():
-        named = (f"{what} ({count})" for what, count in sorted(reasons.items()))
-        text += f"\nRejected of {peer}'s tests: {'; '.join(named) or 'none'}.\n"
+        features = (f"{feature} ({count})" for feature, count in sorted(reasons.items()))
+        text += f"\nUnsupported features in {peer}'s tests: {'; '.join(features) or 'none'}.\n"
     return with_caption(
         text, lines.values(), "python -m bench.robustness.peer_tests --pyg FOLDER --dgl FOLDER"
     )

@@ -15,7 +15,7 @@ from bench.docs.result_tables import (
 
 @table
 def summary() -> str:
-    """Return a table with one line for each question, and the machine and commit of its figure."""
+    """Return a table of the main results, each with its machine and commit."""
     loaders = best_loaders()
     ours = loaders["ours"]["seeds_per_s"]
     gains = {name: ours / loaders[name]["seeds_per_s"] for name in ("dgl", "graphbolt", "pyg")}
@@ -38,15 +38,18 @@ def summary() -> str:
             "4 workers at 10 Mbit/s: Streaming DiLoCo, 4-bit, compared with AdamW",
             *gain_of("streaming-diloco fp4", 10.0),
         ),
-        row("all-reduce of 64 bytes, 8 workers, 1 ms of delay, compared with gloo", *gain_of_sum()),
+        row(
+            "all-reduce of 64 bytes, 8 workers, 1 ms of delay, compared with gloo",
+            *gain_of_all_reduce(),
+        ),
     ]
-    return markdown(["what", "result", "machine, commit"], rows)
+    return markdown(["measurement", "result", "machine, commit"], rows)
 
 
-def row(what: str, result: str, line: Line) -> list[str]:
-    """Return a line of the table."""
+def row(measurement: str, result: str, line: Line) -> list[str]:
+    """Return a row of the table."""
     cpu = str(line["cpu"]).replace("(R)", "").replace(" Processor", "")
-    return [what, result, f"{line['cores']} cores, {cpu}, `{line['commit']}`"]
+    return [measurement, result, f"{line['cores']} cores, {cpu}, `{line['commit']}`"]
 
 
 def memory_of_training() -> tuple[str, Line]:
@@ -56,7 +59,7 @@ def memory_of_training() -> tuple[str, Line]:
 
 
 def accuracy_of(graph: str) -> tuple[str, Line]:
-    """Test accuracy on a graph."""
+    """Return the test accuracy on a graph."""
     lines = [line for line in read("accuracy") if "test_percent" in line]
     line = newest(lines, "graph", "sampler")[graph, "gcnzc"]
     return f"{spread(line)} %", line
@@ -64,13 +67,13 @@ def accuracy_of(graph: str) -> tuple[str, Line]:
 
 def gain_of(method: str, mbit_per_s: float) -> tuple[str, Line]:
     """Return the throughput of a method relative to AdamW."""
-    # of runs that measured AdamW too
+    # runs that also measured AdamW
     lines = [line for line in read("strategies") if "of_adamw" in line]
     line = newest(lines, "case", "method", "mbit_per_s")["amazon_photo", method, mbit_per_s]
     return f"{significant(line['of_adamw'], 2)} times the seed nodes/s", line
 
 
-def gain_of_sum() -> tuple[str, Line]:
-    """Return the speed-up of the tuned sum over gloo's."""
+def gain_of_all_reduce() -> tuple[str, Line]:
+    """Return the speed-up of the tuned all-reduce over gloo's."""
     line = timed_collectives()["delay", 8, "Sum", 64]
     return f"{1 / line['tuned_of_builtin']:.1f} times faster", line
