@@ -36,14 +36,14 @@ Line = dict[str, Any]
 
 
 def main() -> None:
-    """Measure what the command line says, and record it."""
+    """Measure the links, workers and collectives of the command line, and record the results."""
     options = _options()
     for case, line in results(options):
         record("collectives", case | line)
 
 
 def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
-    """Measure, and yield each case with its times."""
+    """Measure, and yield each case with its results."""
     for link in options.links:
         for workers in options.workers:
             tasks = [json.dumps(task) for task in _tasks(options, workers)]
@@ -64,7 +64,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
                 }
                 ran = cluster.run(lambda _: [sys.executable, "-m", WORKER, *tasks])  # noqa: B023
             if any(ran.codes):
-                raise SystemExit(f"error: the workers ended with {ran.codes}")
+                raise SystemExit(f"error: the workers exited with {ran.codes}")
             for text in ran.output[0].splitlines():
                 yield case, json.loads(text)
 
@@ -107,7 +107,7 @@ def _run_here(workers: int, tasks: Sequence[str]) -> Iterator[Line]:
     outputs = [process.communicate()[0] for process in processes]
     codes = [process.returncode for process in processes]
     if any(codes):
-        raise SystemExit(f"error: the workers ended with {codes}")
+        raise SystemExit(f"error: the workers exited with {codes}")
     for text in outputs[0].splitlines():
         yield json.loads(text)
 
@@ -120,7 +120,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bytes", action="store_true", help="count bytes instead of timing")
     parser.add_argument("--step", type=int, default=2, help="ratio of successive sizes")
     parser.add_argument(
-        "--least-bytes", type=int, default=4, help="smallest size of a rank's values"
+        "--least-bytes", type=int, default=4, help="smallest size of the values of a rank"
     )
     parser.add_argument("--most-bytes", type=int, default=16 << 20)
     parser.add_argument(

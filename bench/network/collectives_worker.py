@@ -1,8 +1,8 @@
-"""The program that bench/network/collectives.py runs on each rank; rank 0 prints JSON lines.
+"""Measure collectives as one rank of bench/network/collectives.py; rank 0 prints JSON lines.
 
     python -m bench.network.collectives_worker '{"part": "times", "kind": "Sum", ...}' ...
 
-It runs on each machine, with the environment variables of torch.distributed.
+Each rank runs this program, with the environment variables of torch.distributed.
 
 Notation: W ranks.
 """
@@ -141,21 +141,25 @@ def time_all(
 
 
 def is_equal(group: Group, kind: str, size: int, name: str) -> bool:
-    """Whether all ranks get bit-identical answers, or in an all-to-all the values sent to them."""
+    """Return whether the results are correct.
+
+    The result of an all-to-all must be the values that were sent to the rank; the results of other
+    collectives must be bit-identical on all ranks.
+    """
     request = make_request(kind, size, group.rank, group.world_size)
     generator = torch.Generator().manual_seed(group.rank)
     if isinstance(request, AllToAll):
         for part in request.parts:
             part.random_(generator=generator)
         sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
-        parts = _answer(group, kind, request, name)
+        parts = _run(group, kind, request, name)
         received = sum(_hash(part, source, group.rank) for source, part in enumerate(parts))
         return sum(group.run(yield_request(AllGatherScalar(sent - received)))) == 0
     if isinstance(request, Sum):
         request.values.normal_(generator=generator)
     else:
         request.values.random_(generator=generator)
-    own = _hash(_answer(group, kind, request, name))
+    own = _hash(_run(group, kind, request, name))
     return len(set(group.run(yield_request(AllGatherScalar(own))))) == 1
 
 
@@ -188,14 +192,14 @@ def formula_s(
 def count_bytes(group: Group) -> Iterator[Line]:
     """Count the bytes of each request and algorithm: by ledger, formula and network interface."""
     if group.monitor is not None:
-        group.monitor.stop()  # its heartbeats would be counted too
+        group.monitor.stop()  # the interface would count its heartbeats, too
     for request in make_requests(group.rank, group.world_size):
         kind = kind_of(request)
         for name in ALGORITHMS[kind]:
             times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
-                _answer(group, kind, request, name)
+                _run(group, kind, request, name)
             after = _counters(group, request)
             formula = times * sent_bytes(request, group.rank, group.world_size, name)
             own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
@@ -233,16 +237,17 @@ def make_requests(rank: int, world_size: int) -> list[Collective]:
     ]
 
 
-def _answer(group: Group, kind: str, request: Collective, name: str) -> Any:
+def _run(group: Group, kind: str, request: Collective, name: str) -> Any:
+    """Run a request by an algorithm, and return its result."""
     default = group.choices
     group.choices = Choices.always(**{kind: name})
-    answer = group.run(yield_request(request))
+    result = group.run(yield_request(request))
     group.choices = default
-    return answer
+    return result
 
 
 def _ping_pong(rank: int) -> Algorithm[None]:
-    """Send messages to and fro between pairs of ranks."""
+    """Send messages back and forth between pairs of ranks."""
     peer, values = rank ^ 1, torch.zeros(4)
     pending = []
     for _ in range(ROUND_TRIPS):
@@ -275,7 +280,7 @@ def _hash(values: torch.Tensor, *labels: int) -> int:
 
 def _counters(group: Group, request: Collective) -> list[float]:
     """Return bytes and messages by the ledger, and bytes and packets by the network interface."""
-    # a barrier, by a kind of request that is not counted here
+    # a barrier by a kind of request that is not being counted
     is_scalar = isinstance(request, AllGatherScalar)
     group.run(yield_request(AllGather(torch.zeros(1)) if is_scalar else AllGatherScalar(0)))
     time.sleep(SETTLE_S)

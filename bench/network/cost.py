@@ -277,7 +277,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _check_exit_codes(codes: Sequence[int]) -> None:
     if any(codes):
         raise RuntimeError(
-            f"the workers ended with exit codes {list(codes)}\n\nhint: see their output on stderr"
+            f"the workers exited with {list(codes)}\n\nhint: see their output on stderr"
         )
 
 

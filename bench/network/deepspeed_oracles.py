@@ -1,24 +1,25 @@
 """Reimplement DeepSpeed 0.19.6's 1-bit optimizers with the same rounding, as test oracles.
 
-`deepspeed_peer.py` compares them with DeepSpeed, and `tests/optim` with recorded trajectories. They
-differ from `gcnzc.optim` in the signs of padded buffers, the order in which sums are rounded, and
-the form of 0/1 Adam; none corrects the bias. DeepSpeed's first call counts as a step and changes
-nothing: set `steps` to 1 and skip a minibatch.
+`deepspeed_peer.py` compares them with DeepSpeed, and `tests/optim` compares them with recorded
+trajectories. They differ from `gcnzc.optim` in the compression of signs, which pads buffers, in the
+order in which sums are rounded, and in the algorithm of 0/1 Adam. None has bias correction.
+DeepSpeed's first call counts as a step and changes nothing: to match it, set `steps` to 1 and skip
+a minibatch.
 
-DeepSpeed's 0/1 Adam differs from the paper, and from `ZeroOneAdam`, so much that it shares no code
-with them. Until the variance freezes, signs of gradients are exchanged between refreshes, and the
-momenta are the same on all ranks. After that the sum u of the steps themselves is exchanged, weight
-decay included, times the root of the variance; subtracting u takes the parameters back to where all
-ranks were, up to rounding.
+DeepSpeed's 0/1 Adam differs so much from the paper and from `ZeroOneAdam` that they share no code.
+Until the variance freezes, ranks exchange signs of gradients between variance refreshes, and the
+momenta are equal on all ranks. After that, ranks take local steps. At a sync step they exchange the
+sum u of their updates since the last sync, including weight decay, multiplied by the root of the
+variance. Subtracting u restores the parameters of the last sync, up to rounding.
 
-    refresh   v <- b2 v + (1 - b2) g^2       g: the mean gradient
-    before    m <- b1 m + (1 - b1) g         g: the mean gradient, or what its signs make of it
+    refresh   v <- b2 v + (1 - b2) g^2       g: mean gradient
+    step      m <- b1 m + (1 - b1) g         g: mean gradient, exact or compressed to signs
               x <- x - lr (m / (sqrt(v) + eps) + weight_decay x)
-    alone     the same with this rank's g, and u <- u - lr (m / (sqrt(v) + eps) + weight_decay x)
-    agreed    x <- x - u       u <- compressed mean of u (sqrt(v) + eps)
+    local     the same with this rank's g, and u <- u - lr (m / (sqrt(v) + eps) + weight_decay x)
+    sync      x <- x - u       u <- compressed mean of u (sqrt(v) + eps)
               m <- -u / sum of lr            x <- x + u / (sqrt(v) + eps)
 
-Notation: n elements, W ranks.
+Notation: W ranks.
 """
 
 import math
@@ -38,22 +39,22 @@ from gcnzc.optim.flat_parameters import GroupSlice
 
 @dataclass(frozen=True)
 class PaddedSign(Compression):
-    """Each tensor is a buffer of its own, padded to a multiple of W lcm(W, 8).
+    """Signs of separate buffers, one for each tensor, padded to a multiple of W lcm(W, 8).
 
-    Padding counts in the scales and has errors. There is one magnitude for a rank's buffer, and one
-    for each server's chunk. It takes two collectives for each tensor; `gcnzc.compress.Sign` takes
-    two in all, and leaves the padding out.
+    The scales include the padding, which also has errors. The buffer of a rank has one scale, and
+    each server's chunk has one. Each tensor takes separate collectives, whereas
+    `gcnzc.compress.Sign` exchanges all tensors together, without padding.
     """
 
     lengths: tuple[int, ...]
-    """of the buffers, which follow one another in the vector"""
+    """numbers of elements of the buffers, which are contiguous in the vector"""
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "PaddedSignReducer":
         """See `Compression`."""
         return PaddedSignReducer(num_elements, worker, self.lengths)
 
     def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
-        """See `Compression`; bits are sent as bytes, since nobody trains with this."""
+        """See `Compression`. Each sign is sent as a byte, since this is only for comparisons."""
         chunks = [_padded(length, world_size) // world_size for length in self.lengths]
         rounds = sum((world_size - 1) * (2 * (chunk + 4)) for chunk in chunks)
         return rounds + (8 + 4 * extras) * (world_size - 1)
@@ -75,23 +76,23 @@ class PaddedSignReducer(Reducer):
 
     def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
         """See `Reducer`."""
-        bad = yield AllGatherScalar(int(count_not_finite(values)))
-        if any(bad):
-            return describe_non_finite(bad)
+        non_finite = yield AllGatherScalar(int(count_not_finite(values)))
+        if any(non_finite):
+            return describe_non_finite(non_finite)
         extra_values = values[self.num_elements :]
         if extras:
             extra_values.copy_((yield AllGather(extra_values.clone())).sum(dim=0))
         self.extra_sums = extra_values.tolist()
         begin = 0
-        for place, length in enumerate(self.lengths):
-            here = values[begin : begin + length]
-            here.copy_((yield from self._buffer(place, here))[:length])
+        for index, length in enumerate(self.lengths):
+            buffer = values[begin : begin + length]
+            buffer.copy_((yield from self._mean_of_buffer(index, buffer))[:length])
             begin += length
         return ""
 
-    def _buffer(self, place: int, values: Tensor) -> Algorithm[Tensor]:
+    def _mean_of_buffer(self, index: int, values: Tensor) -> Algorithm[Tensor]:
         world_size = self.worker.world_size
-        worker, server = self.worker_errors[place], self.server_errors[place]
+        worker, server = self.worker_errors[index], self.server_errors[index]
         worker[: len(values)] += values
         scale = worker.norm() / math.sqrt(len(worker))
         signs = _signs(worker)
@@ -101,25 +102,25 @@ class PaddedSignReducer(Reducer):
         )
         scales = (yield AllGather(scale.view(1))).view(-1)
         shares = torch.stack(parts).to(values.dtype) * (scales * (1 / world_size))[:, None]
-        # the errors come after the mean: sums are rounded in this order
+        # add the errors after the mean, since the order of additions determines the rounding
         server += shares.sum(dim=0)
-        magnitude = server.norm() / math.sqrt(len(server))
+        server_scale = server.norm() / math.sqrt(len(server))
         signs = _signs(server)
-        server -= magnitude * signs
+        server -= server_scale * signs
         rows = yield AllGather(signs.to(torch.int8))
-        magnitudes = (yield AllGather(magnitude.view(1))).view(-1, 1)
-        return (rows.to(values.dtype) * magnitudes).view(-1)
+        server_scales = (yield AllGather(server_scale.view(1))).view(-1, 1)
+        return (rows.to(values.dtype) * server_scales).view(-1)
 
     def errors(self) -> dict[str, Tensor]:
-        """See `Reducer`; not kept, since a comparison is not resumed."""
+        """Return nothing, since comparisons are not resumed."""
         return {}
 
     def load_errors(self, errors: Mapping[str, Tensor]) -> None:
-        """Do nothing, since a comparison is not resumed."""
+        """Do nothing, since comparisons are not resumed."""
 
 
 class RefedPaddedSign(PaddedSign):
-    """The buffer of 1-bit LAMB: what its padding receives is what it sends at the next step."""
+    """Signs of the buffer of 1-bit LAMB, whose padding sends the values that it last received."""
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "RefedPaddedSignReducer":
         """See `Compression`."""
@@ -148,7 +149,7 @@ class RefedPaddedSignReducer(PaddedSignReducer):
 
 
 class OneBitAdamDeepSpeed(OneBitAdam):
-    """1-bit Adam without bias correction, whose sums are rounded in DeepSpeed's order."""
+    """1-bit Adam without bias correction, with DeepSpeed's order of rounding."""
 
     def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         _update_moments(self, part, values, with_variance)
@@ -169,7 +170,7 @@ class OneBitAdamDeepSpeed(OneBitAdam):
 
 
 class OneBitLambDeepSpeed(OneBitLamb):
-    """1-bit LAMB without bias correction, whose sums are rounded in DeepSpeed's order."""
+    """1-bit LAMB without bias correction, with DeepSpeed's order of rounding."""
 
     def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
         _update_moments(self, part, values, with_variance)
@@ -188,47 +189,47 @@ def _update_moments(
 
 @dataclass(frozen=True)
 class DeepSpeedSchedule:
-    """What DeepSpeed exchanges at which step; steps count from 1, of which the first is idle."""
+    """DeepSpeed's schedule of exchanges. Steps are numbered from 1, and step 1 does nothing."""
 
     freeze: int = 100_000
     """`var_freeze_step`: the variance freezes after the step after this one"""
     variance_doubling: int = 16
-    """`var_update_scaler`: refreshes after which the steps between them double"""
+    """`var_update_scaler`: number of refreshes after which their interval doubles"""
     local_doubling: int = 32_678
-    """`local_step_scaler`: steps after which the steps between agreements double"""
+    """`local_step_scaler`: number of steps after which the sync interval doubles"""
     longest: int = 16
-    """`local_step_clipper`: most steps between agreements"""
+    """`local_step_clipper`: largest sync interval, in steps"""
 
     def is_frozen(self, step: int) -> bool:
-        """Whether workers take this step alone, before they may agree."""
+        """Return whether the variance is frozen, and the step is local."""
         return step > self.freeze + 1
 
-    def refreshes(self, step: int) -> bool:
-        """Whether the variance is refreshed, if it is not frozen."""
+    def is_refresh(self, step: int) -> bool:
+        """Return whether the variance is refreshed, if it is not frozen."""
         interval, last = 1, self.variance_doubling + 1
         while step > last:
             interval *= 2
-            # the first multiple after the last refresh, and as many as before
+            # the last refresh with this interval
             last = (last // interval + self.variance_doubling) * interval
         return step % interval == 0
 
-    def agrees(self, step: int) -> bool:
-        """Whether workers agree after a step that they took alone."""
+    def is_sync(self, step: int) -> bool:
+        """Return whether ranks synchronize after a local step."""
         doublings = (step - self.freeze - 2) // self.local_doubling
         return step % min(1 << min(doublings, 62), self.longest) == 0
 
 
 class ZeroOneAdamDeepSpeed(Replicated):
-    """0/1 Adam as DeepSpeed has it: without guards, and without a state to resume from.
+    """DeepSpeed's 0/1 Adam, without checks of its arguments and without a saved state.
 
     Args:
-        params: as torch's optimizers take them, of one dtype, in one group.
-        lr: step size.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the variance.
-        weight_decay: share of a parameter that is taken off it for each unit of `lr`.
-        schedule: what is exchanged when.
-        group: of all workers; None for those of torch.distributed as it was initialised.
+        params: parameters as for torch's optimizers, of one dtype, in one parameter group.
+        lr: learning rate.
+        betas: decay rates of the averages of gradients and of their squares.
+        eps: term added to the root of the variance.
+        weight_decay: coefficient of decoupled weight decay, which is multiplied by `lr`.
+        schedule: schedule of the exchanges.
+        group: group of all workers; None for the default group of torch.distributed.
     """
 
     def __init__(
@@ -250,51 +251,51 @@ class ZeroOneAdamDeepSpeed(Replicated):
         lengths = tuple(each.end - each.begin for each in self.flat_params.segments)
         self.signs = PaddedSign(lengths)
         self.reducers = {"signs": self.reducer(self.signs, self.flat_params.num_elements)}
-        self.length = 0.0
-        """sum of step sizes since all agreed"""
+        self.sum_of_lr = 0.0
+        """sum of the learning rates since the last sync"""
 
     @torch.no_grad()
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`."""
         schedule, step = self.schedule, self.steps + 1
-        is_alone, signs = schedule.is_frozen(step), self.reducers["signs"]
-        refreshes = not is_alone and schedule.refreshes(step)
-        if is_alone and not schedule.is_frozen(step - 1):
-            # what is left out of updates is no continuation of what was left out of gradients
+        is_local, signs = schedule.is_frozen(step), self.reducers["signs"]
+        is_refresh = not is_local and schedule.is_refresh(step)
+        if is_local and not schedule.is_frozen(step - 1):
+            # reset the errors: those of gradients do not apply to sums of updates
             signs = self.reducers["signs"] = self.reducer(self.signs, self.flat_params.num_elements)
-        if refreshes:
+        if is_refresh:
             skip_reason = yield from self.mean_gradients(values)
-        elif not is_alone:
+        elif not is_local:
             skip_reason = yield from signs.mean(values)
         else:
             skip_reason = ""
         if skip_reason:
             return skip_reason
-        agrees = is_alone and schedule.agrees(step)
-        self.length += float(self.param_groups[0]["lr"])
-        # each tensor by itself: where a vector ends, some processors round otherwise
+        is_sync = is_local and schedule.is_sync(step)
+        self.sum_of_lr += float(self.param_groups[0]["lr"])
+        # each tensor separately: some processors round differently at the end of a vector
         vectors = map(self.flat_params.views, self._with(values))
         tensors = list(zip(self.flat_params.parameters, *vectors, strict=True))
         for parameter, gradient, momentum, variance, update in tensors:
-            if refreshes:
+            if is_refresh:
                 beta2 = self.param_groups[0]["betas"][1]
                 variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             change = self._change(parameter, gradient, momentum, variance)
             parameter += change
-            if is_alone:
+            if is_local:
                 update += change
-            if agrees:
+            if is_sync:
                 parameter -= update
                 update *= self._root(variance)
-        if agrees:
+        if is_sync:
             if skip_reason := (yield from signs.mean(self.vectors["update"])):
                 return skip_reason
             for parameter, _, momentum, variance, update in tensors:
-                torch.div(update, -self.length, out=momentum)
+                torch.div(update, -self.sum_of_lr, out=momentum)
                 parameter += update / self._root(variance)
                 update.zero_()
-        if agrees or not is_alone:
-            self.length = 0.0
+        if is_sync or not is_local:
+            self.sum_of_lr = 0.0
         return ""
 
     def _with(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -303,7 +304,7 @@ class ZeroOneAdamDeepSpeed(Replicated):
     def _change(
         self, parameter: Tensor, gradient: Tensor, momentum: Tensor, variance: Tensor
     ) -> Tensor:
-        """Return the update of a parameter, and update the momentum."""
+        """Update the momentum, and return the change of the parameter."""
         group = self.param_groups[0]
         beta1 = group["betas"][0]
         momentum.mul_(beta1).add_(gradient, alpha=1 - beta1)
@@ -314,11 +315,11 @@ class ZeroOneAdamDeepSpeed(Replicated):
         return variance.sqrt() + self.param_groups[0]["eps"]
 
     def state_dict(self) -> NoReturn:
-        """Refuse: a comparison is not resumed."""
-        raise RuntimeError("it has no state to keep\n\nhint: train with ZeroOneAdam")
+        """Raise an error, since comparisons are not resumed."""
+        raise RuntimeError("the oracle's state cannot be saved\n\nhint: train with ZeroOneAdam")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Refuse: a comparison is not resumed."""
+        """Raise an error, since comparisons are not resumed."""
         self.state_dict()
 
 

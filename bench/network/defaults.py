@@ -1,13 +1,14 @@
-"""Compare the old and the present defaults of each optimizer in short runs.
+"""Compare the previous and the current defaults of each optimizer in short runs.
 
     python -m bench.network.defaults [--tasks TASK ...] [--methods METHOD ...]
                                    [--seeds N] [--steps N]
 
-Four ranks train in one process, in lockstep, by every method with as many minibatches and the same
-step size: a multilayer perceptron on scikit-learn's handwritten digits, a character-level
-transformer on the text of LICENSE, and GraphSAGE on a planted graph. AdamW on averaged gradients is
-what they are compared with. A line has the scores over the seeds (accuracy in percent, or bits per
-character, where less is better) and the bytes that rank 0 sent in all, and in the last 100 steps.
+Four ranks train in lockstep in one process. All methods use the same number of minibatches and the
+same learning rate. The tasks are a multilayer perceptron on scikit-learn's handwritten digits, a
+character-level transformer on the text of LICENSE, and GraphSAGE on a graph with planted
+communities. The baseline is AdamW on averaged gradients. A recorded line has the scores of all
+seeds (accuracy in percent, or bits per character, for which lower is better), and the bytes that
+rank 0 sent in the whole run and in the last 100 steps.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from gcnzc.optim import (
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 4
-LAST = 100  # steps at the end of a run whose bytes are counted apart
+LAST = 100  # number of last steps of a run, whose bytes are also recorded separately
 ADAM = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
 LOCAL = {"local-sgd": LocalSGD, "diloco": DiLoCo, "streaming-diloco": StreamingDiLoCo, "co2": CO2}
 METHODS = ("adamw", *ADAM, *LOCAL)
@@ -60,19 +61,19 @@ def option_sets(method: str, steps: int) -> dict[str, dict[str, Any] | None]:
 
     Args:
         method: one of `METHODS`.
-        steps: of the run.
+        steps: number of steps of the run.
 
     Returns:
-        The name of each set to its options; None where the class had no default.
+        The options by the name of the set; None if the class had no default.
     """
     if method == "adamw":
         return {"now": {}}
     warmup = round(0.15 * steps)
-    of_run = {"warmup": warmup, "total_steps": steps}
+    length = {"warmup": warmup, "total_steps": steps}
     before: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-        # no limit, as the run is shorter
-        "onebit-adam": ({"warmup": None, "warmup_range": (0, 10**9)}, of_run),
-        "onebit-lamb": ({"warmup": None, "warmup_range": (0, 10**9)}, of_run),
+        # no limits of the warm-up, since they exceed the length of the run
+        "onebit-adam": ({"warmup": None, "warmup_range": (0, 10**9)}, length),
+        "onebit-lamb": ({"warmup": None, "warmup_range": (0, 10**9)}, length),
         "zero-one-adam": (
             {"schedule": ZeroOneSchedule(None, 16, 32_678, 16)},
             {"schedule": ZeroOneSchedule(warmup, 16, steps // 4, 4)},
@@ -103,7 +104,7 @@ class Task:
 
     lr: float
     unit: str
-    """of the score: "percent" or "bits" """
+    """unit of the score, "percent" or "bits" """
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -140,17 +141,17 @@ class Digits(Task):
 
     def score(self, model: nn.Module) -> float:
         """See `Task`."""
-        found = model(self.x[self.num_train :]).argmax(dim=1)
-        return 100 * float((found == self.y[self.num_train :]).float().mean())
+        predicted = model(self.x[self.num_train :]).argmax(dim=1)
+        return 100 * float((predicted == self.y[self.num_train :]).float().mean())
 
 
 class Transformer(nn.Module):
-    """A layer of attention that predicts the next character."""
+    """A transformer with one layer, which predicts the next character."""
 
     def __init__(self, num_characters: int, context: int, width: int = 32) -> None:
         super().__init__()
         self.characters = nn.Embedding(num_characters, width)
-        self.places = nn.Embedding(context, width)
+        self.positions = nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(
             width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True
         )
@@ -159,8 +160,15 @@ class Transformer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits (B, T, characters) of the characters after those of (B, T) int64."""
-        hidden = self.characters(text) + self.places.weight
+        """Return logits of the next characters.
+
+        Args:
+            text: characters, (B, T) int64.
+
+        Returns:
+            For each character, the logits of the character after it, (B, T, num_characters).
+        """
+        hidden = self.characters(text) + self.positions.weight
         return self.logits(self.layers(hidden, mask=self.mask))
 
 
@@ -172,11 +180,11 @@ class Characters(Task):
     def __init__(self) -> None:
         super().__init__(lr=0.003, unit="bits")
         text = (ROOT / "LICENSE").read_text()
-        known = sorted(set(text))
-        codes = torch.tensor([known.index(each) for each in text])
-        self.num_characters = len(known)
+        characters = sorted(set(text))
+        codes = torch.tensor([characters.index(each) for each in text])
+        self.num_characters = len(characters)
         self.windows = codes.unfold(0, self.context + 1, 1)
-        # the two do not overlap
+        # training and held-out windows do not overlap
         self.num_train = round(0.9 * len(codes)) - self.context
 
     def model(self) -> nn.Module:
@@ -185,26 +193,26 @@ class Characters(Task):
 
     def loss(self, model: nn.Module, generator: torch.Generator) -> Tensor:
         """See `Task`."""
-        return self._of(model, torch.randint(self.num_train, (4,), generator=generator))
+        return self._loss(model, torch.randint(self.num_train, (4,), generator=generator))
 
     def score(self, model: nn.Module) -> float:
         """See `Task`."""
         begin = self.num_train + self.context
         rows = torch.arange(begin, len(self.windows), self.context)
-        return float(self._of(model, rows)) / math.log(2)
+        return float(self._loss(model, rows)) / math.log(2)
 
-    def _of(self, model: nn.Module, rows: Tensor) -> Tensor:
+    def _loss(self, model: nn.Module, rows: Tensor) -> Tensor:
         windows = self.windows[rows]
         logits = model(windows[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 class Planted(Task):
-    """GraphSAGE on a graph of planted communities, with sampled neighbours."""
+    """GraphSAGE on a graph with planted communities, with sampled neighbours."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.003, unit="percent")
-        # of the arrays, which are mapped
+        # kept, since the arrays are memory-mapped from its files
         self.folder = tempfile.TemporaryDirectory()
         raw, prepared = Path(self.folder.name) / "raw", Path(self.folder.name) / "graph"
         make(raw, "planted", Shape(3000, 18_000, 24, 8), seed=3)
@@ -226,8 +234,8 @@ class Planted(Task):
     def score(self, model: nn.Module) -> float:
         """See `Task`."""
         seeds = self.split["test"]
-        found = self._logits(model, seeds, (-1, -1), 0).argmax(dim=1)
-        return 100 * float((found == self.y[seeds]).float().mean())
+        predicted = self._logits(model, seeds, (-1, -1), 0).argmax(dim=1)
+        return 100 * float((predicted == self.y[seeds]).float().mean())
 
     def _logits(
         self, model: nn.Module, seeds: Tensor, fanouts: tuple[int, int], epoch: int
@@ -252,7 +260,7 @@ def build(
 
 
 def describe(optimizer: DistributedOptimizer) -> str:
-    """Return the options of an optimizer, which are equal on all ranks."""
+    """Return the options of an optimizer as text, which is equal on all ranks."""
     if isinstance(optimizer, LocalUpdates):
         return optimizer.describe_options()
     return "; ".join(optimizer.layout_lines()) if isinstance(optimizer, Replicated) else ""
@@ -260,7 +268,7 @@ def describe(optimizer: DistributedOptimizer) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one training."""
+    """The score of a run, and the bytes that rank 0 sent in all steps and in the last steps."""
 
     score: float
     bytes_sent: int
@@ -277,18 +285,18 @@ def train(task: Task, method: str, options: Mapping[str, Any], steps: int, seed:
         optimizers.append(build(method, models[-1], task.lr, group, options))
     generators = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(WORLD_SIZE)]
 
-    def take(rank: int, number: int) -> Algorithm[None]:
+    def take_steps(rank: int, number: int) -> Algorithm[None]:
         for _ in range(number):
             optimizers[rank].zero_grad()
             task.loss(models[rank], generators[rank]).backward()
             yield from optimizers[rank].algorithm()
 
-    def end(rank: int) -> Algorithm[None]:
-        yield from take(rank, LAST)
+    def take_last_steps(rank: int) -> Algorithm[None]:
+        yield from take_steps(rank, LAST)
         yield from optimizers[rank].finalize_algorithm()
 
-    first = lockstep([take(rank, steps - LAST) for rank in range(WORLD_SIZE)])
-    last = lockstep([end(rank) for rank in range(WORLD_SIZE)])
+    first = lockstep([take_steps(rank, steps - LAST) for rank in range(WORLD_SIZE)])
+    last = lockstep([take_last_steps(rank) for rank in range(WORLD_SIZE)])
     sent = [each.ledgers[0].bytes_sent for each in (first, last)]
     with torch.no_grad():
         return Run(task.score(models[0].eval()), sum(sent), sent[1])
@@ -298,7 +306,7 @@ def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
     """Train by each method with each set of defaults, and record the scores."""
     task = TASKS[name]()
     for method in methods:
-        # sets that make the same optimizer train once
+        # sets with equal options train only once
         trained: dict[str, list[Run]] = {}
         for defaults, options in option_sets(method, steps).items():
             if options is None:
@@ -325,7 +333,7 @@ def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Measure, or write the table."""
+    """Compare the tasks and methods of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

@@ -232,7 +232,7 @@ def speed(
             environment={"PYTHONPATH": str(ROOT), **_one_thread()},
         )
     if any(ran.codes):
-        raise SystemExit(f"error: the workers ended with {ran.codes}")
+        raise SystemExit(f"error: the workers exited with {ran.codes}")
     rates: dict[str, list[float]] = {method: [] for method in methods}
     shares: dict[str, list[float]] = {method: [] for method in methods}
     sent: dict[str, int] = {}

@@ -83,7 +83,7 @@ def results(workers: int, tasks: Sequence[Line]) -> Iterator[tuple[Line, Line]]:
         words = [json.dumps(task) for task in tasks]
         ran = cluster.run(lambda _: [sys.executable, "-m", WORKER, *words])
     if any(ran.codes):
-        raise SystemExit(f"error: the workers ended with {ran.codes}")
+        raise SystemExit(f"error: the workers exited with {ran.codes}")
     for task, text in zip(tasks, ran.output[0].splitlines(), strict=True):
         yield task, {"steps": task["steps"], **json.loads(text)}
 
