@@ -20,10 +20,11 @@ def compute_loss(
     Args:
         logits: (S, C).
         labels: (S,) int64 classes; or (S, C) of 0, 1 or NaN for unknown, one task per column.
-        label_smoothing: of classes, see `torch.nn.functional.cross_entropy`.
-        class_weights: (C,) factors of the loss by class, whose mean over the training nodes should
-            be 1, because the sum is divided by S: so a mean over ranks is that of one rank. With
-            several tasks, factors of the loss of ones. None weights all alike.
+        label_smoothing: see `torch.nn.functional.cross_entropy`; not used for (S, C) labels.
+        class_weights: (C,) weights of the classes, whose mean over the training nodes should be 1:
+            the sum of the weighted losses is divided by S, not by the sum of the weights, so that
+            the mean over ranks equals the loss of one rank with all seeds. With several tasks,
+            weights of the label 1. None: all weights are 1.
 
     Returns:
         () cross-entropy, or binary cross-entropy over the labels that are not NaN.
@@ -64,8 +65,8 @@ def score(
     parts = {name: rows for name, rows in parts.items() if len(rows)}
     result = {}
     if labels.ndim == 1:
-        right = (logits.argmax(dim=1) == labels).double()
-        result["accuracy"] = {name: right[rows].mean().item() for name, rows in parts.items()}
+        is_correct = (logits.argmax(dim=1) == labels).double()
+        result["accuracy"] = {name: is_correct[rows].mean().item() for name, rows in parts.items()}
     if metric == "rocauc":
         if labels.ndim == 1:
             logits, labels = logits[:, 1:2] - logits[:, 0:1], labels[:, None].float()
@@ -86,7 +87,7 @@ def _rocauc(logits: Tensor, labels: Tensor) -> float:
 
 
 def _roc_area(truth: Tensor, scores: Tensor) -> float:
-    # scikit-learn takes a second to import, and most runs need accuracy alone
+    # importing scikit-learn takes a second, and most runs only compute the accuracy
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(truth.numpy(), scores.numpy()))

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Return the weights with which all classes contribute alike to the loss.
+    """Return the weights with which all classes contribute equally to the loss.
 
     Args:
-        labels: those of the training nodes: (S,) int64 classes; or (S, T) of 0, 1 or NaN for
+        labels: labels of the training nodes: (S,) int64 classes; or (S, T) of 0, 1 or NaN for
             unknown, one task per column.
-        num_classes: C; of each task if there are several.
+        num_classes: C, the number of classes; not used for (S, T) labels.
 
     Returns:
         (C,) float32 weights of the classes, which are inversely proportional to their numbers of

@@ -1,4 +1,4 @@
-"""Groups of the options of `gcnzc train` that change the update of the weights."""
+"""Groups of the options of `gcnzc train` for the loss and the learning rate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,18 +12,19 @@ class LossOptions(Options):
     """The loss of node classification."""
 
     label_smoothing: float = 0.0
-    """node classification: probability that the target distribution moves from the label to all
-    classes alike"""
+    """node classification: fraction of the target probability that is spread evenly over all
+    classes"""
     class_weights: Literal["none", "balanced"] = "none"
-    """node classification: balanced weights the loss of each class inversely to its number of
-    training nodes; with several columns of labels, the loss of ones by the zeros per one"""
+    """node classification: weights of the classes in the loss; balanced: inversely proportional to
+    their numbers of training nodes, or with several columns of labels, the weight of the label 1 is
+    the number of zeros divided by that of ones"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
                 f"--label-smoothing must be from 0 to below 1, got {self.label_smoothing}\n\n"
-                "hint: 0.1 is common; 0 smooths nothing"
+                "hint: 0.1 is common; 0 turns label smoothing off"
             )
 
 
@@ -32,14 +33,14 @@ class LearningRateOptions(Options):
     """How the learning rate changes during a run."""
 
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
-    """learning rate after the warm-up: constant; decreasing to 0 at the end of the run along a
-    cosine or linearly; or multiplied by --step-factor every --step-epochs"""
+    """learning rate after the warm-up: constant; decay to 0 at the end of the run along a cosine,
+    or linearly; or multiplied by --step-factor every --step-epochs (step)"""
     warmup_epochs: float = 0.0
-    """epochs in which the learning rate increases linearly to --lr, step by step"""
+    """epochs at the start of the run in which the learning rate increases linearly to --lr"""
     step_epochs: float = 10.0
-    """schedule step: epochs between two reductions of the learning rate"""
+    """--schedule step: epochs between two reductions of the learning rate"""
     step_factor: float = 0.1
-    """schedule step: factor of a reduction"""
+    """--schedule step: factor by which each reduction multiplies the learning rate"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

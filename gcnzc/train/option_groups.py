@@ -108,8 +108,8 @@ class ModelOptions(Options):
     residual: bool = False
     """add a linear projection of each layer's input to its output"""
     skip: bool = True
-    """GAT and GATv2: --no-skip leaves out the linear skip connection that each layer has by
-    default; with --residual there is none"""
+    """GAT and GATv2: --no-skip omits the linear skip connection that each layer has by default;
+    with --residual, layers have no skip connection"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False
@@ -130,7 +130,7 @@ class ModelOptions(Options):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
-                    "hint: it is the probability that a value is dropped; 0 drops nothing"
+                    "hint: it is the probability that a value is dropped; 0 turns dropout off"
                 )
         if self.pre_norm and self.norm == "none":
             raise ValueError(
@@ -182,8 +182,8 @@ class LoaderOptions(Options):
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
     threads: int = 0
-    """threads of each worker that prepare minibatches; 0: the number in the tuning profile, else
-    the cores divided by the workers, at most 4"""
+    """threads of each worker that prepare minibatches; 0: the number in the tuning profile, or
+    without a profile the number of cores divided by that of workers, at most 4"""
     tuning_profile: bool = True
     """--no-tuning-profile ignores the settings that `gcnzc check --tune` measured for this machine,
     which are used by default"""
@@ -238,11 +238,11 @@ class OptimizerOptions(Options):
     weight_decay: float = 0.0
     """weight decay, as the optimizer defines it"""
     decay: Literal["all", "weights"] = "all"
-    """parameters with weight decay: all, or weights, which leaves out biases and the scales and
-    shifts of normalization"""
+    """parameters with weight decay: all; or weights, which excludes biases and the scales and
+    shifts of normalization layers"""
     clip_gradients: float | None = None
-    """largest norm of the gradient of all parameters; larger gradients are scaled to it. With
-    several workers it is the mean gradient; in local steps, that of the worker"""
+    """maximum L2 norm of the gradient of all parameters together; a larger gradient is scaled down
+    to it. Several workers clip the mean gradient, or in local steps their own gradients"""
     inner_optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """optimizers with local steps: the optimizer that takes the local steps"""
     compress: Compress = "auto"
@@ -287,7 +287,7 @@ class OptimizerOptions(Options):
         if self.clip_gradients is not None and not self.clip_gradients > 0:
             raise ValueError(
                 f"--clip-gradients must be above 0, got {self.clip_gradients}\n\n"
-                "hint: 1 is common; leave --clip-gradients out to clip nothing"
+                "hint: 1 is common; leave --clip-gradients out to turn clipping off"
             )
         at_least(0, "refresh", self.refresh)
         if not 0 <= self.eager_weight < 1:
@@ -307,7 +307,7 @@ class OptimizerOptions(Options):
         self._check_number_or_keyword()
 
     def _check_number_or_keyword(self) -> None:
-        """Check the options that are a number or a word."""
+        """Check the options that are a number or a keyword."""
         check_number(
             "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
         )
@@ -387,7 +387,7 @@ class OutputOptions(Options):
     checkpoint_every_s: float = 30.0
     """seconds between checkpoints"""
     trace: int = 0
-    """steps to show in a timeline, after the first ten steps; 0 writes none"""
+    """number of steps, after the first ten, that are shown in a timeline; 0: no timeline"""
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None

@@ -12,12 +12,13 @@ from gcnzc.train.config import TrainConfig
 class Schedule:
     """Sets the learning rate of an optimizer before each of its steps.
 
-    The learning rate depends only on the position in the run, which a checkpoint has. A resumed
-    run with another number of epochs or workers continues at the same share of the new steps.
+    The learning rate depends only on the position in the run, which is stored in checkpoints. If a
+    run is resumed with another number of workers, which changes the number of steps of an epoch, it
+    continues from the same position within the epoch.
 
     Args:
         config: options of the run.
-        optimizer: its current learning rates are those after the warm-up.
+        optimizer: optimizer, whose current learning rates are used at the end of the warm-up.
     """
 
     def __init__(self, config: TrainConfig, optimizer: Optimizer) -> None:
@@ -53,17 +54,18 @@ class Schedule:
 
 
 def build_schedule(config: TrainConfig, optimizer: Optimizer) -> Schedule | None:
-    """Return the schedule that the options choose; None if the learning rate is constant."""
+    """Return the schedule that the options select; None if the learning rate is constant."""
     if config.schedule == "constant" and not config.warmup_epochs:
         return None
     return Schedule(config, optimizer)
 
 
 def factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """Return the factor of --lr in a step.
+    """Return the factor by which --lr is multiplied in a step.
 
-    In the k-th of W steps of the warm-up it is k / W. The schedules are those of torch's
-    `CosineAnnealingLR` and `LinearLR` to 0 over the remaining steps, and of `StepLR`.
+    In the k-th of W warm-up steps, the factor is k / W. After them, "cosine" and "linear" equal
+    torch's `CosineAnnealingLR` and `LinearLR` to 0 over the remaining steps. "step" equals torch's
+    `StepLR` from the start of the run.
 
     Args:
         config: options of the run.
@@ -75,7 +77,7 @@ def factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
         return (step + 1) / warmup
     if config.schedule == "step":
         return config.step_factor ** (step // max(1, round(config.step_epochs * steps_per_epoch)))
-    done = min(1.0, (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))
+    progress = min(1.0, (step - warmup) / max(1, config.epochs * steps_per_epoch - warmup))
     if config.schedule == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
-    return 1 - done if config.schedule == "linear" else 1.0
+        return (1 + math.cos(math.pi * progress)) / 2
+    return 1 - progress if config.schedule == "linear" else 1.0
