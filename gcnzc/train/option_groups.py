@@ -387,7 +387,7 @@ class OutputOptions(Options):
     checkpoint_every_s: float = 30.0
     """seconds between checkpoints"""
     trace: int = 0
-    """number of steps, after the first ten, that are shown in a timeline; 0: no timeline"""
+    """how many steps after the first ten to show in a timeline (0 for no timeline)"""
     out: Path | None = None
     """run folder; runs/DATA-MODEL-N if not given"""
     resume: Path | None = None
