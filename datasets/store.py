@@ -19,6 +19,7 @@ synchronized to disk (fsync) and renamed, so that an incomplete folder is never 
 Notation: N nodes, E edges, D columns, T tasks.
 """
 
+import contextlib
 import errno
 import json
 import mmap
@@ -92,8 +93,10 @@ def atomic_folder(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
             "hint: choose a folder in which you may write"
         ) from error
     partial = dest.with_name(f".{dest.name}.partial")
-    lock = _lock_folder(partial, dest)
+    own = _LockedFolder(partial)
+    # a signal may raise an exception anywhere, also while the folder is created
     try:
+        own.create(dest)
         _empty(partial)
         _refuse_existing(dest)
         _check_space(dest, needed_bytes)
@@ -104,12 +107,12 @@ def atomic_folder(dest: Path, needed_bytes: int = 0) -> Iterator[Path]:
         _rename(partial, dest)
         sync(dest.parent)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        own.remove()
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise RuntimeError(_no_space(dest, needed_bytes)) from error
         raise
     finally:
-        os.close(lock)
+        own.close()
 
 
 def _refuse_existing(dest: Path) -> None:
@@ -119,25 +122,49 @@ def _refuse_existing(dest: Path) -> None:
         )
 
 
-def _lock_folder(partial: Path, dest: Path) -> int:
-    """Create the folder `partial` and lock it; return the descriptor that holds the lock.
+class _LockedFolder:
+    """A folder that one process writes; the kernel releases the lock of a killed process."""
 
-    The kernel releases the lock of a process that is killed.
-    """
-    while True:
-        partial.mkdir(exist_ok=True)
-        try:
-            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        if not lock(descriptor):
-            other = other_process(descriptor)
-            os.close(descriptor)
-            raise RuntimeError(f"{other} is writing {dest}\n\nhint: wait for it, or stop it first")
-        # the previous owner of the lock may have renamed or removed the folder in the meantime
-        if partial.exists() and os.path.samestat(os.fstat(descriptor), partial.stat()):
-            return descriptor
-        os.close(descriptor)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = -1  # holds the lock
+
+    def create(self, dest: Path) -> None:
+        """Create the folder and lock it; `dest` is its later name, for the message.
+
+        Raises:
+            RuntimeError: another process has the lock.
+        """
+        while True:
+            self.path.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                if not lock(self.descriptor):
+                    other = other_process(self.descriptor)
+                    raise RuntimeError(
+                        f"{other} is writing {dest}\n\nhint: wait for it, or stop it first"
+                    )
+                if self._is_current():
+                    return
+            self.close()
+
+    def _is_current(self) -> bool:
+        """Whether the path still is the open folder; another process may have renamed that."""
+        return self.path.exists() and os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+
+    def remove(self) -> None:
+        """Remove the folder with all files, unless another process has the lock."""
+        with contextlib.suppress(OSError):
+            if self.descriptor < 0:
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            if lock(self.descriptor) and self._is_current():
+                shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def _empty(folder: Path) -> None:
