@@ -277,7 +277,7 @@ class LoaderProgram(Program):
         loader._transfer = transfer_module.Transfer(
             device, table, self.share, max_pending=loader.ahead + 1
         )
-        loader._host = loader.sampler.pool = loader._transfer.host
+        loader._host_pool = loader.sampler.pool = loader._transfer.host
         self.start("dropper", self.drop_others)
         for epoch in range(draw.randint(1, 2)):
             loader.set_epoch(epoch)

@@ -20,22 +20,29 @@ def summary() -> str:
     ours = loaders["ours"]["seeds_per_s"]
     gains = {name: ours / loaders[name]["seeds_per_s"] for name in ("dgl", "graphbolt", "pyg")}
     faster = ", ".join(
-        f"{gains[name]:.1f}x {library}"
+        f"{gains[name]:.1f} times {library}"
         for name, library in (("dgl", "DGL"), ("graphbolt", "GraphBolt"), ("pyg", "PyG"))
     )
     rows = [
-        row("loading, seed nodes per second", faster, loaders["ours"]),
-        row("memory of a training run besides its 4 GB of mapped features", *memory_of_training()),
         row(
-            "test accuracy of GraphSAGE on ogbn-arxiv without its node features "
-            "(features computed from the edges)",
+            "loading: seed nodes per second, compared with other libraries", faster, loaders["ours"]
+        ),
+        row(
+            "memory of a training run, not counting its 4 GB of memory-mapped features",
+            *memory_of_training(),
+        ),
+        row(
+            "test accuracy of GraphSAGE on ogbn-arxiv, with features computed from the edges "
+            "instead of the dataset's",
             *accuracy_of("ogbn_arxiv_structure"),
         ),
         row(
-            "4 workers at 10 Mbit/s: 1-bit Adam compared with AdamW", *gain_of("onebit-adam", 10.0)
+            "4 workers at 10 Mbit/s: 1-bit Adam, compared with AdamW on averaged gradients",
+            *gain_of("onebit-adam", 10.0),
         ),
         row(
-            "4 workers at 10 Mbit/s: Streaming DiLoCo, 4-bit, compared with AdamW",
+            "4 workers at 10 Mbit/s: Streaming DiLoCo with 4 bits, compared with AdamW on averaged "
+            "gradients",
             *gain_of("streaming-diloco fp4", 10.0),
         ),
         row(

@@ -14,21 +14,22 @@ from gcnzc.kernels.codec.block_layout import BlockLayout
 class Sign(Codec):
     """Signs with one scale per block and error feedback, as in 1-bit Adam (Tang et al., 2021).
 
-    A zero counts as positive. `gcnzc.compress.two_stage` describes the exchange.
+    A zero counts as positive. `gcnzc.compress.two_stage` describes the exchange, and
+    `gcnzc.kernels.codec.block_layout` the rows, which are the encoded parts of a vector.
 
     Raises:
         ValueError: an option is not one of those below.
     """
 
     block: int | None = 4096
-    """elements that share a scale, a multiple of 32; None for one scale per part, the slice of the
-    vector of which one rank computes the mean"""
+    """elements that share a scale, a multiple of 32; None for one scale per part, the slice of a
+    vector whose mean one rank computes"""
     scale: Literal["rms", "l1"] = "rms"
     """a block's scale: "rms", the root mean square of its elements, or "l1", their mean absolute
     value"""
     has_feedback: bool = True
-    """whether to use error feedback: the compression error of each vector, and of each mean, is
-    added to the next one"""
+    """whether to use error feedback: the compression error of a vector is added to the next vector,
+    and that of a mean to the next mean"""
 
     def __post_init__(self) -> None:
         if self.scale not in ("rms", "l1"):

@@ -77,14 +77,14 @@ class Group:
         world_size: the number of ranks.
         backend: "gloo" or "nccl"; "" for a single rank, or a rank that `lockstep` simulates.
         store: a store of torch.distributed that all ranks share; None without a backend.
-        choices: the algorithm, such as a ring, of each kind of collective.
+        choices: the algorithm, such as ring all-reduce, for each kind and size of collective.
         timeout_s: time limit of each wait for a message over gloo, in seconds; a collective may
             consist of several messages. NCCL's collectives have the time limit of their process
-            group, which `init_group` and `subgroup` set to `timeout_s`, and `current_group` does
-            not.
+            group. `init_group` and `subgroup` set it to `timeout_s`; `current_group` does not
+            change that of the default process group.
         ranks: the members' ranks in torch.distributed's default group, ascending; None if the group
             has all of them. `subgroup` sets them.
-        monitor: the heartbeats of all ranks; None creates a monitor that uses `store`.
+        monitor: writes and reads the heartbeats; None creates a monitor that uses `store`.
         store_host: the process that hosts the store, for error messages; None if it is not known.
         remedy: the remedy in the message of `WorkerLost`.
     """
@@ -127,7 +127,9 @@ class Group:
                 self.monitor = HeartbeatMonitor(
                     store, rank, world_size, host, store_host, self.ranks
                 )
-            self._stall_monitor = StallMonitor(store, self.log, self._find_busy, self._abort)
+            self._stall_monitor = StallMonitor(
+                store, self.log, self._find_busy_sequences, self._abort
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         """Return the group itself, so that a copied optimizer uses the same connections."""
@@ -139,12 +141,15 @@ class Group:
         return _unpickle_group, (self.rank, self.world_size, members, bool(self.backend))
 
     def channel(self, name: str) -> "Channel":
-        """Return the channel of a name; all ranks must open their channels in the same order."""
+        """Return the channel with a name, which executes requests one after the other.
+
+        The first call with a name creates it; all ranks must create channels in the same order.
+        """
         if name not in self._channels:
             process_group = None
             timeout = timedelta(seconds=self.timeout_s)
             if name and self.world_size > 1:
-                # otherwise, if a rank does not open the channel, the others would wait forever
+                # otherwise, if a rank does not create the channel, the others would wait forever
                 self._default_channel.check_agreement(f"the opening of channel {name}")
             with network():
                 if self.is_subgroup and self.backend:
@@ -174,12 +179,13 @@ class Group:
         """Create a group of some ranks of this group, such as those with replicas of one shard.
 
         All members must call it, and no other rank may. Members of several subgroups must create
-        them in the same order, and all members must have created the same number of groups of
-        torch.distributed before. `close` of this group also closes its subgroups.
+        them in the same order. Before the call, all members must have the same number of process
+        groups of torch.distributed. `close` of this group also closes its subgroups.
 
         Args:
             ranks: the members' ranks in this group, including this rank. In the subgroup the
-                members are numbered in ascending order; `local_rank` counts those on one machine.
+                members are numbered in ascending order. `local_rank` is the number of this rank
+                among the members on its machine.
 
         Raises:
             ValueError: this rank is not a member, or a rank is not in this group.
@@ -222,7 +228,7 @@ class Group:
             ) from cause
         self._subgroups.append(group)
         if self.backend:
-            # a launcher's LOCAL_RANK counts all ranks of the machine
+            # LOCAL_RANK, set by a launcher, numbers all ranks of the machine, not only members
             group._count_local(first=self.rank - self.local_rank)
         return group
 
@@ -236,7 +242,8 @@ class Group:
         members = [rank for rank, each in enumerate(firsts) if each == first]
         self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
-    def _find_busy(self) -> list[str]:
+    def _find_busy_sequences(self) -> list[str]:
+        """Return the sequences of the channels whose threads have unfinished tasks."""
         return [each.sequence for each in list(self._channels.values()) if each.is_busy]
 
     def _abort(self) -> None:
@@ -374,8 +381,8 @@ class Group:
         Args:
             function: executes it.
             request: the request.
-            find_need: returns the request of a peer that it waits for.
-            is_wait: whether its time is one of `pop_request_intervals`.
+            find_need: returns the request of a peer that this request waits for, if any.
+            is_wait: whether `pop_request_intervals` includes the time of this request.
         """
         began = time.perf_counter()
         if self._stall_monitor is not None:
@@ -387,7 +394,7 @@ class Group:
             return answer
         except ConnectionBroken as error:
             assert self.monitor is not None, "a single rank has no connections"
-            assert self._stall_monitor is not None, "created with the heartbeat monitor"
+            assert self._stall_monitor is not None, "a connected group has a stall monitor"
             if reason := self._stall_monitor.find_reason():
                 self.monitor.stop(f"the ranks' requests do not match: {reason}")
                 raise mismatch(reason) from error.__cause__
@@ -421,7 +428,7 @@ class Group:
 def _unpickle_group(
     rank: int, world_size: int, members: Sequence[int] | None, was_connected: bool
 ) -> Group:
-    """Return the group of the same ranks of torch.distributed, or an unconnected group.
+    """Return the group of these ranks; unconnected unless torch.distributed has the same ranks.
 
     Args:
         rank: this process's rank in the group.
@@ -431,8 +438,8 @@ def _unpickle_group(
     """
     if was_connected and dist.is_initialized():
         ranks = list(range(world_size)) if members is None else list(members)
-        has_all = members is not None or dist.get_world_size() == world_size
-        if has_all and ranks[rank] == dist.get_rank():
+        is_same_size = members is not None or dist.get_world_size() == world_size
+        if is_same_size and ranks[rank] == dist.get_rank():
             return current_group() if members is None else current_group().subgroup(members)
     return Group(rank, world_size)
 
@@ -450,10 +457,10 @@ def _pop_all(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
 def current_group() -> Group:
     """Return the group of torch.distributed's default process group.
 
-    For scripts that call `torch.distributed.init_process_group` themselves; a single-rank group if
-    torch.distributed is not initialized. With several ranks, all calls return the same object until
-    it is closed; `destroy_process_group` also closes it. It is not the group that `init_group`
-    yields. Heartbeats are written to the process group's store.
+    Use it in scripts that call `torch.distributed.init_process_group` themselves. If
+    torch.distributed is not initialized, the group has one rank. With several ranks, all calls
+    return the same object until it is closed; `destroy_process_group` also closes it. It is not the
+    group that `init_group` yields. Heartbeats are written to the process group's store.
     """
     if not is_initialized() or dist.get_world_size() == 1:
         return Group()

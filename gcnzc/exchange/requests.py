@@ -76,7 +76,8 @@ class SendReceive:
     values: Tensor
     """contiguous, with the same shape and dtype on both ranks"""
     peer: int
-    """the other rank, which must name this rank; if it is this rank, the answer is a copy"""
+    """the other rank, whose `peer` must be this rank; if it is this rank itself, the answer is a
+    copy of `values`"""
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ class AllGatherScalar:
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """Send a message to one rank, which must receive it; the answer is None, once it is sent."""
+    """Send a message to one rank, which needs a matching `Receive`; the answer is None."""
 
     values: Tensor
-    """contiguous; must not change until the answer"""
+    """contiguous; must not change until the message is sent"""
     peer: int
     """the rank that receives the message"""
 
@@ -109,7 +110,10 @@ class Receive:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Allocate scratch memory; the answer is like `values`, and valid until the collective ends."""
+    """Allocate scratch memory; the answer is an uninitialized tensor like `values`.
+
+    It is valid until the end of the algorithm that yields this request, such as a ring all-reduce.
+    """
 
     values: Tensor
 
@@ -128,7 +132,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Compute:
-    """Computation of some duration: the simulation's clock advances, a real rank sleeps."""
+    """Simulate a computation: `lockstep` advances the clock of the simulation, `run` sleeps."""
 
     seconds: float
 
@@ -137,7 +141,8 @@ class Compute:
 class Start:
     """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
-    The answer is a handle for `Wait`. Until then the tensors of the request must not be used.
+    The answer is a handle for `Wait`. The tensors of the request must not be used before the answer
+    of `Wait`.
     """
 
     request: "Request | Algorithm[Any]"
@@ -164,7 +169,7 @@ Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
 def num_bytes_of(request: Collective) -> int:
-    """Return the size of a request in bytes, by which its algorithm is chosen."""
+    """Return the size in bytes of a collective, from which `Choices` selects its algorithm."""
     if isinstance(request, AllToAll):
         return sum(part.numel() * part.element_size() for part in request.parts)
     if isinstance(request, AllGatherScalar):

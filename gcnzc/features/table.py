@@ -17,16 +17,16 @@ from gcnzc.kernels.gather.sparse import gather_sparse
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import THREADS_LIMIT, check_device, check_integer, check_kind, describe
 
-_copying_scales = ForkSafeLock()
+_scales_lock = ForkSafeLock()
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
     """A table of features, one row per node, from which minibatches are gathered.
 
-    The rows are on a GPU or on the host. The CPU gathers rows on the host; GPUs do too while the
-    rows are page-locked, in a `with gcnzc.pinned(table)` block. Rows may be memory-mapped and
-    read-only.
+    The rows are in the memory of a GPU or of the host. The CPU gathers rows from host memory. A GPU
+    gathers rows from its own memory, or from host memory while they are page-locked in a
+    `with gcnzc.pinned(table)` block. Rows may be memory-mapped and read-only.
 
     Args:
         rows: one of
@@ -36,7 +36,7 @@ class FeatureTable:
             - (N, D) quantized codes of int8, float8_e4m3fn or float8_e5m2 with `scales`; gathered
               rows are dequantized.
         scales: scales of codes, float32, contiguous, on any device: (N,), one for each row, or
-            (ceil(D / scale_columns),). Each device that gathers gets a copy, which is kept.
+            (ceil(D / scale_columns),). The table caches a copy on each device that gathers.
         scale_columns: number of adjacent columns that share a scale; None for one scale per row.
         kernel_config: configuration of the GPU's gather kernel, such as the one that
             `gcnzc check --tune` finds. It does not change the results.
@@ -86,14 +86,15 @@ class FeatureTable:
                 "hint: floating-point rows on the host; torch.int8, torch.float8_e4m3fn or "
                 "torch.float8_e5m2"
             )
-        exact = rows.float()
-        if not are_finite(exact):
+        rows_float32 = rows.float()
+        if not are_finite(rows_float32):
             raise ValueError(
                 f"rows that are not finite as float32 cannot be quantized to {dtype}\n\n"
-                "hint: rows.nan_to_num(), or keep them as they are"
+                "hint: rows.nan_to_num(), or FeatureTable(rows) without quantization"
             )
-        scales = compute_scales(largest(exact, scale_columns), dtype)
-        return FeatureTable(quantize(exact, scales, dtype, scale_columns), scales, scale_columns)
+        scales = compute_scales(largest(rows_float32, scale_columns), dtype)
+        codes = quantize(rows_float32, scales, dtype, scale_columns)
+        return FeatureTable(codes, scales, scale_columns)
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -101,7 +102,7 @@ class FeatureTable:
             what = "an ndarray" if isinstance(rows, np.ndarray) else describe(rows)
             hint = "torch.from_numpy(array), and .view(-1, 1) for one feature per node"
             if rows is None:
-                hint = "data.table has the features of a dataset, even if they are quantized"
+                hint = "use data.table, because data.features is None if the features are quantized"
             raise ValueError(
                 f"rows is {what}, but a table of features is a tensor of two dimensions\n\n"
                 f"hint: {hint}"
@@ -226,9 +227,9 @@ class FeatureTable:
 
         Args:
             ids: (B,) int32 or int64 in [0, N), on the device of the rows; or on a GPU, while the
-                rows are page-locked by `gcnzc.pinned`. A GPU does not check the range: with other
-                ids it reads out of bounds, unless the environment variable GCNZC_CHECK_IDS is not
-                empty.
+                rows are page-locked by `gcnzc.pinned`. A GPU checks the range only if the
+                environment variable GCNZC_CHECK_IDS is set and not empty; otherwise ids out of
+                range read out of bounds.
             out: (B, D) of `dtype` on the device of `ids`, to write into; allocated if None. For
                 codes with scales it may also be float16 or bfloat16.
             threads: number of threads on the host. Default: `torch.get_num_threads()`.
@@ -271,12 +272,12 @@ class FeatureTable:
     def scales_on(self, device: torch.device) -> Tensor | None:
         """Return the scales on a device, to which they are copied once.
 
-        A copy from the host has ended when this returns. Scales that are on a GPU already are
-        ordered with its current stream only.
+        A copy from the host is complete when this returns. A copy from a GPU to another GPU is
+        ordered only with the streams that are current on both when it is made.
         """
         if self.scales is None or self.scales.device == device:
             return self.scales
-        with _copying_scales:
+        with _scales_lock:
             if device not in self._scales:
                 self._scales[device] = self.scales.to(device)
             return self._scales[device]

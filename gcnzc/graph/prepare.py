@@ -71,7 +71,7 @@ def prepare(
 ) -> None:
     """Convert a dataset to a prepared folder, which `load` memory-maps.
 
-    From a graph in memory, with the folder as `dest` or as the only positional argument::
+    For a graph in memory, pass the folder as `dest` or as the only positional argument::
 
         gcnzc.prepare(dest="data/mine", edges=edge_index, features=x, labels=y, splits=splits)
 
@@ -80,19 +80,21 @@ def prepare(
     files on the disk of `dest`; the graph itself is built in memory.
 
     Args:
-        source: a folder in OGB's layout, an `.npz` archive, a `.toml` that names tables, a `.pt`
-            file of PyG, a prepared folder, or the name of an OGB dataset, which is looked up in
-            the folder `downloads` next to `dest`; or a graph in memory, as for `edges`.
+        source: a folder in OGB's layout, an `.npz` archive, a `.toml` file that describes csv or
+            parquet tables, a `.pt` file of PyG, a prepared folder, or the name of an OGB dataset,
+            which is looked up in the folder `downloads` next to `dest`; or a graph in memory, as
+            for `edges`.
         dest: the folder to write; must not exist. It appears atomically when it is complete.
         edges: a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph of
-            networkx, PyG or DGL; see `gcnzc.graph.arrays.from_arrays`, also for the next three.
-            Replaces `source`; a single positional argument is then `dest`.
+            networkx, PyG or DGL. `gcnzc.graph.arrays.from_arrays` describes this argument,
+            `labels`, `splits` and `num_nodes`. Replaces `source`; a single positional argument is
+            then `dest`.
         labels: (N,) classes, -1 for none, or (N, T) tasks.
         splits: for a graph in memory: node ids or masks of "train", "valid" and "test".
         num_nodes: N, if features and labels do not determine it.
         metric: "accuracy" or "rocauc"; None uses the metric of the source.
-        name: name of the dataset; for files see `load`. The default for a graph in memory is the
-            name of the folder `dest`.
+        name: name of the dataset. For a graph in memory, the default is the name of the folder
+            `dest`. For files, the name also selects the dataset's settings; see `load`.
         download: download the named dataset from OGB if it is not in `downloads`.
         features: (N, D) array, or the path of a `.npy` file of it, that replaces the features of
             the source; for a graph in memory also a pandas table or a SciPy matrix.
@@ -120,14 +122,14 @@ def prepare(
     Raises:
         FileNotFoundError: the source does not exist.
         FileExistsError: `dest` exists.
-        TypeError: `source` and `edges` are both given or both missing, or are of another type; or
-            `dest` is missing.
+        TypeError: `source` and `edges` are both given or both missing, one of them has an
+            unsupported type, or `dest` is missing.
         ValueError: the source is invalid; the message names the file and the value. Or an argument
             does not apply to this source.
         RuntimeError: the disk is full, the download failed, or another process is writing `dest`.
     """
     source, dest = _source_and_dest(source, dest, edges)
-    if edges is not None or not _is_on_disk_or_source(source):
+    if edges is not None or not _is_path_or_source(source):
         if split is not None:
             raise ValueError(
                 f"split is {split!r:.100}, but a graph in memory has no named splits\n\n"
@@ -178,7 +180,7 @@ def _open(
     download: bool,
     progress: Progress,
 ) -> Source | Prepared:
-    """Open a dataset by its path or its name in the catalogue."""
+    """Open the dataset at a path, or the OGB dataset with that name."""
     opened = open_source(Path(source), name, split, progress)
     if opened is not None:
         return opened
@@ -259,7 +261,7 @@ def _write_graph(writer: store.Writer, loaded: LoadedGraph) -> None:
 
 
 def _source_and_dest(source: Any, dest: str | Path | None, edges: Any) -> tuple[Any, Path]:
-    """Return the source, None if `edges` is given, and the folder to write."""
+    """Return the source and the folder to write; the source is None if `edges` is given."""
     if edges is not None and dest is None and isinstance(source, str | Path):
         source, dest = None, source
     hint = 'prepare("mine.npz", "data/mine"), or prepare(dest="data/mine", edges=..., labels=...)'
@@ -277,7 +279,8 @@ def _source_and_dest(source: Any, dest: str | Path | None, edges: Any) -> tuple[
     return source, Path(dest)
 
 
-def _is_on_disk_or_source(source: Any) -> bool:
+def _is_path_or_source(source: Any) -> bool:
+    """Whether `source` is a path, a name or a `Source`, rather than edges or a graph object."""
     return isinstance(source, str | Path) or hasattr(source, "split_name")
 
 
@@ -315,21 +318,21 @@ def _write_mapping(writer: store.Writer, opened: Source | Prepared, keeps_featur
 def _needed_bytes(
     opened: Source | Prepared, rows: Rows | None, storage: StoredFormat | None
 ) -> int:
-    """Estimate the peak disk space: of temporary edge files, then of the folder.
+    """Estimate the peak disk space: the larger of the temporary edge files and the folder.
 
-    The temporary files are freed before the folder's arrays are written. Edges that are added or
-    removed are not known before they are read.
+    The temporary files are freed before the folder's arrays are written. The estimate ignores edges
+    that will be added or removed, because their number is not known yet.
     """
     if isinstance(opened, Prepared):
-        num_nodes, edges, temporary = len(opened.labels), opened.indices.nbytes, 0
+        num_nodes, edge_bytes, temporary_bytes = len(opened.labels), opened.indices.nbytes, 0
     else:
         num_nodes = opened.num_nodes
-        edges = opened.num_edges * node_dtype(num_nodes).itemsize
-        temporary = 2 * edges
-    needed = edges + 16 * num_nodes
+        edge_bytes = opened.num_edges * node_dtype(num_nodes).itemsize
+        temporary_bytes = 2 * edge_bytes
+    needed = edge_bytes + 16 * num_nodes
     if rows is not None and storage is not None:
         if storage.is_sparse and rows.csr is not None:
             needed += len(rows.csr.values) * (storage.dtype.itemsize + 4) + 4 * num_nodes
         else:
             needed += num_nodes * storage.pitch_bytes
-    return max(needed, temporary)
+    return max(needed, temporary_bytes)

@@ -2,8 +2,8 @@
 
 Each thread prepares whole batches: it samples neighbours, gathers features and selects
 labels, in compiled code that releases the GIL and runs in parallel to the model. For a GPU,
-`transfer` queues the copies and the gather there. Batches are yielded in order, so they do not
-depend on the number of threads.
+`gcnzc.loader.transfer` queues the copies and the gather on CUDA streams. Neither the batches nor
+their order depends on the number of threads.
 """
 
 import os
@@ -56,48 +56,49 @@ from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
 from gcnzc.system.threads import use_batch_scheduling
 
-# seconds that the end of an iteration waits for each thread to finish its current batch
+# seconds that `Batches.close` waits for each thread to finish its current batch
 JOIN_TIMEOUT_S = 30.0
 
-# iterator number of `batches_of`, whose progress `state_dict` ignores
+# number of the iterators whose progress `state_dict` ignores: closed, or from `batches_of`
 UNTRACKED = -1
-# arguments of the constructor that a copy needs: attributes of the loader, and of `loader.shares`
+# arguments of the constructor that `__reduce__` reads from the loader, and from `loader.shares`
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees"),
 )
 SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
 
-_names = count()
+_executor_numbers = count()
 
 
 class Loader:
     """Load batches of seeds with their neighbourhoods, features and labels.
 
-    Each iteration yields the batches of one epoch, and the next iteration those of the next epoch.
-    If an iteration was stopped early, the next one starts the same epoch again (after resuming with
-    another batch size or world size: the remaining seeds), unless `set_epoch` sets another; the
-    drop-in loaders start the next epoch instead. Each iterator has its own threads. They end after
-    the last batch, on an exception or Ctrl-C, on `close`, and when the iterator is deleted, as at
-    the `break` of `for batch in loader`. Several threads may share an iterator; each batch goes to
-    one of them. A forked child process may iterate over a loader whose device is the CPU. An
-    iterator works only in the process that created it.
+    Each iteration over the loader yields the batches of one epoch, and the next iteration those of
+    the next epoch. If an iteration stops early, the next one starts the same epoch again, unless
+    `set_epoch` sets another; the drop-in loaders start the next epoch instead. An epoch that was
+    resumed with another batch size or world size starts again where it was resumed.
+
+    Each iterator has its own threads, which end after the last batch, on an exception or Ctrl-C, on
+    `close`, and when the iterator is deleted, for example after a `break`. Several threads may
+    share an iterator; each batch goes to one of them. A forked child process may iterate over a
+    loader whose device is the CPU. An iterator works only in the process that created it.
 
     `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
-    that were page-locked or mapped from a file are ordinary memory in the copy. A loader for a GPU
-    that reads dense rows in host memory therefore cannot be copied: page-lock the rows and create a
-    new loader.
+    that were page-locked or mapped from a file are ordinary memory in the copy. A loader whose GPU
+    reads dense rows from host memory thus cannot be copied; create one with page-locked rows.
 
-    Use a batch on the stream that was current when it was yielded. Its memory may be reused once
-    its tensors are released; other streams are not synchronized.
+    Use a batch on the stream that was current when it was yielded. To use it on another stream,
+    make that stream wait for the current one first. Synchronize with the other stream before you
+    release the batch, because its memory is then reused.
 
     Args:
         graph: the graph whose neighbours are sampled, on the host.
         table: features, one row per node; None for batches without `x`. For a GPU, put the rows in
             its memory or page-lock them with `gcnzc.pinned`. Sparse rows, and rows the GPU cannot
             read (see `gcnzc.features.can_read_host`), are gathered on the host and copied.
-        seeds: (S,) unique node ids, as a tensor, an array or a list; or, if `sampler` has
-            `num_items`, indices in [0, num_items) of its items, such as edges.
+        seeds: (S,) unique node ids, as a tensor, an array or a list. If `sampler` has the attribute
+            `num_items`, they are indices of its items, such as edges, in [0, num_items).
         fanouts: number of neighbours sampled per node in each layer, input layer first, the reverse
             of PyG's `num_neighbors`; see `gcnzc.Sampler`. Unused if `sampler` is given; pass `()`.
         batch_size: number of seeds in a batch of one rank.
@@ -106,7 +107,7 @@ class Loader:
         device: device of the batches.
         shuffle: shuffle the seeds each epoch, by `epoch_order`. Default: True, unlike torch's
             `DataLoader`.
-        drop_last: drop the last step (the seeds of one batch on all ranks) if it is not full.
+        drop_last: drop the last step if it is not full; a step has one batch on each rank.
         seed: random seed of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit
             integer.
         rank, world_size: this process's rank and the number of ranks, among which the seeds are
@@ -116,14 +117,13 @@ class Loader:
         ahead: number of batches that are prefetched: ready or in preparation. Default: one more
             than `threads`.
         sampler: samples the neighbourhoods. Default: `gcnzc.Sampler(graph, fanouts, seed)`.
-        copied_share: fraction of each batch's rows, from 0 to 1, that a thread gathers on the host
-            and the GPU's copy engine copies, while the GPU reads the other rows from the host. With
-            1 the table need not be page-locked. It does not change the batches, and has no effect
-            on a CPU.
-        priority: CUDA priority of the streams that copy and gather batches, at most 0: -1 is higher
-            than the model's, 0 is equal.
-        in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN, which would
-            otherwise synchronize to compute them.
+        copied_share: fraction of each batch's rows, from 0 to 1, that a thread gathers on the host,
+            for the GPU's copy engine to copy. The gather kernel reads the others from host memory.
+            With 1 the table need not be page-locked. Does not change the batches; unused on a CPU.
+        priority: CUDA priority of the streams that copy and gather batches, at most 0. 0 is the
+            default priority of CUDA streams; -1 is higher.
+        in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN. Otherwise
+            such a model computes them on the host, which synchronizes with the GPU.
         may_be_empty: allow an epoch with no batches: there are no seeds, or `drop_last` drops the
             only step.
 
@@ -154,7 +154,7 @@ class Loader:
         in_degrees: bool = False,
         may_be_empty: bool = False,
     ) -> None:
-        subclass_attributes = set(vars(self))
+        set_by_subclass = set(vars(self))
         check_graph(graph)
         if table is not None:
             check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
@@ -180,37 +180,38 @@ class Loader:
             "priority", priority, most=0, hint="0, or -1 for a higher priority"
         )
         self._transfer = self._open_transfer() if self.device.type == "cuda" else None
-        self._host = Pool() if self._transfer is None else self._transfer.host
+        self._host_pool = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
-        self._sampling: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
+        self._sampling_lock: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
         self._epoch = 0
         # number of batches of this epoch that the newest iterator has yielded
         self._position = 0
         # the step at which the next iterator starts
         self._resume_at = 0
-        self._iterators = 0
-        # other attributes belong to a subclass; `__reduce__` copies them
-        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - subclass_attributes
+        # number of the iterator whose progress counts; increased to ignore the earlier iterators
+        self._tracked_iterator = 0
+        # `__reduce__` copies all other attributes, which a subclass sets before or after this
+        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - set_by_subclass
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same on every rank.
 
-        After resuming with another batch size or world size, the number for the unused seeds.
+        An epoch resumed with another batch size or world size has only batches of the unused seeds.
         """
         return len(self.shares)
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or the next one between iterations; counted from 0."""
+        """The epoch of the iteration in progress, or else of the next one; counted from 0."""
         return self._epoch
 
     @property
     def resume_step(self) -> int:
         """The step at which the next iteration starts, from 0 to `len(loader)`.
 
-        It is above 0 only between loading a state from the middle of an epoch, with the same batch
-        size and world size, and the next iteration. `state_dict` has the position of the iteration
-        in progress instead.
+        It is 0, unless a state from the middle of an epoch was loaded, with the same batch size and
+        world size, and no iteration has started since. For the position of the iteration in
+        progress, see `state_dict`.
         """
         return self._resume_at
 
@@ -234,7 +235,7 @@ class Loader:
             self._position = self._resume_at = 0
             self.shares = replace(self.shares, seeds_done=0)
             # progress of an iterator of the previous epoch no longer counts
-            self._iterators += 1
+            self._tracked_iterator += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain values.
@@ -242,9 +243,9 @@ class Loader:
         The batch that was yielded last counts as used: a resumed loader starts with the next one.
         With several iterators, the position is that of the newest one.
         """
-        done = {"position": self._position, "done": self.shares.seeds_done}
-        shared = {name: getattr(self.shares, name) for name in PARTITION}
-        return {"epoch": self._epoch} | done | shared | self._settings_to_match()
+        progress = {"position": self._position, "done": self.shares.seeds_done}
+        partition = {name: getattr(self.shares, name) for name in PARTITION}
+        return {"epoch": self._epoch} | progress | partition | self._settings_to_match()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the position of `state`, with the same batches bit for bit.
@@ -254,44 +255,43 @@ class Loader:
 
         Raises:
             TypeError: `state` is not a mapping, or one of its values has another type.
-            ValueError: `state` is not from a loader, or from one with another `seed`, `shuffle`,
-                `drop_last`, other `seeds` or settings of the sampler, such as `fanouts`.
+            ValueError: `state` is not the state of a loader, or differs from this loader in `seed`,
+                `shuffle`, `drop_last`, `seeds` or a setting of the sampler, such as `fanouts`.
         """
         numbers = check_state(state, self._settings_to_match(), len(self.seeds))
-        shared = {name: numbers[name] for name in PARTITION}
+        partition = {name: numbers[name] for name in PARTITION}
         done, position = numbers["done"], numbers["position"]
-        before = self.shares.resumed(done, **shared)
+        before = self.shares.resumed(done, **partition)
         check_position(position, len(before))
         self.set_epoch(numbers["epoch"])
-        if shared != {name: getattr(self.shares, name) for name in PARTITION}:
+        if partition != {name: getattr(self.shares, name) for name in PARTITION}:
             done, position = before.step_start(position), 0
         self.shares = replace(self.shares, seeds_done=done)
         self._position = self._resume_at = position
-        self._iterators += 1
+        self._tracked_iterator += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {name: getattr(self, name) for name in OPTIONS}
         shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
-        added = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
-        return _construct, (type(self), options | shares, self.state_dict()), added
+        of_subclass = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
+        return _construct, (type(self), options | shares, self.state_dict()), of_subclass
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
-        """Return the nodes of a batch whose rows the gather kernel reads; without a GPU, all.
+        """Return the nodes of a batch whose rows the GPU's gather kernel reads in place.
 
-        The rows of the others are gathered on the host and copied.
+        The rows of the others are gathered on the host and copied. On a CPU, return all nodes.
         """
         return nodes if self._transfer is None else self._transfer.nodes_read_in_place(nodes)
 
     def __iter__(self) -> "Batches":
         begin, self._resume_at = self._resume_at, 0
         self._position = begin
-        self._iterators += 1
-        # a copy in any case, because `items` of a batch is a view of it, which users may write to
-        is_shuffled, own = self.shuffle, self.seeds
-        seeds = epoch_order(own, self.seed, self._epoch) if is_shuffled else own.clone()
-        shares = self.shares
-        parts = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
-        return Batches(self, self._iterators, self._epoch, parts, begin)
+        self._tracked_iterator += 1
+        # Always a copy of `self.seeds`: users may write to `items` of a batch, a view of the copy.
+        ids, shares = self.seeds, self.shares
+        seeds = epoch_order(ids, self.seed, self._epoch) if self.shuffle else ids.clone()
+        batch_seeds = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
+        return Batches(self, self._tracked_iterator, self._epoch, batch_seeds, begin)
 
     def batches_of(self, seeds: Iterable[Tensor], epoch: int) -> "Batches":
         """Return an iterator over the batches of given seeds, in the given order.
@@ -300,12 +300,12 @@ class Loader:
 
         Args:
             seeds: for each batch (S,) int64 on the host; consumed as batches are prefetched.
-            epoch: of the sampling, which depends on the random seed and the epoch; in [0, 2**32).
+            epoch: passed to the sampler; in [0, 2**32).
         """
         return Batches(self, UNTRACKED, epoch, iter(seeds))
 
     def _settings_to_match(self) -> dict[str, Any]:
-        """Return the settings that must be equal in a state that this loader can resume."""
+        """Return the settings that `load_state_dict` requires to be equal in a state."""
         return {
             "seed": self.seed,
             "num_seeds": len(self.seeds),
@@ -315,19 +315,19 @@ class Loader:
             **getattr(self.sampler, "settings", {}),
         }
 
-    def _record_progress(self, iterator: int, position: int) -> None:
-        if iterator == self._iterators:
+    def _record_progress(self, iterator_number: int, position: int) -> None:
+        if iterator_number == self._tracked_iterator:
             self._position = position
 
-    def _finish_epoch(self, iterator: int) -> None:
-        if iterator == self._iterators:
+    def _finish_epoch(self, iterator_number: int) -> None:
+        if iterator_number == self._tracked_iterator:
             self._epoch += 1
             self._position = 0
             self.shares = replace(self.shares, seeds_done=0)
-            self._iterators += 1
+            self._tracked_iterator += 1
 
     def _open_transfer(self) -> Transfer:
-        # if the GPU cannot read the rows, the CPU gathers all of them
+        # the CPU gathers all rows if the GPU cannot read them, or if they are sparse
         table = self.table
         copy_all = is_copied(self.device, table) or (table is not None and table.is_sparse)
         share = 1.0 if copy_all else self.copied_share
@@ -341,16 +341,16 @@ class Loader:
     def _prepare(self, seeds: Tensor, epoch: int) -> Batch | PendingBatch:
         """Prepare one batch, in one of the loader's threads."""
         began_s = time.perf_counter()
-        with self._sampling:
+        with self._sampling_lock:
             batch = self.sampler.sample(seeds, epoch)
         batch.items = seeds
         if self.in_degrees:
             batch.blocks = self._with_degrees(batch.blocks)
-        sampled_s, thread = time.perf_counter(), _thread()
+        sampled_s, thread = time.perf_counter(), _thread_label()
         batch.times["sample_s"] = sampled_s - began_s
         batch.spans = [Span("sample", thread, began_s, sampled_s)]
         if self.labels is not None and batch.y is None:
-            y = self._host.empty((len(batch.seeds), *self.labels.shape[1:]), self.labels.dtype)
+            y = self._host_pool.empty((len(batch.seeds), *self.labels.shape[1:]), self.labels.dtype)
             batch.y = torch.index_select(self.labels, 0, batch.seeds, out=y)
         if self._transfer is not None:
             return self._transfer.start(batch)
@@ -361,9 +361,9 @@ class Loader:
         return batch
 
     def _with_degrees(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        # the nodes of each block are a prefix of the outermost block's
+        # the nodes of every block are a prefix of those of the input layer's block
         nodes, indptr = blocks[0].nodes, self.graph.indptr
-        degrees = self._host.empty(nodes.shape, indptr.dtype)
+        degrees = self._host_pool.empty(nodes.shape, indptr.dtype)
         torch.index_select(indptr[1:], 0, nodes, out=degrees)
         degrees -= indptr[:-1][nodes]
         return tuple(replace(block, degrees=degrees[: block.num_src]) for block in blocks)
@@ -372,10 +372,10 @@ class Loader:
         if self.table is None:
             return None
         shape = (len(batch.nodes), self.table.num_columns)
-        out = self._host.empty(shape, self.table.dtype)
+        out = self._host_pool.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
 
-    def _order_after_copies(self, prepared: Batch | PendingBatch) -> Batch:
+    def _wait_on_current_stream(self, prepared: Batch | PendingBatch) -> Batch:
         if isinstance(prepared, Batch):
             return prepared
         assert self._transfer is not None, "only batches on a GPU are pending"
@@ -385,8 +385,8 @@ class Loader:
 class Batches(Iterator[Batch]):
     """Iterator over batches with given seeds, in order, prefetched by threads of its own.
 
-    They end after the last batch, on `close`, or when the iterator is deleted. Several threads may
-    share the iterator: each batch goes to one of them.
+    The threads end after the last batch, on an exception, on `close`, or when the iterator is
+    deleted. Several threads may share the iterator: each batch goes to one of them.
 
     Raises:
         RuntimeError: by `next`, in a process that was forked from the one that created it.
@@ -403,7 +403,7 @@ class Batches(Iterator[Batch]):
         if loader._transfer is not None:
             # the table may still be in the process of being copied to the GPU
             loader._transfer.order_after_current_stream()
-        self._name = f"gcnzc-loader-{next(_names)}-"
+        self._name = f"gcnzc-loader-{next(_executor_numbers)}-"
         self._executor = ThreadPoolExecutor(
             loader.threads, self._name, initializer=use_batch_scheduling
         )
@@ -415,7 +415,7 @@ class Batches(Iterator[Batch]):
         self._check_process()
         with self._next_lock:
             prepared = self._take()
-        return self._loader._order_after_copies(prepared)
+        return self._loader._wait_on_current_stream(prepared)
 
     def _take(self) -> Batch | PendingBatch:
         if not self._pending:
@@ -449,7 +449,7 @@ class Batches(Iterator[Batch]):
             # the threads exist in the parent only, and one may hold the executor's lock
             return
         self._executor.shutdown(wait=False, cancel_futures=True)
-        # Not `wait=True`: a garbage collection may call this in one of the threads themselves.
+        # not `wait=True`: garbage collection may call this in such a thread; it cannot join itself
         for thread in threading.enumerate():
             if thread.name.startswith(self._name) and thread is not threading.current_thread():
                 thread.join(JOIN_TIMEOUT_S)
@@ -475,7 +475,7 @@ class Batches(Iterator[Batch]):
 
 
 def stop_iteration_error(function: str) -> RuntimeError:
-    """Return the error that replaces a StopIteration, which would end the epoch without an error.
+    """Return the error to raise instead of a StopIteration, which would silently end the epoch.
 
     Args:
         function: the user's function that raised it.
@@ -495,6 +495,6 @@ def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str
     return loader
 
 
-def _thread() -> str:
+def _thread_label() -> str:
     # ThreadPoolExecutor appends the number of each thread to its name
     return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"

@@ -1,15 +1,16 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-Each batch uses two CUDA streams. The copy stream copies first the node ids, then the blocks, labels
-and pairs, with a copy engine of the GPU. The gather stream waits for the ids and runs the gather
-kernel, which reads rows from page-locked host memory, or from the device if the table is there. A
-fraction of the rows can be copied instead: the thread that prepares the batch gathers them on the
-host while the GPU reads the others, and the copy stream copies them and dequantizes codes.
+All batches use the same two CUDA streams. The copy stream copies first the node ids, then the
+blocks, labels and pairs, with a copy engine of the GPU. The gather stream waits for the ids and
+runs the gather kernel, which reads rows from page-locked host memory, or from the device if the
+table is there. A fraction of the rows can be copied instead: the thread that prepares the batch
+gathers them on the host while the GPU reads the others, and the copy stream copies them and
+dequantizes codes.
 
-Each tensor of a batch has memory from a pool, to which it returns when the last reference to the
-tensor and its views is dropped. The "reader" of a batch is the stream that was current when the
-batch was yielded, on which the model reads it. These are all the dependencies between streams; a
-happens-before checker finds each of them that is removed:
+Each tensor of a batch uses memory of a pool. When the last reference to the tensor and its views is
+dropped, the memory returns to the pool. The "reader" of a batch is the stream that was current when
+the batch was yielded, on which the model reads it. These are all the dependencies between streams;
+the happens-before checker of the tests reports a race if one of them is removed:
 
     operation                          waits for
     a copy                             work on the current stream when the epoch began
@@ -39,13 +40,13 @@ from gcnzc.system.streams import Event, Stream, Streams
 class Transfer:
     """Copies a loader's batches to one device, asynchronously.
 
-    `start` queues the copies of a batch and the gather of its features; `wait` returns the batch,
-    ordered before later work on the current stream. Any number of threads may call `start`.
+    `start` queues the copies of a batch and the gather of its features. `wait` lets later work on
+    the current stream wait for them, and returns the batch. Any number of threads may call `start`.
 
     Args:
         streams: the streams of the device.
-        table: features, one row per node: on the device, where the device can read them, or with a
-            `copied_share` of 1 anywhere on the host. None for batches without features.
+        table: features, one row per node, in memory that the device can read; with a
+            `copied_share` of 1, in any host memory. None for batches without features.
         copied_share: fraction of each batch's rows that a thread gathers on the host and the copy
             engine copies; unused if the table is on the device. They are the last rows of a batch:
             those of nodes that the last hop found, which are the least likely to be in a feature
@@ -80,7 +81,7 @@ class Transfer:
 
     def order_after_current_stream(self) -> None:
         """Order later batches after the work on the current stream, such as a copy of the table."""
-        # each gather waits for the copy of its ids
+        # the gather stream need not wait: each gather waits for the copy of its ids
         self._copy_stream.wait(self._streams.current().record())
 
     def start(self, batch: Batch) -> "PendingBatch":
@@ -95,7 +96,8 @@ class Transfer:
         """
         self._wait_for_room()
         memory = _BatchMemory(self._device, self._gather_stream)
-        # all memory is allocated first, so that waiting for it does not count for the stages' times
+        # all memory is allocated first, so that the times of the stages do not include the time in
+        # which the streams wait for the last readers of the memory
         copies: list[tuple[Tensor, Tensor]] = []
 
         def allocate_copy(source: Tensor) -> Tensor:
@@ -125,11 +127,11 @@ class Transfer:
         return PendingBatch(result, memory, [copied, self._gather_stream.record()])
 
     def wait(self, pending: "PendingBatch") -> Batch:
-        """Return the batch, after ordering the current stream after its copies and its gather.
+        """Let later work on the current stream wait for a batch, and return the batch.
 
-        The host does not wait. The memory is not reused before the current stream has finished the
-        work that is queued on it when the last reference is dropped. If other streams use the
-        batch, wait for them before dropping it.
+        This does not block the host. When the last reference to a tensor is dropped, an event is
+        recorded on this stream, and the memory is reused only after this event. If other streams
+        use the batch, let this stream wait for them before you drop it.
         """
         reader = self._streams.current()
         pending.memory.readers.append(reader)
@@ -182,7 +184,7 @@ class Transfer:
     def _queue(
         self, rows: "_Rows | None", batch: Batch, ids: Tensor, copies: list[tuple[Tensor, Tensor]]
     ) -> list[Stage]:
-        """Queue the copies, of which the ids are the first, and after the ids the gather."""
+        """Queue the copy of the ids (the first of `copies`), the gather, and the other copies."""
         began, stages = self._copy_stream.timed_event(), []
         self._copy_stream.do(_copy, *copies[0])
         if rows is not None and (rows.num_read > 0 or len(ids) == 0):
@@ -225,11 +227,11 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The features of a batch on the device, and how many of them are copied."""
+    """The features of a batch on the device, and how many rows of them the device gathers."""
 
     table: FeatureTable
     x: Tensor  # (B, D)
-    num_read: int  # rows that the device reads; the others are copied
+    num_read: int  # rows that the gather kernel reads; the others are copied
     codes: Tensor | None  # the copied rows before they are dequantized
 
 
@@ -242,18 +244,18 @@ class _BatchMemory:
     readers: list[Stream] = field(default_factory=list)  # streams of the model
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *writers: Stream) -> Tensor:
-        """Allocate memory into which `writers` may write in the work that they queue next."""
+        """Allocate a tensor into which work may write that is queued on `writers` afterwards."""
         tensor, events = self.pool.allocate(shape, dtype, self._record_last_use)
         for writer in writers:
             _wait(writer, events)
         return tensor
 
     def _record_last_use(self) -> Sequence[Event]:
-        """Record the events after all work with the memory, when the last reference is dropped."""
-        # The streams of `readers` wait for both streams of the transfer. A batch that was dropped
-        # before `wait` has no reader; its last work is on the copy stream and the gather stream. An
-        # event on the gather stream suffices: later work on the copy stream follows its earlier
-        # copies, and a later gather waits for the copy of its ids, which is queued after them.
+        """Record events after all uses of the memory, once the last reference is dropped."""
+        # The readers have waited for both streams of the transfer. A batch that was dropped before
+        # `wait` has no reader, but its copies and its gather may be pending. An event after the
+        # gather suffices: later work on the copy stream follows these copies, and a later gather
+        # waits for the copy of its own ids, which is queued after these copies.
         return [stream.record() for stream in self.readers or [self.gather_stream]]
 
 

@@ -147,7 +147,7 @@ class Model(nn.Module):
         Args:
             index: index of the layer.
             out: (T, columns), the layer's output; it may be overwritten.
-            x_target: (T, columns), the layer's input rows of the targets.
+            x_target: (T, columns), the layer's input rows of its T destination nodes.
         """
         if self.residuals:
             out = self.residuals[index](x_target).add_(out)
@@ -159,7 +159,7 @@ class Model(nn.Module):
         return self.activate(out, p, random_seed() if p else 0)
 
     def combine(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the logits of the seeds, given their rows of the layers' outputs.
+        """Compute the logits of the seeds from the layers' outputs for the seeds.
 
         Args:
             outputs: outputs of all layers with `jumping`, otherwise that of the last layer; each
@@ -254,7 +254,7 @@ class _PlainModel(Model):
 
 
 class SAGE(_PlainModel):
-    """GraphSAGE with mean aggregation; by default as in OGB's examples.
+    """GraphSAGE with mean aggregation; the defaults are those of OGB's example for ogbn-products.
 
     Args:
         in_features: columns of the features.
@@ -276,19 +276,21 @@ class SAGE(_PlainModel):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a number of layers or columns is below 1, a dropout is outside [0, 1), a name is
-            unknown, `pre_norm` is given without `norm`, or `jumping` without `output_linear`.
+        ValueError: a number of layers or columns is below 1, a dropout is outside [0, 1), `norm`,
+            `jumping` or `activation` has an unknown value, `pre_norm` is given without `norm`, or
+            `jumping` without `output_linear`.
     """
 
     layer_class = SAGELayer
 
 
 class GCN(_PlainModel):
-    """The graph convolutional network (GCN) of Kipf and Welling; by default as in OGB's examples.
+    """The graph convolutional network (GCN) of Kipf and Welling.
 
-    The arguments are those of `SAGE`. The model needs the in-degrees of nodes in the whole graph.
-    Pass `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they are read from
-    `block.graph`, which synchronizes with the GPU. A block with neither raises a RuntimeError.
+    The arguments and defaults are those of `SAGE`. The model needs the in-degrees of nodes in the
+    whole graph. Pass `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they
+    are read from `block.graph`, which synchronizes with the GPU. A block with neither raises a
+    RuntimeError.
     """
 
     layer_class = GCNLayer
@@ -299,8 +301,8 @@ class GIN(_PlainModel):
 
     The arguments are those of `SAGE`. Each layer has an MLP of two linear layers with `hidden`
     columns, or `num_classes` columns if the layer computes the logits. The sum over in-neighbours
-    grows with the degree, so train with `norm="batch"` or `norm="layer"`. Like `GCN`, the model
-    needs the in-degrees of nodes in the whole graph.
+    grows with the degree, so train with `norm="batch"` or `norm="layer"`. To scale the sum over
+    sampled neighbours, the model needs the in-degrees of nodes in the whole graph, see `GCN`.
     """
 
     layer_class = GINLayer
@@ -326,19 +328,19 @@ class GAT(Model):
         heads: attention heads of each hidden layer.
         output_heads: attention heads of the last layer if it computes the logits. Default: `heads`.
         attention_dropout: probability of an attention weight to be zeroed in training.
-        skip: add a linear projection of each layer's input to its output, in addition to the
-            layer's bias.
-        residual: add the same projection, and omit the layers' biases, as in Luo et al., 2024;
-            `skip` is ignored.
+        skip: add a linear projection of each layer's input to its output. The layers keep their
+            biases.
+        residual: add the same projection and omit the layers' biases, as in Luo et al., 2024. If
+            True, `skip` is ignored.
         norm, pre_norm, input_linear, output_linear, jumping: see `SAGE`; hidden layers have
             `hidden * heads` columns.
         activation: "elu" or "relu".
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a number of layers, columns or heads is below 1, a dropout is outside [0, 1), a
-            name is unknown, `pre_norm` is given without `norm`, or `jumping` without
-            `output_linear`.
+        ValueError: a number of layers, columns or heads is below 1, a dropout is outside [0, 1),
+            `norm`, `jumping` or `activation` has an unknown value, `pre_norm` is given without
+            `norm`, or `jumping` without `output_linear`.
     """
 
     layer_class: Callable[..., GATLayer | GATv2Layer] = GATLayer
@@ -408,9 +410,9 @@ class GATv2(GAT):
     """The graph attention network with dynamic attention (GATv2) of Brody et al.
 
     The arguments are those of `GAT`. A score is computed from the projected rows of both ends of an
-    edge, so that the order of a target's neighbours by attention depends on the target. Sources and
-    targets have separate projections with biases, as in PyG's `GATv2Conv`; with `residual`, they
-    have no biases.
+    edge, so the ranking of in-neighbours by attention can differ between destination nodes. Sources
+    and destinations have separate projections with biases, as in PyG's `GATv2Conv`; with
+    `residual`, they have no biases.
     """
 
     layer_class = GATv2Layer
@@ -446,14 +448,16 @@ def _resolve_norm(norm: str, batch_norm: bool | None) -> str:
         return norm
     check_flag("batch_norm", batch_norm)
     warnings.warn(
-        "batch_norm is now norm='batch'; the old name goes with 0.3", DeprecationWarning, 4
+        "batch_norm is now norm='batch'; the old name will be removed in 0.3",
+        DeprecationWarning,
+        4,
     )
     return "batch" if batch_norm else norm
 
 
 def _check_probability(name: str, p: float) -> float:
     return check_number(
-        name, p, lambda value: 0 <= value < 1, "use a probability from 0 to below 1"
+        name, p, lambda value: 0 <= value < 1, "use a probability of at least 0 and less than 1"
     )
 
 

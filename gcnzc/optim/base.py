@@ -1,8 +1,9 @@
 """The base class of optimizers whose `step` communicates with the other ranks.
 
-Extras are numbers that are appended to an exchanged vector. The common extras are a hash bit, or a
-request to compare (see `Comparison`), and the signals. An exchange of only the parameter groups
-with `compress=False` has none. Lines are texts that must be equal on all ranks.
+Extras are numbers that are appended to an exchanged vector. The common extras are a number that
+shows whether the ranks differ (see `Comparison.bit`), and the signals. A separate exchange of the
+parameter groups with `compress=False` has no extras. The lines that `Comparison` compares are
+texts, such as an option and its value, that must be equal on all ranks.
 """
 
 from abc import abstractmethod
@@ -53,10 +54,10 @@ class DistributedOptimizer(Optimizer):
         defaults: default options of the parameter groups.
         group: the ranks that communicate; those of torch.distributed's default process group if
             None.
-        signals: the number of flags, such as a request to stop, combined in each exchange.
-        module: the model. If given, its buffers and its parameters that are not in `params` are
-            also broadcast from rank 0 at the start, and `finalize` makes its buffers equal; both
-            except sparse buffers.
+        signals: the number of flags, such as a request to stop, that each exchange combines over
+            the ranks by a logical or.
+        module: the model. If given, its dense buffers and its parameters that are not in `params`
+            are also broadcast from rank 0 at the start, and `finalize` makes these buffers equal.
         total_steps: the number of steps of the run; None if it is not known.
     """
 
@@ -67,7 +68,7 @@ class DistributedOptimizer(Optimizer):
     """whether checksums of trained parameters are compared between ranks; False for `LocalUpdates`,
     whose ranks have different parameters before an exchange"""
 
-    # GradScaler then leaves unscaling, and skipping steps that overflow, to `step`
+    # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
     _step_supports_amp_scaling = True
 
     grad_scale: Tensor | None
@@ -94,16 +95,16 @@ class DistributedOptimizer(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """factor by which every step multiplies this rank's gradients: before their mean over the
-        ranks, or before a local step. It stays until it is set again. If batch sizes differ between
+        """factor by which every step multiplies this rank's gradients, before it averages them over
+        the ranks, or before a local step; `step` does not reset it. If batch sizes differ between
         ranks, set it before each `step` to this rank's number of samples divided by the mean number
         over the ranks; the mean of the weights should be 1, because means divide by the number of
         ranks. Means of parameters are not weighted."""
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
-        """for each signal, whether any rank sent it in an exchange with signals that finished in
-        the last `step`; all False if there was none. An overlapped exchange finishes in a later
+        """for each signal, whether any rank sent it in the exchanges that finished in the last
+        `step`; all False if none of them had signals. An overlapped exchange finishes in a later
         step than the one that started it. A single rank receives its own signals. A skipped step
         may discard signals, so send them until they are received."""
         self.skipped = 0
@@ -111,12 +112,12 @@ class DistributedOptimizer(Optimizer):
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.steps = 0
-        """number of steps taken, as the subclass counts them; equal on all ranks"""
+        """number of steps taken, equal on all ranks; only `LocalUpdates` counts skipped steps"""
         self.loaded = "none"
         """description of the state that was loaded last; equal on all ranks"""
         self.identity = type(self).__name__
-        """name in the headers of requests: the class, and the number of this optimizer in its
-        group; copies have the same name"""
+        """name in the headers of requests: the class, and the number of this optimizer among those
+        of `group`; a copy of the optimizer has the same name"""
         self.comparison, self.checksums = Comparison(), Checksums()
         self.option_text = OptionText()
         self.initial_requires_grad: list[bool] = []
@@ -186,13 +187,13 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: the ranks differ; raised on all ranks. The next exchange detects a different
-                `requires_grad`, and that only some ranks loaded a state, or that they loaded states
-                of different steps; it does not detect different states of the same step. Each
-                exchange detects a different number of steps or option of a parameter group with a
-                probability of 1/2; an option in a GPU tensor is compared in every 100th exchange
+            ValueError: the ranks differ; raised on all ranks. The next exchange detects different
+                values of `requires_grad`, and loaded states of different steps or of only some
+                ranks; it does not detect different states of the same step. Each exchange detects
+                different numbers of steps, or different options of a parameter group, with a
+                probability of 1/2; options in GPU tensors are compared in every 100th exchange
                 only. Parameters that must be equal are also compared about every 100 exchanges.
-            RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
+            RequestMismatch: such a difference led to different requests; raised on all ranks.
             ValueError: an option of a parameter group is out of its range; raised by this rank
                 before it communicates.
         """
@@ -214,7 +215,7 @@ class DistributedOptimizer(Optimizer):
     def num_ignored_gradients(self) -> int:
         """The number of steps that ignored this rank's gradients.
 
-        A gradient of a rank was not finite or too large in these steps.
+        In each of these steps, a gradient of at least one rank was not finite or too large.
         """
         return self.skipped
 
@@ -229,7 +230,7 @@ class DistributedOptimizer(Optimizer):
             raise RequestMismatch(difference) from error
 
     def hashed_lines(self, with_gpu: bool) -> list[str]:
-        """Return the lines of which the common extras have a hash bit; see `Comparison`."""
+        """Return the lines that determine the hash bit in the common extras; see `Comparison`."""
         options = self.option_text.format(self.param_groups, with_gpu=with_gpu)
         own = state_lines(self.identity, self.steps, self.loaded)
         return [*own, options, self.checksums.line]
@@ -269,14 +270,14 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank in the layout of torch's optimizers.
 
-        `state` has the step count of each trained parameter. The first of them has two more
-        entries, as bytes: the state that is the same on all ranks, and the state of this rank, such
-        as its compression errors. The key of the second contains the rank, because
+        `state` has the step count of each trained parameter. Its entry for the first trained
+        parameter also has, as bytes, the state that is the same on all ranks, and the state of this
+        rank, such as its compression errors. The key of the latter contains the rank, because
         torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
 
         Raises:
-            ValueError: `get_optimizer_state_dict` calls it with `full_state_dict` or
-                `flatten_optimizer_state_dict`.
+            ValueError: the option `full_state_dict` or `flatten_optimizer_state_dict` of torch's
+                `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
         """
         check_state_dict_options()
         return pack_state(type(self).__name__, self.snapshot(), self.param_groups)
@@ -285,8 +286,8 @@ class DistributedOptimizer(Optimizer):
         """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
 
         Raises:
-            ValueError: it is of another rank, number of ranks, type of optimizer, or model, or an
-                option is out of its range. Nothing is loaded then.
+            ValueError: the state belongs to another rank, number of ranks, type of optimizer or
+                model, or has an option that is out of its range. Nothing is loaded then.
         """
         snapshot = unpack_state(type(self).__name__, state_dict, self.group.rank)
         self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
@@ -300,7 +301,7 @@ class DistributedOptimizer(Optimizer):
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of this rank as plain tensors, which are not copied, and numbers.
+        """Return the state of this rank: tensors, which are not copied, and plain values.
 
         `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
         """
@@ -310,7 +311,7 @@ class DistributedOptimizer(Optimizer):
         """Load a `snapshot` of this rank.
 
         Raises:
-            ValueError: it is of another rank, another number of ranks or other parameters.
+            ValueError: the state belongs to another rank, number of ranks or other parameters.
         """
 
     @abstractmethod
@@ -371,10 +372,10 @@ class DistributedOptimizer(Optimizer):
         self.on_broadcast()
 
     def on_broadcast(self) -> None:
-        """Initialise from the current parameters, which are equal on all ranks."""
+        """Update the state that depends on broadcast tensors; `broadcast_model` calls it last."""
 
     def layout_lines(self) -> list[str]:
-        """Return lines, besides those of the tensors, that must agree before the broadcast."""
+        """Return lines for options and layouts, which `broadcast_model` compares between ranks."""
         return []
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
@@ -411,7 +412,7 @@ class DistributedOptimizer(Optimizer):
                 yield f"group {number}, parameter {index}", parameter
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
-        """Return names and parameters that must be equal now; None if a method is out of sync."""
+        """Return names and parameters that must be equal now; None if all may differ by design."""
         names = names_in_model(self.module, self.param_groups)
         named = zip(self.named_parameters(), self.initial_requires_grad, strict=False)
         return [
@@ -438,11 +439,11 @@ class DistributedOptimizer(Optimizer):
         )
 
     def late_phase(self) -> str:
-        """Return the name of a phase that has not begun at the current step, or an empty string."""
+        """Return the name of a phase, such as compression, that has not begun; empty if none."""
         return ""
 
     def warn_of_late_phase(self, steps: int) -> None:
-        """Warn on rank 0, at one step of the run, if a phase has not begun.
+        """Warn on rank 0 if a phase has not begun in the middle of the run; see `is_late`.
 
         Args:
             steps: the number of steps so far.
@@ -494,6 +495,6 @@ class DistributedOptimizer(Optimizer):
         yield
 
     def restore_parameters(self, own: Any) -> Algorithm[None]:
-        """Restore the parameters from before `average_parameters`, which returned `own`."""
+        """Restore the parameters that `average_parameters` replaced; `own` is its result."""
         return
         yield

@@ -63,7 +63,7 @@ class Sampler:
         self._idle: list[Workspace] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy begins with memory of its own
+        # a copy has its own buffer pool and workspaces
         return self.__dict__ | {"pool": Pool(), "_idle": []}
 
     @property
@@ -76,9 +76,9 @@ class Sampler:
 
         Args:
             seeds: (S,) int64 or int32 node ids, on the host: a tensor, an array or a list. As in
-                DGL, a seed that occurs twice gets two rows with the same neighbours; edges from it
-                use its first row.
-            epoch: in [0, 2**32); each epoch has its own neighbours.
+                DGL, a seed that occurs twice gets two rows with the same neighbours; edges whose
+                source is that seed refer to its first row.
+            epoch: in [0, 2**32); the sampled neighbours differ between epochs.
             without: in-edges of the seeds to exclude, see `gcnzc.kernels.sample.exclude`; requires
                 distinct seeds.
 
@@ -169,8 +169,8 @@ def check_range(name: str, ids: Tensor, count: int, reason: str, meaning: str) -
         name: name of the argument.
         ids: integers on the host.
         count: upper bound.
-        reason: clause of the message that states the bound, with {} for `count`.
-        meaning: noun phrase of the hint for what the ids are.
+        reason: end of the message, with {} for `count`, such as "the graph has {} nodes".
+        meaning: what the ids are, for the hint, such as "node ids".
 
     Raises:
         ValueError: an id is out of range.

@@ -1,22 +1,23 @@
 """Page-lock ranges of host memory in place, with reference counts.
 
-The driver records each registration as the requested range of bytes. It refuses another one that
-overlaps it, but accepts an adjacent one on the same page: driver 590.48.01, probed in
-https://github.com/lupinemachines/lupine/pull/878; NVIDIA's cuDSS relies on it. CUDA copies between
-host and device only ranges that are entirely inside one registration or outside of all: "Memory
-regions spanning over allocations that are both registered and not registered with CUDA are not
-supported and will return CUDA_ERROR_INVALID_VALUE" (memory management, CUDA driver API); copies
-across two registrations fail as well (https://github.com/sgl-project/sglang/pull/36798). Therefore:
+The driver records each registration as the requested range of bytes. It refuses a registration that
+overlaps an existing one, but accepts one that is adjacent on the same page. (Driver 590.48.01 was
+probed in https://github.com/lupinemachines/lupine/pull/878; NVIDIA's cuDSS relies on it.) A copy
+between host and device succeeds only if its range in host memory is entirely inside one
+registration or outside of all: "Memory regions spanning over allocations that are both registered
+and not registered with CUDA are not supported and will return CUDA_ERROR_INVALID_VALUE" (memory
+management, CUDA driver API). Copies across two registrations fail as well
+(https://github.com/sgl-project/sglang/pull/36798). Therefore:
 
 - A table's registrations cover its bytes, rounded outwards to multiples of 16 B (a GPU thread's
   load) and not to whole pages, so that another tensor on the same page is copied like any other
   tensor. The driver locks the pages that contain the bytes.
-- Bytes that this process or a library has registered before are not registered again. Drivers that
-  record whole pages instead are supported: on a page that two tables share, the second uses the
-  registration of the first.
-- A registration has at most 16 GiB, and less if the driver refuses it: 512 GiB and more fail on
-  current drivers (https://github.com/vllm-project/vllm/issues/51080), and some of 32 GiB on busy
-  machines (https://github.com/sgl-project/sglang/pull/39744).
+- Bytes that are registered already, here or by another library, are not registered again. Drivers
+  that record whole pages instead are supported: on a page that two tables share, the second uses
+  the registration of the first.
+- A registration has at most 16 GiB, and less if the driver refuses it. Registrations of 512 GiB and
+  more fail on current drivers (https://github.com/vllm-project/vllm/issues/51080), and some
+  registrations of 32 GiB fail on busy machines (https://github.com/sgl-project/sglang/pull/39744).
 - `PageLocks.copy_ranges` returns the ranges into which a copy across registrations must be split.
 
 Every registration must have the same address on the GPU as on the host, which is checked. A row
@@ -54,9 +55,9 @@ MAX_REGISTRATION_BYTES = 16 << 30
 MIN_REGISTRATION_BYTES = 2 << 20
 
 
-# The size of a GPU thread's load. The first and last load of a row may extend beyond the row up to
-# a multiple of it, and the pointer that a gather kernel gets is such a multiple, so that the
-# registration must include it. Two malloc(3) allocations never share a granule.
+# The size of a GPU thread's load, to multiples of which registrations are rounded outwards. The
+# first and the last load of a row may extend beyond the row up to such a multiple, and a gather
+# kernel gets a pointer to one. Two malloc(3) allocations never share a granule.
 GRANULE_BYTES = 16
 
 
@@ -105,7 +106,13 @@ class LockDriver(Protocol):
 
 
 class LockRefused(RuntimeError):
-    """Memory could not be page-locked for GPUs; `is_unsuitable` if other memory may be accepted."""
+    """Memory could not be page-locked for GPUs.
+
+    Args:
+        message: the message.
+        is_unsuitable: the driver may lock another kind of memory, such as writable memory instead
+            of memory that is mapped read-only.
+    """
 
     def __init__(self, message: str, is_unsuitable: bool) -> None:
         super().__init__(message)
@@ -114,7 +121,7 @@ class LockRefused(RuntimeError):
 
 @dataclass(eq=False)
 class _Registration:
-    """One registration of this process, and how many `with` blocks use it."""
+    """One registration made by `PageLocks`, and how many `with` blocks use it."""
 
     begin: int
     end: int
@@ -166,7 +173,9 @@ class PageLocks:
                 about support, such as OUT_OF_MEMORY.
         """
         if device not in self._readers:
-            self._readers[device] = self.driver.can_map_host_memory(device) and self._locks_a_page()
+            self._readers[device] = (
+                self.driver.can_map_host_memory(device) and self._can_lock_a_page()
+            )
         return self._readers[device]
 
     def disable_reads(self, device: int) -> None:
@@ -217,7 +226,7 @@ class PageLocks:
                     "the process ends"
                 )
 
-    def _locks_a_page(self) -> bool:
+    def _can_lock_a_page(self) -> bool:
         page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), np.uint8)
         try:
             with self.locked(page.ctypes.data, PAGE_BYTES):
@@ -237,8 +246,8 @@ class PageLocks:
     def copy_ranges(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
         """Split a range at the ends of registrations, into ranges that CUDA can copy.
 
-        These are this process's registrations, and those of other libraries that adjoin them.
-        Registrations of other libraries elsewhere in the range are not found.
+        The range is split at registrations of this object, and at those of other libraries that
+        adjoin them. Other registrations of other libraries may not be found.
 
         Args:
             address: of the first byte.
@@ -287,12 +296,13 @@ class PageLocks:
                 self._reuse(before, held)
                 at = before.end
                 continue
-            # registrations of others need not start at a multiple of the granule
+            # a registration of another library need not begin at a multiple of the granule: it may
+            # contain `address`, but not `at`
             inside = at if self._registered(at) is not None else max(at, address)
             registered = self._registered(inside)
             if registered is not None:
                 self._check_same_address(inside)
-                # the registration may be a page of another table, if the driver locks whole pages
+                # if the driver records whole pages, a registration of another table may contain it
                 for registration in self._registrations:
                     shares = registration.begin < registered[1] and registered[0] < registration.end
                     if shares and registration.count:
@@ -310,14 +320,16 @@ class PageLocks:
             if code != 0:
                 del held[registration]
                 self._registrations.remove(registration)
-                raise LockRefused(self._refusal(registration, num_bytes, code), code in _UNSUITABLE)
+                message = self._refusal_message(registration, num_bytes, code)
+                raise LockRefused(message, code in _UNSUITABLE)
             self._check_same_address(at)
             at = registration.end
 
     def _registered(self, at: int) -> tuple[int, int] | None:
-        """Return the registration that contains an address, by this process or a library.
+        """Return the range of the registration, of any library, that contains an address.
 
-        If the driver does not report its range, return the page of the address.
+        None if there is none. If the driver does not report the range, return the page of the
+        address.
         """
         found = self.driver.locked_range(at)
         if found is None or found[1] - found[0] > 1:
@@ -340,7 +352,8 @@ class PageLocks:
             size = registration.end - registration.begin
             code = self.driver.lock(registration.begin, size, read_only)
             if code == cuda.ALREADY_LOCKED and size > 1:
-                # another library locked memory further on; find the part before it
+                # another library locked memory in this range: halve the registration until it ends
+                # before that memory
                 registration.end = registration.begin + size // 2
             elif code in _TOO_LARGE and size > self._min_bytes:
                 longest = max(self._min_bytes, _down(size // 2))
@@ -351,20 +364,21 @@ class PageLocks:
     def _check_same_address(self, at: int) -> None:
         seen = self.driver.device_address(at)
         if seen != at:
-            where = "nowhere" if seen is None else f"at {seen:#x}"
+            found = "no address" if seen is None else f"the address {seen:#x}"
             raise LockRefused(
-                f"GPUs see the host memory at {at:#x} {where}, so a table there cannot be read in "
-                "place\n\nhint: move the features to the GPU, or gather on the host",
+                f"the host memory at {at:#x} has {found} on GPUs, so that a table there cannot be "
+                "read in place\n\nhint: move the features to the GPU, or gather on the host",
                 is_unsuitable=True,
             )
 
     def _unregister_stale(self, registration: _Registration) -> None:
-        # without an owner, other memory may be mapped there by now, while GPUs would still read the
-        # old pages
+        # A registration that could not be unlocked is not reused. If it has no owner, its addresses
+        # may be those of other memory by now, while GPUs would still read the old pages.
         failure = self._unlock(registration)
         if failure is not None:
             raise LockRefused(
-                f"{failure}, although it is no longer in use\n\nhint: restart the process",
+                f"{failure}; these bytes were locked for an earlier use\n\n"
+                "hint: restart the process",
                 is_unsuitable=False,
             )
 
@@ -400,7 +414,7 @@ class PageLocks:
         where = f"{size:,} bytes of host memory at {registration.begin:#x}"
         return f"CUDA failed to unlock {where}: {failure}"
 
-    def _refusal(self, registration: _Registration, num_bytes: int, code: int) -> str:
+    def _refusal_message(self, registration: _Registration, num_bytes: int, code: int) -> str:
         size, limit = registration.end - registration.begin, lock_limit_bytes()
         hint = "move the features to the GPU, which needs no locking, or use a smaller dtype"
         if code not in _TOO_LARGE | _UNSUITABLE:

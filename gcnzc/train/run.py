@@ -2,8 +2,9 @@
 
 `train` loads the graph, and builds the feature table, the model and the loader. It then trains
 epoch by epoch, evaluates with all neighbours, and returns the scores of the model that was best on
-the validation split. A checkpoint has everything that later steps depend on, so a run that was
-killed resumes bit for bit.
+the validation split. A checkpoint has everything that later steps depend on. A run that was killed
+and resumed therefore gives the same result, bit for bit, as one that was not interrupted, with the
+same options and on the same machine.
 """
 
 import threading
@@ -57,8 +58,8 @@ def train(
     """Train a model with the options of `config`, and return the result of the run.
 
     Initial weights and dropout use torch's global random generators, so that one process can train
-    one model at a time: runs in several threads would draw random numbers from each other, and not
-    be reproducible. Train several models side by side in several processes.
+    one model at a time: runs in several threads would share these generators, and not be
+    reproducible. Train several models side by side in several processes.
 
     Args:
         config: the options; `data` must be set.
@@ -67,12 +68,13 @@ def train(
             worker also reads and writes its own state in the folder `workers`.
         reporter: shows the progress; None shows nothing.
         group: the workers that train together; only this process if None.
-        launch: the launch of these workers, the same on all. If `folder` has a run of this launch,
-            the workers were restarted, and resume that run.
+        launch: identifies the start of these workers by their launcher; the same on all workers. If
+            the run in `folder` was started by the same launch, the launcher has restarted the
+            workers, and they resume that run.
 
     Returns:
-        The result that `gcnzc train` prints: scores, bytes, and seconds per epoch. `unsaved` maps
-        the names of files that could not be written to the cause.
+        The result that `gcnzc train` prints, such as scores, seconds per epoch, and bytes gathered
+        and sent. `unsaved` maps the names of files that could not be written to the cause.
 
     Raises:
         ValueError: the data, the options or the checkpoint do not match.
@@ -93,7 +95,8 @@ def train(
         )
     if config.runs > 1:
         raise ValueError(
-            f"train: runs is {config.runs}\n\nhint: gcnzc.train.train_runs trains several seeds"
+            f"train: runs is {config.runs}, but `train` trains one\n\n"
+            "hint: gcnzc.train.train_runs trains several seeds"
         )
     folder, reporter, group = Path(folder), reporter or NullReporter(), group or Group()
     for message in unused_options(config).values():
@@ -117,7 +120,7 @@ def train(
                     config, data, table, device, group, advance, settings.cached_share
                 )
             if isinstance(table, CachedTable) and table.gpus > 1:
-                stack.push(_release_together(group, device))
+                stack.push(_make_barrier(group, device))
         # dropout and initial weights use torch's global generators: restore the caller's states
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(stop_requests())
@@ -135,6 +138,7 @@ def train(
         steps = config.epochs * len(loader)
         if message := warning_of_short_warmup(config, steps):
             reporter.say(f"warning: {message}")
+        # the two signals: a request to stop, and a checkpoint that is due
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter
         trainer = Trainer(config, folder, *parts, began)
@@ -143,7 +147,9 @@ def train(
 
 
 def _verify(path: Path, group: Group, reporter: Reporter) -> None:
-    """Verify a prepared folder on one worker of each machine; other data is checked when read.
+    """Verify a prepared folder on one worker of each machine.
+
+    Other formats are not verified here, because they are validated when they are loaded.
 
     Raises:
         FileNotFoundError, ValueError: on all workers, if a file is missing or damaged.
@@ -154,10 +160,11 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
                 work.run_in_thread(lambda: verify(path, progress))
 
 
-def _release_together(group: Group, device: torch.device) -> Callable[..., None]:
-    """Return an exit callback that releases a sharded cache when no worker reads it any more.
+def _make_barrier(group: Group, device: torch.device) -> Callable[..., None]:
+    """Return an exit callback that waits until no worker reads the sharded cache any more.
 
-    On an error the cache is released at once; the other workers then fail as well.
+    Each worker frees its share of the cache afterwards. After an error the callback does not wait;
+    the other workers then fail as well.
     """
 
     def wait_for_all(kind: type[BaseException] | None, *details: object) -> None:

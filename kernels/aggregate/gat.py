@@ -55,7 +55,7 @@ def _add_self_loops(indptr, indices, self_index, out_indptr, out_indices):
     for t in range(len(self_index)):
         for e in range(indptr[t], indptr[t + 1]):
             out_indices[position] = indices[e]
-            # a self loop of the block is overwritten by the next edge
+            # `position` does not advance after a self loop, so the next edge overwrites it
             position += indices[e] != self_index[t]
         out_indices[position] = self_index[t]
         position += 1
@@ -77,8 +77,8 @@ def add_self_loops_torch(
     kept_before = torch.nn.functional.pad(torch.cumsum(~is_loop, 0), (1, 0))
     targets = torch.arange(num_targets + 1, device=indices.device)
     out_indptr = kept_before.index_select(0, indptr) + targets
-    # An edge that is no self loop moves behind the edges of that kind before it and the new self
-    # loops of earlier targets. The block's own self loops move to the end, as padding.
+    # The position of an edge that is kept is the number of kept edges before it, plus one new self
+    # loop for each earlier target. The block's own self loops move to the end, as padding.
     loops_before = edges - kept_before[:-1]
     position = torch.where(is_loop, out_indptr[-1] + loops_before, kept_before[:-1] + target_of)
     out_indices = indices.new_empty(num_edges + num_targets)
@@ -89,7 +89,7 @@ def add_self_loops_torch(
 def add_self_loops(
     indptr: Tensor, indices: Tensor, self_index: Tensor, num_sources: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the block with exactly one self loop per target, after its other edges.
+    """Return the block with exactly one self loop per target, as the last edge of the target.
 
     Args:
         indptr: (T + 1,) int32 or int64.
@@ -165,14 +165,14 @@ def gat_aggregate(
 def checked_self_loops(
     name: str, indptr: Tensor, indices: Tensor, x: Tensor, self_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Call `add_self_loops` after a check of `self_index`; target t is source t if it is None.
+    """Check `self_index`, and return the block with self loops, as `add_self_loops` does.
 
     Args:
         name: the function that an error message names.
         indptr: (T + 1,) int32 or int64.
         indices: (E,) int32 or int64 sources.
         x: (S, H, F) rows of the sources.
-        self_index: (T,) int32 or int64, or None.
+        self_index: (T,) int32 or int64; target t is source t if None.
     """
     _check_self_index(name, self_index, len(indptr) - 1, x)
     if self_index is None:

@@ -1,14 +1,14 @@
 """Gather rows on a GPU, from its own memory or over the PCIe bus from page-locked host memory.
 
-A load of a warp becomes at least one bus request for each 128 B line that it touches, so lanes are
-assigned to rows as in `gcnzc.kernels.gather.lanes`: the layout `shifted` requests no line of a row
-twice, whatever the alignment of rows. It loads whole 16 B vectors, even if a row begins or ends
+A load of a warp causes at least one bus request for each 128 B line that it touches. The layout,
+see `gcnzc.kernels.gather.lanes`, assigns lanes to rows. The layout `shifted` requests no line of a
+row twice, whatever the alignment of rows. It loads whole 16 B vectors, even if a row begins or ends
 within one; the bytes before and after the row are in the same 16 B, hence on the same page, and are
 masked when the row is stored.
 
 The kernel is persistent: a few programs loop over the rows, each with several loads in flight. They
-are expected to saturate the bus (not measured; `gcnzc check --tune` does), and leave registers to
-the kernels of the model that run concurrently.
+leave registers to the kernels of the model that run concurrently. They are expected to saturate the
+bus, which was not measured; `gcnzc check --tune` compares the times of several numbers of programs.
 
 Notation: N rows in the table, D columns, B gathered rows.
 """
@@ -36,11 +36,11 @@ from gcnzc.kernels.gpu_launch import default_programs, on_device
 WARPS = 8
 VECTORS = 4  # vectors in flight per lane; with 8 warps a program has 16 KiB in flight
 
-# exponent bits of codes; 0 for integers
+# exponent bits of codes (quantized elements); 0 for integers
 EXPONENT_BITS = {torch.int8: 0, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 # without a lock, several threads would compile the same kernel at the same time
-_LAUNCH = threading.Lock()
+_LAUNCH_LOCK = threading.Lock()
 
 # rows are copied as integers of these sizes, which leaves their bits unchanged
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -58,17 +58,17 @@ class KernelConfig:
         ValueError: the layout is unknown, or a number is out of range or not a power of two.
     """
 
-    layout: Layout | None = None  # see `Lanes`; the default if a table does not support it
+    layout: Layout | None = None  # see `Lanes`; ignored if a table does not support it
     programs: int | None = None  # number of programs
     warps: int | None = None  # warps of a program, a power of two, at most 32
     vectors: int | None = None  # vectors in flight per lane, a power of two
 
     def __post_init__(self) -> None:
         sizes = [size for size in (self.warps, self.vectors) if size is not None]
-        powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
+        are_powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
         is_known = self.layout is None or self.layout in LAYOUTS
         has_programs = self.programs is None or self.programs > 0
-        if not (is_known and powers and has_programs and (self.warps or 1) <= 32):
+        if not (is_known and are_powers and has_programs and (self.warps or 1) <= 32):
             raise ValueError(
                 f"{self} is not a valid configuration\n\n"
                 f"hint: use a layout of {', '.join(LAYOUTS)}; at least one program; warps must be "
@@ -86,7 +86,8 @@ def _float8_values(codes, EXPONENT_BITS: tl.constexpr):
     if EXPONENT_BITS == 5:
         # e5m2 is the upper half of a float16
         return (bits << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    # e4m3fn: the bits of a float16 whose exponent is 8 too low, subnormal numbers included
+    # e4m3fn: read as a float16, the bits have an exponent that is 8 too low, as the biases are 7
+    # and 15; the factor 256 corrects it, for subnormal numbers, too
     half = ((bits & 0x7F) << 7) | (bits & -32768)
     values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
@@ -99,11 +100,11 @@ def _load_ids(
 ):  # fmt: skip
     """Return the rows' positions in the result, their ids, and the mask of those to gather.
 
-    CHECK_IDS: masks ids out of range, and stores the position of one of them.
+    If CHECK_IDS, mask ids out of range, and store the position of one of them.
     """
     if HAS_ORDER:
         i = tl.load(order + i, mask=row_mask, other=0)
-    # int64 before the multiply: 2**31 elements is only 8 GB of float32
+    # int64, because offsets of rows can exceed 2**31 elements, which are only 8 GB of float32
     i = i.to(tl.int64)
     row_id = tl.load(ids + i, mask=row_mask, other=0).to(tl.int64)
     if CHECK_IDS:
@@ -128,7 +129,7 @@ def _row_or_copy(
         memory = address.to(tl.pointer_type(table.dtype.element_ty))
         # Triton needs the alignment of the memories to load whole vectors
         memory = tl.multiple_of(memory, [16])
-    # a copy has the same offset from a line as the row, so both use the same lanes
+    # a copy has the same offset from a 128 B line as the row, so the same lanes load either
     copy = memory + (index.to(tl.int64) * SLOT_VECTORS + line_offset) * VECTOR_WORDS
     return tl.where(slot >= 0, copy, row_words)
 
@@ -138,8 +139,8 @@ def _assign_vectors(load_index, lead, num_vectors, row_mask, WRAPPED: tl.constex
     """Return the vector of a row that each lane loads, and the mask of lanes that load one.
 
     `load_index` is the number of the lane's load, counted over all passes. The first `lead` lanes
-    are before the row.
-    WRAPPED: these lanes load the row's last vectors; otherwise they are masked.
+    are assigned to bytes before the row. If WRAPPED, these lanes load the row's last vectors;
+    otherwise they are masked.
     """
     vector = load_index - lead
     if WRAPPED:
@@ -151,8 +152,8 @@ def _assign_vectors(load_index, lead, num_vectors, row_mask, WRAPPED: tl.constex
     return vector, mask
 
 
-# sizes and alignments that change between minibatches must not cause a recompilation; only the
-# table, the cached rows and the result are accessed as vectors
+# These arguments are not specialized, since their sizes and alignments change between minibatches,
+# and Triton would recompile. It need not know their alignment: they are not accessed as vectors.
 @triton.jit(
     do_not_specialize=[
         "ids",
@@ -197,29 +198,30 @@ def _gather_rows(
     SCALE_COLUMNS: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
 ):
-    """Gather rows of `table` into `out`, as words: elements of the dtype of `table`.
+    """Gather rows of `table` into `out`, in words: elements of these tensors as they are passed.
 
     A program processes tiles of TILE_ROWS rows in a grid-stride loop. Each row is loaded by LANES
     lanes in PASSES passes, one vector of VECTOR_WORDS words per lane and pass, see `Lanes`.
 
     Sizes and modes are compile-time constants, so that Triton loads whole vectors and omits unused
-    code. They are separate parameters, because Triton before 3.2 accepts no tuples. What follows
-    from other parameters, such as the bytes of a word, is computed in the kernel.
+    code. They are separate parameters, because Triton before 3.2 accepts no tuples. Constants that
+    follow from other parameters, such as the bytes of a word, are computed in the kernel.
 
-    A prefix such as "HAS_ORDER:" means that the argument is read only if the constant is set;
-    otherwise the host passes `ids`, since Triton needs a tensor. `constants` computes the constants
-    that are not listed.
+    An argument that begins with a condition, such as "if HAS_ORDER", is read only if that holds;
+    otherwise the host passes any other tensor, since Triton needs one. `constants` returns the
+    constants that depend on the table's layout.
 
     Args:
         table: aligned to 16 B; the first row begins BASE_OFFSET bytes after it.
         ids: (num_ids,) ids of the rows.
-        order: HAS_ORDER: (num_ids,) positions in `ids`, in the order in which rows are read.
-        out: the result, whose rows are OUT_STRIDE words apart; WIDE_OUT: 2**31 words or more.
-        invalid_position: CHECK_IDS: (1,), the position of an id outside [0, num_rows).
-        slots: SLOT_VECTORS > 0: the cache slot of each row of the table, negative if not cached.
-        cached: SLOT_VECTORS > 0: memory of the cached rows, SLOT_VECTORS vectors per slot. If
-            NUM_PEERS > 1, addresses of the memories of NUM_PEERS GPUs, slots assigned round-robin.
-        scales: HAS_SCALES: by which codes are multiplied. SCALE_COLUMNS = 0: one for each row;
+        order: if HAS_ORDER, (num_ids,) positions in `ids`, in the order in which rows are read.
+        out: the result, with rows OUT_STRIDE words apart. WIDE_OUT: it has 2**31 words or more.
+        invalid_position: if CHECK_IDS, (1,), set to the position of an id outside [0, num_rows).
+        slots: if SLOT_VECTORS > 0, the cache slot of each row of the table, negative if not cached.
+        cached: if SLOT_VECTORS > 0, the memory of the cached rows, SLOT_VECTORS vectors per slot;
+            if NUM_PEERS > 1, the addresses of NUM_PEERS such memories, one on each GPU: slot s is
+            in memory s % NUM_PEERS.
+        scales: if HAS_SCALES, factors of the codes: one for each row if SCALE_COLUMNS is 0,
             otherwise one for each SCALE_COLUMNS columns.
         num_ids: number of ids.
         num_rows: number of rows of the table.
@@ -233,12 +235,14 @@ def _gather_rows(
     ROW_WORDS: tl.constexpr = ROW_BYTES // WORD_BYTES
     # every row begins at a multiple of the vector size
     ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % LOAD_BYTES == 0
-    # and ends at one, so that a lane stores the vectors that it loads
+    # every row also ends at one, so that a lane stores the vectors that it loads
     WHOLE: tl.constexpr = ALIGNED and ROW_WORDS % VECTOR_WORDS == 0
-    # Whether rows that are not gathered are masked by their columns, which takes fewer registers.
-    # Where elements are converted, ptxas would then wait for a load before it issues the last one.
+    # Whether rows that are not gathered get columns outside the row, so that the check of columns
+    # masks their stores, which takes fewer registers. Not if elements are converted: in the code of
+    # ptxas, lanes would wait for the values of a load before they issue the last load.
     BY_COLUMN: tl.constexpr = out.dtype == table.dtype
-    # a shifted row that takes one pass begins on its first lane
+    # whether the first lane is assigned to the start of a line; if `shifted` takes one pass, it is
+    # assigned to the row's first vector instead
     FROM_LINE: tl.constexpr = LAYOUT == "wrapped" or (LAYOUT == "shifted" and PASSES > 1)
     tile_row = tl.arange(0, TILE_ROWS * LANES) // LANES
     lane = tl.arange(0, TILE_ROWS * LANES) % LANES
@@ -261,10 +265,11 @@ def _gather_rows(
         # vectors from the start of the 128 B line to the row's first vector
         line_offset = ((table_line_offset + start) & 127).to(tl.int32) // LOAD_BYTES
         lead = line_offset if FROM_LINE else tl.zeros_like(tile_row)
-        # words from what the first lane loads to the row
+        # words from the first lane's load to the row's first word
         skipped_words = lead * VECTOR_WORDS + misalignment // WORD_BYTES
         if BY_COLUMN:
             skipped_words = tl.where(row_mask, skipped_words, -ROW_WORDS)
+        # unless lanes store the vectors that they load, 32-bit offsets take fewer registers
         row_out = (i if WIDE_OUT or WHOLE else i.to(tl.int32)) * OUT_STRIDE
         if HAS_SCALES and SCALE_COLUMNS == 0:
             row_scale = tl.load(scales + row_id, mask=row_mask, other=0)
@@ -272,7 +277,7 @@ def _gather_rows(
             row_words = _row_or_copy(
                 row_words, row_id, row_mask, table, slots, cached, line_offset,
                 VECTOR_WORDS, SLOT_VECTORS, NUM_PEERS)  # fmt: skip
-        # from a run-time zero, as unrolled passes take more registers
+        # a run-time start prevents unrolling, which would take more registers
         for pass_index in range(zero if PASSES > 1 else 0, PASSES):
             load_index = pass_index * LANES + lane
             vector, mask = _assign_vectors(
@@ -289,7 +294,8 @@ def _gather_rows(
             column = word
             store_mask = mask[:, None]
             if not WHOLE:
-                # other lanes store the words; they get nothing else through shared memory
+                # The lane that stores a word is not the one that loads it. Only values go through
+                # shared memory, since the storing lane computes the word's column and mask.
                 column = load_index[:, None] * VECTOR_WORDS + vector_word[None, :]
                 column -= skipped_words[:, None]
                 store_mask = (column >= 0) & (column < ROW_WORDS) & (row_mask[:, None] | BY_COLUMN)
@@ -340,8 +346,8 @@ def gather_rows(
         order: (B,) int32 or int64 on the device of `ids`: the order in which rows are read, such as
             `ids.argsort()`, so that nearby rows are read at about the same time. It does not change
             the result.
-        cached: cached rows of this table, which are read instead: on the device of `ids`, or
-            sharded over GPUs whose memory that GPU can read.
+        cached: copies of rows of this table, which are read instead of these rows: on the device
+            of `ids`, or sharded over GPUs whose memory this device can read.
         scales: for a table of codes, float32, contiguous, on the device of `ids`: (N,), one for
             each row, or one for each block of columns. See `gcnzc.kernels.gather.quantize`.
         scale_columns: columns of a block; None for a scale per row.
@@ -406,7 +412,7 @@ def gather_rows(
         if cached.peers is not None:
             cached_words, num_peers = cached.peers.addresses, len(cached.peers.addresses)
     table_line_offset = table.data_ptr() % LINE_BYTES // VECTOR_BYTES * VECTOR_BYTES
-    with _LAUNCH, on_device(out.device):
+    with _LAUNCH_LOCK, on_device(out.device):
         _gather_rows[(num_programs,)](
             words,
             ids,

@@ -243,7 +243,7 @@ def test_rows_are_not_copied():
     [
         (torch.zeros(5), r"shape \(5,\), but a table of features is a tensor of two dimensions"),
         (torch.zeros(5, 2).numpy(), "rows is an ndarray"),
-        (None, r"rows is None(?=.*hint: data\.table )"),
+        (None, r"rows is None(?=.*hint: use data\.table)"),
         (torch.zeros(5, 2, requires_grad=True), "requires a gradient"),
         # the bytes in memory are those of other values
         (torch._neg_view(torch.ones(5, 2)), "negated or conjugated"),

@@ -120,7 +120,7 @@ def through(loader, device):
     """Let a loader send its minibatches through the streams of a device, as to a GPU."""
     inner = loader._loader
     inner._transfer = Transfer(device, inner.table, 0.5, max_pending=inner.ahead + 1)
-    inner._host = loader.pool = inner._transfer.host
+    inner._host_pool = loader.pool = inner._transfer.host
     return loader
 
 

@@ -747,7 +747,7 @@ def test_an_epoch_out_of_range_is_rejected(make, epoch):
 def through(loader, device, share=0.0):
     """Let a loader for the CPU send its batches through the streams of a device."""
     loader._transfer = Transfer(device, loader.table, share, max_pending=loader.ahead + 1)
-    loader._host = loader.sampler.pool = loader._transfer.host
+    loader._host_pool = loader.sampler.pool = loader._transfer.host
     return loader
 
 

@@ -307,11 +307,11 @@ def test_memory_locked_by_others_from_the_middle_of_a_page_is_not_unlocked():
     assert driver.ranges == {}
 
 
-@pytest.mark.parametrize(("offset", "where"), [(1 << 40, r"at 0x"), (None, "nowhere")])
+@pytest.mark.parametrize(("offset", "where"), [(1 << 40, "the address 0x"), (None, "no address")])
 def test_gpus_with_other_addresses_are_rejected(offset, where):
     driver = FakeDriver(offset=offset)
     with (
-        pytest.raises(LockRefused, match=rf"(?s)GPUs see .* {where}.*hint: ") as refused,
+        pytest.raises(LockRefused, match=rf"(?s) has {where}.* on GPUs.*hint: ") as refused,
         ledger_of(driver).locked(BASE, 5 * PAGE),
     ):
         pytest.fail("nothing is locked here")
@@ -322,7 +322,7 @@ def test_gpus_with_other_addresses_are_rejected(offset, where):
 def test_gpus_with_other_addresses_for_memory_locked_by_others_are_rejected():
     driver = FakeDriver(offset=PAGE)
     driver.foreign[BASE] = BASE + 5 * PAGE
-    with pytest.raises(LockRefused, match="GPUs see"), ledger_of(driver).locked(BASE, 5 * PAGE):
+    with pytest.raises(LockRefused, match="on GPUs"), ledger_of(driver).locked(BASE, 5 * PAGE):
         pytest.fail("nothing is locked here")
 
 
@@ -332,7 +332,7 @@ def test_every_segment_must_have_the_address_of_the_host():
             return address + (PAGE if address >= BASE + 16 * PAGE else 0)
 
     driver = Elsewhere()
-    with pytest.raises(LockRefused, match="GPUs see"), ledger_of(driver).locked(BASE, 20 * PAGE):
+    with pytest.raises(LockRefused, match="on GPUs"), ledger_of(driver).locked(BASE, 20 * PAGE):
         pytest.fail("nothing is locked here")
     assert driver.ranges == {}
 
@@ -397,7 +397,7 @@ def test_memory_that_could_not_be_unlocked_is_unlocked_before_the_next_lock():
     with pytest.raises(RuntimeError, match="failed to unlock"), ledger.locked(BASE, 4 * PAGE):
         pass
     with (
-        pytest.raises(LockRefused, match=r"(?s)no longer in use\n\nhint: restart"),
+        pytest.raises(LockRefused, match=r"(?s)for an earlier use\n\nhint: restart"),
         ledger.locked(BASE + PAGE, 2 * PAGE),
     ):
         pytest.fail("nothing is locked here")

@@ -14,8 +14,8 @@ Two changes to the paper concern sparse gradients, such as those of embeddings: 
 variance at the freeze are inactive until they have a gradient, and small variances are raised to a
 floor; see `gcnzc.optim.synchronous.masked`.
 
-Notation: n elements, the first d of them in groups with `compress=False`, k extras: numbers that
-are appended to an exchanged vector, such as signals.
+Notation: n elements, the first d of them in groups with `compress=False`; k extras. Extras are
+numbers that are appended to an exchanged vector, such as signals.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,11 +38,11 @@ from gcnzc.system.scalars import read_scalars
 class OneBitAdam(Masked):
     """1-bit Adam: AdamW that exchanges the signs of momenta after a warm-up.
 
-    During the warm-up it is `torch.optim.AdamW` with the mean gradients of the ranks, with two
-    differences by default. Once a parameter has had a gradient on any rank, a missing gradient
-    counts as zeros, whereas AdamW skips the parameter in that step. If a gradient is not finite or
-    too large to be squared on any rank, all ranks skip the step. A single rank does not freeze the
-    variance.
+    During the warm-up and with default options, it differs in two ways from `torch.optim.AdamW`
+    with the mean gradients of the ranks. Once a parameter has had a gradient on any rank, a missing
+    gradient counts as zeros, whereas AdamW skips the parameter in that step. If a gradient is not
+    finite or too large to be squared on any rank, all ranks skip the step. A single rank does not
+    freeze the variance.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
@@ -52,15 +52,15 @@ class OneBitAdam(Masked):
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the square root of the variance.
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
-        warmup: the number of uncompressed steps before the variance is frozen. "default" is 0.15 of
+        warmup: the number of steps before the variance is frozen. "default" is 0.15 of
             `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
         warmup_range: the limits of the warm-up length, in steps, if `warmup` is None. If the upper
             limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
         refresh: refreshes of the variance begin `refresh`, 2 `refresh`, 4 `refresh`, ... steps
             after the freeze; 0 for none.
         refresh_steps: the number of steps of a refresh, which exchange gradients; at most
-            `refresh`. The steps of one refresh together decay the old variance as much as Adam
-            would have since the previous refresh, or since the freeze.
+            `refresh`. One refresh decays the old variance as much as Adam does in all steps since
+            the previous refresh, or since the freeze.
         compress: compression of the momenta after the warm-up; signs if None.
         gradient_compression: compression of the gradients where gradients are exchanged: in the
             warm-up, refreshes and reactivations, and in groups with `compress=False`; must not use
@@ -75,7 +75,7 @@ class OneBitAdam(Masked):
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
         signals: see `Replicated`.
-        total_steps: the number of steps of the run, from which the default warm-up follows; None if
+        total_steps: the number of steps of the run, which determines the default warm-up; None if
             it is not known. If compression begins late in the run, rank 0 warns with a
             `LatePhaseWarning`.
         module: see `DistributedOptimizer`.
@@ -135,11 +135,11 @@ class OneBitAdam(Masked):
         self.compress = compress or Sign()
         self.bias_correction = bias_correction
         self.rule = FreezeRule(betas[1], warmup_range[0])
-        most = warmup_range[1]
-        if most is None:
+        max_warmup = warmup_range[1]
+        if max_warmup is None:
             # compression must begin even if the variance never becomes stable
-            most = WARMUP.most_auto_steps(self.rule.interval, total_steps)
-        self.rule.most = max(most, warmup_range[0])
+            max_warmup = WARMUP.most_auto_steps(self.rule.interval, total_steps)
+        self.rule.most = max(max_warmup, warmup_range[0])
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults["maximize"] = maximize
         super().__init__(
@@ -219,11 +219,13 @@ class OneBitAdam(Masked):
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
         offset, end = flat_params.num_uncompressed, flat_params.num_elements
         num_extras = self.num_common_extras + 1
-        # this rank's momenta replace its gradients, followed by the extras: the common ones, and
-        # the number of elements to reactivate
-        coded, momenta = values[offset : end + num_extras], values[offset:end]
+        # the payload is this rank's momenta, which replace its gradients, and then the extras: the
+        # common ones, and the number of elements to reactivate
+        payload, momenta = values[offset : end + num_extras], values[offset:end]
         inactive_gradients = momenta[self._find_inactive()] if "active" in self.vectors else None
-        coded[-1] = 0 if inactive_gradients is None else self.count_reactivated(inactive_gradients)
+        payload[-1] = (
+            0 if inactive_gradients is None else self.count_reactivated(inactive_gradients)
+        )
         work = flat_params.empty_tile()
         for part in flat_params.compressed_parts:
             beta = part.group["betas"][0]
@@ -236,7 +238,7 @@ class OneBitAdam(Masked):
         ):
             return skip_reason
         reducer = self.reducers["momentum"]
-        if skip_reason := (yield from reducer.mean(coded, num_extras)):
+        if skip_reason := (yield from reducer.mean(payload, num_extras)):
             return skip_reason
         self.receive_extras(reducer.extra_sums)
         if inactive_gradients is not None and self.reactivate == "step":
@@ -263,7 +265,7 @@ class OneBitAdam(Masked):
         self.vectors["momentum"][self.flat_params.num_uncompressed :] = momenta
 
     def _mark_uncompressed_gradients(self, means: Tensor) -> None:
-        """Mark uncompressed parameters whose mean gradient is not zero for the first time."""
+        """Set `had_gradient` of uncompressed parameters with a mean gradient that is not zero."""
         had_gradient = self.vectors["had_gradient"]
         unmarked = {
             index: means[segment.begin : segment.end].any()
@@ -292,10 +294,10 @@ class OneBitAdam(Masked):
         for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
             (beta1, beta2), lr = options["betas"], float(options["lr"])
-            decay, size = options["weight_decay"], -lr
+            decay, step_size = options["weight_decay"], lr
             root = torch.sqrt(self.vectors["variance"][here], out=values[here])
             if self.bias_correction:
-                size /= 1 - beta1**step
+                step_size /= 1 - beta1**step
                 # a frozen variance is already bias-corrected
                 if not is_frozen or part.begin < flat_params.num_uncompressed:
                     root /= (1 - beta2**step) ** 0.5
@@ -303,22 +305,22 @@ class OneBitAdam(Masked):
             for index in range(part.first, part.last):
                 if had_gradient[index]:
                     pair = momenta[index], roots[index]
-                    self._move(parameters[index], *pair, size, lr, decay)
+                    self._move(parameters[index], *pair, step_size, lr, decay)
 
     def _move(
         self,
         parameter: Tensor,
         momentum: Tensor,
         root: Tensor,
-        size: float,
+        step_size: float,
         lr: float,
         decay: float,
     ) -> None:
         parameter.mul_(1 - lr * decay)
         if parameter.dtype == momentum.dtype:
-            parameter.addcdiv_(momentum, root, value=size)
+            parameter.addcdiv_(momentum, root, value=-step_size)
         else:
-            parameter += (momentum / root * size).to(parameter.dtype)
+            parameter -= (momentum / root * step_size).to(parameter.dtype)
 
     def _freeze_if_due(self) -> None:
         step = self.steps + 1
@@ -352,7 +354,7 @@ class OneBitAdam(Masked):
         )
 
     def _refresh_variance(self, values: Tensor) -> None:
-        """Reactivate elements, and refresh the variance if it is due, from the mean gradients."""
+        """Use the mean gradients to reactivate elements, and to refresh the variance if due."""
         offset, step, numbers = self.flat_params.num_uncompressed, self.steps + 1, self.numbers
         is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
         # the final step of this refresh, and its distance from the final step of the previous one
