@@ -77,7 +77,9 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             axis.set_xlabel("epoch")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
-            axis.legend(fontsize="small")
+            # above the panel, where it covers no curve
+            place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+            axis.legend(fontsize="small", ncols=2, **place)
     _plot_seconds(lower, records)
     save(figure, out)
 

@@ -102,7 +102,8 @@ def test_predictions_are_those_of_the_evaluation(graph, run, tmp_path, capsys):
         assert part["class"].tolist() == classes[test].tolist()
     # ids of a file, in its order
     (tmp_path / "ids.csv").write_text("other,node\n1,n7\n2,n3\n3,n7\n")
-    line_of(capsys, run, "--nodes", tmp_path / "ids.csv", "--out", out)
+    assert main(["predict", str(run), "--nodes", str(tmp_path / "ids.csv"), "--out", str(out)]) == 0
+    assert f"replaced {out}" in capsys.readouterr().err
     assert pd.read_csv(out)["class"].tolist() == classes[[7, 3, 7]].tolist()
     found = predict(run, nodes=["n7", "n3"])
     assert found.nodes.tolist() == ["n7", "n3"]

@@ -60,8 +60,9 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     began = time.perf_counter()
     loaded = load_model(config.run, config.data, config.device)
     write = _predict_nodes if config.pairs is None else _predict_links
+    is_replaced = config.out.exists()
     count, columns = write(config, loaded, reporter)
-    reporter.say(f"wrote {config.out}")
+    reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
     print_json(
         {
             "run": str(config.run),
