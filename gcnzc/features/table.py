@@ -272,8 +272,8 @@ class FeatureTable:
     def scales_on(self, device: torch.device) -> Tensor | None:
         """Return the scales on a device, to which they are copied once.
 
-        A copy from the host is complete when this returns. A copy from a GPU to another GPU is
-        ordered only with the streams that are current on both when it is made.
+        A copy from the host is complete when this returns. A copy between GPUs is asynchronous:
+        other streams must wait for the stream of `device` that was current at the first call.
         """
         if self.scales is None or self.scales.device == device:
             return self.scales

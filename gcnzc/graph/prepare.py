@@ -100,14 +100,14 @@ def prepare(
             the source; for a graph in memory also a pandas table or a SciPy matrix.
         normalize_features: divide each row by the sum of its absolute values.
         sparse_features: store sparse features of the source as CSR, instead of as a dense array.
-        feature_dtype: dtype of the stored features. None keeps float16, bfloat16 and quantized
-            features, unless they are normalized, and converts others to float32. int8,
+        feature_dtype: dtype of the stored features. None converts to float32, but keeps float16,
+            bfloat16 and quantized features that are not to be normalized. int8,
             float8_e4m3fn and float8_e5m2 are stored as codes with scales and require finite
             features; see `gcnzc.kernels.gather.quantize` for the quantization error.
         scales: "row" stores one scale for each row of codes; "columns" one for each block of 16
             columns, shared by all rows, which takes a second pass over the features.
         pitch_bytes: distance between the starts of consecutive rows of dense features, in bytes;
-            0 stores them without padding. None pads rows to lines of 128 B if that saves at least
+            0 stores them without padding. None pads rows to multiples of 128 B if it saves at least
             5 % of the PCIe requests for at most 10 % more memory, see
             `gcnzc.features.pcie_traffic.choose_pitch`.
         bidirected: see `load`; this and the next two are recorded in `meta.json`.

@@ -59,9 +59,9 @@ from gcnzc.system.threads import use_batch_scheduling
 # seconds that `Batches.close` waits for each thread to finish its current batch
 JOIN_TIMEOUT_S = 30.0
 
-# number of the iterators whose progress `state_dict` ignores: closed, or from `batches_of`
+# `Batches._number` of closed iterators and of those from `batches_of`: `state_dict` ignores them
 UNTRACKED = -1
-# arguments of the constructor that `__reduce__` reads from the loader, and from `loader.shares`
+# attributes of the loader, and of `loader.shares`, that `__reduce__` passes to the constructor
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees"),
@@ -76,21 +76,21 @@ class Loader:
 
     Each iteration over the loader yields the batches of one epoch, and the next iteration those of
     the next epoch. If an iteration stops early, the next one starts the same epoch again, unless
-    `set_epoch` sets another; the drop-in loaders start the next epoch instead. An epoch that was
-    resumed with another batch size or world size starts again where it was resumed.
+    `set_epoch` sets another; the drop-in loaders start the next epoch instead. If the epoch was
+    resumed with another batch size or world size, only its part after that point is repeated.
 
     Each iterator has its own threads, which end after the last batch, on an exception or Ctrl-C, on
     `close`, and when the iterator is deleted, for example after a `break`. Several threads may
     share an iterator; each batch goes to one of them. A forked child process may iterate over a
     loader whose device is the CPU. An iterator works only in the process that created it.
 
-    `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. Rows
-    that were page-locked or mapped from a file are ordinary memory in the copy. A loader whose GPU
-    reads dense rows from host memory thus cannot be copied; create one with page-locked rows.
+    `copy.deepcopy` and `pickle` create a loader with the same arguments and the same position. The
+    copy of rows on the host is in ordinary memory, not page-locked or mapped, so a loader whose GPU
+    reads dense rows from host memory cannot be copied; construct another with the same table.
 
     Use a batch on the stream that was current when it was yielded. To use it on another stream,
     make that stream wait for the current one first. Synchronize with the other stream before you
-    release the batch, because its memory is then reused.
+    drop the last reference to the batch: its memory is reused without waiting for that stream.
 
     Args:
         graph: the graph whose neighbours are sampled, on the host.
@@ -118,8 +118,8 @@ class Loader:
             than `threads`.
         sampler: samples the neighbourhoods. Default: `gcnzc.Sampler(graph, fanouts, seed)`.
         copied_share: fraction of each batch's rows, from 0 to 1, that a thread gathers on the host,
-            for the GPU's copy engine to copy. The gather kernel reads the others from host memory.
-            With 1 the table need not be page-locked. Does not change the batches; unused on a CPU.
+            and the copy engine copies; the gather kernel reads the others. With 1 the table need
+            not be page-locked. Does not change the batches; unused if the table is on `device`.
         priority: CUDA priority of the streams that copy and gather batches, at most 0. 0 is the
             default priority of CUDA streams; -1 is higher.
         in_degrees: add the in-degrees of nodes to the blocks, for models such as GCN. Otherwise
@@ -190,7 +190,7 @@ class Loader:
         self._resume_at = 0
         # number of the iterator whose progress counts; increased to ignore the earlier iterators
         self._tracked_iterator = 0
-        # `__reduce__` copies all other attributes, which a subclass sets before or after this
+        # `__reduce__` also copies attributes of a subclass, set before or after this constructor
         self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - set_by_subclass
 
     def __len__(self) -> int:
@@ -222,8 +222,8 @@ class Loader:
         """Set the epoch of the next iteration, which determines its order and its neighbours.
 
         Args:
-            epoch: from 0 to 2**32 - 1. If a state of this epoch was just loaded, the next iteration
-                resumes at its position.
+            epoch: from 0 to 2**32 - 1. If a state with the same epoch was just loaded, the next
+                iteration still resumes at the state's position.
 
         Raises:
             TypeError: `epoch` is no integer.
@@ -449,7 +449,7 @@ class Batches(Iterator[Batch]):
             # the threads exist in the parent only, and one may hold the executor's lock
             return
         self._executor.shutdown(wait=False, cancel_futures=True)
-        # not `wait=True`: garbage collection may call this in such a thread; it cannot join itself
+        # not `wait=True`: garbage collection may call this in one of the threads to be joined
         for thread in threading.enumerate():
             if thread.name.startswith(self._name) and thread is not threading.current_thread():
                 thread.join(JOIN_TIMEOUT_S)
@@ -468,7 +468,7 @@ class Batches(Iterator[Batch]):
             )
 
     def _submit_next(self) -> None:
-        # tasks refer to the loader only, so that the iterator can be deleted while they run
+        # tasks hold no reference to the iterator, so that it can be deleted while they run
         seeds = next(self._seeds, None)
         if seeds is not None:
             self._pending.append(self._executor.submit(self._loader._prepare, seeds, self._epoch))

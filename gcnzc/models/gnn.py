@@ -124,7 +124,7 @@ class Model(nn.Module):
                 module.reset_parameters()
 
     def transform_features(self, x: Tensor) -> Tensor:
-        """Compute the input of the first layer: apply input dropout and the input projection.
+        """Compute the first layer's input: input dropout, and the projection followed by dropout.
 
         Args:
             x: (n, in_features) in the dtype of the model.
@@ -299,10 +299,11 @@ class GCN(_PlainModel):
 class GIN(_PlainModel):
     """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
 
-    The arguments are those of `SAGE`. Each layer has an MLP of two linear layers with `hidden`
-    columns, or `num_classes` columns if the layer computes the logits. The sum over in-neighbours
-    grows with the degree, so train with `norm="batch"` or `norm="layer"`. To scale the sum over
-    sampled neighbours, the model needs the in-degrees of nodes in the whole graph, see `GCN`.
+    The arguments are those of `SAGE`. Each layer has an MLP of two linear layers, both with
+    `hidden` output columns, or `num_classes` in the layer that computes the logits. The sum over
+    in-neighbours grows with the degree, so train with `norm="batch"` or `norm="layer"`. If k of d
+    in-neighbours are sampled, their sum is multiplied by d / k. The model therefore needs the
+    in-degrees of nodes in the whole graph, see `GCN`.
     """
 
     layer_class = GINLayer

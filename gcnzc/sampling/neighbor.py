@@ -79,8 +79,8 @@ class Sampler:
                 DGL, a seed that occurs twice gets two rows with the same neighbours; edges whose
                 source is that seed refer to its first row.
             epoch: in [0, 2**32); the sampled neighbours differ between epochs.
-            without: in-edges of the seeds to exclude, see `gcnzc.kernels.sample.exclude`; requires
-                distinct seeds.
+            without: edges to exclude from the in-edges of the seeds, at every hop; see
+                `gcnzc.kernels.sample.exclude`. Requires distinct seeds.
 
         Returns:
             A minibatch without features and labels. Its buffers return to `pool` when nothing
