@@ -14,16 +14,16 @@ from gcnzc.kernels.codec.block_layout import BlockLayout
 class Sign(Codec):
     """Signs with one scale per block and error feedback, as in 1-bit Adam (Tang et al., 2021).
 
-    A zero counts as positive. `gcnzc.compress.two_stage` describes the exchange, and
-    `gcnzc.kernels.codec.block_layout` the rows, which are the encoded parts of a vector.
+    A zero counts as positive. Each rank computes the mean of one part of the vector.
+    `gcnzc.compress.two_stage` describes the exchange. `gcnzc.kernels.codec.block_layout` describes
+    the rows: the encoded parts of a vector.
 
     Raises:
         ValueError: an option is not one of those below.
     """
 
     block: int | None = 4096
-    """elements that share a scale, a multiple of 32; None for one scale per part, the slice of a
-    vector whose mean one rank computes"""
+    """number of elements that share a scale, a multiple of 32; None for one scale per part"""
     scale: Literal["rms", "l1"] = "rms"
     """a block's scale: "rms", the root mean square of its elements, or "l1", their mean absolute
     value"""

@@ -80,8 +80,8 @@ class Group:
         choices: the algorithm, such as ring all-reduce, for each kind and size of collective.
         timeout_s: time limit of each wait for a message over gloo, in seconds; a collective may
             consist of several messages. NCCL's collectives have the time limit of their process
-            group. `init_group` and `subgroup` set it to `timeout_s`; `current_group` does not
-            change that of the default process group.
+            group, which `init_group` and `subgroup` set to `timeout_s`; `current_group` does not
+            change the time limit of the default process group.
         ranks: the members' ranks in torch.distributed's default group, ascending; None if the group
             has all of them. `subgroup` sets them.
         monitor: writes and reads the heartbeats; None creates a monitor that uses `store`.
@@ -112,7 +112,7 @@ class Group:
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         self.remedy = remedy
         self.ledger = Ledger()
-        # start and end of each request whose result this rank waited for, by time.perf_counter
+        # start and end of each wait for the result of a request, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # start and end of each request on a channel's thread
         self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
@@ -179,8 +179,8 @@ class Group:
         """Create a group of some ranks of this group, such as those with replicas of one shard.
 
         All members must call it, and no other rank may. Members of several subgroups must create
-        them in the same order. Before the call, all members must have the same number of process
-        groups of torch.distributed. `close` of this group also closes its subgroups.
+        them in the same order. Before the call, all members must belong to the same number of
+        torch.distributed process groups. `close` of this group also closes its subgroups.
 
         Args:
             ranks: the members' ranks in this group, including this rank. In the subgroup the
@@ -243,11 +243,11 @@ class Group:
         self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
     def _find_busy_sequences(self) -> list[str]:
-        """Return the sequences of the channels whose threads have unfinished tasks."""
+        """Return the names of the request sequences of channels with unfinished tasks."""
         return [each.sequence for each in list(self._channels.values()) if each.is_busy]
 
     def _abort(self) -> None:
-        """End all waits of this rank for messages, and thereby the waits of its peers."""
+        """Close this rank's gloo connections, which ends its waits and those of its peers."""
         for channel in list(self._channels.values()):
             channel.abort()
 
@@ -269,10 +269,10 @@ class Group:
             self.monitor.count_step(num_steps)
 
     def pop_request_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the start and end of each request whose result this rank waited for.
+        """Return and clear the start and end of each wait of this rank for a request's result.
 
-        These are the requests since the last call, at most the last 10,000, including the time of
-        the transfer; none with a single rank. Times are those of `time.perf_counter`, in seconds.
+        These are the waits since the last call, at most the last 10,000; none with a single rank.
+        Only the `Wait` of a started request counts. Times are `time.perf_counter()`, in seconds.
         """
         return _pop_all(self.waits)
 

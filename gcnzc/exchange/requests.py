@@ -103,7 +103,7 @@ class Receive:
     """Receive the next message from one rank; the answer is `values`, written in place."""
 
     values: Tensor
-    """contiguous, of as many bytes as the message"""
+    """contiguous, with the number of elements and dtype of the message"""
     peer: int
     """the rank that sends the message"""
 
@@ -146,7 +146,8 @@ class Start:
     """
 
     request: "Request | Algorithm[Any]"
-    """a request, or an algorithm that yields only collectives and `Scratch`"""
+    """a collective, a `Send` or `Receive`, or an algorithm that yields only collectives, `Scratch`
+    and `Compute`"""
     channel: str = "background"
     """requests on one channel run one after the other, those on different channels concurrently;
     ignored for `Send` and `Receive`"""
@@ -169,7 +170,7 @@ Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
 def num_bytes_of(request: Collective) -> int:
-    """Return the size in bytes of a collective, from which `Choices` selects its algorithm."""
+    """Return the bytes of a request's values on this rank; `Choices` selects algorithms by them."""
     if isinstance(request, AllToAll):
         return sum(part.numel() * part.element_size() for part in request.parts)
     if isinstance(request, AllGatherScalar):

@@ -1,9 +1,10 @@
 """The base class of optimizers whose `step` communicates with the other ranks.
 
-Extras are numbers that are appended to an exchanged vector. The common extras are a number that
-shows whether the ranks differ (see `Comparison.bit`), and the signals. A separate exchange of the
-parameter groups with `compress=False` has no extras. The lines that `Comparison` compares are
-texts, such as an option and its value, that must be equal on all ranks.
+Extras are numbers that are appended to an exchanged vector. The common extras, which all optimizers
+send, are a number that shows whether the ranks differ (see `Comparison.bit`), and the signals,
+which are flags such as a request to stop. If an optimizer exchanges the parameter groups with
+`compress=False` separately, that exchange has no extras. `Comparison` compares lines of text, such
+as an option and its value, which must be equal on all ranks.
 """
 
 from abc import abstractmethod
@@ -72,7 +73,7 @@ class DistributedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     grad_scale: Tensor | None
-    """the scale of the gradients, set by GradScaler during `step`; None if they are unscaled"""
+    """the scale of the gradients, set by GradScaler during `step`; None if already unscaled"""
     found_inf: Tensor
     """set by GradScaler during `step`: above 0 if it found a gradient that is not finite"""
 
@@ -95,11 +96,10 @@ class DistributedOptimizer(Optimizer):
         self.total_steps = total_steps
         self.module = module
         self.weight = 1.0
-        """factor by which every step multiplies this rank's gradients, before it averages them over
-        the ranks, or before a local step; `step` does not reset it. If batch sizes differ between
-        ranks, set it before each `step` to this rank's number of samples divided by the mean number
-        over the ranks; the mean of the weights should be 1, because means divide by the number of
-        ranks. Means of parameters are not weighted."""
+        """factor of this rank's gradients in means and in local steps; `step` does not reset it. If
+        batch sizes differ between ranks, set it before each `step` to this rank's number of samples
+        divided by the mean number over the ranks; the mean of the weights should be 1, because
+        means divide by the number of ranks. Means of parameters are not weighted."""
         self.signals = [False] * signals
         """this rank's flags for the next exchange, such as a request to stop"""
         self.received_signals = [False] * signals
@@ -161,9 +161,9 @@ class DistributedOptimizer(Optimizer):
         """Return the attributes that are copied and pickled.
 
         These are all except hooks, and the wrapper that a scheduler puts around `step`. A copy
-        communicates through the same group. An unpickled optimizer of several ranks needs
-        torch.distributed to be initialised with the same ranks; otherwise the first `step` that
-        exchanges raises a RuntimeError.
+        communicates through the same group. Before unpickling an optimizer of several ranks,
+        initialize torch.distributed with the same ranks; otherwise the first `step` that exchanges
+        raises a RuntimeError.
         """
         return {
             name: value
@@ -187,13 +187,13 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: the ranks differ; raised on all ranks. The next exchange detects different
-                values of `requires_grad`, and loaded states of different steps or of only some
-                ranks; it does not detect different states of the same step. Each exchange detects
-                different numbers of steps, or different options of a parameter group, with a
-                probability of 1/2; options in GPU tensors are compared in every 100th exchange
-                only. Parameters that must be equal are also compared about every 100 exchanges.
-            RequestMismatch: such a difference led to different requests; raised on all ranks.
+            ValueError: options, numbers of steps, loaded states or parameters differ between ranks;
+                raised on all ranks. Each exchange detects a difference with a probability of 1/2.
+                The next exchange always detects different `requires_grad`, and states of different
+                steps, or loaded on some ranks only; states of the same step are not compared.
+                Options in GPU tensors are compared in every 100th exchange only. Checksums of the
+                parameters that must be equal are computed about every 100 exchanges.
+            RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
             ValueError: an option of a parameter group is out of its range; raised by this rank
                 before it communicates.
         """

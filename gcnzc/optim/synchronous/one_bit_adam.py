@@ -41,8 +41,8 @@ class OneBitAdam(Masked):
     During the warm-up and with default options, it differs in two ways from `torch.optim.AdamW`
     with the mean gradients of the ranks. Once a parameter has had a gradient on any rank, a missing
     gradient counts as zeros, whereas AdamW skips the parameter in that step. If a gradient is not
-    finite or too large to be squared on any rank, all ranks skip the step. A single rank does not
-    freeze the variance.
+    finite or too large to be squared on any rank, all ranks skip the step. With a single rank the
+    warm-up does not end.
 
     Args:
         params: an iterable of parameters or parameter groups, as for torch's optimizers. A group
@@ -52,14 +52,15 @@ class OneBitAdam(Masked):
         betas: coefficients of the running averages of the gradient and its square.
         eps: added to the square root of the variance.
         weight_decay: coefficient of the decoupled weight decay, as in AdamW.
-        warmup: the number of steps before the variance is frozen. "default" is 0.15 of
-            `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
+        warmup: the number of steps before the variance is frozen; 0 counts as 1. "default" is 0.15
+            of `total_steps`, or 100 if that is None. None freezes the variance once it is stable.
         warmup_range: the limits of the warm-up length, in steps, if `warmup` is None. If the upper
-            limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`.
+            limit is None, it is the smaller of 5 / (1 - beta2) and a quarter of `total_steps`, but
+            at least the lower limit.
         refresh: refreshes of the variance begin `refresh`, 2 `refresh`, 4 `refresh`, ... steps
             after the freeze; 0 for none.
-        refresh_steps: the number of steps of a refresh, which exchange gradients; at most
-            `refresh`. One refresh decays the old variance as much as Adam does in all steps since
+        refresh_steps: the number of steps of a refresh, which exchange gradients; `refresh` if that
+            is smaller. One refresh decays the old variance as much as Adam does in all steps since
             the previous refresh, or since the freeze.
         compress: compression of the momenta after the warm-up; signs if None.
         gradient_compression: compression of the gradients where gradients are exchanged: in the
@@ -67,9 +68,10 @@ class OneBitAdam(Masked):
             error feedback. Uncompressed if None.
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
-        reactivate: "step" reactivates elements that were inactive at the freeze once they have a
-            gradient, at most 256 steps later; "refresh" reactivates them at the next refresh of the
-            variance, and never if `refresh` is 0.
+        reactivate: when to reactivate inactive elements, those with zero variance at the freeze,
+            which are excluded from the compression and updated by weight decay only. "step"
+            reactivates them at most 256 steps after they have a gradient; "refresh" reactivates
+            them at the next refresh of the variance, and never if `refresh` is 0.
         variance_floor: the smallest variance of an active element after the warm-up, as a share of
             the mean variance of the active elements of its parameter; 0 for none, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
