@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gcnzc.graph.dataset import Dataset
     from gcnzc.graph.load import load
     from gcnzc.graph.prepare import prepare
-    from gcnzc.loader import Loader, presample
+    from gcnzc.loader import FullBatchLoader, Loader, presample
     from gcnzc.sampling import Batch, Block, LinkSampler, Sampler
     from gcnzc.train.inference import inference
 
@@ -24,6 +24,7 @@ __all__ = [
     "Block",
     "Dataset",
     "FeatureTable",
+    "FullBatchLoader",
     "Graph",
     "LinkSampler",
     "Loader",
@@ -53,7 +54,7 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.graph.dataset": ("Dataset",),
         "gcnzc.graph.load": ("load",),
         "gcnzc.graph.prepare": ("prepare",),
-        "gcnzc.loader": ("Loader", "presample"),
+        "gcnzc.loader": ("FullBatchLoader", "Loader", "presample"),
         "gcnzc.sampling": ("Batch", "Block", "LinkSampler", "Sampler"),
         "gcnzc.train.inference": ("inference",),
     },

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from gcnzc.cli.errors import UsageError
 from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
-from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
 from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_output
@@ -81,7 +82,21 @@ def parse(words: Sequence[str]) -> Any:
         raise UsageError(str(error)) from None
     if isinstance(config, TrainConfig):
         _check_used(config, default or TrainConfig())
+        if config.is_full_batch:
+            _check_given_fanouts(words)
     return config
+
+
+def _check_given_fanouts(words: Sequence[str]) -> None:
+    """Raise if --fanouts has its default value on the command line of a full-batch run.
+
+    `TrainConfig` cannot distinguish it from an option that is not given.
+    """
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        fanouts = (value if equals else following).split(",")
+        if name == "--fanouts" and set(fanouts) != {"-1"}:
+            raise UsageError(fanouts_message(fanouts))
 
 
 def _check_used(config: TrainConfig, default: TrainConfig) -> None:
@@ -226,5 +241,7 @@ def _format_value_error(wrong: str) -> str:
         return f"{option}: {value[1] or value[2]} is not a {'' if value[1] else 'whole '}number"
     if choices is not None:
         kind = "whole number" if "INT" in choices[1] else "number" if "FLOAT" in choices[1] else ""
-        return f"{option}: {choices[2]} is not a {kind or choices[1]}"
+        word = re.search(r"\|{(\w+)}", choices[1])
+        other = f" or {word[1]}" if kind and word is not None else ""
+        return f"{option}: {choices[2]} is not a {kind or choices[1]}{other}"
     return f"{option}: {reason}"

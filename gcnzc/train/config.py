@@ -3,6 +3,7 @@
 Each class is a subcommand: its fields are the options, and the string below a field is its help.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ import tyro
 from gcnzc.train.learning_options import LearningRateOptions, LossOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
+    DEFAULT_FANOUTS,
     DataOptions,
     FeatureOptions,
     LoaderOptions,
@@ -22,7 +24,7 @@ from gcnzc.train.option_groups import (
     TaskOptions,
     WorkerOptions,
 )
-from gcnzc.train.options import check_options
+from gcnzc.train.options import check_options, option_name
 
 
 # dataclasses order inherited fields from the last base to the first
@@ -48,6 +50,10 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.is_full_batch:
+            _check_full_batch(self)
+            if self.fanouts == DEFAULT_FANOUTS:
+                object.__setattr__(self, "fanouts", (-1,) * self.layers)
         if len(self.fanouts) != self.layers:
             given = ",".join(map(str, self.fanouts))
             raise ValueError(
@@ -60,6 +66,40 @@ class TrainConfig(
                 f"--warmup-epochs {self.warmup_epochs:g} with --epochs {self.epochs}: the warm-up "
                 "would be the whole run\n\nhint: use a smaller --warmup-epochs, or more --epochs"
             )
+
+
+def _check_full_batch(config: TrainConfig) -> None:
+    """Raise a ValueError if an option does not support --batch-size all."""
+    if config.fanouts != DEFAULT_FANOUTS and set(config.fanouts) != {-1}:
+        raise ValueError(fanouts_message(config.fanouts))
+    number = "give --batch-size a number, such as 1024"
+    for name, value, reason, hint in (
+        ("task", "link", "link prediction samples edges and negatives in minibatches", number),
+        ("sampler", "dgl", "nothing is sampled", f"leave --sampler out, or {number}"),
+        ("features", "cached", "features are gathered only once", "use --features host"),
+    ):
+        if getattr(config, name) == value:
+            given = f"{option_name(name)} {value} with --batch-size all"
+            raise ValueError(f"{given}: {reason}\n\nhint: {hint}")
+    if config.workers > 1:
+        raise ValueError(workers_message(f"--workers {config.workers}"))
+
+
+def fanouts_message(fanouts: Sequence[object]) -> str:
+    """Return the message that fanouts do not fit --batch-size all."""
+    return (
+        f"--fanouts {','.join(map(str, fanouts))} with --batch-size all: a full-batch step uses "
+        "all neighbours\n\nhint: leave --fanouts out, or give -1 for each layer; to sample "
+        "neighbours, give --batch-size a number, such as 1024"
+    )
+
+
+def workers_message(given: str) -> str:
+    """Return the message that `given`, such as "--workers 2", does not fit --batch-size all."""
+    return (
+        f"{given} with --batch-size all: one process computes the whole graph, on all cores or on "
+        "one GPU\n\nhint: use one worker, or give --batch-size a number, such as 1024"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

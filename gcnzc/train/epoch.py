@@ -3,14 +3,16 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, cast
 
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronise_buffers
 from gcnzc.features.cache import CachedTable
+from gcnzc.loader.loader import Batches, Loader
 from gcnzc.optim import DistributedOptimizer, LocalUpdates
+from gcnzc.sampling.batch import Batch
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
@@ -49,7 +51,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
-        batches = stack.enter_context(closing(iter(trainer.loader)))
+        batches = cast(Batches | Generator[Batch, None, None], iter(trainer.loader))
+        stack.enter_context(closing(batches))
         began = trainer.now()
         for step, batch in enumerate(batches, first_step):
             ready = trainer.now()
@@ -97,8 +100,10 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 # the part of the overlapped exchange for which no step waited
                 hidden_s = seconds_outside(overlapped, trainer.waits)
                 trainer.epoch_stats.seconds.add_seconds("hidden_s", hidden_s)
-            trainer.epoch_stats.bytes += len(batch.nodes) * trainer.table.row_bytes
-            if isinstance(trainer.table, CachedTable):
+            # a full-batch run gathers its rows at most once
+            if isinstance(trainer.loader, Loader) or "gather_s" in batch.times:
+                trainer.epoch_stats.bytes += len(batch.nodes) * trainer.table.row_bytes
+            if isinstance(trainer.table, CachedTable) and isinstance(trainer.loader, Loader):
                 in_place = trainer.loader.nodes_read_in_place(batch.nodes)
                 trainer.epoch_stats.hits += trainer.table.hits(in_place)
                 trainer.epoch_stats.peer_hits += trainer.table.peer_hits(in_place)

@@ -4,7 +4,7 @@ The estimates are lower bounds, so that no run is rejected that would fit: they 
 loader, temporary tensors, evaluation, checkpoints, and the sampled neighbours of a minibatch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,14 @@ class Footprint:
 
     training: int  # per worker: weights, gradients, and the optimizer's state
     minibatch: int  # per worker: features of the seeds, and the outputs of all layers for them
+    is_full_batch: bool = False  # whether `minibatch` is for all nodes of a full-batch step
 
     def describe(self) -> str:
         """Format the sizes of the parts, for a message."""
         return (
             f"{_shown(self.training)} for weights, gradients and the optimizer's state, "
-            f"{_shown(self.minibatch)} for a minibatch"
+            f"{_shown(self.minibatch)} for a "
+            f"{'full-batch step' if self.is_full_batch else 'minibatch'}"
         )
 
 
@@ -39,6 +41,7 @@ def footprint_of(
     num_nodes: int,
     num_columns: int,
     num_seeds: int,
+    layer_nodes: Sequence[int] | None = None,
 ) -> Footprint:
     """Estimate the memory of a run, without allocating its model.
 
@@ -48,6 +51,8 @@ def footprint_of(
         num_nodes: nodes of the graph.
         num_columns: feature columns.
         num_seeds: seeds per epoch.
+        layer_nodes: in full-batch training, the numbers of nodes that each layer reads and, at the
+            end, of the seeds; see `LayerNodes.counts`.
 
     Raises:
         RuntimeError: the size of a weight exceeds 64 bits.
@@ -64,11 +69,15 @@ def footprint_of(
     inner = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     states = 1 if inner == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
+    training = weights * (2 + states)
+    if layer_nodes is not None:
+        # if the seeds are all nodes, the features may be used in place
+        gathered = layer_nodes[0] if layer_nodes[-1] < num_nodes else 0
+        outputs = sum(n * width for n, width in zip(layer_nodes[1:], widths, strict=True))
+        return Footprint(training, (gathered * num_columns + outputs) * item, is_full_batch=True)
+    assert isinstance(config.batch_size, int), "a full-batch run has layer_nodes"
     seeds = min(config.batch_size, num_seeds, num_nodes)
-    return Footprint(
-        training=weights * (2 + states),
-        minibatch=seeds * (num_columns + sum(widths)) * item,
-    )
+    return Footprint(training, minibatch=seeds * (num_columns + sum(widths)) * item)
 
 
 def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
@@ -87,19 +96,29 @@ def check_memory(found: Footprint, device: torch.device, group: Group) -> None:
         if device.type == "cuda":
             gpu = torch.cuda.get_device_properties(device).total_memory
             if of_worker > gpu:
-                raise RuntimeError(_refusal(found.describe(), of_worker, f"{device} has", gpu))
+                raise RuntimeError(
+                    _refusal(found.describe(), of_worker, f"{device} has", gpu, found.is_full_batch)
+                )
             of_worker = 0
         needs = of_worker * group.local_world_size
         if needs > has:
-            raise RuntimeError(_refusal(found.describe(), needs, "this machine has", has))
+            raise RuntimeError(
+                _refusal(found.describe(), needs, "this machine has", has, found.is_full_batch)
+            )
 
 
-def _refusal(parts: str, needs: int | None = None, who: str = "", has: int = 0) -> str:
+def _refusal(
+    parts: str,
+    needs: int | None = None,
+    who: str = "",
+    has: int = 0,
+    is_full_batch: bool = False,
+) -> str:
+    remedy = "use a smaller --hidden, --heads or --batch-size, or fewer --workers"
+    if is_full_batch:
+        remedy = "use minibatches, by --batch-size 1024, or a smaller --hidden or --heads"
     amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
-    return (
-        f"not enough memory: this run needs {amount}{parts}\n\n"
-        "hint: use a smaller --hidden, --heads or --batch-size, or fewer --workers"
-    )
+    return f"not enough memory: this run needs {amount}{parts}\n\nhint: {remedy}"
 
 
 def _shown(num_bytes: int) -> str:

@@ -171,14 +171,18 @@ class TaskOptions(Options):
         at_least(1, "num_negatives", self.num_negatives)
 
 
+DEFAULT_FANOUTS = (15, 10, 5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(Options):
     """How minibatches are sampled and loaded, and the random seed."""
 
-    fanouts: Fanouts = (15, 10, 5)
+    fanouts: Fanouts = DEFAULT_FANOUTS
     """neighbours sampled per node, one number per layer, input layer first; -1 samples all"""
-    batch_size: int = 1024
-    """seed nodes or seed edges per minibatch of one worker"""
+    batch_size: int | Literal["all"] = 1024
+    """seed nodes or seed edges per minibatch of one worker; all: full-batch training, in which each
+    step uses all training nodes and all neighbours, without sampling"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
     threads: int = 0
@@ -193,10 +197,16 @@ class LoaderOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_most(MAX_THREADS, "threads", self.threads)
-        at_least(1, "batch_size", self.batch_size)
+        if isinstance(self.batch_size, int):
+            at_least(1, "batch_size", self.batch_size)
         at_least(0, "threads", self.threads)
         at_least(0, "seed", self.seed)
         check_fanouts(self.fanouts)
+
+    @property
+    def is_full_batch(self) -> bool:
+        """Whether each step uses the whole graph."""
+        return self.batch_size == "all"
 
 
 @dataclass(frozen=True, kw_only=True)

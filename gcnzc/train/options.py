@@ -267,9 +267,12 @@ def _describe(hint: Any) -> str:
     """Describe the values of an option, for a hint."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    if choices:
+    others = [kind for kind in kinds if get_origin(kind) is not Literal]
+    names = [getattr(kind, "__name__", str(kind)) for kind in others if kind is not type(None)]
+    if choices and names:
+        names.append(f"the word {' or '.join(map(str, choices))}")
+    elif choices:
         return f"choose one of {', '.join(map(str, choices))}"
-    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None)]
     return f"its type is {' or '.join(names) or hint}"
 
 

@@ -22,10 +22,13 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather, all_gather_scalar
 from gcnzc.features.cache import CachedTable
 from gcnzc.graph.load import verify
+from gcnzc.loader.full_batch import FullBatchLoader
+from gcnzc.sampling.full import find_layer_nodes
 from gcnzc.train import record
-from gcnzc.train.config import TrainConfig
+from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
+from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, warning_of_short_warmup
@@ -43,6 +46,7 @@ from gcnzc.train.setup import (
 from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
 from gcnzc.train.unused_options import unused_options
 
@@ -93,6 +97,8 @@ def train(
             "hint: `gcnzc train --workers N` starts the processes; a script that torchrun starts "
             "gives `train` the group of gcnzc.exchange.init_group"
         )
+    if config.is_full_batch and group is not None and group.world_size > 1:
+        raise ValueError(f"train: {workers_message(f'a group of {group.world_size} workers')}")
     if config.runs > 1:
         raise ValueError(
             f"train: runs is {config.runs}, but `train` trains one\n\n"
@@ -109,7 +115,10 @@ def train(
     task = build_task(config, data)
     if data.table is not None and data.table.num_columns > 0:
         sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
-        check_memory(footprint_of(config, task.model, *sizes), device, group)
+        layer_nodes = None
+        if config.is_full_batch:
+            layer_nodes = find_layer_nodes(data.graph, task.seeds, config.layers).counts
+        check_memory(footprint_of(config, task.model, *sizes, layer_nodes), device, group)
     with ExitStack() as stack:
         table = stack.enter_context(feature_table(data, config.features, device, group))
         settings = apply_profile(config, table, device, reporter.say)
@@ -135,6 +144,8 @@ def train(
             # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.seed, group.rank))
         loader = build_loader(config, data, task, table, device, group, settings.loading)
+        if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
+            task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         steps = config.epochs * len(loader)
         if message := warning_of_short_warmup(config, steps):
             reporter.say(f"warning: {message}")

@@ -22,9 +22,11 @@ from gcnzc.features.peer_memory import Handle
 from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.full_batch import build_full_batch_loader
 from gcnzc.train.options import parse_cache_size
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
@@ -113,6 +115,7 @@ def cached_table(
     graph = data.graph
     ranking: Tensor | Presample = graph.in_degrees()
     if config.cache_policy == "presampled":
+        assert isinstance(config.batch_size, int), "TrainConfig has checked"
         ranking = presample(
             graph,
             data.split["train"],
@@ -163,7 +166,8 @@ def apply_profile(
         say: called with a message if there is a profile.
     """
     loading: dict[str, Any] = {"threads": config.threads or None}
-    found = profiles.find(device, table, say) if config.tuning_profile else None
+    is_tuned = config.tuning_profile and not config.is_full_batch
+    found = profiles.find(device, table, say) if is_tuned else None
     if found is None:
         return RunSettings(table, loading, None)
     # the best look-ahead depends on the number of threads, and both depend on the sampler
@@ -186,8 +190,8 @@ def build_loader(
     device: torch.device,
     group: Group | None = None,
     loading: Mapping[str, Any] | None = None,
-) -> Loader:
-    """Build the loader of the training minibatches.
+) -> Loader | FullBatchLoader:
+    """Build the loader of the training minibatches, or of the whole graph.
 
     Args:
         config: options of the run.
@@ -200,6 +204,8 @@ def build_loader(
             of the options.
     """
     group = group or Group()
+    if not isinstance(config.batch_size, int):
+        return build_full_batch_loader(config, data, task.seeds, table, device)
     return Loader(
         data.graph,
         table,

@@ -14,6 +14,7 @@ from gcnzc.exchange import run
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
@@ -56,7 +57,7 @@ class Trainer:
         device: torch.device,
         model: nn.Module,
         optimizer: DistributedOptimizer,
-        loader: Loader,
+        loader: Loader | FullBatchLoader,
         reporter: Reporter,
         began: float,
     ) -> None:

@@ -6,9 +6,12 @@ layers.
 Notation: S sources, T targets, E edges of the block, H heads, F columns per head.
 """
 
+from typing import Any
+
 import torch
 from numba import njit
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gcnzc.kernels.aggregate import check_block, check_device
 from gcnzc.kernels.aggregate.dropout import dropout as drop
@@ -162,10 +165,16 @@ def gat_aggregate(
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
 
 
+_looped_blocks: Any = WeakIdKeyDictionary()
+
+
 def checked_self_loops(
     name: str, indptr: Tensor, indices: Tensor, x: Tensor, self_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Check `self_index`, and return the block with self loops, as `add_self_loops` does.
+
+    In that case the result is cached as long as `indices` exists, like the transposed block, and
+    recomputed if one of the two tensors was written to.
 
     Args:
         name: the function that an error message names.
@@ -175,9 +184,17 @@ def checked_self_loops(
         self_index: (T,) int32 or int64; target t is source t if None.
     """
     _check_self_index(name, self_index, len(indptr) - 1, x)
-    if self_index is None:
-        self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
-    return add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
+    if self_index is not None:
+        return add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
+    state = (id(indptr), indptr._version, indices._version, len(x))
+    cached = _looped_blocks.get(indices)
+    if cached is not None and cached[0] == state:
+        return cached[2]
+    self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
+    looped = add_self_loops(indptr, indices, self_index, len(x))
+    # keep a reference to indptr, so that its id is not reused
+    _looped_blocks[indices] = (state, indptr, looped)
+    return looped
 
 
 def _check_self_index(name: str, self_index: Tensor | None, num_targets: int, x: Tensor) -> None:

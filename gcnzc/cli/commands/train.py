@@ -81,8 +81,10 @@ def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
         f"test {metric} {result[f'test_{metric}']:.4f}{possible}, with the model of the best "
         f"validation {metric} (epoch {result['best_epoch']}); curves in "
         f"{folder / run_folder.CURVES}",
-        f"features were gathered at {format_rate(rate)}{share}",
     ]
+    if rate:
+        # a full-batch run may use the features in place
+        lines.append(f"features were gathered at {format_rate(rate)}{share}")
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]
         details = "" if predicted is None else f" ({predicted:.1%} predicted)"

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from gcnzc.exchange import Group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.metrics import compute_loss, score
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
+from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.inference import inference
 from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
 
@@ -51,6 +53,8 @@ class NodeTask:
             self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
         self.has_accuracy = data.labels.ndim == 1
         self.best_accuracy = data.best_accuracy
+        # of a full-batch run: evaluates all nodes in one pass instead of layer by layer
+        self.whole_graph: FullBatchLoader | None = None
 
     def model(self) -> nn.Module:
         """See `Task`."""
@@ -88,9 +92,12 @@ class NodeTask:
         nodes = torch.cat([split["valid"], split["test"]])
         rows = torch.arange(len(nodes))
         parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
-        logits = inference(
-            model, data.graph, table, device, nodes=nodes, progress=progress, group=group
-        )
+        if self.whole_graph is not None:
+            logits = compute_logits(model, self.whole_graph, nodes)
+        else:
+            logits = inference(
+                model, data.graph, table, device, nodes=nodes, progress=progress, group=group
+            )
         return agreed_scores(score(logits, data.labels[nodes], parts, data.metric), group)
 
     def outputs(
