@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, LinkSampler, Loader, Sampler
+from gcnzc import FeatureTable, FullBatchLoader, Graph, LinkSampler, Loader, Sampler
 from gcnzc.models import gnn
 from gcnzc.system.arguments import describe
 
@@ -37,6 +37,10 @@ SEEDS = torch.arange(NODES)
 def use_loader(**arguments):
     loader = Loader(**arguments)
     return list(itertools.islice(loader, 2))
+
+
+def use_full_batch(**arguments):
+    return list(FullBatchLoader(**arguments))
 
 
 def sample(**arguments):
@@ -178,6 +182,19 @@ CASES = {
             "priority": (-5,),
             "in_degrees": FLAG,
             "may_be_empty": FLAG,
+        },
+    ),
+    "FullBatchLoader": (
+        use_full_batch,
+        {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "num_layers": 2},
+        {
+            "graph": (),
+            "table": OPTIONAL,
+            "seeds": OPTIONAL,
+            "num_layers": (),
+            "labels": OPTIONAL,
+            "device": (),
+            "dtype": OPTIONAL,
         },
     ),
     "Loader.set_epoch": (set_epoch, {}, {"epoch": ()}),
