@@ -1,6 +1,7 @@
 """Measure full-batch layers on the CPU, compared with the layers of PyG and DGL.
 
-    python -m bench.training.layers [--threads 2] [--rounds 7] [--graphs arxiv,cora] [--cora PATH]
+    python -m bench.training.layers [--threads 2] [--rounds 7] [--graphs cora,arxiv]
+        [--layers sage,gcn,gat] [--cora PATH]
 
 A call computes the forward and the backward pass of one layer on the whole graph, with the
 gradients of its weights and, for a hidden layer, of its input. All layers of a kind have the same
@@ -182,7 +183,14 @@ def check(steps: dict[str, Step], x: Tensor, grad: Tensor) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def compare(name: str, graph: Graph, columns: tuple[int, int], heads: int, rounds: int) -> None:
+def compare(
+    name: str,
+    graph: Graph,
+    columns: tuple[int, int],
+    heads: int,
+    rounds: int,
+    kinds: str,
+) -> None:
     """Time the layers of all libraries on a graph, and record them.
 
     Args:
@@ -191,11 +199,14 @@ def compare(name: str, graph: Graph, columns: tuple[int, int], heads: int, round
         columns: columns of the input and of the output.
         heads: attention heads of the GAT layer.
         rounds: timed calls of each layer.
+        kinds: kinds of layers, separated by commas.
     """
     torch.manual_seed(0)
     (block,) = build_full_blocks(graph, find_layer_nodes(graph, torch.arange(graph.num_nodes), 1))
     x, grad = (torch.randn(graph.num_nodes, width) for width in columns)
     for kind, layer in build_layers(*columns, heads).items():
+        if kind not in kinds.split(","):
+            continue
         steps = own_steps(block, layer) | pyg_steps(graph, kind, layer, x)
         steps |= dgl_steps(graph, kind, layer)
         check(steps, x, grad)
@@ -226,16 +237,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--graphs", default="cora,arxiv")
+    parser.add_argument("--layers", default="sage,gcn,gat")
     parser.add_argument("--cora", type=Path, default=Path("../shared/data/cora/cora.npz"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
     if "cora" in options.graphs:
-        compare("cora", cora(options.cora), (CORA_COLUMNS, 64), 8, max(15, options.rounds))
+        compare(
+            "cora",
+            cora(options.cora),
+            (CORA_COLUMNS, 64),
+            8,
+            max(15, options.rounds),
+            options.layers,
+        )
     if "arxiv" in options.graphs:
         graph = power_law(ARXIV_NODES, ARXIV_EDGES)
         graph = graph.rebuild(bidirected=True, self_loops="remove", duplicates="remove")
-        compare("ogbn-arxiv's shape", graph, (128, 256), 4, options.rounds)
+        compare("ogbn-arxiv's shape", graph, (128, 256), 4, options.rounds, options.layers)
 
 
 if __name__ == "__main__":

@@ -300,10 +300,44 @@ class GATLayer(Layer):
         )
         if not is_projected:
             out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
+        return self._finish(out_THF, x_target)
+
+    def _finish(self, out_THF: Tensor, x_target: Tensor) -> Tensor:
+        """Combine the heads, and add bias and skip connection."""
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
             out = out + self.bias
         return out if self.skip is None else self.skip(x_target).add_(out)
+
+    def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
+        """See `Layer.forward`.
+
+        In full-batch training, the scores are computed from the projected rows if rows are
+        projected first, since wide features would be read twice more. If the input needs a
+        gradient, which is computed per edge and head, the narrower rows of a head are aggregated.
+        """
+        sizes = (block.num_src, block.num_dst, block.indices.shape[0])
+        is_narrower = x_source.requires_grad and self.out_features <= self.in_features
+        is_projected = is_narrower or self.should_project_first(*sizes)
+        if not (block.is_full_batch and is_projected):
+            return super().forward(block, x_source, x_target)
+        rows = self.project(x_source)
+        # (2 heads, heads * out_features): a row has the vector of its head, and zeros elsewhere
+        attention = torch.cat([
+            torch.block_diag(*vectors.unbind())
+            for vectors in (self.source_attention, self.target_attention)
+        ])  # fmt: skip
+        scores_source, scores_target = (rows @ attention.t()).split(self.heads, 1)
+        out_THF = gat_aggregate(
+            block.indptr,
+            block.indices,
+            rows.view(len(rows), self.heads, -1),
+            scores_source,
+            scores_target[: block.num_dst],
+            dropout=self.dropout if self.training else 0.0,
+            seed=random_seed() if self.training and self.dropout else 0,
+        )
+        return self._finish(out_THF, x_target)
 
 
 class GATv2Layer(Layer):

@@ -24,6 +24,8 @@ class Block:
         graph: the graph that the edges were sampled from.
         edge_ids: (num_edges,) int64 positions in `graph.indices`, if the sampler returns them.
         degrees: (num_src,) int64 in-degrees in the whole graph, if the loader computes them.
+        is_full_batch: whether the block is the same in each step, as in full-batch training. Layers
+            then may compute in another order, which rounds differently.
     """
 
     indptr: Tensor
@@ -34,6 +36,7 @@ class Block:
     graph: Graph | None = None
     edge_ids: Tensor | None = None
     degrees: Tensor | None = None
+    is_full_batch: bool = False
 
     @property
     def num_edges(self) -> int:

@@ -96,6 +96,7 @@ def build_full_blocks(
             num_dst,
             nodes[:num_src],
             graph,
+            is_full_batch=True,
         )
         blocks.append(block)
     return tuple(blocks)
