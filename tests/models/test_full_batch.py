@@ -22,13 +22,14 @@ def step(model, batch):
 
 
 @pytest.mark.parametrize("seeds", [SEEDS, None])
+# layers that aggregate the features, or project them first
+@pytest.mark.parametrize("columns", [4, 40])
 @pytest.mark.parametrize("name", [*MODELS, "gin"])
-def test_a_step_equals_a_minibatch_step_with_all_neighbours(name, seeds, monkeypatch):
+def test_a_step_equals_a_minibatch_step_with_all_neighbours(name, columns, seeds, monkeypatch):
     graph = random_graph()
     monkeypatch.setitem(MODELS, "gin", gnn.GIN)
-    model = made(name, 6, 5, 3, dropout=0.0)
-    # of random features, so that not all rows are positive
-    table = FeatureTable(torch.randn(60, 6).double())
+    model = made(name, columns, 5, 3, dropout=0.0)
+    table = FeatureTable(torch.randn(60, columns).double())
     all_seeds = torch.arange(60) if seeds is None else seeds
     (batch,) = FullBatchLoader(graph, table, seeds, 3, LABELS)
     loader = Loader(graph, table, all_seeds, [-1] * 3, 100, LABELS, shuffle=False)
