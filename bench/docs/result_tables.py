@@ -216,6 +216,27 @@ def aggregate() -> str:
 
 
 @table
+def full_batch_layers() -> str:
+    """Return the table of times of full-batch layers, forward and backward."""
+    lines = newest(read("layers_cpu"), "graph", "layer", "input_gradient", "way")
+    ways = ["gcnzc", "PyG, edge list", "PyG, EdgeIndex", "PyG, sparse CSR", "DGL"]
+    cases = list(dict.fromkeys(case[:3] for case in lines))
+    rows = []
+    for graph, layer, is_hidden in cases:
+        found = [lines.get((graph, layer, is_hidden, way)) for way in ways]
+        own, *others = [None if line is None else line["median_s"] for line in found]
+        assert own is not None, "each case has a line of gcnzc"
+        fastest = min(seconds for seconds in others if seconds is not None)
+        cells = [None if s is None else f"{significant(s * 1e3)} ms" for s in (own, *others)]
+        columns = lines[graph, layer, is_hidden, "gcnzc"]["columns"].replace("->", " to ")
+        name = f"{layer.upper()}, {columns}"
+        rows.append([graph, name, "yes" if is_hidden else "no", *cells, f"{fastest / own:.2f}"])
+    heads = ["graph", "layer and columns", "gradient of the input", *ways, "fastest other / gcnzc"]
+    command = "python -m bench.training.layers"
+    return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+@table
 def memory() -> str:
     """Return the table of the memory of preparing and training."""
     rows, lines = [], newest(read("memory"), "command")
