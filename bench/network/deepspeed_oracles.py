@@ -159,14 +159,14 @@ class OneBitAdamDeepSpeed(OneBitAdam):
         parameter: Tensor,
         momentum: Tensor,
         root: Tensor,
-        size: float,
+        step_size: float,
         lr: float,
         decay: float,
     ) -> None:
         update = momentum / root
         if decay:
             update += decay * parameter
-        parameter += size * update
+        parameter -= step_size * update
 
 
 class OneBitLambDeepSpeed(OneBitLamb):

@@ -14,10 +14,16 @@ from pathlib import Path
 
 from gcnzc import cli
 
+# between the ports of two runs, so that those of the cluster's other commands are not among them
+PORT_STRIDE = 100
+
 
 def main(runs: Path) -> int:
     """Execute all runs, and return the exit status of the first that fails, or 0."""
-    for words in json.loads(runs.read_text()):
+    port = int(os.environ["MASTER_PORT"])
+    for number, words in enumerate(json.loads(runs.read_text())):
+        # rank 0's store of the run before may still listen on its port
+        os.environ["MASTER_PORT"] = str(port + PORT_STRIDE * number)
         status = cli.main(words)
         if status:
             return status
