@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
+from gcnzc.models.initialization import INITS, initialize
 from gcnzc.models.layers import (
     GATLayer,
     GATv2Layer,
@@ -51,6 +53,7 @@ class Model(nn.Module):
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers: the jumping knowledge
             of Xu et al., 2018.
+        init: initialization of the layers as in "pyg" or "dgl"; see `initialization`.
 
     Raises:
         ValueError: a dropout probability is outside [0, 1), or options are incompatible.
@@ -73,6 +76,7 @@ class Model(nn.Module):
         input_linear: bool = False,
         output_linear: bool = False,
         jumping: str = "none",
+        init: str = "pyg",
     ) -> None:
         super().__init__()
         in_features = check_integer("in_features", in_features, 1, hint="the columns of features")
@@ -82,6 +86,7 @@ class Model(nn.Module):
         input_dropout = _check_probability("input_dropout", input_dropout)
         check_choice("norm", norm, NORMS)
         check_choice("jumping", jumping, JUMPING)
+        check_choice("init", init, INITS)
         for name, flag in (
             ("pre_norm", pre_norm),
             ("residual", residual),
@@ -115,6 +120,8 @@ class Model(nn.Module):
         self.activate = activate
         self.dropout = dropout
         self.input_dropout = input_dropout
+        self.init = init
+        initialize(self.layers, init)
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
@@ -122,6 +129,7 @@ class Model(nn.Module):
         for module in (*self.layers, *self.norms, *self.residuals, *optional):
             if module is not None:
                 module.reset_parameters()
+        initialize(self.layers, self.init)
 
     def transform_features(self, x: Tensor) -> Tensor:
         """Compute the first layer's input: input dropout, and the projection followed by dropout.
@@ -231,10 +239,19 @@ class _PlainModel(Model):
         output_linear: bool = False,
         jumping: str = "none",
         activation: str = "relu",
+        init: str = "pyg",
+        self_loops: bool = False,
         batch_norm: bool | None = None,
     ) -> None:
         hidden = check_integer("hidden", hidden, 1)
         layer_class = type(self).layer_class
+        if check_flag("self_loops", self_loops):
+            if layer_class is not SAGELayer:
+                raise ValueError(
+                    f"self_loops has no effect on {type(self).__name__}, whose layers include the "
+                    "target itself\n\nhint: leave self_loops out"
+                )
+            layer_class = partial(SAGELayer, self_loops=True)
         super().__init__(
             lambda columns, out: layer_class(columns, hidden if out is None else out),
             in_features,
@@ -250,6 +267,7 @@ class _PlainModel(Model):
             input_linear=input_linear,
             output_linear=output_linear,
             jumping=jumping,
+            init=init,
         )
 
 
@@ -273,6 +291,9 @@ class SAGE(_PlainModel):
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers.
         activation: "relu" or "elu".
+        init: "pyg" or "dgl": initialize the layers as the layers of this library do.
+        self_loops: include a node in the mean of its in-neighbours, as if the graph had a self
+            loop at every node. Only for SAGE: the other models include it anyway.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -333,7 +354,7 @@ class GAT(Model):
             biases.
         residual: add the same projection and omit the layers' biases, as in Luo et al., 2024. If
             True, `skip` is ignored.
-        norm, pre_norm, input_linear, output_linear, jumping: see `SAGE`; hidden layers have
+        norm, pre_norm, input_linear, output_linear, jumping, init: see `SAGE`; hidden layers have
             `hidden * heads` columns.
         activation: "elu" or "relu".
 
@@ -366,6 +387,7 @@ class GAT(Model):
         output_linear: bool = False,
         jumping: str = "none",
         activation: str = "elu",
+        init: str = "pyg",
     ) -> None:
         heads = check_integer("heads", heads, 1)
         hidden = check_integer("hidden", hidden, 1)
@@ -404,6 +426,7 @@ class GAT(Model):
             input_linear=input_linear,
             output_linear=output_linear,
             jumping=jumping,
+            init=init,
         )
 
 

@@ -114,10 +114,17 @@ class Layer(nn.Module):
 
 
 class SAGELayer(Layer):
-    """`W mean(x of in-neighbours) + b + V x`: Hamilton et al., 2017."""
+    """`W mean(x of in-neighbours) + b + V x`: Hamilton et al., 2017.
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    Args:
+        in_features: columns of the input.
+        out_features: columns of the output.
+        self_loops: include the target in the mean of its in-neighbours.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, self_loops: bool = False) -> None:
         super().__init__(in_features, out_features)
+        self.self_loops = self_loops
         self.neighbours = nn.Linear(in_features, out_features)
         self.own = nn.Linear(in_features, out_features, bias=False)
 
@@ -134,9 +141,11 @@ class SAGELayer(Layer):
         self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        mean = aggregate(
-            hop.indptr, hop.indices, rows, None, 1 / hop.indptr.diff().clamp(min=1).to(rows.dtype)
-        )
+        counts = hop.indptr.diff() + 1 if self.self_loops else hop.indptr.diff().clamp(min=1)
+        scale = 1 / counts.to(rows.dtype)
+        mean = aggregate(hop.indptr, hop.indices, rows, None, scale)
+        if self.self_loops:
+            mean = mean.addcmul_(hop.target_rows(rows), scale[:, None])
         out = mean + self.neighbours.bias if is_projected else self.neighbours(mean)
         return out.addmm_(x_target, self.own.weight.t())
 

@@ -1,11 +1,17 @@
 """Losses, and the metrics of OGB's evaluators for nodes and links."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+# metrics of one column of logits per task, which order nodes
+RANKING = ("rocauc", "average_precision")
+
+
+F1 = ("f1_micro", "f1_macro")
 
 
 def compute_loss(
@@ -47,43 +53,91 @@ def compute_loss(
 def score(
     logits: Tensor, labels: Tensor, parts: Mapping[str, Tensor], metric: str
 ) -> dict[str, dict[str, float]]:
-    """Compute node-classification metrics of each split, as OGB's evaluators do.
+    """Compute node-classification metrics of each split, as OGB's evaluators and scikit-learn do.
+
+    Labels that are not known are left out of every metric. The predicted label of a task is 1 if
+    its logit is above 0.
 
     Args:
         logits: (M, C) on the CPU.
         labels: (M,) int64 classes; or (M, T) of 0, 1 or NaN for unknown, one task per column.
         parts: rows of `logits` by name of the split; empty splits are omitted from the result.
-        metric: `accuracy`, or `rocauc`, the mean over the tasks.
+        metric: one of
+
+            - `accuracy`, of classes;
+            - `rocauc`, the area under the ROC curve: the mean over the tasks that have both labels,
+              or of two classes;
+            - `average_precision`, for the same labels, and the same mean;
+            - `f1_micro`: the F1 score of all tasks together; for classes, it is the accuracy;
+            - `f1_macro`: the mean of the F1 scores of the tasks that have a known label, or of the
+              classes that are labels or predictions.
 
     Returns:
         Values in [0, 1] by metric and name of the split. The accuracy of (M,) labels is included
-        with either metric.
+        with every metric.
 
     Raises:
-        ValueError: the metric is `rocauc`, and a value of `logits` is NaN or infinite.
+        ValueError: the metric ranks nodes, and a value of `logits` is NaN or infinite.
     """
     parts = {name: rows for name, rows in parts.items() if len(rows)}
     result = {}
     if labels.ndim == 1:
         is_correct = (logits.argmax(dim=1) == labels).double()
         result["accuracy"] = {name: is_correct[rows].mean().item() for name, rows in parts.items()}
-    if metric == "rocauc":
+    if metric in RANKING:
         if labels.ndim == 1:
             logits, labels = logits[:, 1:2] - logits[:, 0:1], labels[:, None].float()
-        result["rocauc"] = {n: _rocauc(logits[rows], labels[rows]) for n, rows in parts.items()}
+        measure = _roc_area if metric == "rocauc" else _average_precision
+        result[metric] = {
+            name: _mean_of_tasks(logits[rows], labels[rows], measure)
+            for name, rows in parts.items()
+        }
+    elif metric in F1:
+        result[metric] = {
+            name: _f1(logits[rows], labels[rows], metric) for name, rows in parts.items()
+        }
     return result
 
 
-def _rocauc(logits: Tensor, labels: Tensor) -> float:
-    # OGB excludes tasks whose labels are all equal from the mean, since they have no ROC curve
-    areas = []
+def _mean_of_tasks(
+    logits: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
+) -> float:
+    # OGB excludes tasks whose labels are all equal from the mean, since they have no ranking
+    values = []
     for task in range(labels.shape[1]):
         known = ~torch.isnan(labels[:, task])
         truth = labels[known, task]
-        if truth.min() != truth.max():
+        if len(truth) and truth.min() != truth.max():
             _check_finite("logits", logits[known, task])
-            areas.append(_roc_area(truth, logits[known, task]))
-    return sum(areas) / len(areas) if areas else math.nan
+            values.append(measure(truth, logits[known, task]))
+    return sum(values) / len(values) if values else math.nan
+
+
+def _f1(logits: Tensor, labels: Tensor, metric: str) -> float:
+    """Return the F1 score 2 TP / (2 TP + FP + FN), of all tasks together or as their mean."""
+    if labels.ndim == 1:
+        predicted = functional.one_hot(logits.argmax(dim=1), logits.shape[1]).bool()
+        truth = functional.one_hot(labels, logits.shape[1]).bool()
+        is_counted = torch.ones_like(truth)
+        has_score = (predicted | truth).any(dim=0)
+    else:
+        is_counted = ~torch.isnan(labels)
+        predicted, truth = (logits > 0) & is_counted, labels == 1
+        has_score = is_counted.any(dim=0)
+    both = (predicted & truth).sum(dim=0).double()
+    either = (predicted.sum(dim=0) + truth.sum(dim=0)).double()
+    if metric == "f1_micro":
+        both, either = both.sum(), either.sum()
+    else:
+        both, either = both[has_score], either[has_score]
+    # as in scikit-learn, a task without positive labels and predictions has the score 0
+    return (2 * both / either.clamp(min=1)).mean().item()
+
+
+def _average_precision(truth: Tensor, scores: Tensor) -> float:
+    from sklearn.metrics import average_precision_score
+
+    return float(average_precision_score(truth.numpy(), scores.numpy()))
 
 
 def _roc_area(truth: Tensor, scores: Tensor) -> float:

@@ -10,13 +10,14 @@ from typing import Literal
 
 import tyro
 
-from gcnzc.train.learning_options import LearningRateOptions, LossOptions
+from gcnzc.train.learning_options import AverageOptions, LearningRateOptions, LossOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
     DataOptions,
     FeatureOptions,
     LoaderOptions,
+    Metric,
     ModelOptions,
     OptimizerOptions,
     OutputOptions,
@@ -34,6 +35,7 @@ class TrainConfig(
     OutputOptions,
     WorkerOptions,
     FeatureOptions,
+    AverageOptions,
     LearningRateOptions,
     OptimizerOptions,
     ScheduleOptions,
@@ -113,7 +115,10 @@ class EvaluateConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to evaluate; auto takes CUDA if there is a GPU"""
     predictions: Path | None = None
-    """also write the logits of all nodes to this .npy"""
+    """also write the logits of all nodes to this .npy; with --correct-and-smooth, the probabilities
+    of the classes"""
+    metric: Metric = "as-is"
+    """node classification: metric to compute; as-is: that of the run"""
 
     def __post_init__(self) -> None:
         check_options(self)

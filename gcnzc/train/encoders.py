@@ -23,6 +23,7 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
         "input_linear": config.input_linear,
         "output_linear": config.output_linear,
         "jumping": config.jumping,
+        "init": config.init,
     }
     if config.activation != "default":
         options["activation"] = config.activation
@@ -36,6 +37,8 @@ def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.
             attention_dropout=config.attention_dropout,
             skip=config.skip,
         )
+    if config.model == "sage":
+        options["self_loops"] = config.self_loops
     kind = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN}[config.model]
     return kind(*sizes, **options)
 

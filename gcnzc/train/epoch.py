@@ -71,6 +71,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trainer.optimizer.step()
             if trainer.schedule is not None:
                 trainer.schedule.step()
+            if trainer.average is not None:
+                trainer.average.end_step()
             step_end = trainer.now()
             is_ignored = trainer.optimizer.num_ignored_gradients > ignored
             in_a_row = (trainer.epoch_stats.skipped_in_a_row + 1) * is_ignored
@@ -138,6 +140,8 @@ def finish_epoch(trainer: Trainer) -> None:
     if not last:
         # after the last epoch, `finalize` does this
         run(synchronise_buffers(trainer.model), trainer.group)
+        if trainer.average is not None:
+            trainer.average.end_epoch(trainer.epoch)
     trainer.count_sent()
     worker_stats = run(trainer.epoch_stats.of_all_workers(), trainer.group)
     _add_worker_lines(trainer, worker_stats)
@@ -219,20 +223,26 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
     begin = time.perf_counter()
     if is_last:
         trainer.optimizer.finalize()
+        if trainer.average is not None:
+            trainer.average.end_epoch(epoch)
     # with local steps, the parameters of the workers differ between two exchanges
     own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
+    model, averaged = trainer.model, {}
+    if trainer.average is not None:
+        model = run(trainer.average.evaluated(), trainer.group)
+        averaged = {"averaged": trainer.average.updates}
     trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
     with trainer.reporter.task(f"evaluate {epoch + 1}/{trainer.config.epochs}") as advance:
         scores = trainer.task.evaluate(
-            trainer.model, trainer.table, trainer.device, advance, trainer.group
+            model, trainer.table, trainer.device, advance, trainer.group
         )
     valid = scores[trainer.task.metric]["valid"]
     if not trainer.best or valid > trainer.best["valid"]:
-        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
         trainer.is_best_written = False
     run(trainer.optimizer.restore_parameters(own), trainer.group)
-    return {"evaluate_s": time.perf_counter() - begin, **flatten_scores(scores)}
+    return {"evaluate_s": time.perf_counter() - begin, **averaged, **flatten_scores(scores)}
 
 
 def _add_worker_lines(trainer: Trainer, worker_stats: Sequence[EpochStats]) -> None:

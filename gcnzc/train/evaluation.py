@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     """
     reporter = reporter or NullReporter()
     trained = read_config(config.run)
+    if config.metric != "as-is":
+        trained = replace(trained, metric=config.metric)
     source = config.data or trained.data
     assert source is not None, "read_config has checked"
     data = load(source, allow_nan=trained.allow_nan)

@@ -1,4 +1,4 @@
-"""Groups of the options of `gcnzc train` for the loss and the learning rate."""
+"""Groups of the options of `gcnzc train` for the loss, the learning rate and averaged weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -53,4 +53,31 @@ class LearningRateOptions(Options):
             raise ValueError(
                 f"--step-factor must be above 0 and below 1, got {self.step_factor}\n\n"
                 "hint: the default is 0.1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(Options):
+    """The average of the weights, which is evaluated instead of the weights themselves."""
+
+    average: Literal["none", "ema", "swa"] = "none"
+    """evaluate and keep an average of the weights: the exponential moving average over the steps
+    (ema), or the mean over the ends of the last epochs (swa, stochastic weight averaging)"""
+    average_decay: float = 0.99
+    """--average ema: factor of the previous average in each step; the average is over about
+    1 / (1 - decay) steps"""
+    average_start: float = 0.75
+    """--average swa: fraction of --epochs after which the weights are averaged"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.average_decay < 1:
+            raise ValueError(
+                f"--average-decay must be above 0 and below 1, got {self.average_decay}\n\n"
+                "hint: 0.99 averages about 100 steps, 0.999 about 1000"
+            )
+        if not 0 <= self.average_start < 1:
+            raise ValueError(
+                f"--average-start must be from 0 to below 1, got {self.average_start}\n\n"
+                "hint: the default is 0.75, the last quarter of the epochs"
             )

@@ -50,6 +50,11 @@ Compress: TypeAlias = Literal[
 ]
 
 
+Metric: TypeAlias = Literal[
+    "as-is", "accuracy", "rocauc", "average_precision", "f1_micro", "f1_macro"
+]
+
+
 CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 
 
@@ -95,6 +100,9 @@ class ModelOptions(Options):
     """GAT and GATv2: attention heads"""
     output_heads: int = 0
     """GAT and GATv2: attention heads of the last layer; 0: as many as --heads"""
+    self_loops: bool = False
+    """SAGE: include a node in the mean of its in-neighbours, as if the graph had a self loop at
+    every node; the other models always include it"""
     dropout: float = 0.5
     """dropout rate of the hidden features"""
     input_dropout: float = 0.0
@@ -120,6 +128,8 @@ class ModelOptions(Options):
     concatenation of the outputs of all layers (jumping knowledge)"""
     activation: Literal["default", "relu", "elu"] = "default"
     """activation after each hidden layer; default: ELU for GAT and GATv2, otherwise ReLU"""
+    init: Literal["pyg", "dgl"] = "pyg"
+    """initialization of the message-passing layers: that of PyG's or of DGL's layers"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,10 +156,14 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(Options):
-    """The training task; all options but the first are for link prediction."""
+    """The training task; all options but the first two are for link prediction."""
 
     task: Literal["node", "link"] = "node"
     """node classification, or link prediction"""
+    metric: Metric = "as-is"
+    """node classification: metric that selects the best model; as-is: that of the graph. With
+    several columns of labels, rocauc and average_precision are means over the columns, and the F1
+    scores are of predictions with a probability above 0.5"""
     decoder: Literal["mlp", "dot"] = "mlp"
     """link prediction: scores a pair from the elementwise product of its embeddings: mlp applies
     three linear layers, dot sums"""

@@ -36,6 +36,16 @@ STAGES = {
 RUNS_PER_ROW = 5
 
 
+SHOWN_METRICS = {
+    "rocauc": "ROC AUC",
+    "auc": "ROC AUC",
+    "mrr": "MRR",
+    "average_precision": "average precision",
+    "f1_micro": "micro F1",
+    "f1_macro": "macro F1",
+}
+
+
 def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of a size in inches."""
     # on use: most processes draw nothing, and the import takes as long as half of torch's;
@@ -105,7 +115,7 @@ def _plot_run(
     """Plot the loss and the scores of one run; without a name, the scores of all parts."""
     loss, score = panels
     metric = lines[0]["metric"]
-    shown = {"rocauc": "ROC AUC", "auc": "ROC AUC", "mrr": "MRR"}.get(metric, metric)
+    shown = SHOWN_METRICS.get(metric, metric)
     loss.plot([line["epoch"] + 1 for line in lines], [line["loss"] for line in lines], colour)
     loss.lines[-1].set_label(name or "training")
     loss.set_ylabel("training loss")

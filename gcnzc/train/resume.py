@@ -34,6 +34,7 @@ from gcnzc.train.run_folder import (
 from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
 from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
+from gcnzc.train.worker_state import AVERAGE
 
 # options that may differ in a resumed run
 FREE_ON_RESUME = {
@@ -226,6 +227,8 @@ def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     saved = state["optimizer"]
     if trainer.optimizer.is_shared:
         trainer.optimizer.load_state_dict(saved)
+        if trainer.average is not None:
+            trainer.average.load_state_dicts([state[AVERAGE]])
         return
     old_size, rank, world_size = saved["workers"], trainer.group.rank, trainer.group.world_size
     ranks = [rank] if old_size == world_size else list(range(old_size))
@@ -236,6 +239,10 @@ def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
         failure = error
     if any(run(all_gather_scalar(int(failure is not None)), trainer.group)):
         raise failure or PeerFailed("another worker cannot read its state")
+    if trainer.average is not None:
+        trainer.average.load_state_dicts([each[AVERAGE] for each in states])
+    for each in states:
+        each.pop(AVERAGE, None)
     own = states[0] if old_size == world_size else resize_state(states, rank, world_size)
     trainer.optimizer.load_state_dict(own)
 

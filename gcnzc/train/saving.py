@@ -27,7 +27,7 @@ from gcnzc.train.run_folder import (
 from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, Trainer
-from gcnzc.train.worker_state import FOLDER
+from gcnzc.train.worker_state import AVERAGE, FOLDER
 
 
 def save(trainer: Trainer, *, waits: bool = True) -> None:
@@ -62,6 +62,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         "graph": trainer.graph_files,
         # how a sum is rounded depends on the collective algorithm
         "choices": dict(trainer.group.choices.steps),
+        **_average_state(trainer),
         **states,
     }
     trainer.on_rank_zero(lambda: _write_checkpoint(trainer, state, waits))
@@ -75,13 +76,21 @@ def _save_optimizer(trainer: Trainer) -> dict[str, Any] | None:
         return state
     trainer.on_rank_zero(lambda: _finish_checkpoint(trainer))
     run(trainer.worker_states.remove_old(trainer.is_checkpoint_written), trainer.group)
-    if wrong := run(trainer.worker_states.save(state), trainer.group):
+    # with local steps, the averages of the weights differ between workers
+    if wrong := run(
+        trainer.worker_states.save({**state, **_average_state(trainer)}), trainer.group
+    ):
         trainer.on_rank_zero(lambda: _report_worker_states(trainer, wrong))
         trainer.saved_at = time.monotonic()
         return None
     trainer.files.failures.pop(FOLDER, None)
     generation, workers = trainer.worker_states.generation, trainer.group.world_size
     return {"generation": generation, "workers": workers}
+
+
+def _average_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the entry of the averaged weights; empty if weights are not averaged."""
+    return {} if trainer.average is None else {AVERAGE: trainer.average.state_dict()}
 
 
 def _report_worker_states(trainer: Trainer, wrong: str) -> None:

@@ -29,6 +29,7 @@ from gcnzc.train.run_folder import BOARD, RECORD, WORKERS
 from gcnzc.train.schedule import build_schedule
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tensorboard import EventFile
+from gcnzc.train.weight_average import build_average
 from gcnzc.train.worker_state import WorkerStates
 
 # number of the most recent waits for other workers that are kept, to compute how much of the
@@ -66,6 +67,7 @@ class Trainer:
         self.graph_files = describe_files(data.folder)
         self.device, self.model, self.optimizer = device, model, optimizer
         self.schedule = build_schedule(config, optimizer)
+        self.average = build_average(config, model)
         self.group = optimizer.group
         self.is_rank_zero = self.group.rank == 0
         self.loader, self.reporter = loader, reporter

@@ -21,6 +21,7 @@ _STEP: Choices = {"schedule": ("step",)}
 
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
+    "metric": _NODE,
     "decoder": _LINK,
     "negatives": _LINK,
     "num_negatives": _LINK,
@@ -39,6 +40,7 @@ READ_WITH: Mapping[str, Choices] = {
     "output_heads": _GAT,
     "attention_dropout": _GAT,
     "skip": _GAT,
+    "self_loops": {"model": ("sage",)},
     "cache_size": _CACHED,
     "cache_policy": _CACHED,
     "cache_sharded": _CACHED,
@@ -46,6 +48,8 @@ READ_WITH: Mapping[str, Choices] = {
     "class_weights": _NODE,
     "step_epochs": _STEP,
     "step_factor": _STEP,
+    "average_decay": {"average": ("ema",)},
+    "average_start": {"average": ("swa",)},
 }
 
 

@@ -17,6 +17,10 @@ from gcnzc.train import checkpoint
 FOLDER = "workers"
 
 
+# key of the averaged weights in a state
+AVERAGE = "average"
+
+
 class WorkerStates:
     """Writes and reads the state files of one worker.
 

@@ -49,6 +49,12 @@ class LinkTask:
                 "training edges\n\n"
                 "hint: use --cache-policy in-degree"
             )
+        if config.metric not in ("as-is", data.links.metric):
+            raise ValueError(
+                f"--metric {config.metric} is of node classification\n\n"
+                f"hint: leave --metric out; the edges of {data.name} are scored by "
+                f"{data.links.metric}"
+            )
         self.config, self.data, self.links = config, data, data.links
         self.metric = self.links.metric
         links = LinkSampler(

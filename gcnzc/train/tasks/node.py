@@ -9,7 +9,7 @@ from gcnzc.exchange import Group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
-from gcnzc.models.metrics import compute_loss, score
+from gcnzc.models.metrics import RANKING, compute_loss, score
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.class_weights import balanced_weights
@@ -31,20 +31,15 @@ class NodeTask:
         if len(data.split["train"]) == 0:
             hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
-        if data.labels.ndim == 2 and data.metric == "accuracy":
-            raise ValueError(
-                f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as "
-                "metric\n\n"
-                "hint: prepare the graph again to use ROC AUC; convert one-hot labels to classes "
-                "by labels.argmax(axis=1)"
-            )
+        metric = data.metric if config.metric == "as-is" else config.metric
+        _check_metric(metric, data)
         if data.labels.ndim == 2 and config.label_smoothing:
             raise ValueError(
                 f"--label-smoothing {config.label_smoothing:g} is for classes, and {data.name} has "
                 f"{data.labels.shape[1]} columns of labels\n\nhint: leave --label-smoothing out"
             )
         self.config, self.data = config, data
-        self.metric: str = data.metric
+        self.metric: str = metric
         self.seeds = data.split["train"]
         self.labels: Tensor | None = data.labels
         self.sampler: SamplerProtocol = build_sampler(config, data)
@@ -98,7 +93,7 @@ class NodeTask:
             logits = inference(
                 model, data.graph, table, device, nodes=nodes, progress=progress, group=group
             )
-        return agreed_scores(score(logits, data.labels[nodes], parts, data.metric), group)
+        return agreed_scores(score(logits, data.labels[nodes], parts, self.metric), group)
 
     def outputs(
         self,
@@ -111,4 +106,21 @@ class NodeTask:
         """See `Task`; the training part is scored as well."""
         data = self.data
         logits = inference(model, data.graph, table, device, progress=progress, group=group)
-        return logits, agreed_scores(score(logits, data.labels, data.split, data.metric), group)
+        return logits, agreed_scores(score(logits, data.labels, data.split, self.metric), group)
+
+
+def _check_metric(metric: str, data: Dataset) -> None:
+    """Raise a ValueError if a metric does not fit the labels of a graph."""
+    several = data.labels.ndim == 2
+    if several and metric == "accuracy":
+        raise ValueError(
+            f"{data.name} has {data.labels.shape[1]} columns of labels, and accuracy as metric"
+            "\n\nhint: --metric rocauc, average_precision, f1_micro or f1_macro; convert one-hot "
+            "labels to classes by labels.argmax(axis=1)"
+        )
+    if not several and metric in RANKING and data.num_classes != 2:
+        raise ValueError(
+            f"the metric {metric} does not fit {data.name} with {data.num_classes} classes\n\n"
+            f"hint: {metric} is of two classes or of several columns of labels; use --metric "
+            "accuracy or f1_macro"
+        )

@@ -1,0 +1,142 @@
+"""Averages of the weights over the steps of a run (EMA) or over its last epochs (SWA).
+
+The average is evaluated, and stored as the best model, instead of the weights that are trained. The
+running statistics of batch normalization are averaged as well, over the ends of epochs, where they
+are equal on all workers.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gcnzc.exchange import Algorithm
+from gcnzc.exchange.sync import dense_buffers, synchronise_buffers
+from gcnzc.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch.optim.swa_utils import AveragedModel
+
+
+class WeightAverage:
+    """The average of the weights of a model; see `torch.optim.swa_utils.AveragedModel`.
+
+    Args:
+        config: options of the run; `average` is "ema" or "swa".
+        model: the model that is trained.
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module) -> None:
+        # imported here, because most runs do not need it
+        from torch.optim.swa_utils import (
+            AveragedModel,
+            get_ema_multi_avg_fn,
+            get_swa_multi_avg_fn,
+        )
+
+        self.config, self.model = config, model
+        is_ema = config.average == "ema"
+        average = get_ema_multi_avg_fn(config.average_decay) if is_ema else get_swa_multi_avg_fn()
+        self.averaged: AveragedModel = AveragedModel(model, multi_avg_fn=average)
+        # of the floating-point buffers, by name; empty before the first end of an epoch
+        self.buffers: dict[str, Tensor] = {}
+        self.steps = 0  # steps since the buffers were averaged
+        self.epochs = 0  # epochs that the averages contain the end of
+
+    @property
+    def updates(self) -> int:
+        """The number of averaged weights; 0 before the average has begun."""
+        return int(self.averaged.n_averaged)
+
+    def end_step(self) -> None:
+        """Add the weights after a step to the average (EMA)."""
+        if self.config.average == "ema":
+            self.averaged.update_parameters(self.model)
+            self.steps += 1
+
+    def end_epoch(self, epoch: int) -> None:
+        """Add the buffers, and for SWA the weights, after an epoch to the average.
+
+        Args:
+            epoch: counted from 0; an epoch that was added before is not added again. The buffers of
+                the model are equal on all workers.
+        """
+        begin = self.config.average_start * self.config.epochs
+        is_ema = self.config.average == "ema"
+        if epoch < self.epochs or (not is_ema and epoch + 1 <= begin):
+            return
+        self.epochs = epoch + 1
+        share = 1 - self.config.average_decay**self.steps
+        if not is_ema:
+            share = 1 / (self.updates + 1)
+            self.averaged.update_parameters(self.model)
+        self.steps = 0
+        for name, value in _floating_buffers(self.model).items():
+            mine = self.buffers.setdefault(name, value.clone())
+            mine.lerp_(value, share)
+
+    def evaluated(self) -> Algorithm[nn.Module]:
+        """Return the averaged model: the mean over the workers, which local steps let differ.
+
+        Before the average has begun, this is the model that is trained. A collective operation.
+        """
+        if not self.updates:
+            return self.model
+        model: nn.Module = copy.deepcopy(self.averaged.module)
+        parameters = nn.Module()
+        for number, parameter in enumerate(model.parameters()):
+            parameters.register_buffer(f"parameter{number}", parameter.detach())
+        yield from synchronise_buffers(parameters)
+        source = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                value.copy_(self.buffers.get(name, source[name]))
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and their position, for a checkpoint."""
+        return {
+            "parameters": [each.detach() for each in self.averaged.module.parameters()],
+            "updates": self.updates,
+            "buffers": self.buffers,
+            "steps": self.steps,
+            "epochs": self.epochs,
+        }
+
+    @torch.no_grad()
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the mean of the states of several workers, or the state of one.
+
+        Raises:
+            KeyError, ValueError: a state is not of this model.
+        """
+        first = states[0]
+        parameters = list(self.averaged.module.parameters())
+        for number, mine in enumerate(parameters):
+            values = [state["parameters"][number].to(mine.device) for state in states]
+            if any(value.shape != mine.shape for value in values):
+                raise ValueError(f"the average of parameter {number} has another shape")
+            # differences, because the rounded mean of equal values may differ from them
+            mean = values[0].clone()
+            for value in values[1:]:
+                mean += (value - values[0]) / len(values)
+            mine.copy_(mean)
+        self.averaged.n_averaged.fill_(first["updates"])
+        here = _floating_buffers(self.model)
+        self.buffers = {
+            name: value.to(here[name].device, copy=True) for name, value in first["buffers"].items()
+        }
+        self.steps, self.epochs = first["steps"], first["epochs"]
+
+
+def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:
+    """Return the average that --average selects; None if there is none."""
+    return None if config.average == "none" else WeightAverage(config, model)
+
+
+def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.detach() for name, value in dense_buffers(model) if value.is_floating_point()
+    }
