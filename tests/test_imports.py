@@ -81,7 +81,9 @@ DOORS = {
         "gcnzc/cli/parser.py",
         *(
             f"gcnzc/cli/commands/{name}.py"
-            for name in ("check", "data", "cache_forecast", "cost", "pcie", "plot", "predict")
+            for name in (
+                *("check", "data", "cache_forecast", "cost", "pcie", "plot", "predict", "presets"),
+            )
         ),
     },
     "urllib": {"datasets/download.py"},

@@ -129,17 +129,35 @@ def _name(kind: type) -> str:
 
 
 def _defaults(words: Sequence[str]) -> TrainConfig | None:
-    """Read the options of --resume or --config, which the other options then override."""
+    """Read the options of --resume, or of --preset and --config, which the others then override."""
     if not words or words[0] != "train":
         return None
-    for option, read in (("--resume", _read_resumed), ("--config", _read_options)):
-        for index, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if name == option and not equals and index + 1 < len(words):
-                value = words[index + 1]
-            if name == option and value:
-                return read(Path(value))
-    return None
+    resumed, preset, path = (_value_of(f"--{name}", words) for name in ("resume", "preset", "config"))
+    if resumed and preset:
+        raise UsageError(
+            f"--preset {preset} with --resume {resumed}\n\n"
+            "hint: a resumed run keeps its options; leave --preset out"
+        )
+    if resumed:
+        return _read_resumed(Path(resumed))
+    if path:
+        return _read_options(Path(path), preset)
+    try:
+        return TrainConfig(preset=preset) if preset else None
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _value_of(option: str, words: Sequence[str]) -> str:
+    """Return the last value of an option on the command line; an empty text without one."""
+    found = ""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option and not equals and index + 1 < len(words):
+            value = words[index + 1]
+        if name == option and value:
+            found = value
+    return found
 
 
 def _read_resumed(folder: Path) -> TrainConfig:
@@ -149,9 +167,14 @@ def _read_resumed(folder: Path) -> TrainConfig:
     return replace(config, out=None, resume=None, config=None)
 
 
-def _read_options(path: Path) -> TrainConfig:
-    """Read a TOML file, or the JSON file of a run's options."""
+def _read_options(path: Path, preset: str = "") -> TrainConfig:
+    """Read a TOML file, which overrides a preset, or the JSON file of a run's options."""
     if path.suffix == ".json":
+        if preset:
+            raise UsageError(
+                f"--preset {preset} has no effect with --config {path}, which has all options\n\n"
+                "hint: give one of them"
+            )
         # of a run, whose folder is not that of the new run
         config = config_from_dict(TrainConfig, files.read_json(path), str(path))
         return replace(config, out=None, resume=None, config=None)
@@ -165,6 +188,8 @@ def _read_options(path: Path) -> TrainConfig:
     for name in ("resume", "config"):
         if name in values:
             raise UsageError(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
+    if preset:
+        values["preset"] = preset
     try:
         return config_from_dict(TrainConfig, values, str(path))
     except ValueError as error:

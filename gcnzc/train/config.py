@@ -14,6 +14,7 @@ from gcnzc.train.learning_options import AverageOptions, LearningRateOptions, Lo
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
+    CorrectAndSmoothOptions,
     DataOptions,
     FeatureOptions,
     LoaderOptions,
@@ -26,10 +27,12 @@ from gcnzc.train.option_groups import (
     WorkerOptions,
 )
 from gcnzc.train.options import check_options, option_name
+from gcnzc.train.presets import accept_preset
 
 
 # dataclasses order inherited fields from the last base to the first
 @accept_old_options("train")
+@accept_preset
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     OutputOptions,
@@ -105,7 +108,7 @@ def workers_message(given: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(CorrectAndSmoothOptions):
     """Evaluate the best model of a run with all neighbours, and print one JSON line."""
 
     run: tyro.conf.Positional[Path]
@@ -119,6 +122,3 @@ class EvaluateConfig:
     of the classes"""
     metric: Metric = "as-is"
     """node classification: metric to compute; as-is: that of the run"""
-
-    def __post_init__(self) -> None:
-        check_options(self)

@@ -13,6 +13,7 @@ from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig
+from gcnzc.train.correct_and_smooth import correct_and_smooth
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
@@ -54,6 +55,13 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         reporter.task("evaluate") as bar,
     ):
         outputs, scores = task.outputs(model, table, device, bar)
+    line: dict[str, Any] = {}
+    if config.correct_and_smooth:
+        with reporter.task("correct and smooth") as bar:
+            found = correct_and_smooth(config, outputs, data, task, bar)
+        outputs = found.probabilities
+        scores = scores | found.scores
+        line = {"correct_and_smooth": found.choice}
     if config.predictions is not None:
         files.write_array(config.predictions, outputs.numpy())
     return {
@@ -61,6 +69,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "data": data.name,
         "metric": task.metric,
         **flatten_scores(scores),
+        **line,
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }

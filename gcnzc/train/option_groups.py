@@ -5,7 +5,7 @@ The fields of a group are options, and the string below a field is its help.
 one group has that group as the type of its parameter, and takes a whole `TrainConfig` as well.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -14,6 +14,7 @@ import tyro
 from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
 from gcnzc.train.options import (
     Fanouts,
+    Floats,
     at_least,
     at_most,
     check_fanouts,
@@ -420,8 +421,58 @@ class OutputOptions(Options):
     --checkpoint-every-s, --timeout-s and --restarts may be changed too"""
     config: Path | None = None
     """TOML file with these options; those on the command line override it"""
+    preset: str | None = None
+    """options of a published recipe, such as tuned/cora-gcn; --config and the options on the
+    command line override it. `gcnzc presets` lists all presets, with their scores and sources"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, "checkpoint_every_s", self.checkpoint_every_s)
         at_least(0, "trace", self.trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectAndSmoothOptions(Options):
+    """Correct & Smooth after the evaluation of a model; see `gcnzc.train.correct_and_smooth`."""
+
+    correct_and_smooth: bool = False
+    """propagate the errors on the training nodes, and then the labels, along the edges (Correct &
+    Smooth), and score the result if its validation score is better"""
+    correct_steps: int = 50
+    """--correct-and-smooth: propagations of the errors; 0 does not correct"""
+    correct_alpha: Floats = (0.5, 0.8, 0.95)
+    """--correct-and-smooth: weight of the neighbours in a propagation of the errors; of several
+    values, the one with the best validation score is used"""
+    smooth_steps: int = 50
+    """--correct-and-smooth: propagations of the labels; 0 does not smooth"""
+    smooth_alpha: Floats = (0.5, 0.8, 0.95)
+    """--correct-and-smooth: weight of the neighbours in a propagation of the labels; of several
+    values, the one with the best validation score is used"""
+    error_scale: float | None = None
+    """--correct-and-smooth: factor of the propagated errors, which are then exact on the training
+    nodes; without it, they are scaled to the mean error of the training nodes (autoscale)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("correct_steps", "smooth_steps"):
+            at_least(0, name, getattr(self, name))
+        for name in ("correct_alpha", "smooth_alpha"):
+            values = getattr(self, name)
+            if not values or not all(0 <= value <= 1 for value in values):
+                raise ValueError(
+                    f"{option_name(name)} must be numbers from 0 to 1, got "
+                    f"{','.join(map(str, values))}\n\n"
+                    "hint: the default is 0.5,0.8,0.95; larger values propagate farther"
+                )
+        if self.error_scale is not None and not self.error_scale > 0:
+            raise ValueError(
+                f"--error-scale must be above 0, got {self.error_scale}\n\n"
+                "hint: leave --error-scale out to choose it automatically"
+            )
+        if not self.correct_and_smooth:
+            for field in fields(CorrectAndSmoothOptions):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"{option_name(field.name)} has no effect without --correct-and-smooth\n\n"
+                        "hint: add --correct-and-smooth"
+                    )

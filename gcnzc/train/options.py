@@ -56,6 +56,15 @@ def _integers(words: Sequence[str]) -> tuple[int, ...]:
         ) from None
 
 
+def _floats(words: Sequence[str]) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in words[0].split(","))
+    except ValueError:
+        raise ValueError(
+            f"{words[0]!r} is not a list of numbers separated by commas, such as 0.5,0.8"
+        ) from None
+
+
 Fanouts = Annotated[
     tuple[int, ...],
     tyro.constructors.PrimitiveConstructorSpec(
@@ -64,6 +73,18 @@ Fanouts = Annotated[
         instance_from_str=_integers,
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda value: [",".join(str(number) for number in value)],
+    ),
+]
+
+
+Floats = Annotated[
+    tuple[float, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="X,X,...",
+        instance_from_str=_floats,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(f"{number:g}" for number in value)],
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gcnzc.datasets.store import is_prepared
@@ -121,4 +122,6 @@ def read_config(run: Path) -> TrainConfig:
             f"{path} names no data, so it does not hold the options of a run\n\n"
             f"hint: was it edited? `gcnzc train --out FOLDER` starts a new run"
         )
-    return config_from_dict(TrainConfig, values, str(path))
+    # the options of the run are in the file, so that the preset is not read again
+    preset = values.pop("preset", None)
+    return replace(config_from_dict(TrainConfig, values, str(path)), preset=preset)

@@ -20,6 +20,7 @@ from gcnzc.cli.commands.evaluate import evaluate_command
 from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
 from gcnzc.cli.commands.predict import PredictConfig, predict_command
+from gcnzc.cli.commands.presets import PresetsConfig, presets_command
 from gcnzc.cli.commands.train import train_command
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.progress import Reporter
@@ -37,4 +38,5 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     CacheForecastConfig: cache_forecast_command,
     CostConfig: cost_command,
     PlotConfig: plot_command,
+    PresetsConfig: presets_command,
 }

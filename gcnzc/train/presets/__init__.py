@@ -1,0 +1,98 @@
+"""Presets: the options of published recipes, in TOML files that `gcnzc train --preset` reads.
+
+A file has the published score with its source, and a table `options` with the options of
+`gcnzc train` that differ from their defaults. Its name without `.toml`, such as
+`tuned/cora-gcn`, is that of the preset.
+"""
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+C = TypeVar("C")
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A published recipe.
+
+    Attributes:
+        name: that of --preset.
+        data: the dataset of the published score.
+        metric: metric of `score`.
+        score: published test score, in [0, 1].
+        deviation: published standard deviation of `score` over runs.
+        source: the paper, with its year.
+        repository: address of the code with the recipe.
+        file: file in the repository that has the options.
+        prepare: options of `gcnzc prepare` for the dataset; empty for the defaults.
+        differs: differences between the published recipe and these options.
+        options: options of `gcnzc train` by field name, as values of TOML.
+    """
+
+    name: str
+    data: str
+    metric: str
+    score: float
+    deviation: float
+    source: str
+    repository: str
+    file: str
+    prepare: str = ""
+    differs: Sequence[str] = ()
+    options: Mapping[str, Any]
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets, sorted."""
+    paths = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.toml"))
+    return sorted(path.as_posix() for path in paths)
+
+
+@functools.cache
+def read_preset(name: str) -> Preset:
+    """Read a preset by its name.
+
+    Raises:
+        ValueError: there is no preset of this name; the message has the nearest names.
+    """
+    known = preset_names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3, 0.5)
+        # a dataset or a model, without the folder of the preset
+        near = near or [each for each in known if name and name in each][:3]
+        suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(
+            f"there is no preset {name!r:.100}\n\nhint: {suggestion}`gcnzc presets` lists all"
+        )
+    values = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return Preset(name=name, **values)
+
+
+def accept_preset(kind: type[C]) -> type[C]:
+    """Decorate the dataclass of the options, so that a preset sets those that are not given."""
+    initialise: Callable[..., None] = kind.__init__
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+
+    @wraps(initialise)
+    def initialise_from_preset(self: C, **options: Any) -> None:
+        preset = options.get("preset")
+        # a config that is copied, or read from a run folder, has all options
+        if isinstance(preset, str) and names - options.keys():
+            options = {**read_preset(preset).options, **options}
+        initialise(self, **options)
+
+    kind.__init__ = initialise_from_preset  # type: ignore[method-assign,assignment]
+    return kind
