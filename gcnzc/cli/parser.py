@@ -132,7 +132,9 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
     """Read the options of --resume, or of --preset and --config, which the others then override."""
     if not words or words[0] != "train":
         return None
-    resumed, preset, path = (_value_of(f"--{name}", words) for name in ("resume", "preset", "config"))
+    resumed, preset, path = (
+        _value_of(f"--{name}", words) for name in ("resume", "preset", "config")
+    )
     if resumed and preset:
         raise UsageError(
             f"--preset {preset} with --resume {resumed}\n\n"

@@ -1,6 +1,5 @@
 """GraphSAGE, GCN, GIN, GAT and GATv2 models on blocks."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
+from gcnzc.models.checks import check_compatible, check_probability, resolve_norm
 from gcnzc.models.initialization import INITS, initialize
 from gcnzc.models.layers import (
     GATLayer,
@@ -20,7 +20,7 @@ from gcnzc.models.layers import (
     random_seed,
 )
 from gcnzc.sampling.batch import Block
-from gcnzc.system.arguments import check_choice, check_flag, check_integer, check_number
+from gcnzc.system.arguments import check_choice, check_flag, check_integer
 
 NORMS = ("none", "batch", "layer")
 JUMPING = ("none", "sum", "cat")
@@ -82,8 +82,8 @@ class Model(nn.Module):
         in_features = check_integer("in_features", in_features, 1, hint="the columns of features")
         num_classes = check_integer("num_classes", num_classes, 1)
         num_layers = check_integer("num_layers", num_layers, 1)
-        dropout = _check_probability("dropout", dropout)
-        input_dropout = _check_probability("input_dropout", input_dropout)
+        dropout = check_probability("dropout", dropout)
+        input_dropout = check_probability("input_dropout", input_dropout)
         check_choice("norm", norm, NORMS)
         check_choice("jumping", jumping, JUMPING)
         check_choice("init", init, INITS)
@@ -94,9 +94,7 @@ class Model(nn.Module):
             ("output_linear", output_linear),
         ):
             check_flag(name, flag)
-        _check_compatible(
-            norm=norm, pre_norm=pre_norm, output_linear=output_linear, jumping=jumping
-        )
+        check_compatible(norm=norm, pre_norm=pre_norm, output_linear=output_linear, jumping=jumping)
         num_hidden = num_layers if output_linear else num_layers - 1
         first = width if input_linear else in_features
         in_widths = [first] + [width] * (num_layers - 1)
@@ -261,7 +259,7 @@ class _PlainModel(Model):
             _make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
-            norm=_resolve_norm(norm, batch_norm),
+            norm=resolve_norm(norm, batch_norm),
             pre_norm=pre_norm,
             residual=residual,
             input_linear=input_linear,
@@ -395,7 +393,7 @@ class GAT(Model):
         last_heads = check_integer(
             "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"
         )
-        attention_dropout = _check_probability("attention_dropout", attention_dropout)
+        attention_dropout = check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
 
         layer_class = type(self).layer_class
@@ -447,42 +445,10 @@ def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     return dropout(x, p, seed) if p else x
 
 
-def _check_compatible(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
-    """Raise a ValueError if an option has no effect or is not possible with the others."""
-    if pre_norm and norm == "none":
-        raise ValueError(
-            "pre_norm has no effect with norm none\n\nhint: pass norm='batch' or norm='layer', too"
-        )
-    if jumping != "none" and not output_linear:
-        raise ValueError(
-            f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
-            "many columns as the logits\n\nhint: pass output_linear=True, too"
-        )
-
-
 def _make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
     """Return a function of (x, p, seed): activation and dropout; it may overwrite x."""
     check_choice("activation", name, ACTIVATIONS)
     return relu_dropout_ if name == "relu" else _elu_dropout_
-
-
-def _resolve_norm(norm: str, batch_norm: bool | None) -> str:
-    """Return the normalization, given also the old argument `batch_norm`."""
-    if batch_norm is None:
-        return norm
-    check_flag("batch_norm", batch_norm)
-    warnings.warn(
-        "batch_norm is now norm='batch'; the old name will be removed in 0.3",
-        DeprecationWarning,
-        4,
-    )
-    return "batch" if batch_norm else norm
-
-
-def _check_probability(name: str, p: float) -> float:
-    return check_number(
-        name, p, lambda value: 0 <= value < 1, "use a probability of at least 0 and less than 1"
-    )
 
 
 def parameter_dtype(model: Model) -> torch.dtype:

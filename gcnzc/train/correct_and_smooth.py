@@ -28,8 +28,6 @@ from gcnzc.train.tasks.base import Progress, Scores, Task
 MAX_SCALE = 1000
 
 
-
-
 @dataclass(frozen=True)
 class CorrectedScores:
     """The result of Correct & Smooth.

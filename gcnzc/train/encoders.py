@@ -9,10 +9,19 @@ from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.option_groups import LoaderOptions, ModelOptions
 
 
-def build_encoder(config: ModelOptions, data: Dataset, num_columns: int) -> gnn.Model:
-    """Build the GNN of a run on the CPU, for the features of `data` and `num_columns` outputs."""
+def build_encoder(
+    config: ModelOptions, data: Dataset, num_columns: int, label_columns: int = 0
+) -> gnn.Model:
+    """Build the GNN of a run on the CPU.
+
+    Args:
+        config: options of the run.
+        data: the graph, whose features the model reads.
+        num_columns: columns of the outputs.
+        label_columns: columns of labels that follow the features; see `label_inputs`.
+    """
     assert data.table is not None, "feature_table has checked"
-    sizes = (data.table.num_columns, config.hidden, num_columns)
+    sizes = (data.table.num_columns + label_columns, config.hidden, num_columns)
     options: dict[str, Any] = {
         "num_layers": config.layers,
         "dropout": config.dropout,

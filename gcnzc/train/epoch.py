@@ -233,9 +233,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         averaged = {"averaged": trainer.average.updates}
     trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
     with trainer.reporter.task(f"evaluate {epoch + 1}/{trainer.config.epochs}") as advance:
-        scores = trainer.task.evaluate(
-            model, trainer.table, trainer.device, advance, trainer.group
-        )
+        scores = trainer.task.evaluate(model, trainer.table, trainer.device, advance, trainer.group)
     valid = scores[trainer.task.metric]["valid"]
     if not trainer.best or valid > trainer.best["valid"]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}

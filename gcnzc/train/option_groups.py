@@ -131,6 +131,10 @@ class ModelOptions(Options):
     """activation after each hidden layer; default: ELU for GAT and GATv2, otherwise ReLU"""
     init: Literal["pyg", "dgl"] = "pyg"
     """initialization of the message-passing layers: that of PyG's or of DGL's layers"""
+    label_inputs: float = 0.0
+    """node classification: share of the training nodes that have their labels as input features in
+    a training step, which predicts the other training nodes; in evaluation, all training nodes have
+    their labels as features. 0: no labels are features; 0.5 is common"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +147,11 @@ class ModelOptions(Options):
                     f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
                     "hint: it is the probability that a value is dropped; 0 turns dropout off"
                 )
+        if not 0 <= self.label_inputs < 1:
+            raise ValueError(
+                f"--label-inputs must be from 0 to below 1, got {self.label_inputs}\n\n"
+                "hint: 0.5 is common; the other training nodes are predicted"
+            )
         if self.pre_norm and self.norm == "none":
             raise ValueError(
                 "--pre-norm has no effect with --norm none\n\n"

@@ -27,6 +27,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import load_best
 from gcnzc.train.inference import inference
+from gcnzc.train.label_inputs import LabelInputs, with_labels
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
 from gcnzc.train.schema import Schema, check_names, read_schema
@@ -119,7 +120,8 @@ def load_model(run: Path, source: Path | None = None, device: str = "auto") -> T
     if trained.task == "link":
         model = build_link_model(trained, data)
     else:
-        model = build_encoder(trained, data, schema.num_outputs)
+        label_columns = schema.num_outputs if trained.label_inputs else 0
+        model = build_encoder(trained, data, schema.num_outputs, label_columns)
     chosen = choose_device(device)
     best = load_best(model.to(chosen), run, source, trained.data)
     return TrainedModel(model, trained, schema, data, chosen, best["epoch"] + 1)
@@ -244,8 +246,12 @@ def predict_pairs(
 @contextmanager
 def _feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
     where = loaded.config.features
+    labels = None
+    if loaded.config.label_inputs:
+        schema = loaded.schema
+        labels = LabelInputs(loaded.data, schema.num_outputs, schema.num_tasks > 1)
     with feature_table(loaded.data, where, loaded.device, Group()) as table:
-        yield table
+        yield with_labels(table, labels)
 
 
 def _outputs(

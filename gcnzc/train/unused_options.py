@@ -22,6 +22,7 @@ _STEP: Choices = {"schedule": ("step",)}
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
     "metric": _NODE,
+    "label_inputs": _NODE,
     "decoder": _LINK,
     "negatives": _LINK,
     "num_negatives": _LINK,

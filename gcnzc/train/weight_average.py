@@ -7,7 +7,7 @@ are equal on all workers.
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.sync import dense_buffers, synchronise_buffers
 from gcnzc.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from torch.optim.swa_utils import AveragedModel
 
 
 class WeightAverage:
@@ -39,7 +36,7 @@ class WeightAverage:
         self.config, self.model = config, model
         is_ema = config.average == "ema"
         average = get_ema_multi_avg_fn(config.average_decay) if is_ema else get_swa_multi_avg_fn()
-        self.averaged: AveragedModel = AveragedModel(model, multi_avg_fn=average)
+        self.averaged = AveragedModel(model, multi_avg_fn=average)
         # of the floating-point buffers, by name; empty before the first end of an epoch
         self.buffers: dict[str, Tensor] = {}
         self.steps = 0  # steps since the buffers were averaged

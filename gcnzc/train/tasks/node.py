@@ -17,6 +17,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
 from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.inference import inference
+from gcnzc.train.label_inputs import LabelInputs, with_labels
 from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
 
 
@@ -46,33 +47,52 @@ class NodeTask:
         self.class_weights: Tensor | None = None
         if config.class_weights == "balanced":
             self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
-        self.has_accuracy = data.labels.ndim == 1
+        # several tasks have one logit each
+        self.num_outputs = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
+        self.label_inputs: LabelInputs | None = None
+        if config.label_inputs:
+            self.label_inputs = LabelInputs(data, self.num_outputs, data.labels.ndim == 2)
+        # with label inputs, the outputs of some seeds depend on their own labels
+        self.has_accuracy = data.labels.ndim == 1 and self.label_inputs is None
         self.best_accuracy = data.best_accuracy
         # of a full-batch run: evaluates all nodes in one pass instead of layer by layer
         self.whole_graph: FullBatchLoader | None = None
 
     def model(self) -> nn.Module:
         """See `Task`."""
-        labels = self.data.labels
-        # several tasks have one logit each
-        return build_encoder(
-            self.config, self.data, self.data.num_classes if labels.ndim == 1 else labels.shape[1]
-        )
+        label_columns = 0 if self.label_inputs is None else self.label_inputs.num_columns
+        return build_encoder(self.config, self.data, self.num_outputs, label_columns)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """See `Task`."""
-        return model(batch.blocks, batch.x)
+        if self.label_inputs is None:
+            return model(batch.blocks, batch.x)
+        assert batch.x is not None, "the loader has no table"
+        is_selected = self.label_inputs.select(batch.nodes, self.config.label_inputs)
+        # read by `loss`, which is called next
+        self._is_predicted = ~is_selected[: len(batch.seeds)]
+        return model(batch.blocks, self.label_inputs.extend(batch.x, batch.nodes, is_selected))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Task`."""
         if self.class_weights is not None:
             self.class_weights = self.class_weights.to(logits.device)
-        return compute_loss(
+        share: float | Tensor = 1.0
+        if self.label_inputs is not None:
+            # divided by the expected number of predicted seeds, so that the mean over workers is
+            # the loss of one worker with all seeds
+            expected = len(labels) * (1 - self.config.label_inputs)
+            logits, labels = logits[self._is_predicted], labels[self._is_predicted]
+            if len(labels) == 0:
+                return logits.sum()
+            share = len(labels) / expected
+        loss = compute_loss(
             logits,
             labels,
             label_smoothing=self.config.label_smoothing,
             class_weights=self.class_weights,
         )
+        return loss if self.label_inputs is None else share * loss
 
     def evaluate(
         self,
@@ -87,9 +107,11 @@ class NodeTask:
         nodes = torch.cat([split["valid"], split["test"]])
         rows = torch.arange(len(nodes))
         parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
-        if self.whole_graph is not None:
+        # the rows of the whole graph have no label inputs
+        if self.whole_graph is not None and self.label_inputs is None:
             logits = compute_logits(model, self.whole_graph, nodes)
         else:
+            table = with_labels(table, self.label_inputs)
             logits = inference(
                 model, data.graph, table, device, nodes=nodes, progress=progress, group=group
             )
@@ -103,10 +125,13 @@ class NodeTask:
         progress: Progress,
         group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
-        """See `Task`; the training part is scored as well."""
-        data = self.data
+        """See `Task`; the training part is scored as well, unless its labels are features."""
+        data, parts = self.data, self.data.split
+        if self.label_inputs is not None:
+            parts = {name: parts[name] for name in ("valid", "test")}
+        table = with_labels(table, self.label_inputs)
         logits = inference(model, data.graph, table, device, progress=progress, group=group)
-        return logits, agreed_scores(score(logits, data.labels, data.split, self.metric), group)
+        return logits, agreed_scores(score(logits, data.labels, parts, self.metric), group)
 
 
 def _check_metric(metric: str, data: Dataset) -> None:

@@ -1,0 +1,38 @@
+"""Checks of the arguments of models."""
+
+import warnings
+
+from gcnzc.system.arguments import check_flag, check_number
+
+
+def check_compatible(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
+    """Raise a ValueError if an option has no effect or is not possible with the others."""
+    if pre_norm and norm == "none":
+        raise ValueError(
+            "pre_norm has no effect with norm none\n\nhint: pass norm='batch' or norm='layer', too"
+        )
+    if jumping != "none" and not output_linear:
+        raise ValueError(
+            f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
+            "many columns as the logits\n\nhint: pass output_linear=True, too"
+        )
+
+
+def resolve_norm(norm: str, batch_norm: bool | None) -> str:
+    """Return the normalization, given also the old argument `batch_norm`."""
+    if batch_norm is None:
+        return norm
+    check_flag("batch_norm", batch_norm)
+    warnings.warn(
+        "batch_norm is now norm='batch'; the old name will be removed in 0.3",
+        DeprecationWarning,
+        4,
+    )
+    return "batch" if batch_norm else norm
+
+
+def check_probability(name: str, p: float) -> float:
+    """Return a dropout probability, which must be in [0, 1)."""
+    return check_number(
+        name, p, lambda value: 0 <= value < 1, "use a probability of at least 0 and less than 1"
+    )

@@ -1,0 +1,129 @@
+"""Labels of training nodes as input features: Wang et al., 2021.
+
+"Bag of Tricks for Node Classification with Graph Neural Networks",
+https://arxiv.org/abs/2103.13355. In each training step, a random part of the training nodes has its
+labels as additional features, and only the other training nodes are predicted. So no prediction in
+the loss depends on the label of the same node. When the model is evaluated, all training nodes have
+their labels as features; labels of other nodes are never features.
+
+Notation: N nodes, n nodes of a minibatch, D features, C classes or tasks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+
+
+class LabelInputs:
+    """The labels of the training nodes of a graph, as additional features.
+
+    A label of a class is a row of C elements, which are 0 but for the 1 of the class. Labels of
+    tasks are 1 and -1 for the labels 1 and 0, and 0 for an unknown label. Rows of nodes without an
+    input label are 0.
+
+    Args:
+        data: the graph; if its labels have another number of tasks, no node has an input label.
+        num_columns: C.
+        is_multi_task: whether the columns are tasks; otherwise they are classes.
+    """
+
+    def __init__(self, data: Dataset, num_columns: int, is_multi_task: bool) -> None:
+        self.num_columns = num_columns
+        nodes, labels = data.split["train"], data.labels
+        fits = labels.ndim == 2 and labels.shape[1] == num_columns
+        self.is_input = torch.zeros(data.graph.num_nodes, dtype=torch.bool)
+        if not is_multi_task:
+            # classes, or the number of columns for nodes without an input label
+            self.values = torch.full((data.graph.num_nodes,), num_columns)
+            if labels.ndim == 1:
+                classes = labels[nodes].clamp(max=num_columns)
+                self.values[nodes] = classes
+                self.is_input[nodes] = classes < num_columns
+        else:
+            self.values = torch.zeros(data.graph.num_nodes, num_columns)
+            if fits:
+                known = labels[nodes].float()
+                self.values[nodes] = torch.where(known.isnan(), 0.0, 2 * known - 1)
+                self.is_input[nodes] = True
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def select(self, nodes: Tensor, share: float) -> Tensor:
+        """Select the nodes that have their labels as features in a training step.
+
+        Args:
+            nodes: (n,) int64 on any device.
+            share: probability of a training node to be selected, with random numbers from torch's
+                default generator.
+
+        Returns:
+            (n,) bool on the device of `nodes`.
+        """
+        # on the host, so that the selection does not depend on the device
+        is_drawn = (torch.rand(len(nodes)) < share).to(nodes.device)
+        return is_drawn & self._tensors(nodes.device)[1][nodes]
+
+    def rows(self, nodes: Tensor, is_selected: Tensor | None = None) -> Tensor:
+        """Return the rows of labels, (n, C) float32 on the device of `nodes`.
+
+        Args:
+            nodes: (n,) int64 on any device.
+            is_selected: (n,) bool, the nodes that have labels; None for all training nodes.
+        """
+        values = self._tensors(nodes.device)[0][nodes]
+        if values.ndim == 2:
+            return values if is_selected is None else values * is_selected[:, None]
+        if is_selected is not None:
+            values = torch.where(is_selected, values, self.num_columns)
+        return functional.one_hot(values, self.num_columns + 1)[:, :-1].float()
+
+    def extend(self, x: Tensor, nodes: Tensor, is_selected: Tensor | None = None) -> Tensor:
+        """Return (n, D + C): features (n, D) of any dtype, followed by the rows of labels."""
+        labels = self.rows(nodes, is_selected)
+        return torch.cat([x.to(torch.promote_types(x.dtype, labels.dtype)), labels], dim=1)
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on_device:
+            self._on_device[device] = self.values.to(device), self.is_input.to(device)
+        return self._on_device[device]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledTable(FeatureTable):
+    """A table of features whose gathered rows end in the labels of the training nodes.
+
+    Rows cannot be read in place, only gathered, as those of a sparse table.
+    """
+
+    table: FeatureTable | None = None
+    labels: LabelInputs | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """True: the rows must be gathered."""
+        return True
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns, D + C."""
+        assert self.table is not None
+        assert self.labels is not None
+        return self.table.num_columns + self.labels.num_columns
+
+    def gather(
+        self, ids: Tensor, out: Tensor | None = None, *, threads: int | None = None
+    ) -> Tensor:
+        """Gather rows `ids` into a dense (B, D + C) tensor; see `FeatureTable.gather`."""
+        assert self.table is not None
+        assert self.labels is not None
+        rows = self.labels.extend(self.table.gather(ids, threads=threads), ids.long())
+        return rows if out is None else out.copy_(rows)
+
+
+def with_labels(table: FeatureTable, labels: LabelInputs | None) -> FeatureTable:
+    """Return a table whose rows end in labels; the table itself without label inputs."""
+    return table if labels is None else LabelledTable(table.rows, table=table, labels=labels)
