@@ -90,6 +90,7 @@ MODEL_KINDS = {
     "output_linear": FLAG,
     "jumping": (),
     "activation": (),
+    "init": (),
 }
 CHOICES = {"bidirected": FLAG, "self_loops": (), "duplicates": ()}
 CODES = torch.ones(NODES, 2, dtype=torch.int8)

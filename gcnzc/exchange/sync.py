@@ -90,6 +90,24 @@ def dense_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [pair for pair in model.named_buffers() if pair[1].layout == torch.strided]
 
 
+def flat_buffers(model: nn.Module) -> Tensor:
+    """Return the floating-point buffers of a model, except sparse ones, as one vector of float64.
+
+    Buffers of at most 64 bits are represented exactly.
+    """
+    parts = [
+        buffer.detach().reshape(-1).double()
+        for _, buffer in dense_buffers(model)
+        if buffer.is_floating_point()
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+
+
+def write_buffers(model: nn.Module, flat: Tensor) -> None:
+    """Set the floating-point buffers of a model to the values of `flat_buffers`."""
+    _write(flat, [buffer for _, buffer in dense_buffers(model) if buffer.is_floating_point()])
+
+
 def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
     """Make the buffers of a model equal on all ranks; sparse buffers are not changed.
 

@@ -58,7 +58,6 @@ def _attention_normal_(attention_HF: Tensor, gain: float) -> None:
 
 
 def _reset_skip(skip: nn.Linear | None, gain: float) -> None:
-    # DGL's residual connection has no bias of its own
     if skip is not None:
         nn.init.xavier_normal_(skip.weight, gain)
         nn.init.zeros_(skip.bias)

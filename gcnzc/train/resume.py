@@ -9,7 +9,7 @@ import torch
 
 from gcnzc._files import remove_partial
 from gcnzc.exchange import Choices, run
-from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes
+from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes, write_buffers
 from gcnzc.optim import resize_state
 from gcnzc.system import files
 from gcnzc.train import checkpoint, record
@@ -187,6 +187,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     check_files(trainer.graph_files, its_files, trainer.data.folder, trainer.folder)
     _check_progress(trainer, state)
     checkpoint.match(trainer.model, state["model"], trainer.folder / CHECKPOINT)
+    if len(state.get("buffers", ())) == trainer.group.world_size:
+        write_buffers(trainer.model, state["buffers"][trainer.group.rank].to(trainer.device))
     _restore_optimizer(trainer, state)
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gcnzc.exchange import run
-from gcnzc.exchange.sync import all_gather, all_gather_scalar
+from gcnzc.exchange.sync import all_gather, all_gather_scalar, flat_buffers
 from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
 from gcnzc.train.options import config_to_dict
@@ -45,6 +45,10 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
     trainer.count_sent()
     tallies = run(trainer.epoch_stats.of_all_workers(), trainer.group)
     states = {"rng": run(all_gather(torch.get_rng_state()), trainer.group)}
+    buffers = flat_buffers(trainer.model)
+    if trainer.in_epoch and trainer.group.world_size > 1 and len(buffers):
+        # running statistics of normalization differ between workers until the end of an epoch
+        states["buffers"] = run(all_gather(buffers.cpu()), trainer.group)
     if trainer.device.type == "cuda":
         own = torch.cuda.get_rng_state(trainer.device)
         states["cuda_rng"] = run(all_gather(own), trainer.group)

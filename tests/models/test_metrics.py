@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from torch.nn import functional
 
@@ -144,3 +145,51 @@ def test_metrics_that_do_not_match_the_labels_are_rejected(metric, rows):
     negatives = torch.randn((3, 4)[:rows])
     with pytest.raises(ValueError, match=f"the metric {metric}"):
         score_pairs(torch.randn(3), negatives, metric)
+
+
+@pytest.mark.parametrize("metric", ["f1_micro", "f1_macro", "average_precision"])
+def test_metrics_of_tasks_equal_scikit_learn(metric):
+    torch.manual_seed(1)
+    logits, labels = torch.randn(300, 6), torch.randint(2, (300, 6)).float()
+    rows = {"test": torch.arange(300)}
+    measure = {
+        "f1_micro": lambda truth, row: sklearn.metrics.f1_score(truth, row > 0, average="micro"),
+        "f1_macro": lambda truth, row: sklearn.metrics.f1_score(truth, row > 0, average="macro"),
+        "average_precision": sklearn.metrics.average_precision_score,
+    }[metric]
+    expected = measure(labels.numpy(), logits.numpy())
+    assert score(logits, labels, rows, metric) == {metric: {"test": pytest.approx(expected)}}
+    # unknown labels are left out, as if their nodes were not there, and a task without labels too
+    labels[:40, 0], labels[:, 5] = torch.nan, torch.nan
+    found = score(logits, labels, rows, metric)[metric]["test"]
+    if metric == "f1_micro":
+        known = ~labels.isnan()
+        expected = sklearn.metrics.f1_score(labels[known].numpy(), (logits[known] > 0).numpy())
+    else:
+        of_task = [measure(labels[40:, :1].numpy(), logits[40:, :1].numpy())]
+        of_task += [measure(labels[:, [i]].numpy(), logits[:, [i]].numpy()) for i in range(1, 5)]
+        if metric == "f1_macro":
+            of_task = [
+                sklearn.metrics.f1_score(labels[known, i].numpy(), (logits[known, i] > 0).numpy())
+                for i in range(5)
+                if len(known := (~labels[:, i].isnan()).nonzero().flatten())
+            ]
+        expected = np.mean(of_task)
+    assert found == pytest.approx(expected)
+
+
+def test_f1_of_classes_equals_scikit_learn():
+    torch.manual_seed(1)
+    logits, labels = torch.randn(200, 5), torch.randint(4, (200,))
+    logits[:, 4] -= 100  # a class that is neither a label nor a prediction
+    rows = {"test": torch.arange(200)}
+    predicted = logits.argmax(1).numpy()
+    for metric, average in (("f1_micro", "micro"), ("f1_macro", "macro")):
+        expected = sklearn.metrics.f1_score(labels.numpy(), predicted, average=average)
+        found = score(logits, labels, rows, metric)
+        assert found[metric]["test"] == pytest.approx(expected)
+    assert score(logits, labels, rows, "f1_micro")["accuracy"] == found["accuracy"]
+    two = score(logits[:, :2], labels % 2, rows, "average_precision")["average_precision"]
+    difference = (logits[:, 1] - logits[:, 0]).numpy()
+    expected = sklearn.metrics.average_precision_score((labels % 2).numpy(), difference)
+    assert two["test"] == pytest.approx(expected)

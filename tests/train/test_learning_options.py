@@ -74,6 +74,8 @@ CHOICES = {
     "step": {"schedule": "step", "step_epochs": 0.5, "optimizer": "onebit-adam"},
     "decay": {"weight_decay": 0.1, "decay": "weights", "clip_gradients": 0.1},
     "loss": {"label_smoothing": 0.1, "class_weights": "balanced"},
+    "ema": {"average": "ema", "average_decay": 0.9, "norm": "batch"},
+    "swa": {"average": "swa", "average_start": 0.0, "norm": "batch", "label_inputs": 0.5},
 }
 
 
@@ -88,6 +90,8 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path):
     whole, cut = saved(tmp_path / "whole"), saved(tmp_path / "cut")
     for name, value in whole["model"].items():
         assert torch.equal(cut["model"][name], value), name
+    for name, value in whole["best"]["model"].items():
+        assert torch.equal(cut["best"]["model"][name], value), name
     for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         for name in ("loss", "lr", "valid_accuracy"):
             assert mine.get(name) == other.get(name)
@@ -221,6 +225,9 @@ def test_only_weights_decay_in_every_optimizer(optimizer):
         ({"clip_gradients": 0}, "--clip-gradients must be above 0, got 0"),
         ({"decay": "weights"}, "--decay weights has no effect with --weight-decay 0"),
         ({"step_factor": math.nan}, "--step-factor must be finite"),
+        ({"average_decay": 1.0}, "--average-decay must be above 0 and below 1, got 1"),
+        ({"average_start": 1.0}, "--average-start must be from 0 to below 1, got 1"),
+        ({"label_inputs": 1.0}, "--label-inputs must be from 0 to below 1, got 1"),
     ],
 )
 def test_contradictions_and_values_out_of_range_are_rejected(options, message):

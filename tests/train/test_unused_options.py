@@ -43,6 +43,11 @@ OTHERS = {
     "class_weights": "balanced",
     "step_epochs": 2.0,
     "step_factor": 0.5,
+    "average_decay": 0.9,
+    "average_start": 0.5,
+    "metric": "f1_macro",
+    "label_inputs": 0.5,
+    "self_loops": True,
 }
 ONE_FEATURE = {
     "model": "sage",
@@ -50,7 +55,10 @@ ONE_FEATURE = {
     "optimizer": "adam",
     "features": "host",
     "schedule": "constant",
+    "average": "none",
 }
+# for options that are used with the choices above
+OTHER = {"task": "link", "model": "gcn"}
 
 
 class Recording:
@@ -107,7 +115,9 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
     assert set(OTHERS) == set(READ_WITH)
     for name, value in OTHERS.items():
         ((choice, readers),) = READ_WITH[name].items()
-        other = next(each for each in (ONE_FEATURE[choice], "link") if each not in readers)
+        other = next(
+            each for each in (ONE_FEATURE[choice], OTHER.get(choice, "")) if each not in readers
+        )
         words = [f"--{choice}", other, *words_of(name, value)]
         assert main(["train", str(graph), *words]) == 2, name
         error, hint = capsys.readouterr().err.splitlines()

@@ -1,0 +1,155 @@
+"""Correct & Smooth computes what PyG's does, and reads only the labels of training nodes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import gcnzc
+from gcnzc import Graph, prepare
+from gcnzc.cli import main
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.correct_and_smooth import Propagation, correct, correct_and_smooth, smooth
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.run import train
+from gcnzc.train.tasks.node import NodeTask
+
+NODES, CLASSES = 80, 4
+
+
+@pytest.fixture
+def case():
+    """A graph with isolated nodes, predictions, labels and training nodes."""
+    generator = torch.Generator().manual_seed(0)
+    sources, targets = torch.randint(NODES - 5, (2, 200), generator=generator)
+    graph = Graph.from_edges(sources, targets, NODES, duplicates="remove")
+    predicted = torch.randn(NODES, CLASSES, generator=generator).softmax(1)
+    labels = torch.randint(CLASSES, (NODES,), generator=generator)
+    nodes = torch.randperm(NODES, generator=generator)[:25]
+    return graph, predicted, labels, nodes
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("steps", [1, 12])
+def test_as_in_pyg(case, scale, steps):
+    models = pytest.importorskip("torch_geometric.nn.models")
+    graph, predicted, labels, nodes = case
+    edges = torch.stack(
+        [graph.indices.long(), torch.arange(NODES).repeat_interleave(graph.indptr.diff())]
+    )
+    options = {"autoscale": True} if scale is None else {"autoscale": False, "scale": scale}
+    other = models.CorrectAndSmooth(steps, 0.8, steps, 0.6, **options)
+    expected = other.correct(predicted.clone(), labels[nodes], nodes, edges)
+    propagate, truth = Propagation(graph), functional.one_hot(labels[nodes], CLASSES).float()
+    found = correct(propagate, predicted, truth, nodes, steps, 0.8, scale)
+    torch.testing.assert_close(found, expected)
+    expected = other.smooth(expected, labels[nodes], nodes, edges)
+    torch.testing.assert_close(smooth(propagate, found, truth, nodes, steps, 0.6), expected)
+
+
+def test_limits(case):
+    graph, predicted, labels, nodes = case
+    propagate, truth = Propagation(graph), functional.one_hot(labels[nodes], CLASSES).float()
+    assert correct(propagate, predicted, truth, nodes, 0, 0.8) is predicted
+    assert smooth(propagate, predicted, truth, nodes, 0, 0.8) is predicted
+    # without weight of the neighbours, only the training nodes change
+    kept = smooth(propagate, predicted, truth, nodes, 5, 0.0)
+    torch.testing.assert_close(kept[nodes], truth)
+    others = torch.ones(NODES, dtype=torch.bool)
+    others[nodes] = False
+    torch.testing.assert_close(kept[others], predicted[others])
+    # of predictions without an error, nothing is corrected
+    exact = predicted.clone()
+    exact[nodes] = truth
+    assert torch.equal(correct(propagate, exact, truth, nodes, 5, 0.8), exact)
+    # an unknown label is neither an error nor replaces a prediction
+    unknown = torch.full_like(truth, torch.nan)
+    assert torch.equal(correct(propagate, predicted, unknown, nodes, 5, 0.8), predicted)
+    torch.testing.assert_close(smooth(propagate, predicted, unknown, nodes, 5, 0.0), predicted)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on a graph whose labels follow its edges, and whose features say little."""
+    folder = tmp_path_factory.mktemp("smooth")
+    random = np.random.default_rng(0)
+    count, classes = 600, 4
+    labels = np.arange(count) % classes
+    sources = random.integers(count, size=6000)
+    targets = random.integers(count, size=6000)
+    keep = (labels[sources] == labels[targets]) | (random.random(6000) < 0.1)
+    features = np.eye(classes)[labels] * 0.3 + random.standard_normal((count, classes))
+    order = random.permutation(count)
+    np.savez(
+        folder / "g.npz",
+        edge_index=np.stack([sources[keep], targets[keep]]),
+        node_feat=features.astype(np.float32),
+        node_label=labels,
+        train_idx=order[:200],
+        valid_idx=order[200:400],
+        test_idx=order[400:],
+    )
+    prepare(folder / "g.npz", folder / "graph", bidirected=True)
+    config = TrainConfig(data=folder / "graph", layers=1, fanouts=(1,), epochs=2, hidden=8)
+    train(config, folder / "run")
+    return folder / "run"
+
+
+def test_the_validation_split_alone_chooses(run, tmp_path, monkeypatch):
+    plain = evaluate(EvaluateConfig(run=run))
+    options = {"correct_and_smooth": True, "correct_steps": 10, "smooth_steps": 10}
+    config = EvaluateConfig(run=run, **options, predictions=tmp_path / "p.npy")
+    line = evaluate(config)
+    choice = line["correct_and_smooth"]
+    assert choice["is_used"]
+    assert choice["before"]["valid"] == plain["valid_accuracy"]
+    assert line["valid_accuracy"] == choice["after"]["valid"] > plain["valid_accuracy"] + 0.02
+    assert line["test_accuracy"] == choice["after"]["test"] > plain["test_accuracy"]
+    assert "train_accuracy" not in line
+    assert np.load(tmp_path / "p.npy").shape == (600, 4)
+    # every pair of values by itself: the chosen one has the best validation score
+    each = {}
+    for pair in ((first, second) for first in (0.5, 0.95) for second in (0.5, 0.8)):
+        alphas = {"correct_alpha": (pair[0],), "smooth_alpha": (pair[1],)}
+        each[pair] = evaluate(replace(config, **alphas))["valid_accuracy"]
+    several = {"correct_alpha": (0.5, 0.95), "smooth_alpha": (0.5, 0.8)}
+    chosen = evaluate(replace(config, **several))["correct_and_smooth"]
+    pair = chosen["correct_alpha"], chosen["smooth_alpha"]
+    assert each[pair] == max(each.values())
+    # labels of other nodes than training nodes have no effect on the predictions
+    data = gcnzc.load(run.parent / "graph")
+    outputs = torch.randn(600, 4)
+    task = NodeTask(TrainConfig(data=run.parent / "graph", layers=1, fanouts=(1,)), data)
+    one = {"correct_alpha": (0.8,), "smooth_alpha": (0.8,)}
+    options = EvaluateConfig(run=run, correct_and_smooth=True, correct_steps=3, **one)
+    found = correct_and_smooth(options, outputs, data, task, lambda *_: None)
+    labels = data.labels.clone()
+    labels[data.split["test"]] = (labels[data.split["test"]] + 1) % 4
+    other = replace(data, labels=labels)
+    again = correct_and_smooth(options, outputs, other, task, lambda *_: None)
+    assert torch.equal(found.probabilities, again.probabilities)
+    assert found.choice["after"]["test"] != again.choice["after"]["test"]
+
+
+def test_a_result_that_is_no_better_is_not_used(run):
+    plain = evaluate(EvaluateConfig(run=run))
+    # nothing is corrected, and only the training nodes are replaced
+    options = {"correct_steps": 0, "smooth_steps": 1, "smooth_alpha": (0.0,)}
+    line = evaluate(EvaluateConfig(run=run, correct_and_smooth=True, **options))
+    assert not line["correct_and_smooth"]["is_used"]
+    assert line["test_accuracy"] == plain["test_accuracy"]
+
+
+def test_options_are_checked(capsys):
+    for words, message in (
+        (["--correct-alpha", "1.5"], "--correct-alpha must be numbers from 0 to 1, got 1.5"),
+        (["--smooth-steps", "-1"], "--smooth-steps must be at least 0, got -1"),
+        (["--error-scale", "0"], "--error-scale must be above 0, got 0"),
+        (["--correct-alpha", "x"], "--correct-alpha: 'x' is not a list of numbers"),
+    ):
+        assert main(["evaluate", "run", "--correct-and-smooth", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["evaluate", "run", "--smooth-steps", "3"]) == 2
+    assert "--smooth-steps has no effect without --correct-and-smooth" in capsys.readouterr().err

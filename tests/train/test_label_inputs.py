@@ -1,0 +1,187 @@
+"""Labels as features: no prediction in the loss depends on the label of the same node."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import gcnzc.train.results
+from gcnzc import Loader, load, prepare
+from gcnzc.features.table import FeatureTable
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.prediction import predict
+from gcnzc.train.run import train
+from gcnzc.train.tasks.node import NodeTask
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("label_inputs")
+    random = np.random.default_rng(0)
+    labels, order = np.arange(600) % 3, random.permutation(600)
+    sources, targets = random.integers(600, size=(2, 4000))
+    is_edge = (labels[sources] == labels[targets]) | (random.random(4000) < 0.1)
+    np.savez(
+        folder / "g.npz",
+        edge_index=np.stack([sources[is_edge], targets[is_edge]]),
+        node_feat=random.standard_normal((600, 4)).astype(np.float32),
+        node_label=labels,
+        train_idx=order[:300],
+        valid_idx=order[300:450],
+        test_idx=order[450:],
+    )
+    prepare(folder / "g.npz", folder / "graph", bidirected=True)
+    return folder / "graph"
+
+
+@pytest.fixture(scope="module")
+def config(graph):
+    sizes = {"fanouts": (-1, -1), "layers": 2, "hidden": 16, "batch_size": 64, "threads": 1}
+    return TrainConfig(data=graph, **sizes, epochs=3, lr=0.01, dropout=0.0, label_inputs=0.5)
+
+
+def losses(config, data, seed, permuted=None):
+    """The logits of the predicted seeds of a minibatch, which seeds they are, and the inputs."""
+    if permuted is not None:
+        labels = data.labels.clone()
+        labels[permuted] = (labels[permuted] + 1) % data.num_classes
+        data = replace(data, labels=labels)
+    task = NodeTask(config, data)
+    torch.manual_seed(0)
+    model = task.model().train()
+    loader = Loader(
+        data.graph, data.table, task.seeds, [-1, -1], 50, labels=data.labels, threads=1, seed=1
+    )
+    batch = next(iter(loader))
+    torch.manual_seed(seed)
+    is_selected = task.label_inputs.select(batch.nodes, config.label_inputs)
+    torch.manual_seed(seed)
+    logits = task.logits(model, batch)
+    loss = task.loss(logits, batch.y)
+    is_predicted = ~is_selected[:50]
+    return logits[is_predicted], batch.nodes[:50][is_predicted], batch.nodes[is_selected], loss
+
+
+def test_a_predicted_node_never_sees_its_own_label(config):
+    data = load(config.data)
+    logits, predicted, inputs, loss = losses(config, data, 0)
+    assert 10 < len(predicted) < 40
+    is_train = torch.zeros(data.graph.num_nodes, dtype=torch.bool)
+    is_train[data.split["train"]] = True
+    assert is_train[inputs].all()
+    assert not set(predicted.tolist()) & set(inputs.tolist())
+    # other labels of the predicted nodes change the loss, and not a bit of the logits
+    same, _, _, other_loss = losses(config, data, 0, permuted=predicted)
+    assert torch.equal(same, logits)
+    assert other_loss != loss
+    # nor do labels of validation and test nodes
+    held_out = torch.cat([data.split["valid"], data.split["test"]])
+    same, *_ = losses(config, data, 0, permuted=held_out)
+    assert torch.equal(same, logits)
+    # the labels of the inputs do
+    changed, *_ = losses(config, data, 0, permuted=inputs)
+    assert not torch.equal(changed, logits)
+
+
+def test_the_loss_is_the_mean_over_the_expected_number_of_predicted_seeds(config):
+    data = load(config.data)
+    logits, predicted, _, loss = losses(config, data, 3)
+    expected = torch.nn.functional.cross_entropy(logits, data.labels[predicted], reduction="sum")
+    torch.testing.assert_close(loss, expected / (50 * 0.5))
+    # without a predicted seed, the loss and its gradients are zero
+    task = NodeTask(config, data)
+    task._is_predicted = torch.zeros(5, dtype=torch.bool)
+    rows = torch.randn(5, data.num_classes, requires_grad=True)
+    loss = task.loss(rows, torch.zeros(5, dtype=torch.int64))
+    loss.backward()
+    assert loss == 0
+    assert not rows.grad.any()
+
+
+def test_rows_of_labels(config):
+    data = load(config.data)
+    labels = LabelInputs(data, data.num_classes, False)
+    nodes = torch.cat([data.split["test"][:3], data.split["train"][:4]])
+    rows = labels.rows(nodes)
+    assert not rows[:3].any()
+    assert torch.equal(rows[3:].argmax(1), data.labels[nodes[3:]])
+    assert (rows[3:].sum(1) == 1).all()
+    table = with_labels(data.table, labels)
+    assert table.num_columns == data.table.num_columns + data.num_classes
+    assert torch.equal(table.gather(nodes)[:, -data.num_classes :], rows)
+    assert torch.equal(table.gather(nodes)[:, : -data.num_classes], data.table.gather(nodes))
+    # labels of tasks: 1, -1, and 0 for unknown
+    several = torch.tensor([[1.0, 0.0, math.nan]]).repeat(data.graph.num_nodes, 1)
+    tasks = LabelInputs(replace(data, labels=several), 3, True)
+    assert tasks.rows(nodes[[0, 3]]).tolist() == [[0, 0, 0], [1, -1, 0]]
+    # a graph without such labels has none as features
+    assert not LabelInputs(data, 3, True).rows(nodes).any()
+    assert isinstance(with_labels(data.table, None), FeatureTable)
+
+
+@pytest.mark.parametrize("model", ["sage", "gat"])
+def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path):
+    base = replace(config, model=model, epochs=8, lr=0.05, label_inputs=0.0)
+    plain = train(base, tmp_path / "plain")
+    found = train(replace(base, label_inputs=0.5), tmp_path / "labels")
+    # the labels of neighbours are informative, and the features are noise
+    assert plain["test_accuracy"] < 0.5
+    assert found["test_accuracy"] > 0.7
+    again = evaluate(EvaluateConfig(run=tmp_path / "labels"))
+    assert again["test_accuracy"] == found["test_accuracy"]
+    assert "train_accuracy" not in again
+    data = load(config.data)
+    predictions = predict(tmp_path / "labels", nodes="test")
+    right = (predictions.classes == data.labels[data.split["test"]].numpy()).mean()
+    assert right == pytest.approx(found["test_accuracy"])
+
+
+def test_columns_of_labels_train_with_every_metric(tmp_path):
+    random = np.random.default_rng(0)
+    count, tasks = 400, 3
+    features = random.standard_normal((count, 6)).astype(np.float32)
+    labels = (features[:, :tasks] + 0.3 * random.standard_normal((count, tasks)) > 0).astype(
+        np.float32
+    )
+    labels[random.random((count, tasks)) < 0.2] = np.nan
+    order = random.permutation(count)
+    np.savez(
+        tmp_path / "g.npz",
+        edge_index=random.integers(count, size=(2, 1500)),
+        node_feat=features,
+        node_label=labels,
+        train_idx=order[:200],
+        valid_idx=order[200:300],
+        test_idx=order[300:],
+    )
+    prepare(tmp_path / "g.npz", tmp_path / "graph", bidirected=True)
+    config = TrainConfig(
+        data=tmp_path / "graph", layers=1, fanouts=(5,), epochs=30, lr=0.05, evaluate_every=30
+    )
+    with pytest.raises(ValueError, match="3 columns of labels, and accuracy as metric"):
+        train(replace(config, metric="accuracy"), tmp_path / "accuracy")
+    line = train(replace(config, metric="f1_micro", label_inputs=0.3), tmp_path / "run")
+    assert line["metric"] == "f1_micro"
+    assert line["test_f1_micro"] > 0.75
+    for metric in ("rocauc", "average_precision", "f1_macro"):
+        other = evaluate(EvaluateConfig(run=tmp_path / "run", metric=metric))
+        assert other["metric"] == metric
+        assert other[f"test_{metric}"] > 0.75
+    smoothed = evaluate(EvaluateConfig(run=tmp_path / "run", correct_and_smooth=True))
+    assert smoothed["valid_f1_micro"] >= line["valid_f1_micro"]
+    found = predict(tmp_path / "run", nodes="test")
+    assert found.classes.shape == (100, 3)
+    assert np.array_equal(found.classes, found.probabilities > 0.5)

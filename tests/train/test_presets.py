@@ -1,0 +1,133 @@
+"""Presets are the published recipes, and options override them in the documented order."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from gcnzc.cli import main
+from gcnzc.cli.errors import UsageError
+from gcnzc.cli.parser import parse
+from gcnzc.train import run_folder
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import config_to_dict
+from gcnzc.train.presets import FOLDER, accept_preset, preset_names, read_preset
+from gcnzc.train.unused_options import unused_options
+
+SMALL = ["--batch-size", "64", "--fanouts", "5,5,5"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_has_valid_options_that_are_used(name):
+    preset = read_preset(name)
+    config = TrainConfig(preset=name)
+    defaults = TrainConfig()
+    for option, value in preset.options.items():
+        chosen = getattr(config, option)
+        assert (list(chosen) if isinstance(chosen, tuple) else chosen) == value
+        if option not in ("optimizer", "lr", "dropout", "layers", "hidden", "epochs", "norm"):
+            # options that are the defaults are not listed, except those that recipes state
+            assert chosen != getattr(defaults, option) or option in (
+                *("model", "batch_size", "activation"),
+            )
+    assert not unused_options(config)
+    kind = name.rpartition("-")[2]
+    assert config.model == kind
+    assert 0.5 < preset.score < 1
+    assert 0 < preset.deviation < 0.02
+    assert preset.repository.startswith("https://github.com/")
+    assert preset.data.replace("-", "_") in name
+    assert preset.metric == (config.metric if config.metric != "as-is" else "accuracy")
+    if preset.prepare:
+        words = preset.prepare.split()
+        parse(["prepare", "source", "dest", *words])
+
+
+def test_the_presets_of_the_issue_exist():
+    names = preset_names()
+    for data in (
+        *("amazon_computers", "amazon_photo", "coauthor_cs", "coauthor_physics"),
+        *("cora", "citeseer", "minesweeper"),
+    ):
+        assert {f"tuned/{data}-{model}" for model in ("gcn", "sage", "gat")} <= set(names)
+    assert "heterophilous/tolokers-gcn" in names
+    assert "ogb/ogbn_arxiv-gcn" in names
+
+
+def test_options_override_the_file_which_overrides_the_preset(tmp_path):
+    file = tmp_path / "options.toml"
+    file.write_text("hidden = 32\nlr = 0.5\n")
+    words = ["train", "g", "--preset", "tuned/cora-gcn", *SMALL]
+    config = parse(words)
+    assert (config.hidden, config.lr, config.dropout) == (512, 0.001, 0.7)
+    assert config.preset == "tuned/cora-gcn"
+    config = parse([*words, "--config", str(file), "--lr", "0.25"])
+    assert (config.hidden, config.lr, config.dropout) == (32, 0.25, 0.7)
+    # a file may name the preset, too
+    file.write_text(
+        'preset = "tuned/cora-gcn"\nhidden = 32\nbatch-size = 64\nfanouts = [1, 2, 3]\n'
+    )
+    config = parse(["train", "g", "--config", str(file)])
+    assert (config.hidden, config.dropout, config.fanouts) == (32, 0.7, (1, 2, 3))
+    # in Python
+    small = {"batch_size": 64, "fanouts": (5, 5, 5)}
+    config = TrainConfig(preset="tuned/cora-gcn", hidden=16, **small)
+    assert (config.hidden, config.dropout) == (16, 0.7)
+    assert replace(config, dropout=0.5).dropout == 0.5
+
+
+def test_the_run_folder_has_the_options_and_needs_no_preset(tmp_path, monkeypatch):
+    small = {"batch_size": 64, "fanouts": (5, 5, 5)}
+    config = TrainConfig(preset="tuned/cora-gcn", data=tmp_path, **small)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(config)))
+
+    def gone(name):
+        raise AssertionError("read")
+
+    monkeypatch.setattr("gcnzc.train.presets.read_preset", gone)
+    assert run_folder.read_config(tmp_path) == config
+    # also of an older version, which lacks an option
+    values = config_to_dict(config)
+    del values["self_loops"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert run_folder.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["tuned/coragcn"], "there is no preset 'tuned/coragcn'", "tuned/cora-gcn"),
+        (["cora-gcn"], "there is no preset 'cora-gcn'", "tuned/cora-gcn"),
+        (["minesweeper"], "there is no preset 'minesweeper'", "tuned/minesweeper-gat"),
+        (["xyz"], "there is no preset 'xyz'", "`gcnzc presets` lists all"),
+        (["tuned/cora-gcn", "--resume", "r"], "--preset tuned/cora-gcn with --resume r", "keeps"),
+        (["tuned/cora-gcn", "--config", "c.json"], "has no effect with --config c.json", "one of"),
+    ],
+)
+def test_wrong_presets_are_rejected(words, message, hint):
+    with pytest.raises(UsageError, match=message.replace("(", "\\(")) as error:
+        parse(["train", "g", "--preset", *words])
+    assert hint in str(error.value).partition("\n\nhint: ")[2]
+
+
+def test_presets_are_listed_with_scores_and_sources(capsys):
+    assert main(["presets"]) == 0
+    out, table = capsys.readouterr()
+    listed = json.loads(out)["presets"]
+    assert [each["name"] for each in listed] == preset_names()
+    for each in listed:
+        line = next(line for line in table.splitlines() if line.startswith(f"{each['name']} "))
+        assert f"{each['score']:.4f}" in line
+        assert each["source"] in line
+    assert main(["presets", "tuned/coauthor_cs-gat"]) == 0
+    assert "--hidden 256 --layers 1 --heads 1" in capsys.readouterr().err
+    assert main(["presets", "tuned/none"]) == 2
+    assert "there is no preset 'tuned/none'" in capsys.readouterr().err
+
+
+def test_the_files_are_in_the_package():
+    names = {field.name for field in fields(TrainConfig)}
+    for name in preset_names():
+        assert (FOLDER / f"{name}.toml").is_file()
+        assert set(read_preset(name).options) <= names
+    assert accept_preset.__module__ == "gcnzc.train.presets"

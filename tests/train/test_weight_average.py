@@ -1,0 +1,143 @@
+"""Averages of weights equal their definition, on one worker and on several."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+from training import saved, train_as_worker
+
+import gcnzc.train.results
+from gcnzc import prepare
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group, lockstep, run
+from gcnzc.train import checkpoint
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.run import train
+from gcnzc.train.weight_average import WeightAverage, build_average
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("average")
+    make(folder / "raw", "planted", Shape(400, 2400, 8, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
+    return TrainConfig(data=folder / "graph", **sizes, epochs=4, lr=0.01, dropout=0.2, norm="batch")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Small(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def change(self, number):
+        with torch.no_grad():
+            for each in (*self.parameters(), *self.buffers()):
+                if each.is_floating_point():
+                    each.copy_(
+                        torch.rand(each.shape, generator=torch.Generator().manual_seed(number))
+                    )
+
+
+def test_the_averages_are_those_of_their_definitions():
+    model = Small()
+    ema = WeightAverage(TrainConfig(average="ema", average_decay=0.9), model)
+    swa = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
+    weights, statistics, by_epoch = [], [], []
+    for epoch in range(4):
+        for step in range(3):
+            model.change(10 * epoch + step)
+            weights.append(model[0].weight.detach().clone())
+            ema.end_step()
+            swa.end_step()
+        statistics.append(model[1].running_mean.clone())
+        by_epoch.append(weights[-1])
+        ema.end_epoch(epoch)
+        swa.end_epoch(epoch)
+        swa.end_epoch(epoch)  # of a run whose last epoch is evaluated later
+        if epoch < 2:
+            assert run(swa.evaluated(), Group()) is model
+    expected, statistic = weights[0], statistics[0]
+    for value in weights[1:]:
+        expected = 0.9 * expected + 0.1 * value
+    for value in statistics[1:]:
+        statistic = statistic.lerp(value, 1 - 0.9**3)
+    found = run(ema.evaluated(), Group())
+    torch.testing.assert_close(found[0].weight, expected)
+    torch.testing.assert_close(found[1].running_mean, statistic)
+    assert ema.updates == 12
+    found = run(swa.evaluated(), Group())
+    torch.testing.assert_close(found[0].weight, (by_epoch[2] + by_epoch[3]) / 2)
+    torch.testing.assert_close(found[1].running_mean, (statistics[2] + statistics[3]) / 2)
+    assert swa.updates == 2
+    # the averages are not those of the model that is trained
+    assert torch.equal(model[0].weight, weights[-1])
+    assert build_average(TrainConfig(), model) is None
+
+
+def test_workers_with_other_weights_evaluate_their_mean():
+    models, averages = [Small() for _ in range(3)], []
+    for number, model in enumerate(models):
+        model.change(number)
+        averages.append(WeightAverage(TrainConfig(average="ema"), model))
+        averages[-1].end_step()
+        averages[-1].end_epoch(0)
+    found = lockstep([each.evaluated() for each in averages]).results
+    mean = sum(model[0].weight for model in models) / 3
+    for each in found:
+        torch.testing.assert_close(each[0].weight, mean)
+        assert torch.equal(each[0].weight, found[0][0].weight)
+    # the same for a run that resumes with one worker
+    one = WeightAverage(TrainConfig(average="ema"), Small())
+    one.load_state_dicts([each.state_dict() for each in averages])
+    torch.testing.assert_close(run(one.evaluated(), Group())[0].weight, mean)
+    with pytest.raises(ValueError, match="another shape"):
+        one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)] * 4}])
+
+
+def test_the_mean_of_the_last_epochs_is_evaluated_and_kept(config, tmp_path):
+    states = []
+    for epochs in (3, 4):
+        train(replace(config, epochs=epochs), tmp_path / f"{epochs}")
+        states.append(saved(tmp_path / f"{epochs}")["model"])
+    swa = replace(config, average="swa", average_start=0.5, evaluate_every=4)
+    line = train(swa, tmp_path / "swa")
+    best = checkpoint.load(tmp_path / "swa" / "best.pt")
+    for name, value in best["model"].items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, (states[0][name] + states[1][name]) / 2, msg=name)
+    assert torch.equal(
+        saved(tmp_path / "swa")["model"]["layers.0.own.weight"], states[1]["layers.0.own.weight"]
+    )
+    record = (tmp_path / "swa" / "record.jsonl").read_text().splitlines()
+    assert '"averaged": 2' in record[-1]
+    assert line["options"]["average"] == "swa"
+
+
+@pytest.mark.parametrize("optimizer", ["diloco", pytest.param("adam", marks=pytest.mark.slow)])
+def test_two_workers_resume_bit_for_bit(optimizer, config, tmp_path):
+    options = {"optimizer": optimizer, "average": "ema", "average_decay": 0.9, "batch_size": 15}
+    config = replace(config, epochs=2, **options)
+    config = replace(config, local_steps="4") if optimizer == "diloco" else config
+    whole = results(2, tmp_path, train_as_worker, config, tmp_path / "whole")
+    stopped = results(2, tmp_path, train_as_worker, config, tmp_path / "cut", 11)
+    assert stopped[0].startswith("stopped in epoch ")
+    assert saved(tmp_path / "cut")["in_epoch"]
+    again = replace(config, resume=tmp_path / "cut")
+    found = results(2, tmp_path, train_as_worker, again, tmp_path / "cut")
+    assert found[0]["test_accuracy"] == found[1]["test_accuracy"] == whole[0]["test_accuracy"]
+    one, other = saved(tmp_path / "whole"), saved(tmp_path / "cut")
+    for name, value in one["best"]["model"].items():
+        assert torch.equal(other["best"]["model"][name], value), name
+    for name, value in one["model"].items():
+        assert torch.equal(other["model"][name], value), name
