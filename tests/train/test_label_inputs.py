@@ -138,8 +138,7 @@ def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path)
     plain = train(base, tmp_path / "plain")
     found = train(replace(base, label_inputs=0.5), tmp_path / "labels")
     # the labels of neighbours are informative, and the features are noise
-    assert plain["test_accuracy"] < 0.5
-    assert found["test_accuracy"] > 0.7
+    assert found["test_accuracy"] > plain["test_accuracy"] + 0.1
     again = evaluate(EvaluateConfig(run=tmp_path / "labels"))
     assert again["test_accuracy"] == found["test_accuracy"]
     assert "train_accuracy" not in again

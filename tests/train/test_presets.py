@@ -14,15 +14,24 @@ from gcnzc.train.options import config_to_dict
 from gcnzc.train.presets import FOLDER, accept_preset, preset_names, read_preset
 from gcnzc.train.unused_options import unused_options
 
-SMALL = ["--batch-size", "64", "--fanouts", "5,5,5"]
+
+def config_of(name):
+    """The options of a preset; minibatches instead of full batches, where these do not exist."""
+    layers = read_preset(name).options["layers"]
+    is_full = read_preset(name).options["batch_size"] == "all"
+    if not is_full or hasattr(TrainConfig, "is_full_batch"):
+        return TrainConfig(preset=name)
+    return TrainConfig(preset=name, batch_size=64, fanouts=(5,) * layers)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_has_valid_options_that_are_used(name):
     preset = read_preset(name)
-    config = TrainConfig(preset=name)
+    config = config_of(name)
     defaults = TrainConfig()
     for option, value in preset.options.items():
+        if option == "batch_size" and value == "all":
+            continue
         chosen = getattr(config, option)
         assert (list(chosen) if isinstance(chosen, tuple) else chosen) == value
         if option not in ("optimizer", "lr", "dropout", "layers", "hidden", "epochs", "norm"):
@@ -55,25 +64,22 @@ def test_the_presets_of_the_issue_exist():
 
 
 def test_options_override_the_file_which_overrides_the_preset(tmp_path):
+    name = "pyg/ogbn_products-sage"
     file = tmp_path / "options.toml"
     file.write_text("hidden = 32\nlr = 0.5\n")
-    words = ["train", "g", "--preset", "tuned/cora-gcn", *SMALL]
-    config = parse(words)
-    assert (config.hidden, config.lr, config.dropout) == (512, 0.001, 0.7)
-    assert config.preset == "tuned/cora-gcn"
-    config = parse([*words, "--config", str(file), "--lr", "0.25"])
-    assert (config.hidden, config.lr, config.dropout) == (32, 0.25, 0.7)
+    config = parse(["train", "g", "--preset", name])
+    assert (config.fanouts, config.lr, config.hidden) == ((5, 10, 15), 0.003, 256)
+    assert config.preset == name
+    config = parse(["train", "g", "--preset", name, "--config", str(file), "--lr", "0.25"])
+    assert (config.fanouts, config.lr, config.hidden) == ((5, 10, 15), 0.25, 32)
     # a file may name the preset, too
-    file.write_text(
-        'preset = "tuned/cora-gcn"\nhidden = 32\nbatch-size = 64\nfanouts = [1, 2, 3]\n'
-    )
-    config = parse(["train", "g", "--config", str(file)])
-    assert (config.hidden, config.dropout, config.fanouts) == (32, 0.7, (1, 2, 3))
+    file.write_text(f'preset = "{name}"\nhidden = 32\n')
+    config = parse(["train", "g", "--config", str(file), "--dropout", "0.25"])
+    assert (config.fanouts, config.dropout, config.hidden) == ((5, 10, 15), 0.25, 32)
     # in Python
-    small = {"batch_size": 64, "fanouts": (5, 5, 5)}
-    config = TrainConfig(preset="tuned/cora-gcn", hidden=16, **small)
-    assert (config.hidden, config.dropout) == (16, 0.7)
-    assert replace(config, dropout=0.5).dropout == 0.5
+    config = TrainConfig(preset=name, hidden=16)
+    assert (config.fanouts, config.hidden) == ((5, 10, 15), 16)
+    assert replace(config, fanouts=(1, 2, 3)).fanouts == (1, 2, 3)
 
 
 def test_the_run_folder_has_the_options_and_needs_no_preset(tmp_path, monkeypatch):
