@@ -26,7 +26,7 @@ from gcnzc.train.option_groups import (
     TaskOptions,
     WorkerOptions,
 )
-from gcnzc.train.options import check_options, option_name
+from gcnzc.train.options import option_name
 from gcnzc.train.presets import accept_preset
 
 

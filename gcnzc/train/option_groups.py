@@ -63,6 +63,10 @@ CachePolicy: TypeAlias = Literal["presampled", "in-degree"]
 MAX_THREADS = MAX_WORKERS = 1024
 
 
+# protect against a mistyped number: more propagations change nothing, and larger errors overflow
+MAX_PROPAGATIONS, MAX_ERROR_SCALE = 10_000, 1000
+
+
 # about 30 years; timers count nanoseconds in 64 bits, which overflow after 292 years
 MAX_SECONDS = 10**9
 
@@ -465,6 +469,7 @@ class CorrectAndSmoothOptions(Options):
         super().__post_init__()
         for name in ("correct_steps", "smooth_steps"):
             at_least(0, name, getattr(self, name))
+            at_most(MAX_PROPAGATIONS, name, getattr(self, name))
         for name in ("correct_alpha", "smooth_alpha"):
             values = getattr(self, name)
             if not values or not all(0 <= value <= 1 for value in values):
@@ -473,9 +478,10 @@ class CorrectAndSmoothOptions(Options):
                     f"{','.join(map(str, values))}\n\n"
                     "hint: the default is 0.5,0.8,0.95; larger values propagate farther"
                 )
-        if self.error_scale is not None and not self.error_scale > 0:
+        if self.error_scale is not None and not 0 < self.error_scale <= MAX_ERROR_SCALE:
             raise ValueError(
-                f"--error-scale must be above 0, got {self.error_scale}\n\n"
+                f"--error-scale must be above 0 and at most {MAX_ERROR_SCALE}, got "
+                f"{self.error_scale}\n\n"
                 "hint: leave --error-scale out to choose it automatically"
             )
         if not self.correct_and_smooth:

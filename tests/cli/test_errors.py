@@ -208,6 +208,7 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["prepare", tmp_path / "m", tmp_path / "p"],
         ["embed", graph, tmp_path / "e", "--dims", 4],
         ["info", graph],
+        ["presets"],
         ["evaluate", run],
         ["predict", run, "--out", tmp_path / "x.csv"],
         ["plot", run, "--out", tmp_path / "x.png"],

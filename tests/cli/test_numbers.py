@@ -9,6 +9,7 @@ import pytest
 
 from gcnzc.cli import main
 from gcnzc.cli.commands import COMMANDS
+from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.options import option_name
 
 # a fanout of -1 keeps all neighbours; without an architecture nothing is compiled
@@ -63,8 +64,8 @@ CASES = list(cases())
 
 def test_every_command_with_numbers_has_cases():
     names = {kind.__name__.removesuffix("Config") for kind, _, _ in CASES}
-    expected = {"Train", "Make", "Prepare", "Embed", "Check", "Pcie", "CacheForecast", "Cost"}
-    assert names == expected
+    expected = {"Train", "Evaluate", "Make", "Prepare", "Embed", "Check", "Pcie", "Cost"}
+    assert names == expected | {"CacheForecast"}
     assert len(CASES) > 60
 
 
@@ -72,10 +73,12 @@ def test_every_command_with_numbers_has_cases():
     ("kind", "name", "values"), CASES, ids=[f"{kind.__name__}-{name}" for kind, name, _ in CASES]
 )
 def test_a_number_out_of_bounds_is_rejected(kind, name, values):
+    # without it, its options are rejected with any value
+    switches = {"correct_and_smooth": True} if kind is EvaluateConfig else {}
     option = "fanout" if name == "fanouts" else option_name(name)
     for value in values:
         with pytest.raises(ValueError, match=r"(?s)^.*\n\nhint: ") as error:
-            kind(**required(kind), **{name: value})
+            kind(**required(kind), **switches, **{name: value})
         assert option in str(error.value), value
 
 
