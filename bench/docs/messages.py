@@ -90,7 +90,8 @@ def cell(text: str) -> str:
         part if part.startswith("`") and len(part) > 1 else re.sub(r"([*_\[\]<>#])", r"\\\1", part)
         for part in parts
     )
-    return "".join(escaped).replace("|", "\\|")
+    # MyST reads {name} before code as the name of a role
+    return re.sub(r"\{(\w+)\}`", r"\\{\1}`", "".join(escaped)).replace("|", "\\|")
 
 
 if __name__ == "__main__":

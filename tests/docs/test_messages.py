@@ -1,6 +1,7 @@
 """The list of error messages in the documentation is generated from the code."""
 
 import ast
+import re
 
 from bench.docs import messages
 
@@ -23,3 +24,8 @@ def test_values_of_a_message_have_the_names_of_their_variables():
 
 def test_a_cell_is_one_line_without_markup():
     assert messages.cell("a|b *c*\n `d_*`") == r"a\|b \*c\* `d_*`"
+
+
+def test_no_message_has_a_role_of_myst():
+    # {name} before code would be one, which the site has not
+    assert not re.search(r"(?<!\\)\{\w+\}`", "\n".join(messages.lines()))
