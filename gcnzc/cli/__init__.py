@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gcnzc._version import VERSION
+
+# before torch is imported
+from gcnzc.cli import _openmp as _openmp
 from gcnzc.cli import builtin_graph, launch
 from gcnzc.cli.commands import COMMANDS
 from gcnzc.cli.commands.train import train_command

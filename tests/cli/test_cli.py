@@ -532,3 +532,30 @@ def test_a_flipped_bit_in_a_graph_never_ends_a_command_by_a_signal(graph, tmp_pa
     assert "Traceback" not in done.stderr
     assert done.stderr.count("--verify` says which file") == 4
     assert not (tmp_path / "embedded").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "1"}, None)],
+)
+def test_idle_openmp_threads_of_a_command_sleep_unless_the_user_chooses(given, policy):
+    """The variable must be set before torch loads OpenMP, so when torch is not imported yet."""
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('OMP_WAIT_POLICY'), flush=True)\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "import gcnzc.cli\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])} | given,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [str(policy)], done.stderr
