@@ -41,6 +41,56 @@ class Hop:
         """Return the rows of the targets, given those of the sources."""
         return rows[: self.num_targets] if self.self_index is None else rows[self.self_index]
 
+    # A subclass may aggregate rows that are not in memory, see gcnzc/train/layerwise.
+
+    def aggregate(
+        self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the scaled sums of the rows of in-neighbours, see `gcnzc.kernels.aggregate`."""
+        return aggregate(self.indptr, self.indices, rows, source_scale, target_scale)
+
+    def gat_aggregate(
+        self,
+        rows_SHF: Tensor,
+        scores: Tensor,
+        target_scores: Tensor,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Return GAT's weighted sums, see `gcnzc.kernels.aggregate.gat`."""
+        return gat_aggregate(
+            self.indptr,
+            self.indices,
+            rows_SHF,
+            scores,
+            target_scores,
+            self_index=self.self_index,
+            dropout=dropout,
+            seed=seed,
+        )
+
+    def gatv2_aggregate(
+        self,
+        rows_SHF: Tensor,
+        targets_THF: Tensor,
+        attention_HF: Tensor,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Return GATv2's weighted sums, see `gcnzc.kernels.aggregate.gatv2`."""
+        return gatv2_aggregate(
+            self.indptr,
+            self.indices,
+            rows_SHF,
+            targets_THF,
+            attention_HF,
+            self_index=self.self_index,
+            dropout=dropout,
+            seed=seed,
+        )
+
 
 class Layer(nn.Module):
     """Base class of the message-passing layers."""
@@ -143,7 +193,7 @@ class SAGELayer(Layer):
         """See `Layer.compute_targets`."""
         counts = hop.indptr.diff() + 1 if self.self_loops else hop.indptr.diff().clamp(min=1)
         scale = 1 / counts.to(rows.dtype)
-        mean = aggregate(hop.indptr, hop.indices, rows, None, scale)
+        mean = hop.aggregate(rows, scale)
         if self.self_loops:
             mean = mean.addcmul_(hop.target_rows(rows), scale[:, None])
         out = mean + self.neighbours.bias if is_projected else self.neighbours(mean)
@@ -182,13 +232,7 @@ class GCNLayer(Layer):
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         norms = inverse_sqrt_degrees(hop.target_degrees, rows.dtype)
         num_sampled = hop.indptr.diff().clamp(min=1)
-        total = aggregate(
-            hop.indptr,
-            hop.indices,
-            rows,
-            hop.source_norms,
-            norms * hop.target_degrees / num_sampled,
-        )
+        total = hop.aggregate(rows, norms * hop.target_degrees / num_sampled, hop.source_norms)
         total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
         return (
             total + self.bias if is_projected else functional.linear(total, self.weight, self.bias)
@@ -225,7 +269,7 @@ class GINLayer(Layer):
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         num_sampled = hop.indptr.diff().clamp(min=1)
         scale = hop.target_degrees.to(rows.dtype) / num_sampled
-        total = aggregate(hop.indptr, hop.indices, rows, None, scale)
+        total = hop.aggregate(rows, scale)
         total = total.add_(hop.target_rows(rows))
         out = total + self.first.bias if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
@@ -297,13 +341,10 @@ class GATLayer(Layer):
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         row_heads = self.heads if is_projected else 1  # heads in one row
-        out_THF = gat_aggregate(
-            hop.indptr,
-            hop.indices,
+        out_THF = hop.gat_aggregate(
             rows.view(len(rows), row_heads, -1),
             scores,
             self._attention_scores(x_target, self.target_attention),
-            self_index=hop.self_index,
             dropout=self.dropout if self.training else 0.0,
             seed=random_seed() if self.training and self.dropout else 0,
         )
@@ -409,13 +450,10 @@ class GATv2Layer(Layer):
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         assert is_projected, "a layer with must_project_first gets projected rows"
-        out_THF = gatv2_aggregate(
-            hop.indptr,
-            hop.indices,
+        out_THF = hop.gatv2_aggregate(
             rows.view(len(rows), self.heads, -1),
             self.target(x_target).view(len(x_target), self.heads, -1),
             self.attention,
-            self_index=hop.self_index,
             dropout=self.dropout if self.training else 0.0,
             seed=random_seed() if self.training and self.dropout else 0,
         )

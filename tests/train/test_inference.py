@@ -15,8 +15,9 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models import GAT, GCN, SAGE, GATv2
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train import inference as train_inference
 from gcnzc.train.inference import inference
+from gcnzc.train.layerwise import ranges, workers
+from gcnzc.train.layerwise.layer import FullLayer
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,13 +112,13 @@ def test_inference_with_gathered_rows_equals_inference_in_place(
     table = FeatureTable(torch.randn(60, in_features).double())
     nodes = torch.tensor([3, 50, 59]) if some else None
     expected = inference(model, graph, table, nodes=nodes)
-    set_up = train_inference._FullLayer.__init__
+    set_up = FullLayer.__init__
 
     def never_in_place(self, *arguments):
         set_up(self, *arguments)
         self.is_in_place = False
 
-    monkeypatch.setattr(train_inference._FullLayer, "__init__", never_in_place)
+    monkeypatch.setattr(FullLayer, "__init__", never_in_place)
     found = inference(model, graph, table, nodes=nodes, batch_nodes=7)
     torch.testing.assert_close(found, expected)
 
@@ -127,7 +128,7 @@ def test_inference_bounds_the_edges_of_a_range(monkeypatch):
     model = made("gat", 5, 4, 3)
     table = FeatureTable(torch.randn(60, 5).double())
     expected = inference(model, graph, table)
-    monkeypatch.setattr(train_inference, "BATCH_EDGES", 20)
+    monkeypatch.setattr(ranges, "BATCH_EDGES", 20)
     steps = []
     found = inference(model, graph, table, progress=lambda *step: steps.append(step))
     torch.testing.assert_close(found, expected)
@@ -161,8 +162,8 @@ STACKS: list[dict[str, object]] = [
 
 def outputs_of_all(group: Group | None) -> list[Tensor]:
     """Outputs of every kind of model, table and choice of nodes, in small ranges."""
-    usual = train_inference.BATCH_EDGES, train_inference.PIECE_BYTES, torch.get_num_threads()
-    train_inference.BATCH_EDGES, train_inference.PIECE_BYTES = 60, 1000
+    usual = ranges.BATCH_EDGES, workers.PIECE_BYTES, torch.get_num_threads()
+    ranges.BATCH_EDGES, workers.PIECE_BYTES = 60, 1000
     torch.set_num_threads(1)
     torch.manual_seed(0)
     graph, found = random_graph(), []
@@ -182,7 +183,7 @@ def outputs_of_all(group: Group | None) -> list[Tensor]:
                 stacked, graph, FeatureTable(x), nodes=nodes, batch_nodes=7, group=group
             )
             found.append(out.clone())
-    train_inference.BATCH_EDGES, train_inference.PIECE_BYTES = usual[:2]
+    ranges.BATCH_EDGES, workers.PIECE_BYTES = usual[:2]
     torch.set_num_threads(usual[2])
     return found
 
@@ -241,12 +242,12 @@ def test_shares_have_about_equal_costs():
     spans = [(i, i + 1) for i in range(50)]
     for seed, parts in itertools.product(range(20), (1, 2, 3, 7)):
         costs = torch.randint(1, 30, (50,), generator=torch.Generator().manual_seed(seed)).tolist()
-        shares = train_inference._divide_spans(spans, costs, parts)
+        shares = ranges.divide_spans(spans, costs, parts)
         assert list(itertools.chain(*shares)) == spans
         assert len(shares) == parts
         of_share = [sum(costs[begin] for begin, _ in share) for share in shares]
         assert all(abs(cost - sum(costs) / parts) <= max(costs) for cost in of_share)
-    assert train_inference._divide_spans([], [], 3) == [[], [], []]
+    assert ranges.divide_spans([], [], 3) == [[], [], []]
 
 
 def test_invalid_arguments_are_rejected():

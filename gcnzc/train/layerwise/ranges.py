@@ -1,0 +1,118 @@
+"""Divide nodes into ranges and among workers, and find the nodes that others depend on.
+
+Ranges must not depend on the number of workers, nor on where rows are stored, because they
+determine how outputs are rounded.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gcnzc.graph.graph import Graph
+
+BATCH_NODES = 1 << 14  # maximum targets of a range
+BATCH_EDGES = 1 << 20  # maximum in-edges of a range of several targets
+
+# A range has at most a 64th of the graph's nodes, or 64 nodes if that is more, so that a small
+# graph is divided among workers, too.
+MIN_RANGES, MIN_NODES = 64, 64
+
+Span: TypeAlias = tuple[int, int]  # begin and end of a range
+
+
+def limit_batch_nodes(graph: Graph, batch_nodes: int) -> int:
+    """Return the maximum number of nodes of a range of a graph."""
+    return min(batch_nodes, max(MIN_NODES, graph.num_nodes // MIN_RANGES))
+
+
+def needed_nodes(
+    graph: Graph, num_layers: int, nodes: Tensor | None, batch_nodes: int
+) -> list[Tensor | None]:
+    """Return each layer's source nodes, input layer first, then `nodes`; None means all nodes."""
+    needed = [nodes]
+    for _ in range(num_layers):
+        targets = needed[0]
+        if targets is not None:
+            seen = torch.zeros(graph.num_nodes, dtype=torch.bool)
+            seen[targets] = True
+            for begin, end in ranges(graph, targets, batch_nodes):
+                seen[in_edges(graph, targets[begin:end])[1].long()] = True
+            targets = None if seen.all() else seen.nonzero().flatten()
+        needed.insert(0, targets)
+    return needed
+
+
+def ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]:
+    """Yield ranges of `ids`, or of all nodes, with bounded numbers of nodes and edges."""
+    ends = _offsets(graph, ids)
+    begin, count = 0, len(ends) - 1
+    while begin < count:
+        edge_limit = int(torch.searchsorted(ends, ends[begin] + BATCH_EDGES, right=True)) - 1
+        end = min(max(edge_limit, begin + 1), begin + batch_nodes, count)
+        yield begin, end
+        begin = end
+
+
+def assign_ranges(
+    graph: Graph, ids: Tensor | None, batch_nodes: int, num_workers: int
+) -> list[list[Span]]:
+    """Assign ranges of nodes to workers, with about equal sums of nodes and edges."""
+    ends, spans = _offsets(graph, ids), list(ranges(graph, ids, batch_nodes))
+    return divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], num_workers)
+
+
+def assign_equal_ranges(count: int, size: int, num_workers: int) -> list[list[Span]]:
+    """Assign the ranges of `size` rows among `count` rows to workers, about as many to each."""
+    spans = [(at, min(at + size, count)) for at in range(0, count, size)]
+    return divide_spans(spans, [end - begin for begin, end in spans], num_workers)
+
+
+def divide_spans(spans: Sequence[Span], costs: Sequence[int], num_workers: int) -> list[list[Span]]:
+    """Divide consecutive spans into one consecutive group per worker, of about equal cost."""
+    shares: list[list[Span]] = [[] for _ in range(num_workers)]
+    before, total = 0, sum(costs)
+    for span, cost in zip(spans, costs, strict=True):
+        # a span belongs to the group that contains the middle of its cost
+        shares[(2 * before + cost) * num_workers // (2 * total)].append(span)
+        before += cost
+    return shares
+
+
+def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
+    """Return the cumulative in-degrees of `ids` or of all nodes, (n + 1,), starting with 0."""
+    if ids is None:
+        return graph.indptr
+    return functional.pad(degrees_of(graph, ids).cumsum(0), (1, 0))
+
+
+def in_edges(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """Return the in-edges of nodes in CSC format: indptr, and the node ids of the sources."""
+    if isinstance(ids, slice):
+        bounds = graph.indptr[ids.start : ids.stop + 1]
+        return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
+    degrees = degrees_of(graph, ids)
+    indptr = functional.pad(degrees.cumsum(0), (1, 0))
+    shift = (graph.indptr[ids] - indptr[:-1]).repeat_interleave(degrees)
+    return indptr, graph.indices[torch.arange(len(shift)) + shift]
+
+
+def degrees_of(graph: Graph, ids: Tensor) -> Tensor:
+    """Return the in-degrees of nodes, int64."""
+    return graph.indptr[ids + 1] - graph.indptr[ids]
+
+
+def ids_of_range(nodes: Tensor | None, begin: int, end: int) -> Tensor:
+    """Return the node ids of a range of `nodes`, or of all nodes."""
+    return torch.arange(begin, end) if nodes is None else nodes[begin:end]
+
+
+def row_index(ids: Tensor | None, graph: Graph) -> Tensor | None:
+    """Return (N,) positions of nodes in `ids`, or None if `ids` is None (all nodes in order)."""
+    if ids is None:
+        return None
+    row_of = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)
+    row_of[ids] = torch.arange(len(ids), dtype=row_of.dtype)
+    return row_of
