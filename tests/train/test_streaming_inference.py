@@ -1,0 +1,367 @@
+"""Inference with rows on disk equals inference in memory bit for bit, and resumes after a kill."""
+
+import errno
+import itertools
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from by_hand import MODELS, made, random_graph
+from processes import FORKS, results
+
+import gcnzc
+from gcnzc.exchange import init_group
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models import GIN, SAGE
+from gcnzc.train import inference as inference_module
+from gcnzc.train.inference import inference
+from gcnzc.train.layerwise import journal, ranges, stored_rows
+from gcnzc.train.layerwise import scratch as scratch_module
+
+STACKS: list[dict[str, object]] = [
+    {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
+    {"output_linear": True, "jumping": "cat", "input_linear": True},
+    {"output_linear": True, "jumping": "sum", "residual": True},
+]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Ranges of few edges, so that there are many, and any memory."""
+    monkeypatch.setattr(ranges, "BATCH_EDGES", 60)
+    monkeypatch.setattr(inference_module, "MIN_MEMORY", 1)
+    torch.manual_seed(0)
+    return {"batch_nodes": 7, "memory": 1500}
+
+
+def models(in_features):
+    for name in MODELS:
+        yield made(name, in_features, 8, 4).float()
+    for options in STACKS:
+        yield made("gcn", in_features, 8, 4, **options).float()
+        yield made("gatv2", in_features, 8, 4, **options).float()
+    yield SAGE(in_features, 8, 4, self_loops=True)
+    yield GIN(in_features, 8, 4)
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("in_features", [3, 30])
+def test_it_equals_inference_in_memory_bit_for_bit(in_features, some, small, tmp_path):
+    graph = random_graph()
+    nodes = torch.tensor([3, 50, 59, 3]) if some else None
+    for number, model in enumerate(models(in_features)):
+        x = torch.randn(60, in_features)
+        table = FeatureTable(x.half() if number % 2 and in_features == 3 else x)
+        for layer, memory in ((None, 1500), (None, 1), (2, 1 << 20)):
+            expected = inference(model, graph, table, nodes=nodes, layer=layer, batch_nodes=7)
+            folder = tmp_path / f"{number}-{layer}-{memory}"
+            words = {**small, "memory": memory, "layer": layer, "nodes": nodes}
+            found = inference(model, graph, table, scratch=folder, **words)
+            assert torch.equal(found, expected), (type(model), layer, memory)
+        # it is finished: nothing is computed, and a progress bar still ends
+        seen = []
+        again = inference(
+            model, graph, table, scratch=folder, progress=lambda *s: seen.append(s), **words
+        )
+        assert torch.equal(again, expected)
+        assert seen[-1][0] == seen[-1][1]
+
+
+def test_only_the_last_rows_remain(small, tmp_path):
+    for number, name in enumerate(("sage", "gat")):
+        folder = tmp_path / str(number)
+        model, table = made(name, 30, 8, 4), FeatureTable(torch.randn(60, 30).double())
+        inference(model, random_graph(), table, scratch=folder, **small)
+        assert {path.name for path in folder.iterdir()} == {
+            *("journal-0.jsonl", "layer-3.rows", "scratch.json")
+        }
+
+
+class Killed(BaseException):
+    """The process ends here, and the machine loses what is not synchronized."""
+
+
+class Computer:
+    """Counts the accesses to the disk, and ends at one of them as if the power failed.
+
+    Rows that were written since they were last synchronized are lost, and a journal gets half of
+    what is appended to it.
+    """
+
+    def __init__(self, monkeypatch, end):
+        self.count, self.end, self.lost = 0, end, {}
+        self.pwrite, fdatasync = os.pwrite, os.fdatasync
+        append, unlink, ftruncate = journal.append_whole, Path.unlink, os.ftruncate
+
+        def pwrite(file, data, at):
+            # a part, as a disk that becomes full
+            written = self.pwrite(file, data[: max(1, len(data) // 2)], at)
+            self.lost.setdefault(file, []).append((at, written))
+            self.step()
+            return written
+
+        def sync(file):
+            self.step()
+            fdatasync(file)
+            self.lost.pop(file, None)
+            self.step()
+
+        def append_whole(path, data):
+            if self.count + 1 == self.end:
+                append(path, data[: len(data) // 2])
+            self.step()
+            append(path, data)
+            self.step()
+
+        def remove(path, missing_ok=False):
+            self.step()
+            unlink(path, missing_ok=missing_ok)
+
+        def truncate(file, size):
+            self.step()
+            ftruncate(file, size)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(os, "fdatasync", sync)
+        monkeypatch.setattr(os, "ftruncate", truncate)
+        monkeypatch.setattr(Path, "unlink", remove)
+        monkeypatch.setattr(journal, "append_whole", append_whole)
+
+    def step(self):
+        self.count += 1
+        if self.count == self.end:
+            for file, parts in self.lost.items():
+                for at, size in parts:
+                    self.pwrite(file, b"\xff" * size, at)
+            raise Killed
+
+
+@pytest.mark.parametrize("name", ["gat", "deep"])
+def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_rows, "SYNC_BYTES", 900)
+    graph = random_graph(30, 150)
+    options = {} if name == "gat" else STACKS[1]
+    model = made("gat" if name == "gat" else "gcn", 30, 8, 4, **options).float()
+    table = FeatureTable(torch.randn(30, 30))
+    expected = inference(model, graph, table, batch_nodes=7)
+    ends, seen = 0, set()
+    for end in itertools.count(1, 7):
+        folder = tmp_path / str(end)
+        with monkeypatch.context() as patches:
+            computer = Computer(patches, end)
+            try:
+                inference(model, graph, table, scratch=folder, **small)
+            except Killed:
+                ends += 1
+            else:
+                break
+        assert computer.count == end
+        # another kill while it resumes
+        with monkeypatch.context() as patches:
+            Computer(patches, 1 + end % 11)
+            try:
+                found = inference(model, graph, table, scratch=folder, **small)
+            except Killed:
+                found = None
+        if found is None:
+            steps = []
+            found = inference(
+                model, graph, table, scratch=folder, progress=lambda *s: steps.append(s), **small
+            )
+            seen.add(len(steps))
+        assert torch.equal(found, expected), end
+        assert not [path for path in folder.glob("*.rows") if path.stem != "layer-3"]
+    assert ends > 9
+    assert len(seen) > 1
+
+
+def test_finished_ranges_are_not_computed_again(small, tmp_path, monkeypatch):
+    graph, model = random_graph(), made("sage", 30, 8, 4)
+    table = FeatureTable(torch.randn(60, 30).double())
+    calls = []
+    write = stored_rows.StoredRows.write
+    monkeypatch.setattr(stored_rows, "SYNC_BYTES", 0)
+
+    def counted(self, begin, end, values):
+        calls.append((self.name, begin))
+        if len(calls) == 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rows")
+        write(self, begin, end, values)
+
+    monkeypatch.setattr(stored_rows.StoredRows, "write", counted)
+    # a full disk is an error that names the file, and the rows before it are kept
+    with pytest.raises(OSError, match="No space left on device"):
+        inference(model, graph, table, scratch=tmp_path, **small)
+    inference(model, graph, table, scratch=tmp_path, **small)
+    assert calls[19] == calls[20]
+    assert len(set(calls)) == len(calls) - 1
+
+
+def test_a_full_disk_is_reported_with_the_file(small, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    graph, model = random_graph(), made("sage", 5, 8, 4)
+    table = FeatureTable(torch.randn(60, 5).double())
+    for name in ("pwrite", "fdatasync"):
+        with monkeypatch.context() as patches:
+            patches.setattr(os, name, full)
+            with pytest.raises(OSError, match="layer-1|messages-1"):
+                inference(model, graph, table, scratch=tmp_path, **small)
+    found = inference(model, graph, table, scratch=tmp_path, **small)
+    assert torch.equal(found, inference(model, graph, table, batch_nodes=7))
+
+
+def test_rows_of_another_computation_are_refused(small, tmp_path):
+    graph, model = random_graph(), made("gcn", 5, 8, 4)
+    x = torch.randn(60, 5).double()
+    inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
+    other_graph = random_graph()
+    other_x = x.clone()
+    other_x[59, 4] += 1
+    with pytest.raises(ValueError, match="another computation: graph differ"):
+        inference(model, other_graph, FeatureTable(x), scratch=tmp_path, **small)
+    with pytest.raises(ValueError, match="features differ"):
+        inference(model, graph, FeatureTable(other_x), scratch=tmp_path, **small)
+    for words in ({"layer": 2}, {"nodes": [1]}, {"batch_nodes": 6}):
+        with pytest.raises(ValueError, match="another computation: (layer|nodes|ranges) differ"):
+            inference(model, graph, FeatureTable(x), scratch=tmp_path, **{**small, **words})
+    with torch.no_grad():
+        model.layers[2].bias[0] += 1
+    with pytest.raises(ValueError, match="model differ(.|\n)*hint: give another folder"):
+        inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
+
+
+def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(inference_module, "MIN_MEMORY", 1 << 20)
+    graph, model = random_graph(), made("gcn", 5, 8, 4)
+    table = FeatureTable(torch.randn(60, 5).double())
+    with pytest.raises(ValueError, match="memory"):
+        inference(model, graph, table, scratch=tmp_path, memory=1000)
+    with pytest.raises(ValueError, match="no folder for the rows"):
+        inference(model, graph, table, memory=1 << 20)
+    with pytest.raises(ValueError, match="layer is 4, but the model has 3"):
+        inference(model, graph, table, layer=4)
+    with pytest.raises(TypeError, match="scratch"):
+        inference(model, graph, table, scratch=3)
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(ValueError, match="not a scratch folder: it has mine"):
+        inference(model, graph, table, scratch=tmp_path)
+    assert (tmp_path / "mine").read_text() == "kept"
+    folder = tmp_path / "used"
+    folder.mkdir()
+    with scratch_module._locked(folder), pytest.raises(ValueError, match="uses the scratch folder"):
+        inference(model, graph, table, scratch=folder)
+    # rows that are cut short
+    inference(model, graph, table, scratch=folder)
+    os.truncate(folder / "layer-3.rows", 8)
+    with pytest.raises(ValueError, match="has 8 bytes instead of"):
+        inference(model, graph, table, scratch=folder)
+
+
+def problem(num_nodes=3000):
+    torch.manual_seed(0)
+    graph = random_graph(num_nodes, 10 * num_nodes)
+    return made("gat", 24, 16, 5).float(), graph, FeatureTable(torch.randn(num_nodes, 24))
+
+
+def infer_slowly(folder):
+    model, graph, table = problem()
+    stored_rows.SYNC_BYTES = 1 << 14
+    inference(
+        model,
+        graph,
+        table,
+        scratch=folder,
+        memory=1 << 20,
+        progress=lambda done, total: time.sleep(0.004),
+    )
+
+
+@pytest.mark.processes
+def test_it_survives_sigkill_at_random_moments(tmp_path):
+    draw = random.Random(0)
+    kills = 0
+    for _ in range(100):
+        process = FORKS.Process(target=infer_slowly, args=(tmp_path / "scratch",))
+        process.start()
+        process.join(draw.uniform(0.05, 0.9) if kills < 6 else 60)
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+        else:
+            assert process.exitcode == 0
+            break
+    assert kills >= 1
+    model, graph, table = problem()
+    found = inference(model, graph, table, scratch=tmp_path / "scratch", memory=1 << 20)
+    assert torch.equal(found, inference(model, graph, table))
+
+
+def infer_of_worker(folder):
+    model, graph, table = problem(500)
+    torch.set_num_threads(1)
+    with init_group() as group:
+        found = inference(
+            model, graph, table, group=group, scratch=folder, memory=1 << 20, batch_nodes=16
+        )
+        return found.clone()
+
+
+@pytest.mark.processes
+def test_two_workers_compute_the_rows_of_one(tmp_path):
+    model, graph, table = problem(500)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = inference(model, graph, table, batch_nodes=16)
+    torch.set_num_threads(usual)
+    for found in results(2, tmp_path, infer_of_worker, str(tmp_path / "scratch")):
+        assert torch.equal(found, expected)
+
+
+def peak_of(path, folder):
+    """Write the growth of the resident memory of one inference to a file."""
+    torch.set_num_threads(1)
+    num_nodes = 120_000
+    src = torch.randint(num_nodes, (4 * num_nodes,))
+    graph = Graph.from_edges(src, torch.randint(num_nodes, (4 * num_nodes,)), num_nodes)
+    table = FeatureTable(torch.randn(num_nodes, 8))
+    model = SAGE(8, 128, 4, num_layers=3)
+    # imports, and caches of kernels
+    inference(model, graph, table, nodes=[0])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    inference(model, graph, table, scratch=folder, memory=4 << 20)
+    path.write_text(str(resident("VmHWM") - before))
+
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+@pytest.mark.processes
+def test_memory_is_bounded(tmp_path):
+    """A hidden layer has 61 MB; in memory, two would be 123 MB."""
+    process = FORKS.Process(target=peak_of, args=(tmp_path / "peak", tmp_path / "scratch"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert int((tmp_path / "peak").read_text()) < 32 << 20
+
+
+def test_the_function_of_the_package_streams(tmp_path):
+    graph, model = random_graph(), SAGE(5, 8, 4)
+    table = FeatureTable(torch.randn(60, 5))
+    found = gcnzc.inference(model, graph, table, scratch=tmp_path / "s", memory=1 << 20)
+    assert torch.equal(found, gcnzc.inference(model, graph, table))
+    # the result is mapped, and outlives the folder
+    for path in (tmp_path / "s").iterdir():
+        path.unlink()
+    assert torch.equal(found, gcnzc.inference(model, graph, table))
