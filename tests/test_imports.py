@@ -82,7 +82,8 @@ DOORS = {
         *(
             f"gcnzc/cli/commands/{name}.py"
             for name in (
-                *("check", "data", "cache_forecast", "cost", "pcie", "plot", "predict", "presets"),
+                *("check", "data", "cache_forecast", "cost", "embed_nodes", "pcie", "plot"),
+                *("predict", "presets"),
             )
         ),
     },

@@ -6,17 +6,27 @@ from gcnzc._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from gcnzc.train.config import TrainConfig
+    from gcnzc.train.embedding import embed_nodes
     from gcnzc.train.evaluation import evaluate
     from gcnzc.train.prediction import predict, predict_links
     from gcnzc.train.repeated_runs import train_runs
     from gcnzc.train.run import train
 
-__all__ = ["TrainConfig", "evaluate", "predict", "predict_links", "train", "train_runs"]
+__all__ = [
+    "TrainConfig",
+    "embed_nodes",
+    "evaluate",
+    "predict",
+    "predict_links",
+    "train",
+    "train_runs",
+]
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
         "gcnzc.train.config": ("TrainConfig",),
+        "gcnzc.train.embedding": ("embed_nodes",),
         "gcnzc.train.evaluation": ("evaluate",),
         "gcnzc.train.prediction": ("predict", "predict_links"),
         "gcnzc.train.repeated_runs": ("train_runs",),

@@ -100,9 +100,10 @@ def inference(
             used.
         memory: with `scratch`, bytes for the rows of layers in this process at a time, at least
             2**20: those of the in-neighbours that are aggregated. In addition, memory holds the
-            inputs and outputs of one range of `batch_nodes` nodes, a few bytes for each node of the
-            graph, and, for features whose dtype is not the model's, the features of the
-            in-neighbours of one range. Default: an eighth of the available memory.
+            inputs and outputs of one range of `batch_nodes` nodes, and a few bytes for each node of
+            the graph. On a GPU, for a model with `pre_norm`, and for features whose dtype is not
+            the model's, it also holds the input rows of the in-neighbours of one range. Default: an
+            eighth of the available memory.
 
     Returns:
         (M, columns) or (N, columns) on the host, the same on all workers. The workers of one
@@ -280,6 +281,7 @@ class _Computation:
         for index, (sources, targets) in enumerate(pairwise(self.needed)):
             if index < first:
                 self._advance(self.shares[index][self.workers.rank])
+                self._remove_inputs(index)
                 continue
             count = given.graph.num_nodes if targets is None else len(targets)
             is_last = index == given.num_layers - 1
@@ -290,6 +292,7 @@ class _Computation:
                 self._advance(self.shares[index][self.workers.rank])
             else:
                 self._compute_layer(index, sources, targets, table, row_of, rows)
+            self._remove_inputs(index)
             # frees the rows of the previous layer
             table, row_of = _table_of(rows), row_index(targets, given.graph)
             if self.has_jumping and not is_last:
@@ -298,10 +301,11 @@ class _Computation:
 
     def _first_layer(self) -> int:
         """Return the index of the last layer that is finished, or 0: earlier ones are not read."""
-        if self.scratch is None or self.has_jumping:
+        if self.scratch is None:
             return 0
         finished = [i for i in range(self.given.num_layers) if self._is_finished(i)]
-        return finished[-1] if finished else 0
+        is_done = self.given.num_layers - 1 in finished
+        return finished[-1] if finished and (is_done or not self.has_jumping) else 0
 
     def _is_finished(self, index: int) -> bool:
         return self.scratch is not None and self.scratch.is_finished(f"layer-{index + 1}")
@@ -337,10 +341,17 @@ class _Computation:
             if isinstance(rows, StoredRows):
                 rows.sync()
         self._finish(rows, self.shares[index])
-        if self.scratch is not None:
-            previous = [] if self.has_jumping else [f"layer-{index}"]
-            names = ["input", f"messages-{index + 1}", f"scores-{index + 1}", *previous]
-            self.scratch.remove(names)
+
+    def _remove_inputs(self, index: int) -> None:
+        """Delete the stored rows from which a layer was computed, which is finished."""
+        if self.scratch is None:
+            return
+        names = ["input", f"messages-{index + 1}", f"scores-{index + 1}"]
+        if not self.has_jumping:
+            names.append(f"layer-{index}")
+        elif index == self.given.num_layers - 1:
+            names += [f"layer-{earlier + 1}" for earlier in range(index)]
+        self.scratch.remove(names)
 
     def _advance(self, spans: Sequence[Span]) -> None:
         self.done += sum(end - begin for begin, end in spans)

@@ -155,6 +155,21 @@ def parse_cache_size(text: str, option: str = "--cache-size", whole: str = "of t
     )
 
 
+def parse_bytes(text: str, option: str) -> int:
+    """Parse a number of bytes with a unit, such as 2GB or 512MiB.
+
+    Raises:
+        ValueError: `text` is none.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMG]i?)?B", text.strip())
+    num_bytes = float(found[1]) * _UNITS[found[2] or ""] if found else 0
+    if not 1 <= num_bytes <= MAX_BYTES:
+        raise ValueError(
+            f"{option} must be bytes with a unit, got {text!r:.100}\n\nhint: such as 2GB or 512MiB"
+        )
+    return int(num_bytes)
+
+
 def config_from_dict(kind: type[C], values: Mapping[str, Any], source: str) -> C:
     """Build a config from a table of TOML or JSON; missing options have their defaults.
 

@@ -28,6 +28,7 @@ from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import load_best
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.layerwise.scratch import remove_scratch
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
 from gcnzc.train.schema import Schema, check_names, read_schema
@@ -35,6 +36,8 @@ from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks.link import build_link_model
 
 Array = NDArray[Any]
+# outputs that are checked at once
+CHECKED_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def predict(
     *,
     nodes: Any = None,
     device: str = "auto",
+    scratch: str | Path | None = None,
+    memory: int | None = None,
     reporter: Reporter | None = None,
 ) -> NodePredictions:
     """Predict the classes of nodes with the best model of a run, with all neighbours.
@@ -144,12 +149,15 @@ def predict(
         nodes: ids of nodes, in any order, as the graph's source has them; or "train", "valid" or
             "test"; None or "all" for all nodes.
         device: `auto`, `cpu` or `cuda`.
+        scratch, memory: see `gcnzc.inference`.
         reporter: shows the progress; None shows nothing.
 
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
         ValueError: the graph does not fit the model, a node is unknown, the run is of link
-            prediction, or an output is not finite.
+            prediction, an output is not finite, or the scratch folder has rows of another
+            computation.
+        OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
     numbers: Array | None = None
@@ -157,7 +165,8 @@ def predict(
         numbers = None if nodes == "all" else part_numbers(loaded.data, nodes)
     elif nodes is not None:
         numbers = _numbers(loaded, nodes)
-    return predict_nodes(loaded, numbers, reporter or NullReporter())
+    folder = None if scratch is None else Path(scratch)
+    return predict_nodes(loaded, numbers, reporter or NullReporter(), folder, memory)
 
 
 def predict_links(
@@ -166,6 +175,8 @@ def predict_links(
     *,
     pairs: Any,
     device: str = "auto",
+    scratch: str | Path | None = None,
+    memory: int | None = None,
     reporter: Reporter | None = None,
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes with the best model of a link prediction run.
@@ -175,12 +186,15 @@ def predict_links(
         data: see `predict`.
         pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
         device: `auto`, `cpu` or `cuda`.
+        scratch, memory: see `gcnzc.inference`.
         reporter: shows the progress; None shows nothing.
 
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
         ValueError: the graph does not fit the model, a node is unknown, the run is not of link
-            prediction, or an output is not finite.
+            prediction, an output is not finite, or the scratch folder has rows of another
+            computation.
+        OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
     if len(pairs) != 2:
@@ -188,11 +202,16 @@ def predict_links(
             f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
         )
     sources, targets = (_numbers(loaded, part) for part in pairs)
-    return predict_pairs(loaded, sources, targets, reporter or NullReporter())
+    folder = None if scratch is None else Path(scratch)
+    return predict_pairs(loaded, sources, targets, reporter or NullReporter(), folder, memory)
 
 
 def predict_nodes(
-    loaded: TrainedModel, numbers: Array | None, reporter: Reporter
+    loaded: TrainedModel,
+    numbers: Array | None,
+    reporter: Reporter,
+    scratch: Path | None = None,
+    memory: int | None = None,
 ) -> NodePredictions:
     """Predict the classes of nodes by their (M,) numbers; of all nodes if None."""
     if loaded.config.task == "link":
@@ -201,9 +220,9 @@ def predict_nodes(
             "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc evaluate RUN "
             "--predictions FILE.npy` writes the embedding of every node"
         )
-    with _feature_rows(loaded) as table:
-        logits = _outputs(loaded, loaded.model, table, numbers, reporter)
-    _check_finite(logits)
+    with feature_rows(loaded) as table:
+        logits = _outputs(loaded, loaded.model, table, numbers, reporter, scratch, memory)
+    check_finite(logits)
     schema = loaded.schema
     if schema.num_tasks > 1:
         probabilities = logits.sigmoid()
@@ -220,7 +239,12 @@ def predict_nodes(
 
 
 def predict_pairs(
-    loaded: TrainedModel, sources: Array, targets: Array, reporter: Reporter
+    loaded: TrainedModel,
+    sources: Array,
+    targets: Array,
+    reporter: Reporter,
+    scratch: Path | None = None,
+    memory: int | None = None,
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes by their (M,) numbers."""
     if loaded.config.task != "link":
@@ -234,17 +258,19 @@ def predict_pairs(
             "hint: pairs are (2, M) ids"
         )
     nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
-    with _feature_rows(loaded) as table:
-        rows = _outputs(loaded, loaded.model.encoder, table, nodes, reporter)
+    with feature_rows(loaded) as table:
+        encoder = loaded.model.encoder
+        rows = _outputs(loaded, encoder, table, nodes, reporter, scratch, memory)
     ends = torch.from_numpy(places.reshape(2, -1))
     scores = loaded.model.scores(rows, ends[0], ends[1])
-    _check_finite(scores)
+    check_finite(scores)
     ids = [ids_of(loaded.data, part) for part in (sources, targets)]
     return LinkPredictions(ids[0], ids[1], scores.numpy(), loaded.epoch)
 
 
 @contextmanager
-def _feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
+def feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
+    """The features that the model reads, until the end of the `with`."""
     where = loaded.config.features
     labels = None
     if loaded.config.label_inputs:
@@ -260,15 +286,26 @@ def _outputs(
     table: FeatureTable,
     numbers: Array | None,
     reporter: Reporter,
+    scratch: Path | None,
+    memory: int | None,
 ) -> Tensor:
     """Return the (M, C) outputs of nodes, which may be given several times."""
     graph, device = loaded.data.graph, loaded.device
-    with reporter.task("predict") as bar:
-        if numbers is None:
-            return inference(encoder, graph, table, device, progress=bar)
+    nodes, places = None, None
+    if numbers is not None:
         nodes, places = np.unique(numbers, return_inverse=True)
-        rows = inference(encoder, graph, table, device, nodes=nodes, progress=bar)
-    return rows[torch.from_numpy(places.reshape(-1))]
+    with reporter.task("predict") as bar:
+        rows = inference(
+            encoder,
+            graph,
+            table,
+            device,
+            nodes=nodes,
+            progress=bar,
+            scratch=scratch,
+            memory=memory,
+        )
+    return rows if places is None else rows[torch.from_numpy(places.reshape(-1))]
 
 
 def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
@@ -290,6 +327,12 @@ def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
             "without that file they are the numbers from 0"
         )
     return numbers
+
+
+def delete_scratch(folder: Path | None) -> None:
+    """Delete a scratch folder whose rows are not needed any more; None is valid."""
+    if folder is not None:
+        remove_scratch(folder)
 
 
 def part_numbers(data: Dataset, part: str) -> Array:
@@ -317,8 +360,11 @@ def ids_of(data: Dataset, numbers: Array | None) -> Array:
     return values if numbers is None else values[numbers]
 
 
-def _check_finite(outputs: Tensor) -> None:
-    wrong = int((~torch.isfinite(outputs)).reshape(len(outputs), -1).any(dim=1).sum())
+def check_finite(outputs: Tensor) -> None:
+    """Raise a ValueError if an output is NaN or infinite."""
+    # outputs may be mapped from a file that is larger than the memory
+    parts = outputs.reshape(len(outputs), -1).split(CHECKED_ROWS)
+    wrong = sum(int((~torch.isfinite(part)).any(dim=1).sum()) for part in parts)
     if wrong:
         raise ValueError(
             f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"

@@ -40,6 +40,16 @@ def check_output(name: str, path: Path) -> None:
         import_parquet()
 
 
+def check_array_output(name: str, path: Path) -> None:
+    """Raise a ValueError unless a .npy file can be written to `path`."""
+    if path.suffix != ".npy":
+        raise ValueError(
+            f"{option_name(name)}: {path.name!r} does not end in .npy\n\n"
+            "hint: use a name that ends in .npy; `numpy.load` reads it"
+        )
+    check_writable(name, path)
+
+
 def read_nodes(path: Path, known: KnownNodes) -> Array:
     """Read the (M,) numbers of nodes from a file of ids: a column `node` or `id`, or .npy.
 

@@ -16,6 +16,7 @@ from gcnzc.cli.commands.data import (
     make_command,
     prepare_command,
 )
+from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig, embed_nodes_command
 from gcnzc.cli.commands.evaluate import evaluate_command
 from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
@@ -33,6 +34,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     InfoConfig: info_command,
     EvaluateConfig: evaluate_command,
     PredictConfig: predict_command,
+    EmbedNodesConfig: embed_nodes_command,
     CheckConfig: check_command,
     PcieConfig: pcie_command,
     CacheForecastConfig: cache_forecast_command,

@@ -9,9 +9,9 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import PARTS
-from gcnzc.train.options import check_options
 from gcnzc.train.prediction import (
     TrainedModel,
+    delete_scratch,
     load_model,
     part_numbers,
     predict_nodes,
@@ -19,10 +19,11 @@ from gcnzc.train.prediction import (
 )
 from gcnzc.train.prediction_files import read_nodes, read_pairs, write_links, write_nodes
 from gcnzc.train.progress import Reporter
+from gcnzc.train.scratch_options import ScratchOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictConfig:
+class PredictConfig(ScratchOptions):
     """Predict the classes of nodes, or the scores of pairs, with the best model of a run.
 
     Reads all neighbours of each node, writes a file, and prints one JSON line.
@@ -47,7 +48,7 @@ class PredictConfig:
     """where to compute; auto uses CUDA if there is a GPU"""
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.pairs is not None and self.nodes != "all":
             raise ValueError(
                 f"--nodes {self.nodes} with --pairs {self.pairs}\n\n"
@@ -62,6 +63,7 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     write = _predict_nodes if config.pairs is None else _predict_links
     is_replaced = config.out.exists()
     count, columns = write(config, loaded, reporter)
+    delete_scratch(config.scratch)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
     print_json(
         {
@@ -86,7 +88,7 @@ def _predict_nodes(
         numbers = part_numbers(loaded.data, config.nodes)
     else:
         numbers = read_nodes(Path(config.nodes), loaded.node_index)
-    found = predict_nodes(loaded, numbers, reporter)
+    found = predict_nodes(loaded, numbers, reporter, config.scratch, config.memory_bytes)
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
 
@@ -94,5 +96,6 @@ def _predict_links(
     config: PredictConfig, loaded: TrainedModel, reporter: Reporter
 ) -> tuple[int, list[str]]:
     assert config.pairs is not None
-    found = predict_pairs(loaded, *read_pairs(config.pairs, loaded.node_index), reporter)
+    pairs = read_pairs(config.pairs, loaded.node_index)
+    found = predict_pairs(loaded, *pairs, reporter, config.scratch, config.memory_bytes)
     return len(found.scores), write_links(config.out, found, config.probabilities)

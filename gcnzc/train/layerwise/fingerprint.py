@@ -12,6 +12,7 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.gnn import Model
+from gcnzc.train.label_inputs import LabelledTable
 
 # bytes of a tensor that are read at once
 CHUNK_BYTES = 1 << 24
@@ -34,6 +35,12 @@ def fingerprint_of_graph(graph: Graph) -> str:
 
 def fingerprint_of_table(table: FeatureTable) -> str:
     """Return a checksum of a feature table; all rows are read."""
+    if isinstance(table, LabelledTable):
+        assert table.table is not None, "as constructed"
+        assert table.labels is not None, "as constructed"
+        labels = _of_tensors([table.labels.values, table.labels.is_input])
+        digest = hashlib.sha256(f"{fingerprint_of_table(table.table)} {labels}".encode())
+        return digest.hexdigest()
     parts = [table.rows]
     if table.is_sparse:
         parts = [table.rows.crow_indices(), table.rows.col_indices(), table.rows.values()]
