@@ -211,6 +211,7 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["presets"],
         ["evaluate", run],
         ["predict", run, "--out", tmp_path / "x.csv"],
+        ["embed-nodes", run, "--out", tmp_path / "x.npy"],
         ["plot", run, "--out", tmp_path / "x.png"],
         ["check", "--megabytes", 1],
         ["check", graph, "--megabytes", 1],

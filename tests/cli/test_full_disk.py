@@ -40,6 +40,11 @@ FILES = {
     "predict npy": ("p.npy", lambda run, out: ["predict", run, "--out", out]),
     "predict csv": ("p.csv", lambda run, out: ["predict", run, "--out", out]),
     "predict gz": ("p.csv.gz", lambda run, out: ["predict", run, "--out", out]),
+    "embed-nodes": ("p.npy", lambda run, out: ["embed-nodes", run, "--out", out]),
+    "embed-nodes scratch": (
+        "p.npy",
+        lambda run, out: ["embed-nodes", run, "--out", out, "--scratch", out.parent / "scratch"],
+    ),
     "plot": ("p.png", lambda run, out: ["plot", run, "--out", out]),
 }
 RUNS = {

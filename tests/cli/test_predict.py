@@ -11,7 +11,7 @@ import torch
 import gcnzc
 from gcnzc.cli import main
 from gcnzc.graph import EdgeShares
-from gcnzc.train import predict, predict_links
+from gcnzc.train import embed_nodes, predict, predict_links
 
 N = 120
 OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--batch-size", "40"]
@@ -214,3 +214,59 @@ def test_several_tasks_have_a_probability_each(tmp_path):
     written = np.load(tmp_path / "p.npy")
     assert written.dtype.names == ("node", "class", "probability")
     assert written["probability"].shape == (N, 3)
+
+
+def test_scratch_folders_change_no_prediction(run, tmp_path, capsys):
+    scratch = tmp_path / "scratch"
+    expected = predict(run)
+    line = line_of(
+        capsys, run, "--out", tmp_path / "p.npy", "--scratch", scratch, "--memory", "1MiB"
+    )
+    assert line["predictions"] == N
+    assert np.load(tmp_path / "p.npy")["class"].tolist() == expected.classes.tolist()
+    # the command has deleted it
+    assert not scratch.exists()
+    found = predict(run, scratch=scratch)
+    assert np.array_equal(found.probabilities, expected.probabilities)
+    out = ["--out", tmp_path / "q.npy"]
+    assert "--memory must be bytes" in error_of(
+        capsys, run, *out, "--scratch", scratch, "--memory", 5, status=2
+    )
+    assert "no effect without --scratch" in error_of(capsys, run, *out, "--memory", "1GB", status=2)
+    assert "at least 1MiB" in error_of(
+        capsys, run, *out, "--scratch", scratch, "--memory", "1KB", status=2
+    )
+    # the rows that `predict` has left are of all nodes
+    assert "nodes differ" in error_of(capsys, run, *out, "--nodes", "test", "--scratch", scratch)
+
+
+def test_embeddings_are_outputs_of_layers(graph, run, tmp_path, capsys):
+    out = tmp_path / "rows.npy"
+    rows = {}
+    for layer in (None, 1, 2):
+        words = [str(run), "--out", str(out)] + (["--layer", str(layer)] if layer else [])
+        if layer != 2:
+            words += ["--scratch", str(tmp_path / "scratch"), "--memory", "1MiB"]
+        capsys.readouterr()
+        assert main(["embed-nodes", *words]) == 0
+        line = json.loads(capsys.readouterr().out)
+        rows[layer] = np.load(out)
+        assert (line["nodes"], line["columns"]) == rows[layer].shape
+        assert line["layer"] == (layer or 1)
+        assert not (tmp_path / "scratch").exists()
+    assert np.array_equal(rows[None], rows[1])
+    assert rows[1].shape == (N, 8)
+    # the second of two layers computes the logits
+    assert np.array_equal(rows[2], np.load(run / "logits.npy"))
+    found = embed_nodes(run, graph)
+    assert np.array_equal(found.rows, rows[1])
+    assert (found.nodes[3], found.layer) == ("n3", 1)
+    for words, status, message in (
+        (["--layer", "3"], 1, "layer is 3, but the model has 2 layers"),
+        (["--layer", "0"], 2, "--layer must be at least 1"),
+        (["--out", "rows.csv"], 2, "does not end in .npy"),
+    ):
+        assert main(["embed-nodes", str(run), "--out", str(out), *words]) == status
+        error = capsys.readouterr().err
+        assert message in error
+        assert "hint: " in error

@@ -50,7 +50,7 @@ def models(in_features):
 
 
 # the layer that is computed, and the memory: no row fits, a few fit, all fit
-CASES = [(None, 1500), (2, 1 << 20), (None, 1)]
+CASES = [(None, 1500), (2, 1 << 20), (1, 1)]
 
 
 @pytest.mark.parametrize("some", [False, True])
@@ -156,7 +156,7 @@ def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
     table = FeatureTable(torch.randn(30, 30))
     expected = inference(model, graph, table, batch_nodes=7)
     ends, seen = 0, set()
-    for end in itertools.count(1, 7):
+    for end in itertools.count(1, 17):
         folder = tmp_path / str(end)
         with monkeypatch.context() as patches:
             computer = Computer(patches, end)
@@ -181,7 +181,7 @@ def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
             seen.add(len(steps))
         assert torch.equal(found, expected), end
         assert not [path for path in folder.glob("*.rows") if path.stem != "layer-3"]
-    assert ends > 9
+    assert ends > 5
     assert len(seen) > 1
 
 
