@@ -107,7 +107,6 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
         "docs/quickstart.md",
         "docs/tutorials/own_graph.md",
         "docs/howto/deep_models.md",
-        "docs/howto/large_inference.md",
         pytest.param("docs/howto/link_prediction.md", marks=pytest.mark.slow),
     ],
 )
@@ -116,19 +115,12 @@ def test_the_commands_of_a_page_run(page, data, tmp_path, monkeypatch, capsys):
     enter_folder(tmp_path, given, monkeypatch)
     if page == "docs/tutorials/own_graph.md":
         # the folder and the archive
-        execute_code(page)
+        scope: dict = {}
+        for block in CODE.finditer(PAGES[page]):
+            exec(block[1], scope)
     for _, *words in commands_of(PAGES[page]):
         if "--download" not in words:
             assert main(words) == 0, f"{' '.join(words)}: {capsys.readouterr().err}"
-    if page == "docs/howto/large_inference.md":
-        # reads the runs of the commands
-        execute_code(page)
-
-
-def execute_code(page):
-    scope: dict = {}
-    for block in CODE.finditer(PAGES[page]):
-        exec(block[1], scope)
 
 
 def test_links_lead_to_pages_and_files():
