@@ -10,6 +10,7 @@ from typing import Literal
 
 import tyro
 
+from gcnzc.train.evaluation_options import EvaluationOptions, Method, check_evaluate_fanouts
 from gcnzc.train.learning_options import AverageOptions, LearningRateOptions, LossOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
@@ -26,7 +27,7 @@ from gcnzc.train.option_groups import (
     TaskOptions,
     WorkerOptions,
 )
-from gcnzc.train.options import option_name
+from gcnzc.train.options import Fanouts, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
 
 
@@ -41,6 +42,7 @@ class TrainConfig(
     AverageOptions,
     LearningRateOptions,
     OptimizerOptions,
+    EvaluationOptions,
     ScheduleOptions,
     LoaderOptions,
     LossOptions,
@@ -66,6 +68,7 @@ class TrainConfig(
                 "hint: --fanouts takes one number per layer, input layer first; use --layers "
                 f"{len(self.fanouts)} with these"
             )
+        check_evaluate_fanouts(self.evaluate_fanouts, self.layers)
         if self.warmup_epochs and self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"--warmup-epochs {self.warmup_epochs:g} with --epochs {self.epochs}: the warm-up "
@@ -109,7 +112,7 @@ def workers_message(given: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(CorrectAndSmoothOptions):
-    """Evaluate the best model of a run with all neighbours, and print one JSON line."""
+    """Evaluate the best model of a run, and print one JSON line."""
 
     run: tyro.conf.Positional[Path]
     """run folder that `gcnzc train` wrote"""
@@ -122,3 +125,26 @@ class EvaluateConfig(CorrectAndSmoothOptions):
     of the classes"""
     metric: Metric = "as-is"
     """node classification: metric to compute; as-is: that of the run"""
+    evaluate: Method = "exact"
+    """nodes for which hidden layers are computed: all nodes (exact), those that the evaluated nodes
+    depend on (needed), or sampled neighbours of the evaluated nodes (sampled); auto chooses needed
+    or exact by predicted cost and memory, and prints why"""
+    evaluate_fanouts: Fanouts = ()
+    """--evaluate sampled: neighbours sampled per node, one number per layer, input layer first; by
+    default those of the run"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluate_fanouts:
+            check_fanouts(self.evaluate_fanouts)
+            if self.evaluate != "sampled":
+                raise ValueError(
+                    f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"
+                    "hint: only --evaluate sampled uses it"
+                )
+        for name in ("predictions", "correct_and_smooth"):
+            if getattr(self, name) and self.evaluate != "exact":
+                raise ValueError(
+                    f"{option_name(name)} with --evaluate {self.evaluate}: it needs the outputs of "
+                    "all nodes\n\nhint: use --evaluate exact"
+                )

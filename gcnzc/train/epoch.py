@@ -209,7 +209,7 @@ def evaluate_last_epoch(trainer: Trainer) -> None:
 
 
 def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
-    """Score the model with all neighbours, and keep its weights if it is the best so far.
+    """Score the model, and keep its weights if it is the best so far.
 
     Args:
         trainer: the run.
@@ -240,7 +240,9 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
         trainer.is_best_written = False
     run(trainer.optimizer.restore_parameters(own), trainer.group)
-    return {"evaluate_s": time.perf_counter() - begin, **averaged, **flatten_scores(scores)}
+    seconds = time.perf_counter() - begin
+    line = {"evaluate_s": seconds, "evaluation": trainer.task.evaluator.method}
+    return {**line, **averaged, **flatten_scores(scores)}
 
 
 def _add_worker_lines(trainer: Trainer, worker_stats: Sequence[EpochStats]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gcnzc.datasets.source import PARTS
 from gcnzc.exchange import Group
 from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
+from gcnzc.train.evaluation_options import check_evaluate_fanouts
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
@@ -24,7 +26,7 @@ BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "
 
 
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Evaluate the best model of a run on every split, with all neighbours.
+    """Evaluate the best model of a run on every split.
 
     Args:
         config: the run folder, and the options of `gcnzc evaluate`.
@@ -41,6 +43,10 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     trained = read_config(config.run)
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
+    check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
+    fanouts = config.evaluate_fanouts or trained.fanouts
+    kept = trained.evaluate_fanouts if config.evaluate != "sampled" else fanouts
+    trained = replace(trained, evaluate=config.evaluate, evaluate_fanouts=kept)
     source = config.data or trained.data
     assert source is not None, "read_config has checked"
     data = load(source, allow_nan=trained.allow_nan)
@@ -50,11 +56,13 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     model = task.model().to(device)
     best = load_best(model, config.run, source, trained.data)
     begin = time.perf_counter()
-    with (
-        feature_table(data, trained.features, device, Group()) as table,
-        reporter.task("evaluate") as bar,
-    ):
-        outputs, scores = task.outputs(model, table, device, bar)
+    with feature_table(data, trained.features, device, Group()) as table:
+        task.choose_evaluation(model, table, Group(), reporter.say, parts=PARTS)
+        with reporter.task("evaluate") as bar:
+            if task.evaluator.method == "exact":
+                outputs, scores = task.outputs(model, table, device, bar)
+            else:
+                scores = task.evaluate(model, table, device, bar, parts=PARTS)
     line: dict[str, Any] = {}
     if config.correct_and_smooth:
         with reporter.task("correct and smooth") as bar:
@@ -68,6 +76,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "run": str(config.run),
         "data": data.name,
         "metric": task.metric,
+        "evaluation": task.evaluator.method,
         **flatten_scores(scores),
         **line,
         "best_epoch": best["epoch"] + 1,

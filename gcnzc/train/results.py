@@ -61,6 +61,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         "model": config.model,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "metric": task.metric,
+        "evaluation": task.evaluator.method,
         **flatten_scores(trainer.best["scores"]),
         "best_epoch": trainer.best["epoch"] + 1,
         "epochs": epochs,

@@ -146,6 +146,7 @@ def train(
         loader = build_loader(config, data, task, table, device, group, settings.loading)
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
+        task.choose_evaluation(model, table, group, reporter.say)
         steps = config.epochs * len(loader)
         if message := warning_of_short_warmup(config, steps):
             reporter.say(f"warning: {message}")

@@ -64,7 +64,17 @@ CASES = list(cases())
 
 def test_every_command_with_numbers_has_cases():
     names = {kind.__name__.removesuffix("Config") for kind, _, _ in CASES}
-    expected = {"Train", "Evaluate", "Make", "Prepare", "Embed", "Check", "Pcie", "Cost"}
+    expected = {
+        "Train",
+        "Evaluate",
+        "Make",
+        "Prepare",
+        "Embed",
+        "EmbedNodes",
+        "Check",
+        "Pcie",
+        "Cost",
+    }
     assert names == expected | {"CacheForecast"}
     assert len(CASES) > 60
 

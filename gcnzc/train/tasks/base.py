@@ -1,6 +1,6 @@
 """The protocol of training tasks: seeds, model, loss and evaluation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -11,11 +11,16 @@ from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.sampling.batch import Batch
 from gcnzc.sampling.protocol import SamplerProtocol
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.evaluator import Evaluator
 
 Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> split -> value
 
 
 Progress: TypeAlias = Callable[[int, int], object]
+
+# the splits that are scored after an epoch
+EVALUATED = ("valid", "test")
 
 
 class Task(Protocol):
@@ -27,6 +32,7 @@ class Task(Protocol):
     sampler: SamplerProtocol
     has_accuracy: bool  # whether the largest logit is the predicted class
     best_accuracy: float | None  # the best possible accuracy, if it is known
+    evaluator: Evaluator  # computes the outputs of the evaluated nodes
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, with initial weights from torch's generator."""
@@ -44,10 +50,27 @@ class Task(Protocol):
         device: torch.device,
         progress: Progress,
         group: Group | None = None,
+        *,
+        parts: Sequence[str] = EVALUATED,
     ) -> Scores:
-        """Score the model on the validation and test splits, with all neighbours.
+        """Score the model on splits, by the method of `evaluator`.
 
-        The workers of `group` share the work, and all return the same scores.
+        The workers of `group` share the work, and all return the same scores. Link prediction has
+        scores of the validation and test splits only.
+        """
+
+    def choose_evaluation(
+        self,
+        model: nn.Module,
+        table: FeatureTable,
+        group: Group,
+        say: Callable[[str], object],
+        *,
+        parts: Sequence[str] = EVALUATED,
+    ) -> None:
+        """Choose the method of `evaluator` for splits if it is "auto", and say why.
+
+        A collective call, before the first call of `evaluate`.
         """
 
     def outputs(
@@ -63,6 +86,11 @@ class Task(Protocol):
         Returns:
             (N, columns) on the CPU, in memory that the workers of a machine share; and the scores.
         """
+
+
+def build_evaluator(config: TrainConfig) -> Evaluator:
+    """Build the evaluator of a run."""
+    return Evaluator(config.evaluate, config.evaluate_fanouts or config.fanouts, config.seed)
 
 
 def agreed_scores(scores: Scores, group: Group | None) -> Scores:

@@ -1,5 +1,6 @@
 """The task of link prediction."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.inference import inference
-from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
+from gcnzc.train.tasks.base import (
+    EVALUATED,
+    Progress,
+    Scores,
+    agreed_scores,
+    build_evaluator,
+)
 
 
 class LinkTask:
@@ -68,6 +75,7 @@ class LinkTask:
             seed=config.seed,
         )
         self.sampler: SamplerProtocol = links
+        self.evaluator = build_evaluator(config)
         self.seeds = torch.arange(links.num_items)
 
     def model(self) -> LinkModel:
@@ -89,21 +97,31 @@ class LinkTask:
         device: torch.device,
         progress: Progress,
         group: Group | None = None,
+        *,
+        parts: Sequence[str] = EVALUATED,
     ) -> Scores:
         """See `Task`."""
         nodes = self._evaluated_nodes()
-        rows = inference(
-            model.encoder,
-            self.data.graph,
-            table,
-            device,
-            nodes=nodes,
-            progress=progress,
-            group=group,
+        rows = self.evaluator.outputs(
+            model.encoder, self.data.graph, table, device, nodes, progress, group
         )
         place = torch.zeros(self.data.graph.num_nodes, dtype=torch.int64)
         place[nodes] = torch.arange(len(nodes))
         return agreed_scores(self._scores(model, rows, place), group)
+
+    def choose_evaluation(
+        self,
+        model: Any,
+        table: FeatureTable,
+        group: Group,
+        say: Callable[[str], object],
+        *,
+        parts: Sequence[str] = EVALUATED,
+    ) -> None:
+        """See `Task`."""
+        nodes = self._evaluated_nodes()
+        columns = table.num_columns
+        self.evaluator.choose(model.encoder, self.data.graph, nodes, columns, group, say)
 
     def outputs(
         self,

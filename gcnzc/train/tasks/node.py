@@ -1,5 +1,6 @@
 """The task of node classification."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from gcnzc.train.encoders import build_encoder, build_sampler
 from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, with_labels
-from gcnzc.train.tasks.base import Progress, Scores, agreed_scores
+from gcnzc.train.tasks.base import (
+    EVALUATED,
+    Progress,
+    Scores,
+    agreed_scores,
+    build_evaluator,
+)
 
 
 class NodeTask:
@@ -55,6 +62,7 @@ class NodeTask:
         # with label inputs, the outputs of some seeds depend on their own labels
         self.has_accuracy = data.labels.ndim == 1 and self.label_inputs is None
         self.best_accuracy = data.best_accuracy
+        self.evaluator = build_evaluator(config)
         # of a full-batch run: evaluates all nodes in one pass instead of layer by layer
         self.whole_graph: FullBatchLoader | None = None
 
@@ -101,21 +109,56 @@ class NodeTask:
         device: torch.device,
         progress: Progress,
         group: Group | None = None,
+        *,
+        parts: Sequence[str] = EVALUATED,
     ) -> Scores:
-        """See `Task`."""
-        split, data = self.data.split, self.data
-        nodes = torch.cat([split["valid"], split["test"]])
-        rows = torch.arange(len(nodes))
-        parts = {"valid": rows[: len(split["valid"])], "test": rows[len(split["valid"]) :]}
-        # the rows of the whole graph have no label inputs
-        if self.whole_graph is not None and self.label_inputs is None:
+        """See `Task`; labels that are features are not scored."""
+        data = self.data
+        parts = self._scored(parts)
+        nodes = self._nodes_of(parts)
+        sizes = [len(data.split[name]) for name in parts]
+        rows = dict(zip(parts, torch.arange(len(nodes)).split(sizes), strict=True))
+        if self._has_single_pass:
+            assert self.whole_graph is not None, "as `_has_single_pass` says"
             logits = compute_logits(model, self.whole_graph, nodes)
         else:
             table = with_labels(table, self.label_inputs)
-            logits = inference(
-                model, data.graph, table, device, nodes=nodes, progress=progress, group=group
+            logits = self.evaluator.outputs(
+                model, data.graph, table, device, nodes, progress, group
             )
-        return agreed_scores(score(logits, data.labels[nodes], parts, self.metric), group)
+        return agreed_scores(score(logits, data.labels[nodes], rows, self.metric), group)
+
+    def choose_evaluation(
+        self,
+        model: Any,
+        table: FeatureTable,
+        group: Group,
+        say: Callable[[str], object],
+        *,
+        parts: Sequence[str] = EVALUATED,
+    ) -> None:
+        """See `Task`."""
+        if self.evaluator.method == "auto" and self.whole_graph is not None:
+            self.evaluator.method = "needed"
+            if self._has_single_pass:
+                say("evaluation: needed, by one pass over the whole graph, which fits into memory")
+                return
+            self.evaluator.method = "auto"
+        columns = with_labels(table, self.label_inputs).num_columns
+        nodes = self._nodes_of(self._scored(parts))
+        self.evaluator.choose(model, self.data.graph, nodes, columns, group, say)
+
+    @property
+    def _has_single_pass(self) -> bool:
+        """Whether the whole graph is computed in one pass; its rows have no label inputs."""
+        has_rows = self.whole_graph is not None and self.label_inputs is None
+        return has_rows and self.evaluator.method == "needed"
+
+    def _scored(self, parts: Sequence[str]) -> list[str]:
+        return [name for name in parts if name != "train" or self.label_inputs is None]
+
+    def _nodes_of(self, parts: Sequence[str]) -> Tensor:
+        return torch.cat([self.data.split[name] for name in parts])
 
     def outputs(
         self,

@@ -1,0 +1,128 @@
+"""Predict cost and memory of an evaluation, to choose between all nodes and the needed ones.
+
+Both give the same outputs up to rounding. The needed nodes are fewer, but they must be found, and
+the edges between them be renumbered, so that all nodes cost less if nearly all are needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+from torch import Tensor
+
+from gcnzc.graph.graph import Graph
+from gcnzc.models.gnn import Model, parameter_dtype
+from gcnzc.models.layers import EDGE_COST, Layer
+from gcnzc.train.layerwise.ranges import BATCH_NODES, degrees_of, limit_batch_nodes, needed_nodes
+
+# multiply-adds that finding the source of an edge and renumbering it cost; a column of an edge
+# costs EDGE_COST of them
+INDEX_COST = 8 * EDGE_COST
+
+# fraction of the memory that the rows of layers may use
+MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What it costs to compute the outputs of some nodes layer by layer."""
+
+    num_rows: int  # output rows of all layers
+    operations: int  # multiply-adds
+    num_bytes: int  # of the rows of layers that are in memory at once
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method of evaluation, and the reason for it."""
+
+    method: str  # "exact" or "needed"
+    reason: str
+
+
+def choose_evaluation(
+    model: Model, graph: Graph, nodes: Tensor, num_columns: int, memory_bytes: int
+) -> Choice:
+    """Choose whether hidden layers are computed for all nodes or for the needed ones.
+
+    Args:
+        model: the model, on any device.
+        graph: the whole graph.
+        nodes: (M,) int64 ids of the evaluated nodes.
+        num_columns: columns of the features.
+        memory_bytes: host memory of the machine.
+    """
+    needed = predict_cost(model, graph, nodes, num_columns)
+    exact = predict_cost(model, graph, None, num_columns)
+    limit = int(MEMORY_SHARE * memory_bytes)
+    method = "needed" if needed.operations < exact.operations else "exact"
+    reason = (
+        f"predicted {needed.operations / 1e9:.3g} billion multiply-adds for the "
+        f"{needed.num_rows:,} rows that are needed, {exact.operations / 1e9:.3g} billion for all "
+        f"{exact.num_rows:,}"
+    )
+    if method == "exact" and exact.num_bytes > max(limit, needed.num_bytes):
+        method = "needed"
+        reason = (
+            f"all rows take {exact.num_bytes / 1e9:.3g} GB, more than {MEMORY_SHARE:.0%} of the "
+            f"memory; those that are needed take {needed.num_bytes / 1e9:.3g} GB"
+        )
+    return Choice(method, reason)
+
+
+def predict_cost(model: Model, graph: Graph, nodes: Tensor | None, num_columns: int) -> Cost:
+    """Predict the cost of computing the outputs of nodes, or of all nodes if None.
+
+    Args:
+        model: the model.
+        graph: the whole graph.
+        nodes: (M,) int64 node ids; None for all nodes, whose edges need no renumbering.
+        num_columns: columns of the features.
+    """
+    layers = [cast(Layer, layer) for layer in model.layers]
+    batch_nodes = limit_batch_nodes(graph, BATCH_NODES)
+    needed = needed_nodes(graph, len(layers), nodes, batch_nodes)
+    counts = [graph.num_nodes if ids is None else len(ids) for ids in needed]
+    edges = [
+        graph.num_edges if ids is None else int(degrees_of(graph, ids).sum()) for ids in needed[1:]
+    ]
+    operations = 0
+    if model.input_linear is not None:
+        operations += counts[0] * num_columns * model.input_linear.out_features
+    for layer, (sources, targets), num_edges in zip(layers, pairwise(counts), edges, strict=True):
+        operations += _layer_operations(layer, sources, targets, num_edges)
+    # those whose sources are found, and those between nodes that are renumbered
+    indexed = sum(edges) if nodes is not None else 0
+    indexed += sum(count for ids, count in zip(needed[1:], edges, strict=True) if ids is not None)
+    widths = [num_columns if model.input_linear is None else layers[0].in_features, *model.widths]
+    return Cost(
+        sum(counts[1:]),
+        operations + INDEX_COST * indexed,
+        _peak_bytes(layers, counts, widths, parameter_dtype(model).itemsize),
+    )
+
+
+def _layer_operations(layer: Layer, sources: int, targets: int, num_edges: int) -> int:
+    """Multiply-adds of a layer: the projection of sources or sums, aggregation, and skip terms."""
+    columns = layer.heads * layer.out_features
+    is_projected = columns < layer.in_features or layer.must_project_first
+    projected = sources if is_projected else targets
+    aggregated = columns if is_projected else layer.in_features * layer.heads
+    # the second projection is that of the target itself, or of a skip connection
+    return (projected + targets) * layer.in_features * columns + EDGE_COST * num_edges * aggregated
+
+
+def _peak_bytes(
+    layers: Sequence[Layer], counts: Sequence[int], widths: Sequence[int], itemsize: int
+) -> int:
+    """Bytes of input rows, projected rows and output rows of the layer that needs most."""
+    peak = 0
+    for index, layer in enumerate(layers):
+        columns = layer.heads * layer.out_features
+        is_projected = columns < layer.in_features or layer.must_project_first
+        # the features are there anyway
+        inputs = widths[index] * counts[index] if index else 0
+        projected = columns * counts[index] if is_projected else 0
+        peak = max(peak, inputs + projected + widths[index + 1] * counts[index + 1])
+    return peak * itemsize

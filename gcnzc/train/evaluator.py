@@ -1,0 +1,86 @@
+"""Compute the outputs of the evaluated nodes by the method that --evaluate selects."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Group, run
+from gcnzc.exchange.sync import all_gather_scalar
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models.gnn import Model
+from gcnzc.system.host_memory import total_bytes
+from gcnzc.train.evaluation_cost import choose_evaluation
+from gcnzc.train.inference import Progress, inference
+from gcnzc.train.sampled_inference import sampled_inference
+
+METHODS = ("needed", "exact")
+
+
+@dataclass
+class Evaluator:
+    """Computes the outputs of evaluated nodes.
+
+    Attributes:
+        method: "needed", "exact", "sampled" or "auto"; `choose` replaces "auto".
+        fanouts: of "sampled".
+        seed: random seed of "sampled".
+    """
+
+    method: str = "needed"
+    fanouts: Sequence[int] = ()
+    seed: int = 0
+
+    def choose(
+        self,
+        model: Model,
+        graph: Graph,
+        nodes: Tensor,
+        num_columns: int,
+        group: Group,
+        say: Callable[[str], object],
+    ) -> None:
+        """Choose a method if it is "auto", and say which and why; a collective call.
+
+        The choice depends on the graph, the model and the memory of the machine of worker 0, not on
+        the memory that is free, so that a resumed run chooses the same.
+        """
+        if self.method != "auto":
+            return
+        number = 0
+        if group.rank == 0:
+            choice = choose_evaluation(model, graph, nodes, num_columns, total_bytes())
+            say(f"evaluation: {choice.method}, {choice.reason}")
+            number = METHODS.index(choice.method)
+        self.method = METHODS[run(all_gather_scalar(number), group)[0]]
+
+    def outputs(
+        self,
+        model: Model,
+        graph: Graph,
+        table: FeatureTable,
+        device: torch.device,
+        nodes: Tensor,
+        progress: Progress,
+        group: Group | None,
+    ) -> Tensor:
+        """Return the (M, columns) outputs of (M,) nodes on the host, the same on all workers."""
+        if self.method == "sampled":
+            return sampled_inference(
+                model,
+                graph,
+                table,
+                device,
+                nodes=nodes,
+                fanouts=self.fanouts,
+                seed=self.seed,
+                progress=progress,
+                group=group,
+            )
+        if self.method == "exact":
+            rows = inference(model, graph, table, device, progress=progress, group=group)
+            return rows[nodes]
+        assert self.method == "needed", "`choose` is called first"
+        return inference(model, graph, table, device, nodes=nodes, progress=progress, group=group)

@@ -1,0 +1,85 @@
+"""Compute the outputs of a model for nodes from sampled neighbourhoods.
+
+The nodes are divided into the same minibatches for any number of workers.
+
+Notation: M requested nodes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Group
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models.gnn import Model, parameter_dtype
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train.layerwise.layer import gathered_rows
+from gcnzc.train.layerwise.ranges import assign_equal_ranges
+from gcnzc.train.layerwise.workers import MemoryRows, Workers
+
+# nodes of a minibatch
+SAMPLED_NODES = 1024
+
+
+def sampled_inference(
+    model: Model,
+    graph: Graph,
+    table: FeatureTable,
+    device: torch.device,
+    *,
+    nodes: Tensor,
+    fanouts: Sequence[int],
+    seed: int = 0,
+    progress: Callable[[int, int], object] | None = None,
+    group: Group | None = None,
+) -> Tensor:
+    """Compute the logits of nodes from sampled neighbourhoods.
+
+    The model runs in evaluation mode; its mode is restored afterwards. The sampled neighbours of a
+    node depend only on the graph, the seed and the fanouts, so that two models, or the model in two
+    epochs, are compared on the same neighbourhoods.
+
+    Args:
+        model: a model on `device`.
+        graph: the whole graph, with N nodes.
+        table: (N, in_features) features, on the host or on `device`.
+        device: device of the computation.
+        nodes: (M,) int64 node ids, on the host.
+        fanouts: neighbours per node, one number per layer, input layer first; -1 takes all.
+        seed: random seed of the sampling.
+        progress: called with (done, total) of the nodes that this worker computes.
+        group: the workers among which the nodes are divided; all pass the same arguments. Default:
+            this process only.
+
+    Returns:
+        (M, columns) on the host, the same on all workers; those of one machine share the memory.
+    """
+    workers = Workers(group or Group())
+    sampler = Sampler(graph, fanouts, seed)
+    columns = model.out_features
+    rows = MemoryRows(workers.empty(parameter_dtype(model), len(nodes), columns))
+    shares = assign_equal_ranges(len(nodes), SAMPLED_NODES, workers.count)
+    own = shares[workers.rank]
+    done, total = 0, sum(end - begin for begin, end in own)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), joint_work(workers.group) as work:
+            for begin, end in own:
+                # a minibatch must not have a node twice
+                seeds, places = nodes[begin:end].unique(return_inverse=True)
+                batch = sampler.sample(seeds, epoch=0)
+                x = gathered_rows(table, batch.nodes, device, parameter_dtype(model))
+                logits = model([block.to(device) for block in batch.blocks], x)
+                rows.write(begin, end, logits[places.to(device)])
+                done += end - begin
+                if progress is not None:
+                    progress(done, total)
+                work.report_progress()
+    finally:
+        model.train(was_training)
+    workers.distribute(rows, shares)
+    return rows.tensor

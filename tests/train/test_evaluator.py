@@ -1,0 +1,209 @@
+"""Evaluation of all nodes, of needed nodes and of sampled neighbourhoods."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from by_hand import MODELS, made, random_graph
+from processes import results
+
+from gcnzc.cli import main
+from gcnzc.exchange import Group, init_group
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.models import GCN, SAGE
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train import TrainConfig, sampled_inference
+from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
+from gcnzc.train.evaluator import Evaluator
+from gcnzc.train.inference import inference
+from gcnzc.train.run_folder import read_config
+
+SIZES = ["--nodes", "600", "--edges", "3000", "--num-features", "8", "--classes", "3"]
+OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
+METHODS = ("needed", "exact", "sampled", "auto")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_sampled_neighbours_are_exact(name):
+    graph, model = random_graph(), made(name, 5, 8, 4)
+    table = FeatureTable(torch.randn(60, 5).double())
+    nodes = torch.tensor([3, 50, 3, 0])
+    expected = inference(model, graph, table, nodes=nodes)
+    for method, fanouts in (("sampled", [-1, -1, -1]), ("exact", []), ("needed", [])):
+        evaluator = Evaluator(method, fanouts)
+        found = evaluator.outputs(
+            model, graph, table, torch.device("cpu"), nodes, lambda *step: None, None
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def sampled(group=None, threads=1):
+    """Outputs of sampled neighbourhoods, of many minibatches."""
+    torch.manual_seed(0)
+    sampled_inference.SAMPLED_NODES = 16
+    torch.set_num_threads(threads)
+    graph = random_graph(200, 2000)
+    table = FeatureTable(torch.randn(200, 5))
+    found = sampled_inference.sampled_inference(
+        SAGE(5, 8, 3),
+        graph,
+        table,
+        torch.device("cpu"),
+        nodes=torch.randperm(200),
+        fanouts=[3, 3, 3],
+        seed=1,
+        group=group,
+    )
+    return found.clone()
+
+
+@pytest.fixture
+def restored():
+    usual, nodes = torch.get_num_threads(), sampled_inference.SAMPLED_NODES
+    yield
+    torch.set_num_threads(usual)
+    sampled_inference.SAMPLED_NODES = nodes
+
+
+@pytest.mark.usefixtures("restored")
+def test_sampled_outputs_are_those_of_the_sampler_for_any_number_of_threads():
+    found = sampled()
+    assert torch.equal(sampled(threads=2), found)
+    torch.manual_seed(0)
+    graph = random_graph(200, 2000)
+    x, model, nodes = torch.randn(200, 5), SAGE(5, 8, 3).eval(), torch.randperm(200)
+    batch = Sampler(graph, [3, 3, 3], seed=1).sample(nodes, epoch=0)
+    torch.testing.assert_close(found, model(batch.blocks, x[batch.nodes]))
+
+
+def sampled_of_worker():
+    with init_group() as group:
+        return sampled(group)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("restored")
+def test_sampled_outputs_do_not_depend_on_the_number_of_workers(tmp_path):
+    expected = sampled()
+    for found in results(2, tmp_path, sampled_of_worker):
+        assert torch.equal(found, expected)
+
+
+def test_the_cheaper_evaluation_is_chosen():
+    # a chain: two nodes depend on few
+    chain = Graph.from_edges(torch.arange(999), torch.arange(1, 1000), 1000)
+    model, few = SAGE(16, 8, 4), torch.tensor([500, 501])
+    cost = predict_cost(model, chain, few, 16)
+    assert cost.num_rows == 4 + 3 + 2
+    everything = predict_cost(model, chain, None, 16)
+    assert everything.num_rows == 3000
+    assert cost.operations < everything.operations
+    assert cost.num_bytes < everything.num_bytes
+    choice = choose_evaluation(model, chain, few, 16, 1 << 40)
+    assert choice.method == "needed"
+    assert "9 rows" in choice.reason
+    assert "3,000" in choice.reason
+    # nearly all nodes are needed, and the rest must be left out edge by edge
+    most = torch.arange(990)
+    assert choose_evaluation(model, chain, most, 16, 1 << 40).method == "exact"
+    # all rows do not fit
+    choice = choose_evaluation(model, chain, most, 16, 1000)
+    assert choice.method == "needed"
+    assert "of the memory" in choice.reason
+    said = []
+    evaluator = Evaluator("auto")
+    evaluator.choose(model, chain, few, 16, Group(), said.append)
+    assert evaluator.method == "needed"
+    assert said[0].startswith("evaluation: needed, predicted")
+    evaluator.choose(model, chain, most, 16, Group(), said.append)
+    assert len(said) == 1
+
+
+def test_the_cost_counts_the_multiply_adds_of_a_layer():
+    graph = random_graph()
+    model = GCN(16, 4, 4, num_layers=1)
+    # projected first: 4 columns are fewer than 16
+    expected = 2 * 60 * 16 * 4 + 8 * graph.num_edges * 4
+    found = predict_cost(model, graph, None, 16)
+    assert found.operations == expected
+    assert found.num_bytes == 60 * (4 + 4) * 4
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    assert main(["make", str(folder / "g"), *SIZES]) == 0
+    assert main(["prepare", str(folder / "g"), str(folder / "links"), "--task", "link"]) == 0
+    return folder
+
+
+def line_of(capsys, *words):
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize("task", ["node", "link"])
+def test_every_method_is_recorded_and_scores_alike(task, graph, tmp_path, capsys):
+    source = graph / ("g" if task == "node" else "links")
+    lines = {}
+    for method in METHODS:
+        run = tmp_path / method
+        words = ["--task", task, *OPTIONS, "--evaluate", method, "--out", run]
+        if method == "sampled":
+            words += ["--evaluate-fanouts", "-1,-1"]
+        lines[method], err = line_of(capsys, "train", source, *words)
+        record = json.loads((run / "record.jsonl").read_text().splitlines()[-1])
+        chosen = lines[method]["evaluation"]
+        assert record["evaluation"] == chosen
+        assert (chosen == method) == (method != "auto")
+        assert ("evaluation: " in err) == (method == "auto")
+        assert read_config(run).evaluate == method
+        key = f"test_{lines[method]['metric']}"
+        assert lines[method][key] == pytest.approx(lines["needed"][key], abs=0.02)
+    # the scores of `gcnzc evaluate`
+    expected, _ = line_of(capsys, "evaluate", run)
+    assert expected["evaluation"] == "exact"
+    for method in METHODS:
+        words = ["--evaluate-fanouts", "-1,-1"] if method == "sampled" else []
+        found, err = line_of(capsys, "evaluate", run, "--evaluate", method, *words)
+        assert found.keys() == expected.keys()
+        assert ("evaluation: " in err) == (method == "auto")
+        assert found[key] == pytest.approx(expected[key], abs=0.02)
+
+
+def test_full_batch_runs_evaluate_by_every_method(graph, tmp_path, capsys):
+    for method in METHODS:
+        words = [*OPTIONS[:2], *OPTIONS[4:], "--batch-size", "all", "--evaluate", method]
+        line, err = line_of(capsys, "train", graph / "g", *words, "--out", tmp_path / method)
+        assert line["evaluation"] == ("needed" if method == "auto" else method)
+        assert ("one pass over the whole graph" in err) == (method == "auto")
+
+
+def test_wrong_options_are_rejected(graph, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", str(graph / "g"), *OPTIONS, "--out", str(run)]) == 0
+    train, evaluate = ["train", graph / "g", *OPTIONS], ["evaluate", run]
+    for words, message in (
+        ([*train, "--evaluate", "sampled", "--evaluate-fanouts", "3"], "1 --evaluate-fanouts (3)"),
+        ([*train, "--evaluate-fanouts", "3,3"], "has no effect with --evaluate needed"),
+        ([*train, "--evaluate", "sampled", "--evaluate-fanouts", "0,3"], "at least 1"),
+        ([*evaluate, "--evaluate-fanouts", "3,3"], "has no effect with --evaluate exact"),
+        ([*evaluate, "--evaluate", "needed", "--predictions", "x.npy"], "the outputs of all nodes"),
+        ([*evaluate, "--evaluate", "sampled", "--evaluate-fanouts", "3"], "for 2 layers"),
+    ):
+        capsys.readouterr()
+        assert main([*map(str, words)]) in (1, 2)
+        error = capsys.readouterr().err
+        assert message in error
+        assert "hint: " in error
+
+
+def test_a_config_checks_the_fanouts():
+    config = TrainConfig(evaluate="sampled", evaluate_fanouts=(3, 3, 3))
+    assert replace(config, evaluate="exact").evaluate == "exact"
+    with pytest.raises(ValueError, match="for 3 layers"):
+        TrainConfig(evaluate="sampled", evaluate_fanouts=(3, 3))
