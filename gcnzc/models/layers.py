@@ -342,7 +342,7 @@ class GATLayer(Layer):
         """See `Layer.compute_targets`."""
         row_heads = self.heads if is_projected else 1  # heads in one row
         out_THF = hop.gat_aggregate(
-            rows.view(len(rows), row_heads, -1),
+            rows.view(rows.shape[0], row_heads, -1),
             scores,
             self._attention_scores(x_target, self.target_attention),
             dropout=self.dropout if self.training else 0.0,
@@ -381,7 +381,7 @@ class GATLayer(Layer):
         out_THF = gat_aggregate(
             block.indptr,
             block.indices,
-            rows.view(len(rows), self.heads, -1),
+            rows.view(rows.shape[0], self.heads, -1),
             scores_source,
             scores_target[: block.num_dst],
             dropout=self.dropout if self.training else 0.0,
@@ -451,8 +451,8 @@ class GATv2Layer(Layer):
         """See `Layer.compute_targets`."""
         assert is_projected, "a layer with must_project_first gets projected rows"
         out_THF = hop.gatv2_aggregate(
-            rows.view(len(rows), self.heads, -1),
-            self.target(x_target).view(len(x_target), self.heads, -1),
+            rows.view(rows.shape[0], self.heads, -1),
+            self.target(x_target).view(x_target.shape[0], self.heads, -1),
             self.attention,
             dropout=self.dropout if self.training else 0.0,
             seed=random_seed() if self.training and self.dropout else 0,

@@ -1,0 +1,215 @@
+"""Export a model as a program of plain torch operations, which runs without gcnzc.
+
+Notation: S sources, T targets, E edges of a block, H heads, F columns of a head.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as fx_config
+from torch.nn import functional
+
+from gcnzc.models.gnn import Model, parameter_dtype
+from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees
+from gcnzc.sampling.batch import Batch
+from gcnzc.system.arguments import check_kind
+
+NEGATIVE_SLOPE = 0.2
+
+
+def export_model(model: Model) -> ExportedProgram:
+    """Export a model in evaluation mode with `torch.export`.
+
+    The program takes a minibatch with any number of nodes and edges, and returns the logits of its
+    seeds. Its arguments are
+
+    - `x`: (S, in_features) features of the sources of the first block, in the model's dtype;
+    - `indptr`: a list of (T + 1,) int64 offsets, one tensor for each block, input layer first;
+    - `indices`: a list of (E,) int64 positions of sources;
+    - `degrees`: a list of (S,) int64 in-degrees of the sources in the whole graph; an empty list
+      unless a layer needs them, see `needs_degrees`.
+
+    As in `Batch.blocks`, the targets of a block are its first sources, and the sources of the next
+    block. The outputs are those of the model up to rounding.
+
+    Args:
+        model: a model on any device; it is not changed.
+
+    Returns:
+        The program, on the device of the model; `torch.export.save` writes it.
+
+    Raises:
+        TypeError: `model` is not a model of gcnzc.
+    """
+    check_kind("model", model, Model, "pass a model of gcnzc.models")
+    program = _PlainModel(model)
+    arguments = _example_arguments(model)
+    shapes = tuple(
+        [{0: Dim.DYNAMIC} for _ in part] if isinstance(part, list) else {0: Dim.DYNAMIC}
+        for part in arguments
+    )
+    # without it, programs take no block with a single target or without edges
+    any_size = fx_config.patch(backed_size_oblivious=True)
+    with torch.no_grad(), any_size:
+        return torch.export.export(program, arguments, dynamic_shapes=shapes)
+
+
+def needs_degrees(model: Model) -> bool:
+    """Return whether the exported program of a model takes in-degrees."""
+    return any(cast(Layer, layer).needs_degrees for layer in model.layers)
+
+
+def export_arguments(model: Model, batch: Batch, x: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of an exported program for a minibatch.
+
+    Args:
+        model: the model that was exported.
+        batch: the minibatch.
+        x: (S, in_features) features of `batch.nodes`.
+    """
+    blocks = batch.blocks
+    return (
+        x.to(parameter_dtype(model)),
+        [block.indptr.long() for block in blocks],
+        [block.indices.long() for block in blocks],
+        [block.in_degrees for block in blocks] if needs_degrees(model) else [],
+    )
+
+
+class _PlainHop(Hop):
+    """The edges of a block, aggregated by torch's operations."""
+
+    def target_rows(self, rows: Tensor) -> Tensor:
+        """See `Hop`."""
+        return _first(rows, self.num_targets)
+
+    def _targets(self) -> Tensor:
+        """Return the (E,) target of each edge."""
+        edges = torch.arange(self.indices.shape[0], device=self.indices.device)
+        return torch.searchsorted(self.indptr[1:].contiguous(), edges, right=True)
+
+    def aggregate(
+        self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
+    ) -> Tensor:
+        """See `Hop`."""
+        scaled = rows if source_scale is None else rows * source_scale[:, None]
+        zeros = rows.new_zeros(self.num_targets, rows.shape[1])
+        total = zeros.index_add(0, self._targets(), scaled[self.indices])
+        return total * target_scale[:, None]
+
+    def gat_aggregate(
+        self,
+        rows_SHF: Tensor,
+        scores: Tensor,
+        target_scores: Tensor,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """See `Hop`."""
+        own = functional.leaky_relu(
+            _first(scores, self.num_targets) + target_scores, NEGATIVE_SLOPE
+        )
+        of_edges = scores[self.indices] + target_scores[self._targets()]
+        return self._attend(rows_SHF, functional.leaky_relu(of_edges, NEGATIVE_SLOPE), own)
+
+    def gatv2_aggregate(
+        self,
+        rows_SHF: Tensor,
+        targets_THF: Tensor,
+        attention_HF: Tensor,
+        *,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """See `Hop`."""
+        sums = rows_SHF[self.indices] + targets_THF[self._targets()]
+        own = _first(rows_SHF, self.num_targets) + targets_THF
+        scores, own_scores = (
+            (functional.leaky_relu(part, NEGATIVE_SLOPE) * attention_HF).sum(2)
+            for part in (sums, own)
+        )
+        return self._attend(rows_SHF, scores, own_scores)
+
+    def _attend(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
+        """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
+        targets, heads = self._targets(), own_TH.shape[1]
+        index = targets[:, None].expand(-1, heads)
+        # subtracted for the range of the exponential
+        largest = own_TH.scatter_reduce(0, index, scores_EH, "amax")
+        weights = (scores_EH - largest[targets]).exp()
+        own = (own_TH - largest).exp()
+        total = own.index_add(0, targets, weights)
+        out = own[:, :, None] * _first(rows_SHF, self.num_targets)
+        out = out.index_add(0, targets, weights[:, :, None] * rows_SHF[self.indices])
+        return out / total[:, :, None]
+
+
+class _PlainModel(nn.Module):
+    """A model whose arguments are plain tensors, without kernels of gcnzc."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).eval()
+        # another module is chosen by its effect on one number: relu or elu
+        is_relu = bool((model.activate(torch.tensor([-1.0]), 0.0, 0) == 0).all())
+        self.model.activate = _relu if is_relu else _elu
+
+    def forward(
+        self,
+        x: Tensor,
+        indptr: Sequence[Tensor],
+        indices: Sequence[Tensor],
+        degrees: Sequence[Tensor],
+    ) -> Tensor:
+        model, outputs = self.model, []
+        num_seeds = indptr[-1].shape[0] - 1
+        x = model.transform_features(x)
+        last = len(model.layers) - 1
+        for index, module in enumerate(model.layers):
+            layer = cast(Layer, module)
+            x = model.normalize_input(index, x)
+            hop = _PlainHop(indptr[index], indices[index], None)
+            x_target = _first(x, hop.num_targets)
+            if layer.needs_degrees:
+                norms = inverse_sqrt_degrees(degrees[index], x.dtype)
+                own = _first(degrees[index], hop.num_targets)
+                hop = _PlainHop(hop.indptr, hop.indices, None, norms, own)
+            is_smaller = layer.heads * layer.out_features < layer.in_features
+            is_projected = is_smaller or layer.must_project_first
+            rows = layer.project(x) if is_projected else x
+            out = layer.compute_targets(hop, rows, layer.scores(x), x_target, is_projected)
+            x = model.transform_output(index, out, x_target)
+            if model.jumping != "none" or index == last:
+                outputs.append(_first(x, num_seeds))
+        return model.combine(outputs)
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """Return the first rows; the size of a slice would depend on both sizes in the program."""
+    return rows.index_select(0, torch.arange(count, device=rows.device))
+
+
+def _relu(x: Tensor, p: float, seed: int) -> Tensor:
+    return functional.relu(x)
+
+
+def _elu(x: Tensor, p: float, seed: int) -> Tensor:
+    return functional.elu(x)
+
+
+def _example_arguments(model: Model) -> tuple[Any, ...]:
+    """Return the arguments of a small minibatch, whose sizes all differ."""
+    device, count = next(model.parameters()).device, len(model.layers)
+    sizes = [3 + 4 * (count - layer) for layer in range(count + 1)]
+    indptr, indices = [], []
+    for sources, targets in zip(sizes, sizes[1:], strict=False):
+        indptr.append(2 * torch.arange(targets + 1, device=device))
+        indices.append(torch.arange(2 * targets, device=device) % sources)
+    degrees = [torch.full((size,), 2, device=device) for size in sizes[:-1]]
+    x = torch.ones(sizes[0], model.in_features, dtype=parameter_dtype(model), device=device)
+    return x, indptr, indices, degrees if needs_degrees(model) else []
