@@ -30,7 +30,12 @@ def run(script, data, *words, through=()):
 
 def test_every_script_is_tested():
     found = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert found == {"read_npz", *SCRIPTS, *(f"{script}_gcnzc" for script in SCRIPTS)}
+    assert found == {
+        "read_npz",
+        "serve_exported",
+        *SCRIPTS,
+        *(f"{script}_gcnzc" for script in SCRIPTS),
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -82,7 +82,16 @@ DOORS = {
         *(
             f"gcnzc/cli/commands/{name}.py"
             for name in (
-                *("check", "data", "cache_forecast", "cost", "embed_nodes", "pcie", "plot"),
+                *(
+                    "check",
+                    "data",
+                    "cache_forecast",
+                    "cost",
+                    "embed_nodes",
+                    "export",
+                    "pcie",
+                    "plot",
+                ),
                 *("predict", "presets"),
             )
         ),

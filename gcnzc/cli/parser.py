@@ -17,6 +17,7 @@ from gcnzc.cli.commands import COMMANDS
 from gcnzc.cli.commands.cache_forecast import CacheForecastConfig
 from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig
+from gcnzc.cli.commands.export import ExportConfig
 from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.commands.predict import PredictConfig
@@ -27,7 +28,7 @@ from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
 from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
-from gcnzc.train.prediction_files import check_array_output, check_output
+from gcnzc.train.prediction_files import check_file_output, check_output
 from gcnzc.train.repeated_runs import read_runs
 from gcnzc.train.unused_options import unused_options
 
@@ -119,7 +120,9 @@ def check_outputs(config: Any) -> None:
         elif isinstance(config, PredictConfig):
             check_output("out", config.out)
         elif isinstance(config, EmbedNodesConfig):
-            check_array_output("out", config.out)
+            check_file_output("out", config.out, ".npy", "`numpy.load` reads it")
+        elif isinstance(config, ExportConfig):
+            check_file_output("out", config.out, ".pt2", "`torch.export.load` reads it")
         elif isinstance(config, CostConfig | PcieConfig | CacheForecastConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:

@@ -5,6 +5,7 @@ Notation: S sources, T targets, E edges of a block, H heads, F columns of a head
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,7 @@ def export_model(model: Model) -> ExportedProgram:
         for part in arguments
     )
     # without it, programs take no block with a single target or without edges
-    any_size = fx_config.patch(backed_size_oblivious=True)
+    any_size = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     with torch.no_grad(), any_size:
         return torch.export.export(program, arguments, dynamic_shapes=shapes)
 
@@ -207,7 +208,7 @@ def _example_arguments(model: Model) -> tuple[Any, ...]:
     device, count = next(model.parameters()).device, len(model.layers)
     sizes = [3 + 4 * (count - layer) for layer in range(count + 1)]
     indptr, indices = [], []
-    for sources, targets in zip(sizes, sizes[1:], strict=False):
+    for sources, targets in pairwise(sizes):
         indptr.append(2 * torch.arange(targets + 1, device=device))
         indices.append(torch.arange(2 * targets, device=device) % sources)
     degrees = [torch.full((size,), 2, device=device) for size in sizes[:-1]]

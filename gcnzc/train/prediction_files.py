@@ -40,12 +40,12 @@ def check_output(name: str, path: Path) -> None:
         import_parquet()
 
 
-def check_array_output(name: str, path: Path) -> None:
-    """Raise a ValueError unless a .npy file can be written to `path`."""
-    if path.suffix != ".npy":
+def check_file_output(name: str, path: Path, suffix: str, reader: str) -> None:
+    """Raise a ValueError unless a file with a suffix can be written to `path`."""
+    if path.suffix != suffix:
         raise ValueError(
-            f"{option_name(name)}: {path.name!r} does not end in .npy\n\n"
-            "hint: use a name that ends in .npy; `numpy.load` reads it"
+            f"{option_name(name)}: {path.name!r} does not end in {suffix}\n\n"
+            f"hint: use a name that ends in {suffix}; {reader}"
         )
     check_writable(name, path)
 

@@ -212,6 +212,7 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["evaluate", run],
         ["predict", run, "--out", tmp_path / "x.csv"],
         ["embed-nodes", run, "--out", tmp_path / "x.npy"],
+        ["export", run, "--out", tmp_path / "x.pt2"],
         ["plot", run, "--out", tmp_path / "x.png"],
         ["check", "--megabytes", 1],
         ["check", graph, "--megabytes", 1],

@@ -15,6 +15,7 @@ from gcnzc.train.options import option_name
 # a fanout of -1 keeps all neighbours; without an architecture nothing is compiled
 LISTS = {
     "fanouts": ((), (0,), (-2,), (2**31,), (10**30,)),
+    "evaluate_fanouts": ((0,), (-2,), (2**31,), (10**30,)),
     "workers": ((), (-1,), (0,), (10**6,)),
     "compile_for": ((-1,), (0,), (91,), (90, 10**30)),
 }
@@ -85,7 +86,7 @@ def test_every_command_with_numbers_has_cases():
 def test_a_number_out_of_bounds_is_rejected(kind, name, values):
     # without it, its options are rejected with any value
     switches = {"correct_and_smooth": True} if kind is EvaluateConfig else {}
-    option = "fanout" if name == "fanouts" else option_name(name)
+    option = "fanout" if name in ("fanouts", "evaluate_fanouts") else option_name(name)
     for value in values:
         with pytest.raises(ValueError, match=r"(?s)^.*\n\nhint: ") as error:
             kind(**required(kind), **switches, **{name: value})

@@ -18,6 +18,7 @@ from gcnzc.cli.commands.data import (
 )
 from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig, embed_nodes_command
 from gcnzc.cli.commands.evaluate import evaluate_command
+from gcnzc.cli.commands.export import ExportConfig, export_command
 from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
 from gcnzc.cli.commands.predict import PredictConfig, predict_command
@@ -35,6 +36,7 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     EvaluateConfig: evaluate_command,
     PredictConfig: predict_command,
     EmbedNodesConfig: embed_nodes_command,
+    ExportConfig: export_command,
     CheckConfig: check_command,
     PcieConfig: pcie_command,
     CacheForecastConfig: cache_forecast_command,

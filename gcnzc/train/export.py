@@ -1,0 +1,87 @@
+"""Write the best model of a run as a program that torch runs without gcnzc.
+
+The .pt2 file also has a JSON object, `gcnzc.json`, which says what the program reads and returns.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from gcnzc._files import replacing
+from gcnzc.models.export import export_arguments, export_model, needs_degrees
+from gcnzc.models.gnn import Model
+from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train.prediction import TrainedModel, feature_rows
+
+# name of the description in the .pt2 file
+DESCRIPTION = "gcnzc.json"
+
+# nodes whose outputs are compared
+CHECKED_NODES = 256
+
+# largest accepted difference, divided by the largest output
+TOLERANCE = 1e-3
+
+
+def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
+    """Export the best model of a run, compare it with the model on a minibatch, and write it.
+
+    In link prediction, the encoder is exported, whose outputs are the decoder's inputs.
+
+    Args:
+        loaded: the model, with a graph to compare on.
+        path: .pt2 file, which is written atomically.
+
+    Returns:
+        The description in the file: `model`, `task`, `in_features`, `outputs`, `fanouts` (of the
+        training), `needs_degrees`, `classes` (names, or None), and `largest_difference` of the
+        compared outputs.
+
+    Raises:
+        RuntimeError: the outputs of the program differ from those of the model.
+        OSError: the disk is full or may not be written.
+    """
+    encoder: Model = loaded.model.encoder if loaded.config.task == "link" else loaded.model
+    encoder = encoder.cpu().eval()
+    program = export_model(encoder)
+    schema = loaded.schema
+    description = {
+        "model": loaded.config.model,
+        "task": loaded.config.task,
+        "in_features": encoder.in_features,
+        "outputs": encoder.out_features,
+        "fanouts": list(loaded.config.fanouts),
+        "needs_degrees": needs_degrees(encoder),
+        "classes": None if schema.classes is None else list(map(str, schema.classes)),
+        "largest_difference": _compare(program, encoder, loaded),
+    }
+    with replacing(path) as partial:
+        torch.export.save(program, partial, extra_files={DESCRIPTION: json.dumps(description)})
+    return description
+
+
+def _compare(program: ExportedProgram, encoder: Model, loaded: TrainedModel) -> float:
+    """Return the largest difference between the outputs of the program and the model."""
+    graph, largest = loaded.data.graph, 0.0
+    run = program.module()
+    sampler = Sampler(graph, loaded.config.fanouts, loaded.config.seed)
+    with torch.no_grad(), feature_rows(loaded) as table:
+        # several minibatches, because sizes differ
+        for count in (1, min(CHECKED_NODES, graph.num_nodes)):
+            batch = sampler.sample(torch.arange(count), epoch=0)
+            x = table.gather(batch.nodes.to(table.device)).cpu()
+            expected = encoder(batch.blocks, x)
+            found = run(*export_arguments(encoder, batch, x))
+            difference = float((found - expected).abs().max())
+            limit = TOLERANCE * max(1.0, float(expected.abs().max()))
+            if not difference <= limit:
+                raise RuntimeError(
+                    f"the outputs of the exported program differ from the model's by {difference:g}"
+                    f", more than {limit:g}\n\nhint: check that the features are finite, with "
+                    "`gcnzc info DATA --verify`; otherwise report this with the version of torch"
+                )
+            largest = max(largest, difference)
+    return largest

@@ -1,0 +1,96 @@
+"""`gcnzc export` writes a program, which the example serves with torch alone."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gcnzc
+from gcnzc.cli import main
+from gcnzc.train import predict
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "serve_exported.py"
+OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("export"), np.random.default_rng(0)
+    split = np.array(["train", "valid", "test"])[np.arange(200) % 3]
+    np.savez(
+        folder / "g.npz",
+        edge_index=draw.integers(200, size=(2, 1500)),
+        node_feat=draw.standard_normal((200, 5), dtype=np.float32),
+        node_label=draw.integers(3, size=200),
+        **{part: np.flatnonzero(split == part) for part in ("train", "valid", "test")},
+    )
+    gcnzc.prepare(folder / "g.npz", folder / "g")
+    return folder
+
+
+def trained(graph, *words):
+    run = graph / "run-{}".format("-".join(map(str, words)))
+    assert main(["train", str(graph / "g"), *OPTIONS, *words, "--out", str(run)]) == 0
+    return run
+
+
+def serve(graph, *words):
+    return subprocess.Popen(
+        # the script must not find gcnzc
+        [sys.executable, "-I", str(SCRIPT), str(graph / "m.pt2"), str(graph / "g.npz"), *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat"])
+def test_a_run_is_exported_and_described(model, graph, tmp_path, capsys):
+    run = trained(graph, "--model", model)
+    capsys.readouterr()
+    out = tmp_path / "m.pt2"
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    line = json.loads(capsys.readouterr().out)
+    extra = {"gcnzc.json": ""}
+    torch.export.load(out, extra_files=extra)
+    about = json.loads(extra["gcnzc.json"])
+    assert about.items() <= line.items()
+    assert (about["in_features"], about["outputs"], about["fanouts"]) == (5, 3, [4, 4])
+    assert about["needs_degrees"] == (model == "gcn")
+    assert about["largest_difference"] < 1e-4
+    assert main(["export", str(run), "--out", str(tmp_path / "m.onnx")]) == 2
+    assert "does not end in .pt2" in capsys.readouterr().err
+    # a graph for which the model was not trained leaves the file
+    before = out.read_bytes()
+    assert main(["export", str(run), str(tmp_path), "--out", str(out)]) == 1
+    assert out.read_bytes() == before
+
+
+@pytest.mark.processes
+def test_the_example_serves_what_gcnzc_predicts(graph):
+    run = trained(graph, "--model", "sage")
+    assert main(["export", str(run), "--out", str(graph / "m.pt2")]) == 0
+    expected = predict(run, nodes=[3, 150, 3])
+    with serve(graph, "--nodes", "3,150,3", "--exact") as process:
+        found = json.loads(process.communicate()[0])
+    assert process.returncode == 0
+    assert [line["node"] for line in found] == [3, 150, 3]
+    assert [line["class"] for line in found] == expected.classes.tolist()
+    best = expected.probabilities.max(1)
+    assert [line["probability"] for line in found] == pytest.approx(best.tolist(), abs=1e-5)
+    with serve(graph, "--port", "0") as process:
+        try:
+            address = process.stdout.readline().split("?")[0]
+            with urllib.request.urlopen(f"{address}?nodes=7") as answer:
+                assert json.load(answer)[0]["node"] == 7
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(f"{address}?nodes=200")
+        finally:
+            process.kill()
