@@ -116,7 +116,7 @@ class _PlainHop(Hop):
             _first(scores, self.num_targets) + target_scores, NEGATIVE_SLOPE
         )
         of_edges = scores[self.indices] + target_scores[self._targets()]
-        return self._attend(rows_SHF, functional.leaky_relu(of_edges, NEGATIVE_SLOPE), own)
+        return self._combine(rows_SHF, functional.leaky_relu(of_edges, NEGATIVE_SLOPE), own)
 
     def gatv2_aggregate(
         self,
@@ -134,9 +134,9 @@ class _PlainHop(Hop):
             (functional.leaky_relu(part, NEGATIVE_SLOPE) * attention_HF).sum(2)
             for part in (sums, own)
         )
-        return self._attend(rows_SHF, scores, own_scores)
+        return self._combine(rows_SHF, scores, own_scores)
 
-    def _attend(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
+    def _combine(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
         """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
         targets, heads = self._targets(), own_TH.shape[1]
         index = targets[:, None].expand(-1, heads)
@@ -181,7 +181,8 @@ class _PlainModel(nn.Module):
                 own = _first(degrees[index], hop.num_targets)
                 hop = _PlainHop(hop.indptr, hop.indices, None, norms, own)
             is_smaller = layer.heads * layer.out_features < layer.in_features
-            is_projected = is_smaller or layer.must_project_first
+            # sums of unprojected rows for each head would be transposed, which depends on sizes
+            is_projected = is_smaller or layer.must_project_first or layer.has_scores
             rows = layer.project(x) if is_projected else x
             out = layer.compute_targets(hop, rows, layer.scores(x), x_target, is_projected)
             x = model.transform_output(index, out, x_target)

@@ -80,4 +80,6 @@ def _words_of(name: str, value: Any) -> str:
     """Return an option with its value, as on the command line."""
     if isinstance(value, bool):
         return option_name(name if value else f"no_{name}")
+    if isinstance(value, tuple):
+        return f"{option_name(name)} {','.join(map(str, value))}"
     return f"{option_name(name)} {value}"

@@ -41,6 +41,7 @@ OTHERS = {
     "cache_sharded": True,
     "label_smoothing": 0.1,
     "class_weights": "balanced",
+    "evaluate_fanouts": (3, 3, 3),
     "step_epochs": 2.0,
     "step_factor": 0.5,
     "average_decay": 0.9,
@@ -56,6 +57,7 @@ ONE_FEATURE = {
     "features": "host",
     "schedule": "constant",
     "average": "none",
+    "evaluate": "needed",
 }
 # for options that are used with the choices above
 OTHER = {"task": "link", "model": "gcn"}
@@ -84,6 +86,8 @@ def words_of(name, value):
     option = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{'' if value else 'no-'}{option}"]
+    if isinstance(value, tuple):
+        return [f"--{option}", ",".join(map(str, value))]
     return [f"--{option}", str(value)]
 
 
