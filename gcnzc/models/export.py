@@ -139,6 +139,9 @@ class _PlainHop(Hop):
     def _combine(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
         """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
         targets, heads = self._targets(), own_TH.shape[1]
+        # the block's own self loops are ignored, as by the kernels
+        is_loop = self.indices == targets
+        scores_EH = scores_EH.masked_fill(is_loop[:, None], -torch.inf)
         index = targets[:, None].expand(-1, heads)
         # subtracted for the range of the exponential
         largest = own_TH.scatter_reduce(0, index, scores_EH, "amax")
