@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import GIN, SAGE
 from gcnzc.train import inference as inference_module
 from gcnzc.train.inference import inference
+from gcnzc.train.label_inputs import LabelInputs, with_labels
 from gcnzc.train.layerwise import journal, ranges, stored_rows
 from gcnzc.train.layerwise import scratch as scratch_module
 
@@ -370,3 +372,18 @@ def test_the_function_of_the_package_streams(tmp_path):
     for path in (tmp_path / "s").iterdir():
         path.unlink()
     assert torch.equal(found, gcnzc.inference(model, graph, table))
+
+
+def test_label_inputs_are_read_and_identified(small, tmp_path):
+    graph, x = random_graph(), torch.randn(60, 5)
+    labels = torch.arange(60) % 3
+    split = {"train": torch.arange(30), "valid": torch.arange(30, 45), "test": torch.arange(45, 60)}
+    tables = []
+    for offset in (0, 1):
+        data = SimpleNamespace(graph=graph, labels=(labels + offset) % 3, split=split)
+        tables.append(with_labels(FeatureTable(x), LabelInputs(data, 3, False)))
+    model = SAGE(8, 8, 3)
+    found = inference(model, graph, tables[0], scratch=tmp_path, **small)
+    assert torch.equal(found, inference(model, graph, tables[0], batch_nodes=7))
+    with pytest.raises(ValueError, match="features differ"):
+        inference(model, graph, tables[1], scratch=tmp_path, **small)
