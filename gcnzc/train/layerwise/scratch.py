@@ -121,9 +121,15 @@ def open_scratch(
                 own.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(own))
                 identity = None
-                if identify is not None:
-                    identity = work.run_in_thread(lambda: {"format": FORMAT, **identify()})
-                _claim(own, identity)
+                try:
+                    if identify is not None:
+                        identity = work.run_in_thread(lambda: {"format": FORMAT, **identify()})
+                    _claim(own, identity)
+                except BaseException:
+                    # fails if the folder has files
+                    with suppress(OSError):
+                        own.rmdir()
+                    raise
         with joint_work(workers.group):
             scratch = Scratch(own, memory, workers)
         try:
