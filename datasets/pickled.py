@@ -1,5 +1,6 @@
 """Read tensors and numpy arrays from files of `torch.save`, without unpickling other objects."""
 
+import pickle
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def load(path: Path, classes: Sequence[str] = ()) -> Any:
     # a damaged pickle can raise any exception
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError) and "Weights only" in reason:
+            reason = "it has other objects than tensors, numbers and texts"
         raise ValueError(
             f"{path} cannot be read as numbers: {reason}\n\n"
             "hint: it is damaged, or could run code when unpickled; download the dataset again"

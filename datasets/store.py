@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from gcnzc._files import lock, other_process, sync
+from gcnzc.datasets.array_files import map_arrays, npy_headers
 from gcnzc.datasets.meta import (
     AGAIN,
     CODED_VERSION,
     FORMAT,
-    HEADER_BYTES,
     VERIFY,
     VERSION,
     checksum_of,
@@ -283,7 +283,7 @@ class Writer:
     ) -> None:
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        (header,) = _npy_headers([(shape, dtype)])
+        (header,) = npy_headers([(shape, dtype)])
         total = len(header) + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         code, done = zlib.crc32(header), len(header)
         with path.open("xb") as file:
@@ -314,17 +314,6 @@ def _pad(chunk: Array, columns: int) -> Array:
     return wide
 
 
-def _npy_headers(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> list[bytes]:
-    """Return the `.npy` headers for shapes and dtypes, padded to `HEADER_BYTES`."""
-    magic, headers = np.lib.format.magic(1, 0), []
-    length = HEADER_BYTES - len(magic) - 2
-    for shape, dtype in arrays:
-        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        text = f"{fields!r}".encode().ljust(length - 1) + b"\n"
-        headers.append(magic + length.to_bytes(2, "little") + text)
-    return headers
-
-
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file as eight hexadecimal digits.
 
@@ -339,7 +328,7 @@ def checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder, memory-mapped read-only: writing to an array terminates the process."""
+    """A prepared folder, whose arrays are memory-mapped; see `open_folder`."""
 
     folder: Path
     meta: dict[str, Any]
@@ -368,8 +357,15 @@ def is_prepared(path: Path) -> bool:
     return (path / "meta.json").is_file()
 
 
-def open_folder(folder: Path) -> Prepared:
+def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
     """Memory-map a prepared folder; validate `meta.json`, file sizes and headers, not the contents.
+
+    Args:
+        folder: the folder.
+        read_only: map the graph and the features read-only, so that a GPU driver can lock their
+            pages without copying them. A write to them then ends the process with SIGSEGV. All
+            other arrays are mapped copy-on-write: a write changes the memory of this process, and
+            not the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -378,7 +374,7 @@ def open_folder(folder: Path) -> Prepared:
     """
     meta = read_meta(folder)
     _check_sizes(folder, meta["files"])
-    arrays = _map_arrays(folder, meta["files"])
+    arrays = map_arrays(folder, meta["files"], read_only)
     _check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
     features = csr = codes = None
     fields = meta["features"]
@@ -420,31 +416,6 @@ def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
         fields["metric"],
         fields["name"],
     )
-
-
-def _map_arrays(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Array]:
-    """Memory-map the files that have a shape, and compare their headers with `meta.json`."""
-    arrays: dict[str, Array] = {}
-    described = {}
-    for name, entry in files.items():
-        if "shape" in entry:
-            described[name] = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    headers = _npy_headers(described.values())
-    for (name, (shape, dtype)), header in zip(described.items(), headers, strict=True):
-        with (folder / name).open("rb") as file:
-            if file.read(HEADER_BYTES) != header:
-                raise ValueError(
-                    f"{folder / name} has no header of an array of shape {shape} and type {dtype}"
-                    f"\n\n{AGAIN}"
-                )
-            num_bytes = files[name]["bytes"]
-            if num_bytes == HEADER_BYTES:
-                arrays[name] = np.empty(shape, dtype)
-                continue
-            # the kernel refuses a private or writable mapping that is larger than memory
-            mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
-        arrays[name] = np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
-    return arrays
 
 
 def _check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -306,8 +306,10 @@ class Table:
                     "hint: ids, labels and parts are integers, texts, or true and false"
                 )
             values = [str(int(value)) for value in uniques]
-        # a missing value has the code -1: the last of the texts
-        return codes, np.array([*values, ""], object)
+        if (codes == -1).any():
+            # a missing value has the code -1: the last of the texts
+            values.append("")
+        return codes, np.array(values, object)
 
     def _parquet_numbers(self, column: "pd.Series[Any]") -> Array:
         import pandas as pd

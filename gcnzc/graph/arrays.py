@@ -42,7 +42,7 @@ HINT = (
 
 NUMBER_IDS = (
     "node ids are integers; `ids, edges = numpy.unique(edges, return_inverse=True)` numbers other "
-    "ids, and node i is then ids[i]"
+    "ids of a (2, E) array, or of numpy.array(table).T, and node i is then ids[i]"
 )
 
 

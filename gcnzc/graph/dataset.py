@@ -36,8 +36,10 @@ class EdgeSplit:
 class Dataset:
     """A graph with node features, labels and splits.
 
-    Tensors are on the host. Those of a prepared folder are memory-mapped read-only: writing to
-    one terminates the process (SIGSEGV), so clone a tensor before you modify it.
+    Tensors are on the host. Those of a prepared folder are memory-mapped copy-on-write: a write to
+    one changes the memory of this process, and not the folder. If torch finds a GPU, the features
+    and the graph are mapped read-only, since most drivers can then lock their pages without a copy:
+    writing to them terminates the process (SIGSEGV), so clone them before you modify them.
     """
 
     name: str

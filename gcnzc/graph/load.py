@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gcnzc.datasets import catalog, download, ogb, store
 from gcnzc.datasets.names import Names
@@ -302,12 +303,11 @@ def open_source(
     if not path.is_dir():
         return None
     if store.is_prepared(path):
-        prepared = store.open_folder(path)
-        if wanted not in (None, prepared.meta["split"]["name"]):
-            raise ValueError(
-                f"{path} was prepared with the split {prepared.meta['split']['name']}, not "
-                f"{wanted}\n\nhint: prepare it again from {prepared.meta['origin'].get('source')}"
-            )
+        prepared = store.open_folder(path, read_only=torch.cuda.is_available())
+        found, source = prepared.meta["split"]["name"], prepared.meta["origin"].get("source")
+        if wanted not in (None, found):
+            wrong = f"{path} was prepared with the split {found}, not {wanted}"
+            raise ValueError(f"{wrong}\n\nhint: prepare it again from {source}")
         return prepared
     if ogb.is_layout(path):
         return _open_ogb(path, name, wanted)

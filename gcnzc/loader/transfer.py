@@ -1,8 +1,8 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
 All batches use the same two CUDA streams. The copy stream copies first the node ids, then the
-blocks, labels and pairs, with a copy engine of the GPU. The gather stream waits for the ids and
-runs the gather kernel, which reads rows from page-locked host memory, or from the device if the
+blocks, labels and node pairs, with a copy engine of the GPU. The gather stream waits for the ids
+and runs the gather kernel, which reads rows from page-locked host memory, or from the device if the
 table is there. A fraction of the rows can be copied instead: the thread that prepares the batch
 gathers them on the host while the GPU reads the others, and the copy stream copies them and
 dequantizes codes.
@@ -244,7 +244,7 @@ class _BatchMemory:
     readers: list[Stream] = field(default_factory=list)  # streams of the model
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *writers: Stream) -> Tensor:
-        """Allocate a tensor into which work may write that is queued on `writers` afterwards."""
+        """Allocate a tensor that work may write if it is queued on `writers` afterwards."""
         tensor, events = self.pool.allocate(shape, dtype, self._record_last_use)
         for writer in writers:
             _wait(writer, events)

@@ -55,9 +55,10 @@ MAX_REGISTRATION_BYTES = 16 << 30
 MIN_REGISTRATION_BYTES = 2 << 20
 
 
-# The size of a GPU thread's load, to multiples of which registrations are rounded outwards. The
-# first and the last load of a row may extend beyond the row up to such a multiple, and a gather
-# kernel gets a pointer to one. Two malloc(3) allocations never share a granule.
+# The size of a GPU thread's load. Registrations are rounded outwards to multiples of it, because
+# the first and the last load of a row may extend beyond the row up to such a multiple, and a gather
+# kernel gets the table's address rounded down to one. The rounding adds no byte of another
+# malloc(3) allocation, because two allocations never share a granule.
 GRANULE_BYTES = 16
 
 
@@ -195,8 +196,8 @@ class PageLocks:
             address: of the first byte; must stay mapped during the block.
             num_bytes: size of the range; 0 does nothing.
             read_only: the range is mapped read-only.
-            owner: object that owns the memory. A reference is kept while any part of the range is
-                registered, which can be longer than the block if other blocks use that part.
+            owner: object that owns the memory. A reference is kept during the block, and longer
+                while other blocks use a registration that this call made.
 
         Raises:
             LockRefused: the memory cannot be locked for GPUs. What this call locked is unlocked

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcnzc._files import replacing
 from gcnzc.system.spans import Span
-from gcnzc.train import record
+from gcnzc.train import record, run_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ def curves(runs: Sequence[Path], out: Path) -> None:
     groups = [runs[begin : begin + RUNS_PER_ROW] for begin in range(0, len(runs), RUNS_PER_ROW)]
     ratios = [3.4 * len(groups), 1.3 + 0.3 * len(runs)]
     figure = new_figure(9, 0.3 + sum(ratios))
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(f"Training: {title}")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
     panels = upper.subplots(len(groups), 2, squeeze=False)
@@ -92,6 +92,12 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             axis.legend(fontsize="small", ncols=2, **place)
     _plot_seconds(lower, records)
     save(figure, out)
+
+
+def _title(run: Path) -> str:
+    """Return the name of a run; for a run of several, also that of their folder."""
+    is_of_several = (run.absolute().parent / run_folder.RUNS).is_file()
+    return "/".join(run.absolute().parts[-2:]) if is_of_several else run.name
 
 
 def _read_record(run: Path) -> list[dict[str, Any]]:
@@ -145,8 +151,8 @@ def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]
     axis = figure.subplots()
     used = {key for lines in records.values() for line in lines for key in STAGES if line.get(key)}
     stages = [(key, f"C{index}") for index, key in enumerate(STAGES) if key in used]
-    for number, lines in enumerate(records.values()):
-        left = 0.0
+    for number, all_lines in enumerate(records.values()):
+        lines, left = record.typical_lines(all_lines), 0.0
         for key, colour in stages:
             seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
             # matplotlib keeps names with an underscore out of the legend
@@ -154,11 +160,11 @@ def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]
             axis.barh(number, seconds, 0.5, left, color=colour, label=shown)
             left += seconds
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
-        shown = "whole epoch" if number == 0 else "_"
+        shown = "whole epoch (stages overlap)" if number == 0 else "_"
         axis.plot([whole, whole], [number - 0.4, number + 0.4], "k", label=shown)
     axis.set_yticks(range(len(records)), [run.name for run in records], fontsize="small")
     axis.invert_yaxis()
-    axis.set_xlabel("seconds per epoch")
+    axis.set_xlabel("seconds per epoch, mean of all but the first")
     figure.legend(loc="outside lower center", ncols=len(stages) + 1, fontsize="small")
 
 

@@ -100,6 +100,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def typical_lines(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the lines of the epochs whose times are typical: all but the first.
+
+    In the first epoch, kernels are compiled or loaded, and buffers are filled. It is returned if it
+    is the only one.
+    """
+    return lines[1:] or lines
+
+
 def keep(path: Path, num_lines: int) -> None:
     """Truncate `path` to its first `num_lines` lines, atomically."""
     rewrite(path, read(path)[:num_lines])

@@ -9,6 +9,7 @@ import torch
 
 from gcnzc.features.cache import CachedTable
 from gcnzc.system import files, machine
+from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.options import config_to_dict
@@ -47,10 +48,11 @@ def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
 def write_result(trainer: Trainer) -> dict[str, Any]:
     """Return the result of a run; worker 0 also writes it and the curves to the run folder."""
     epochs = len(trainer.lines)
+    typical = record.typical_lines(trainer.lines)
 
     def mean(key: str) -> float:
         # lines of older versions do not have every key
-        return sum(line.get(key, 0.0) for line in trainer.lines) / epochs
+        return sum(line.get(key, 0.0) for line in typical) / len(typical)
 
     data, task, config = trainer.data, trainer.task, trainer.config
     gathered, seconds = mean("payload_bytes"), mean("gather_s")
@@ -91,7 +93,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         for key in ("hit_rate", "peer_hit_rate"):
             # lines of older versions have no peer_hit_rate
             hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in trainer.lines)
-            line[key] = hit / epochs / gathered
+            line[key] = hit / sum(line["payload_bytes"] for line in trainer.lines)
         line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
         line["bytes_saved"] = int(mean("bytes_saved"))
     if task.best_accuracy is not None:

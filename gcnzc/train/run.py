@@ -72,21 +72,23 @@ def train(
             worker also reads and writes its own state in the folder `workers`.
         reporter: shows the progress; None shows nothing.
         group: the workers that train together; only this process if None.
-        launch: identifies the start of these workers by their launcher; the same on all workers. If
-            the run in `folder` was started by the same launch, the launcher has restarted the
+        launch: identifies the launch of these workers, for example by torchrun; the same on all
+            workers. If the same launch started the run in `folder`, the launcher has restarted the
             workers, and they resume that run.
 
     Returns:
         The result that `gcnzc train` prints, such as scores, seconds per epoch, and bytes gathered
-        and sent. `unsaved` maps the names of files that could not be written to the cause.
+        and sent. `unsaved` has the cause for each file that could not be written.
 
     Raises:
-        ValueError: the data, the options or the checkpoint do not match.
+        ValueError: an option or the data is invalid, the checkpoint does not match them, or
+            training has diverged.
         RuntimeError: the run needs more memory than the machine has, or another run trains in this
             process.
-        Interrupted: the process received SIGINT or SIGTERM; the run was saved first.
+        Interrupted: a worker received SIGINT or SIGTERM. The run was saved, except for files that
+            the message names.
         WorkerLost: another worker has ended or does not respond; the run can be resumed.
-        PeerFailed: worker 0 failed, and raises the error.
+        PeerFailed: another worker failed, and raises the error.
     """
     began = time.perf_counter()
     if config.data is None:
@@ -150,7 +152,7 @@ def train(
         steps = config.epochs * len(loader)
         if message := warning_of_short_warmup(config, steps):
             reporter.say(f"warning: {message}")
-        # the two signals: a request to stop, and a checkpoint that is due
+        # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter
         trainer = Trainer(config, folder, *parts, began)

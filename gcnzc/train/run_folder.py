@@ -89,6 +89,14 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
             continue
 
 
+def expand_runs(folder: Path) -> list[Path]:
+    """Return the run folders in the folder of several runs, by seed; of one run, its folder."""
+    if not (folder / RUNS).is_file():
+        return [folder]
+    found = [path for path in folder.glob("seed-*") if (path / CONFIG).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("seed-"))) or [folder]
+
+
 def folder_of_seed(folder: Path, seed: int) -> Path:
     """Return the run folder of one seed in the folder of several runs."""
     return folder / f"seed-{seed}"

@@ -38,7 +38,7 @@ WAITS = 1000
 
 
 class Interrupted(Exception):
-    """The user stopped the run; its state is saved."""
+    """A worker was told to stop, and the run was saved, except for files the message names."""
 
 
 class PeerFailed(Exception):

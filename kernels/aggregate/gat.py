@@ -173,8 +173,8 @@ def checked_self_loops(
 ) -> tuple[Tensor, Tensor]:
     """Check `self_index`, and return the block with self loops, as `add_self_loops` does.
 
-    In that case the result is cached as long as `indices` exists, like the transposed block, and
-    recomputed if one of the two tensors was written to.
+    If `self_index` is None, the result is cached as long as `indices` exists. It is recomputed for
+    another `indptr` or number of sources, and after a write to `indptr` or `indices`.
 
     Args:
         name: the function that an error message names.

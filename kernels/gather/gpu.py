@@ -138,8 +138,8 @@ def _row_or_copy(
 def _assign_vectors(load_index, lead, num_vectors, row_mask, WRAPPED: tl.constexpr):
     """Return the vector of a row that each lane loads, and the mask of lanes that load one.
 
-    `load_index` is the number of the lane's load, counted over all passes. The first `lead` lanes
-    are assigned to bytes before the row. If WRAPPED, these lanes load the row's last vectors;
+    `load_index` numbers the loads of a row over all of its lanes and passes. The first `lead` loads
+    are assigned to bytes before the row. If WRAPPED, they read the row's last vectors instead;
     otherwise they are masked.
     """
     vector = load_index - lead
@@ -152,8 +152,8 @@ def _assign_vectors(load_index, lead, num_vectors, row_mask, WRAPPED: tl.constex
     return vector, mask
 
 
-# These arguments are not specialized, since their sizes and alignments change between minibatches,
-# and Triton would recompile. It need not know their alignment: they are not accessed as vectors.
+# These arguments are not specialized: Triton would recompile, since their values and alignments
+# change between minibatches or tables. It need not know them: none is accessed as vectors.
 @triton.jit(
     do_not_specialize=[
         "ids",
@@ -198,18 +198,18 @@ def _gather_rows(
     SCALE_COLUMNS: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
 ):
-    """Gather rows of `table` into `out`, in words: elements of these tensors as they are passed.
+    """Gather rows of `table` into `out`, passed as views whose elements are called words.
 
     A program processes tiles of TILE_ROWS rows in a grid-stride loop. Each row is loaded by LANES
     lanes in PASSES passes, one vector of VECTOR_WORDS words per lane and pass, see `Lanes`.
 
     Sizes and modes are compile-time constants, so that Triton loads whole vectors and omits unused
-    code. They are separate parameters, because Triton before 3.2 accepts no tuples. Constants that
+    code. They are separate parameters, because Triton before 3.3 accepts no tuples. Constants that
     follow from other parameters, such as the bytes of a word, are computed in the kernel.
 
-    An argument that begins with a condition, such as "if HAS_ORDER", is read only if that holds;
-    otherwise the host passes any other tensor, since Triton needs one. `constants` returns the
-    constants that depend on the table's layout.
+    An argument whose description begins with a condition, such as "if HAS_ORDER", is read only if
+    that holds; otherwise the host passes any other tensor, since Triton needs one. `constants`
+    returns the constants that depend on the table's layout.
 
     Args:
         table: aligned to 16 B; the first row begins BASE_OFFSET bytes after it.
@@ -237,9 +237,9 @@ def _gather_rows(
     ALIGNED: tl.constexpr = (STRIDE_BYTES | BASE_OFFSET) % LOAD_BYTES == 0
     # every row also ends at one, so that a lane stores the vectors that it loads
     WHOLE: tl.constexpr = ALIGNED and ROW_WORDS % VECTOR_WORDS == 0
-    # Whether rows that are not gathered get columns outside the row, so that the check of columns
-    # masks their stores, which takes fewer registers. Not if elements are converted: in the code of
-    # ptxas, lanes would wait for the values of a load before they issue the last load.
+    # Whether the stores of rows that are not gathered are masked by columns outside the row and not
+    # by `row_mask`, which takes fewer registers. Not if elements are converted: with the code that
+    # ptxas generates, lanes would wait for the values of a load before they issue the last load.
     BY_COLUMN: tl.constexpr = out.dtype == table.dtype
     # whether the first lane is assigned to the start of a line; if `shifted` takes one pass, it is
     # assigned to the row's first vector instead

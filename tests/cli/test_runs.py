@@ -68,6 +68,10 @@ def test_several_seeds_are_summarised_and_resumed_as_a_whole(graph, tmp_path, ca
     assert [each["test_accuracy"] for each in line["results"]] == scores
     assert f"test accuracy {statistics.fmean(scores):.4f} ± {statistics.stdev(scores):.4f}" in err
     assert json.loads((out / "summary.json").read_text()) == line
+    # the folder of the runs stands for all of them
+    assert main(["plot", str(out), "--out", str(tmp_path / "p.png")]) == 0
+    shown = json.loads(capsys.readouterr().out)["runs"]
+    assert shown == [str(out / f"seed-{seed}") for seed in (4, 5, 6)]
     # a single run with the seed gives the same
     single, _ = train(capsys, graph, *OPTIONS, "--seed", 5, "--out", tmp_path / "single")
     assert single["test_accuracy"] == scores[1]

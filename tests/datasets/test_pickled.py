@@ -44,7 +44,7 @@ class Harmful:
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"train": x}])
 def test_pickled_code_is_not_run(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap(Harmful(tmp_path / "was here")), tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="cannot be read as numbers"):
+    with pytest.raises(ValueError, match="as numbers: it has other objects than tensors"):
         pickled.load(tmp_path / "a.pt")
     assert not (tmp_path / "was here").exists()
 

@@ -164,6 +164,28 @@ def test_parquet_gives_what_csv_gives(tmp_path, monkeypatch):
     assert prepare(path, tmp_path / "integers").graph.num_edges == 3
 
 
+@pytest.mark.parametrize("kind", [bool, int, str])
+def test_parquet_tables_have_masks(tmp_path, kind):
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    yes, no = ("yes", "no") if kind is str else (kind(1), kind(0))
+    nodes = pd.DataFrame({"id": [2, 0, 1], "y": [0, 1, 0]})
+    for part, row in (("train", 1), ("val", 2), ("test", 0)):
+        nodes[f"is_{part}"] = [yes if row == place else no for place in range(3)]
+    nodes.to_parquet(folder / "nodes.parquet")
+    pd.DataFrame({"source": [0, 1], "target": [1, 2]}).to_parquet(folder / "edges.parquet")
+    path = folder / "graph.toml"
+    path.write_text('[edges]\nfile = "edges.parquet"\n[nodes]\nfile = "nodes.parquet"\n')
+    data = prepare(path, tmp_path / "data")
+    assert [data.split[part].tolist() for part in ("train", "valid", "test")] == [[0], [1], [2]]
+    # a missing value is neither true nor false
+    nodes["is_train"] = [no, yes, None]
+    nodes.to_parquet(folder / "nodes.parquet")
+    with pytest.raises(ValueError, match=r"nodes.parquet, row 2, column 'is_train'.*\n\nhint: "):
+        prepare(path, tmp_path / "damaged")
+
+
 def test_ids_that_are_the_numbers_need_no_names(tmp_path):
     nodes = "id,a,y,is_train,is_val,is_test\n2,2.5,0,0,0,1\n0,0.5,1,1,0,0\n1,1.5,0,0,1,0\n"
     options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_graph import Tiny, tiny
 
-from gcnzc.datasets import download, store
-from gcnzc.datasets.meta import checksum_of
+from gcnzc.datasets import array_files, download, store
+from gcnzc.datasets.meta import HEADER_BYTES, checksum_of
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import allocate_in_memory
 from gcnzc.features.table import FeatureTable
@@ -92,6 +92,47 @@ def test_dtypes_are_as_documented(tmp_path: Path) -> None:
     assert found.features.dtype == torch.float32
     assert found.features.data_ptr() % 4096 == 0
     assert found.folder == tmp_path / "a"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_write_to_a_tensor_changes_the_memory_and_not_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    opened, before = load(tmp_path / "a"), load(tmp_path / "a")
+    assert opened.features is not None
+    assert before.features is not None
+    opened.labels[opened.labels > 0] = -1
+    opened.split["train"][0] = 7
+    assert (opened.labels <= 0).all()
+    flags = map_flags(tmp_path / "a/features.npy")
+    if has_gpu:
+        # the driver locks the pages of a shared mapping without a copy
+        assert set(flags) == {"r--s"}
+    else:
+        opened.features.sub_(opened.features.mean(0))
+        opened.graph.indices[0] = 0
+        assert abs(opened.features.mean()) < 1e-5
+        assert set(flags) == {"rw-p"}
+    verify(tmp_path / "a")
+    assert_same(before, load(tmp_path / "a"))
+
+
+def map_flags(file: Path) -> list[str]:
+    """The access and kind of each memory mapping of a file in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.endswith(str(file))]
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    # the kernel compares a private mapping with memory and swap together
+    num_bytes = HEADER_BYTES + (8 << 40)
+    with (tmp_path / "x").open("w+b") as file:
+        file.truncate(num_bytes)
+        mapped = array_files._map_file(file.fileno(), num_bytes, read_only=False)
+        assert mapped[num_bytes - 1] == 0
+        assert set(map_flags(tmp_path / "x")) == {"rw-p"}
 
 
 def test_a_source_itself_can_be_prepared(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class PlotConfig:
         tyro.conf.Positional[tuple[Path, ...]],
         tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)"),
     ]
-    """run folders that `gcnzc train` wrote"""
+    """run folders that `gcnzc train` wrote; the folder of --runs stands for all of its runs"""
     out: Path | None = None
     """image to write; curves.png in the folder of the first run if not given"""
 
@@ -31,5 +31,6 @@ def plot_command(config: PlotConfig, reporter: Reporter) -> None:
     if not config.runs:
         raise UsageError("no run is given\n\nhint: `gcnzc plot runs/NAME` plots a run")
     out = config.out or config.runs[0] / run_folder.CURVES
-    curves(config.runs, out)
-    print_json({"runs": [str(run) for run in config.runs], "picture": str(out)})
+    runs = [run for given in config.runs for run in run_folder.expand_runs(given)]
+    curves(runs, out)
+    print_json({"runs": [str(run) for run in runs], "picture": str(out)})
