@@ -11,6 +11,7 @@ Notation: S sources, T targets, E edges of the block, F columns.
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +19,9 @@ from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gcnzc.kernels.aggregate.rows import add_rows, scale_row
+from gcnzc.kernels.aggregate.rows import add_rows, clear_row, round_row, scale_row
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.half_precision import KINDS, item_bytes, kind_of
 from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
@@ -94,37 +96,49 @@ def _scale(a_S, s):
 
 
 @njit(nogil=True, cache=True)
-def _sum_rows(indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, distance, begin, end):
+def _sum_rows(
+    indptr, indices, x, row_bytes, a_S, b_T, out, num_cols, kind, distance, begin, end
+):  # fmt: skip
     num_edges = len(indices)
-    out_bytes = num_cols * out.itemsize
+    out_bytes = num_cols * item_bytes(kind)
+    is_half = item_bytes(kind) == 2
+    # float32 sums of a row, which are rounded to half precision once
+    sums = np.empty(num_cols if is_half else 0, dtype=a_S.dtype)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
         for upcoming in range(e + distance, min(last + distance, num_edges)):
             prefetch_row(x + indices[upcoming] * row_bytes, out_bytes)
-        out[t * num_cols : (t + 1) * num_cols] = 0
-        out_row = out.ctypes.data + t * out_bytes
-        # four rows at a time, to read and write out once for them
+        out_row = out + t * out_bytes
+        sum_row = sums.ctypes.data if is_half else out_row
+        clear_row(sum_row, num_cols, a_S.dtype.type(0))
+        # four rows at a time, to read and write the sums once for them
         while e + 4 <= last:
             s0, s1, s2, s3 = indices[e], indices[e + 1], indices[e + 2], indices[e + 3]
             rows = x + s0 * row_bytes, x + s1 * row_bytes, x + s2 * row_bytes, x + s3 * row_bytes
             weights = _scale(a_S, s0), _scale(a_S, s1), _scale(a_S, s2), _scale(a_S, s3)
-            add_rows(out_row, num_cols, rows, weights)
+            add_rows(sum_row, num_cols, rows, weights, kind)
             e += 4
         if e + 2 <= last:
             s0, s1 = indices[e], indices[e + 1]
             pair = x + s0 * row_bytes, x + s1 * row_bytes
-            add_rows(out_row, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)))
+            add_rows(sum_row, num_cols, pair, (_scale(a_S, s0), _scale(a_S, s1)), kind)
             e += 2
         if e < last:
             s0 = indices[e]
-            add_rows(out_row, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),))
+            add_rows(sum_row, num_cols, (x + s0 * row_bytes,), (_scale(a_S, s0),), kind)
         if len(b_T):
-            scale_row(out_row, num_cols, b_T[t])
+            scale_row(sum_row, num_cols, b_T[t])
+        round_row(out_row, sum_row, num_cols, kind)
 
 
 def make_rows_contiguous(x: Tensor) -> Tensor:
     """Return `x` with a contiguous last axis; the other axes may have any stride."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """Return `x` in a dtype that kernels read: float32 instead of the formats of 8 bits."""
+    return x if x.dtype in KINDS else x.float()
 
 
 def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -145,23 +159,24 @@ def sum_numba(
     """`sum_rows` on the CPU; threads get ranges with about equal sums of targets and edges."""
     dtype, _ = sum_dtype(x)
     no_scale = torch.empty(0, dtype=dtype)
-    x_wide = make_rows_contiguous(x.to(dtype))
+    rows = make_rows_contiguous(readable_rows(x))
     num_targets, num_cols = len(indptr) - 1, x.shape[1]
-    out = empty_rows((num_targets, num_cols), dtype)
+    out = empty_rows((num_targets, num_cols), rows.dtype)
     parallel_for(
         _sum_rows,
         num_targets + len(indices),
         indptr.numpy(),
         indices.numpy(),
-        x_wide.data_ptr(),
-        x_wide.stride(0) * dtype.itemsize,
+        rows.data_ptr(),
+        rows.stride(0) * rows.itemsize,
         *(
             (no_scale if s is None else s.detach().to(dtype).contiguous()).numpy()
             for s in (a_S, b_T)
         ),
-        out.view(-1).numpy(),
+        out.data_ptr(),
         num_cols,
-        prefetch_distance(num_cols * dtype.itemsize),
+        kind_of(rows.dtype),
+        prefetch_distance(num_cols * rows.itemsize),
         grain_size=GRAIN_SIZE,
     )
     return out.to(x.dtype)

@@ -22,6 +22,7 @@ import triton.language as tl
 from numba import njit, uint64
 from torch import Tensor
 
+from gcnzc.kernels.half_precision import KINDS, as_array, narrowed, widened
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
 from gcnzc.kernels.threads import parallel_for
 
@@ -70,6 +71,7 @@ def _scale(p: float) -> float:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _dropout_numba(x, out, threshold, scale, floor, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
+    zero = x.dtype.type(0)  # also the kind of the elements
     for chunk in range(begin, end):
         first = chunk * COUNTERS
         for i in range(COUNTERS):
@@ -83,9 +85,9 @@ def _dropout_numba(x, out, threshold, scale, floor, key_0, key_1, begin, end):
             shift = np.uint32(16 * (half % 2))
             for i in range(min(COUNTERS, len(x) - position)):
                 is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
-                value = x[position + i]
+                value = widened(x[position + i])
                 is_kept = is_kept and not value <= floor
-                out[position + i] = value * scale if is_kept else x.dtype.type(0)
+                out[position + i] = narrowed(value * scale, zero) if is_kept else zero
 
 
 # count and seed change between minibatches, and must not cause a recompilation
@@ -136,12 +138,15 @@ def dropout_numba(
     floor: float = math.nan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`dropout_reference` on the CPU, for contiguous float32 or float64; `out` may be `x`."""
+    """`dropout_reference` on the CPU, for contiguous `x` of a dtype in `KINDS`; `out` may be `x`.
+
+    Half precision is multiplied in float32 and rounded once, as torch does.
+    """
     out = torch.empty_like(x) if out is None else out
-    flat, out_flat = x.detach().view(-1).numpy(), out.detach().view(-1).numpy()
+    flat, out_flat = as_array(x), as_array(out)
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
-    threshold, scale = np.uint32(_threshold(p)), flat.dtype.type(_scale(p))
-    floor = flat.dtype.type(floor)
+    wide = np.float64 if x.dtype == torch.float64 else np.float32
+    threshold, scale, floor = np.uint32(_threshold(p)), wide(_scale(p)), wide(floor)
     num_chunks = -(-len(flat) // CHUNK)
     parallel_for(
         _dropout_numba,
@@ -180,10 +185,8 @@ def _dropout_on_device(x: Tensor, p: float, seed: int) -> Tensor:
     x = x.contiguous()
     if x.is_cuda:
         return dropout_triton(x, p, seed)
-    if x.dtype in (torch.float32, torch.float64):
+    if x.dtype in KINDS:
         return dropout_numba(x, p, seed)
-    # numba has no half precision; rounding the float32 product to it gives the same bits, since
-    # the scale is a float32 number in both cases
     return dropout_numba(x.float(), p, seed).to(x.dtype)
 
 
@@ -253,7 +256,7 @@ def relu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
         seed: as for `dropout`.
 
     Returns:
-        `x`; a new tensor if `x` is not contiguous, or has half precision and is on the CPU.
+        `x`; a new tensor if `x` is not contiguous.
 
     Raises:
         ValueError: p is outside [0, 1), or rounds to 1.
@@ -262,6 +265,6 @@ def relu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     if p == 0:
         return x.relu_()
     x = x.contiguous()
-    if not x.is_cuda and x.dtype not in (torch.float32, torch.float64):
+    if not x.is_cuda and x.dtype not in KINDS:
         return dropout(x.relu_(), p, seed)
     return _ReluDropout.apply(x, p, seed)

@@ -13,7 +13,7 @@ from numba import njit
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gcnzc.kernels.aggregate import check_block, check_device
+from gcnzc.kernels.aggregate import check_block, check_device, sum_dtype
 from gcnzc.kernels.aggregate.dropout import dropout as drop
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax, edge_softmax_reference
 from gcnzc.kernels.aggregate.weighted import weighted_spmm, weighted_spmm_reference
@@ -130,7 +130,7 @@ def gat_aggregate(
     """Sum the rows of each target's in-neighbours, weighted by attention, per head.
 
     Differentiable once, in `x` and both scores. The result does not depend on the number of
-    threads.
+    threads. Half precision is computed in float32, also the weights, and sums are rounded once.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
@@ -161,7 +161,9 @@ def gat_aggregate(
         )
     if self_loops:
         indptr, indices = checked_self_loops("gat_aggregate", indptr, indices, x, self_index)
-    weight = edge_softmax(indptr, indices, score_source, score_target, negative_slope)
+    # the weights of scores in half precision stay float32
+    scores = (score.to(sum_dtype(score)[0]) for score in (score_source, score_target))
+    weight = edge_softmax(indptr, indices, *scores, negative_slope)
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
 
 

@@ -37,6 +37,7 @@ from gcnzc.kernels.aggregate import (
     first_target,
     prefetch_distance,
     prefetch_row,
+    readable_rows,
     sum_dtype,
     vector_elements,
 )
@@ -44,7 +45,14 @@ from gcnzc.kernels.aggregate.dropout import dropout as drop
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax_backward, edge_softmax_forward
 from gcnzc.kernels.aggregate.gat import add_self_loops_reference, checked_self_loops
 from gcnzc.kernels.aggregate.rows import add_leaky_slopes, leaky_dot
-from gcnzc.kernels.aggregate.weighted import weighted_spmm, weighted_spmm_reference
+from gcnzc.kernels.aggregate.weighted import (
+    sddmm_numba,
+    sddmm_triton,
+    weighted_spmm_numba,
+    weighted_spmm_reference,
+    weighted_spmm_triton,
+)
+from gcnzc.kernels.half_precision import as_array, item_bytes, kind_of, widened
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
@@ -85,10 +93,10 @@ def gatv2_aggregate_reference(
 
 @njit(nogil=True, cache=True)
 def _leaky_scores(
-    indptr, indices, x, y, a, slope, score_EH, num_heads, num_cols, distance, begin, end
+    indptr, indices, x, y, a, slope, score_EH, num_heads, num_cols, kind, distance, begin, end
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
-    part_bytes = num_cols * score_EH.itemsize
+    part_bytes = num_cols * item_bytes(kind)
     row_bytes = H * part_bytes
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         first, last = indptr[t], indptr[t + 1]
@@ -97,18 +105,19 @@ def _leaky_scores(
         for e in range(first, last):
             row, own, factor = x + indices[e] * row_bytes, y + t * row_bytes, a
             for h in range(H):
-                score_EH[e * H + h] = leaky_dot(factor, row, own, num_cols, slope)
+                score_EH[e * H + h] = leaky_dot(factor, row, own, num_cols, slope, kind)
                 row += part_bytes
                 own += part_bytes
-                factor += part_bytes
+                factor += num_cols * score_EH.itemsize
 
 
 @njit(nogil=True, cache=True)
 def _sum_leaky_slopes(
-    indptr, indices, edges, grad_EH, x, y, slope, out, num_heads, num_cols, distance, begin, end
+    indptr, indices, edges, grad_EH, x, y, slope, out, num_heads, num_cols, kind, distance, begin,
+    end,
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
-    part_bytes = num_cols * out.itemsize
+    part_bytes, out_bytes = num_cols * item_bytes(kind), num_cols * out.itemsize
     row_bytes = H * part_bytes
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
@@ -131,16 +140,16 @@ def _sum_leaky_slopes(
                     grad_EH[e2 * H + h], grad_EH[e3 * H + h],
                 )  # fmt: skip
                 rows = x0 + at, x1 + at, x2 + at, x3 + at
-                own = t * row_bytes + at
-                add_leaky_slopes(out.ctypes.data + own, y + own, num_cols, rows, g, slope)
+                own, sum_row = t * row_bytes + at, out.ctypes.data + (t * H + h) * out_bytes
+                add_leaky_slopes(sum_row, y + own, num_cols, rows, g, slope, kind)
             e += 4
         while e < last:
             x0 = x + indices[e] * row_bytes
             e0 = edges[e] if len(edges) else e
             for h in range(H):
                 own, rows = t * row_bytes + h * part_bytes, (x0 + h * part_bytes,)
-                g0 = (grad_EH[e0 * H + h],)
-                add_leaky_slopes(out.ctypes.data + own, y + own, num_cols, rows, g0, slope)
+                sum_row, g0 = out.ctypes.data + (t * H + h) * out_bytes, (grad_EH[e0 * H + h],)
+                add_leaky_slopes(sum_row, y + own, num_cols, rows, g0, slope, kind)
             e += 1
 
 
@@ -153,11 +162,16 @@ def _sum_products(one, other, partial, num_rows, num_cols, begin, end):
             left = one[n * num_cols : (n + 1) * num_cols]
             right = other[n * num_cols : (n + 1) * num_cols]
             for f in range(num_cols):
-                sum_F[f] += np.float64(left[f]) * right[f]
+                sum_F[f] += np.float64(widened(left[f])) * right[f]
 
 
 def sum_products(one: Tensor, other: Tensor) -> Tensor:
-    """Return the sum over rows of `one * other`, two contiguous (n, H, F) tensors: (H, F)."""
+    """Return the sum over rows of `one * other`, two contiguous (n, H, F) tensors: (H, F).
+
+    Args:
+        one: of a dtype in `KINDS`.
+        other: float64 if `one` is, otherwise float32; the dtype of the result.
+    """
     if one.is_cuda:
         return (one * other).sum(0)
     num_rows, num_cols = len(one), one[0].numel() if len(one) else 0
@@ -165,15 +179,16 @@ def sum_products(one: Tensor, other: Tensor) -> Tensor:
     parallel_for(
         _sum_products,
         len(partial),
-        *(rows.view(-1).numpy() for rows in (one, other)),
+        as_array(one),
+        as_array(other),
         partial,
         num_rows,
         num_cols,
         grain_size=4,
     )
     if num_rows == 0:
-        return one.new_zeros(one.shape[1:])
-    return torch.from_numpy(partial.sum(0)).to(one.dtype).view(one.shape[1:])
+        return other.new_zeros(other.shape[1:])
+    return torch.from_numpy(partial.sum(0)).to(other.dtype).view(other.shape[1:])
 
 
 def leaky_scores_numba(
@@ -184,13 +199,13 @@ def leaky_scores_numba(
     Args:
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
-        x: (S, H, F) float32 or float64, contiguous, like `y` and `a`.
+        x: (S, H, F) of a dtype in `KINDS`, contiguous, like `y` and `a`.
         y: (T, H, F) of the same dtype.
-        a: (H, F) of the same dtype.
+        a: (H, F) float64 if `x` is, otherwise float32; the dtype of the scores.
         slope: of the LeakyReLU.
     """
     num_targets, num_heads, num_cols = y.shape
-    score_EH = empty_rows((len(indices), num_heads), x.dtype)
+    score_EH = empty_rows((len(indices), num_heads), a.dtype)
     parallel_for(
         _leaky_scores,
         num_targets + len(indices),
@@ -201,6 +216,7 @@ def leaky_scores_numba(
         score_EH.view(-1).numpy(),
         num_heads,
         num_cols,
+        kind_of(x.dtype),
         prefetch_distance(num_heads * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
@@ -224,13 +240,14 @@ def sum_leaky_slopes_numba(
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
         edges: (E,) the row of `grad_EH` of each edge; edge e has row e if None.
-        grad_EH: (E, H) float32 or float64, contiguous, like `x` and `y`.
-        x: (S, H, F) of the same dtype.
+        grad_EH: (E, H) contiguous, like `x` and `y`; float64 if `x` is, otherwise float32, the
+            dtype of the sums.
+        x: (S, H, F) of a dtype in `KINDS`.
         y: (T, H, F) of the same dtype.
         slope: of the LeakyReLU.
     """
     num_targets, num_heads, num_cols = y.shape
-    out = empty_rows(tuple(y.shape), y.dtype)
+    out = empty_rows(tuple(y.shape), grad_EH.dtype)
     parallel_for(
         _sum_leaky_slopes,
         num_targets + len(indices),
@@ -244,6 +261,7 @@ def sum_leaky_slopes_numba(
         out.view(-1).numpy(),
         num_heads,
         num_cols,
+        kind_of(x.dtype),
         prefetch_distance(num_heads * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
@@ -276,8 +294,8 @@ def _leaky_scores_triton(
             cols = start + tl.arange(0, BLOCK)
             col_mask = cols < num_cols * VECTOR
             mask = edge_mask[:, None] & col_mask[None, :]
-            z_EF = tl.load(x + x_begin[:, None] + cols[None, :], mask=mask, other=0.0)
-            z_EF += tl.load(y + y_begin + cols, mask=col_mask, other=0.0)[None, :]
+            z_EF = tl.load(x + x_begin[:, None] + cols[None, :], mask=mask, other=0.0).to(SUM)
+            z_EF += tl.load(y + y_begin + cols, mask=col_mask, other=0.0).to(SUM)[None, :]
             a_F = tl.load(a + h * num_cols * VECTOR + cols, mask=col_mask, other=0.0)
             sum_E += tl.sum(tl.where(z_EF > 0, z_EF, z_EF * exact_slope) * a_F[None, :], 1)
         tl.store(score_EH + edge * num_heads + h, sum_E, mask=edge_mask)
@@ -301,7 +319,7 @@ def _sum_leaky_slopes_triton(
     last = tl.load(indptr + t + 1).to(tl.int64)
     exact_slope = tl.full([1, 1], slope, SUM)
     own = (t * num_heads + h) * num_cols * VECTOR + cols
-    y_F = tl.load(y + own, mask=col_mask, other=0.0)
+    y_F = tl.load(y + own, mask=col_mask, other=0.0).to(SUM)
     sum_EF = tl.zeros([EDGES, BLOCK], SUM)
     for begin in range(first, last, EDGES):
         edge = begin + tl.arange(0, EDGES)
@@ -313,7 +331,7 @@ def _sum_leaky_slopes_triton(
             edge = tl.load(edges + edge, mask=edge_mask, other=0).to(tl.int64)
         g_E = tl.load(grad_EH + edge * num_heads + h, mask=edge_mask, other=0.0)
         row_offsets = (s * num_heads + h) * num_cols * VECTOR
-        z_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+        z_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(SUM)
         z_EF += y_F[None, :]
         sum_EF += tl.where(z_EF > 0, g_E[:, None], g_E[:, None] * exact_slope)
     tl.store(out + own, tl.sum(sum_EF, 0), mask=col_mask)
@@ -324,8 +342,8 @@ def leaky_scores_triton(
 ) -> Tensor:
     """`leaky_scores_numba` on a GPU; one program per target and head."""
     num_targets, num_heads, num_cols = y.shape
-    score_EH = x.new_empty(len(indices), num_heads)
-    vector = gcd(*(vector_elements(rows, num_cols) for rows in (x, y, a)))
+    score_EH = a.new_empty(len(indices), num_heads)
+    vector = gcd(*(vector_elements(rows, num_cols) for rows in (x, y)))
     with torch.cuda.device_of(score_EH):
         _leaky_scores_triton[(num_targets, num_heads)](
             indptr, indices, x, y, a, slope, score_EH, num_heads, num_cols // vector,
@@ -345,7 +363,7 @@ def sum_leaky_slopes_triton(
 ) -> Tensor:
     """`sum_leaky_slopes_numba` on a GPU; one program per target, head and block of columns."""
     num_targets, num_heads, num_cols = y.shape
-    out = torch.empty_like(y)
+    out = grad_EH.new_empty(y.shape)
     grid = (num_targets, num_heads, triton.cdiv(num_cols, BLOCK))
     vector = gcd(*(vector_elements(rows, num_cols) for rows in (x, y)))
     with torch.cuda.device_of(out):
@@ -356,42 +374,64 @@ def sum_leaky_slopes_triton(
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _GATv2(torch.autograd.Function):
+    # one function for scores and sums, so that the two terms of the gradient of x are added before
+    # they are rounded to half precision
     @staticmethod
     def forward(
-        ctx: Any, indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor, a: Tensor, slope: float
+        ctx: Any,
+        indptr: Tensor,
+        indices: Tensor,
+        x: Tensor,
+        y: Tensor,
+        a: Tensor,
+        slope: float,
+        dropout: float,
+        seed: int,
     ) -> Tensor:
         dtype, _ = sum_dtype(x)
-        wide_x, wide_y, wide_a = (rows.to(dtype).contiguous() for rows in (x, y, a))
+        rows, own_rows = (readable_rows(each).contiguous() for each in (x, y))
+        wide_a = a.to(dtype).contiguous()
         run = leaky_scores_triton if x.is_cuda else leaky_scores_numba
-        score_EH = run(indptr, indices, wide_x, wide_y, wide_a, slope)
+        score_EH = run(indptr, indices, rows, own_rows, wide_a, slope)
         # a softmax of scores that are given per edge: edge e reads row e, and a slope of 1 is the
         # identity
         numbers = torch.arange(len(indices), device=x.device)
         zero_TH = score_EH.new_zeros(y.shape[:2])
         weight_EH = edge_softmax_forward(indptr, numbers, score_EH, zero_TH, 1.0)
-        ctx.save_for_backward(indptr, indices, wide_x, wide_y, wide_a, weight_EH)
-        ctx.slope, ctx.dtypes = slope, (x.dtype, y.dtype, a.dtype)
-        return weight_EH.to(x.dtype)
+        dropped_EH = drop(weight_EH, dropout, seed) if dropout else weight_EH
+        ctx.save_for_backward(indptr, indices, rows, own_rows, wide_a, weight_EH, dropped_EH)
+        ctx.options, ctx.dtypes = (slope, dropout, seed), (x.dtype, y.dtype, a.dtype)
+        spmm = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
+        return spmm(indptr, indices, None, dropped_EH, rows, x.shape[1]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        indptr, indices, x, y, a, weight_EH = ctx.saved_tensors
+        indptr, indices, x, y, a, weight_EH, dropped_EH = ctx.saved_tensors
+        slope, dropout, seed = ctx.options
+        grad = grad.to(x.dtype).contiguous()
+        sddmm = sddmm_triton if x.is_cuda else sddmm_numba
+        grad_EH = sddmm(indptr, indices, x, grad)
+        if dropout:
+            grad_EH = drop(grad_EH, dropout, seed)
         numbers = torch.arange(len(indices), device=x.device)
         zero_TH = weight_EH.new_zeros(y.shape[:2])
-        grad = grad.to(weight_EH.dtype).contiguous()
         # with a slope of 1, the gradient does not depend on the scores
         grad_EH, _ = edge_softmax_backward(
-            indptr, numbers, weight_EH, zero_TH, 1.0, weight_EH, grad
+            indptr, numbers, weight_EH, zero_TH, 1.0, weight_EH, grad_EH
         )
         run = sum_leaky_slopes_triton if x.is_cuda else sum_leaky_slopes_numba
-        target_sums = run(indptr, indices, None, grad_EH, x, y, ctx.slope)
+        target_sums = run(indptr, indices, None, grad_EH, x, y, slope)
         block = transpose(indptr, indices, len(x))
-        source_sums = run(block.indptr, block.targets, block.edges, grad_EH, y, x, ctx.slope)
+        source_sums = run(block.indptr, block.targets, block.edges, grad_EH, y, x, slope)
         grad_a = sum_products(x, source_sums) + sum_products(y, target_sums)
-        grads = source_sums.mul_(a), target_sums.mul_(a), grad_a
-        return None, None, *(g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)), None
+        spmm = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
+        edges = block.indptr, block.targets, block.edges
+        grad_x = spmm(*edges, dropped_EH, grad, x.shape[1], weight_EH.dtype)
+        grads = grad_x.add_(source_sums.mul_(a)), target_sums.mul_(a), grad_a
+        grads = tuple(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
+        return None, None, *grads, None, None, None
 
 
 def gatv2_aggregate(
@@ -410,7 +450,7 @@ def gatv2_aggregate(
     """Sum the rows of each target's in-neighbours, weighted by the attention of GATv2, per head.
 
     Differentiable once, in `x`, `y` and `a`. The result does not depend on the number of threads.
-    Half precision is computed in float32; weights and sums are rounded once.
+    Half precision is computed in float32, also the weights, and sums are rounded once.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
@@ -418,7 +458,7 @@ def gatv2_aggregate(
             reads out of bounds.
         x: (S, H, F) floating point, the projected rows of the sources.
         y: (T, H, F) of the same dtype, the projected rows of the targets for the scores.
-        a: (H, F) of the same dtype, the attention vectors.
+        a: (H, F) of the same dtype, or float32 if that is half precision; the attention vectors.
         negative_slope: of the LeakyReLU.
         self_loops: add one self loop per target, and ignore the self loops of the block.
         self_index: (T,) int32 or int64, the index in [0, S) of each target among the sources, for
@@ -438,11 +478,12 @@ def gatv2_aggregate(
         raise ValueError(
             f"gatv2_aggregate: x has shape {tuple(x.shape)}; it must be (sources, heads, columns)"
         )
-    for name, rows, shape in (
-        ("y", y, (len(indptr) - 1, *x.shape[1:])),
-        ("a", a, tuple(x.shape[1:])),
+    for name, rows, shape, dtypes in (
+        ("y", y, (len(indptr) - 1, *x.shape[1:]), (x.dtype,)),
+        # under autocast, a parameter is float32
+        ("a", a, tuple(x.shape[1:]), (x.dtype, sum_dtype(x)[0])),
     ):
-        if rows.shape != shape or rows.dtype != x.dtype:
+        if rows.shape != shape or rows.dtype not in dtypes:
             raise ValueError(
                 f"gatv2_aggregate: {name} has shape {tuple(rows.shape)} and dtype {rows.dtype}, "
                 f"not {shape} and {x.dtype}"
@@ -451,5 +492,4 @@ def gatv2_aggregate(
     if self_loops:
         indptr, indices = checked_self_loops("gatv2_aggregate", indptr, indices, x, self_index)
     # indptr is always int64, so that kernels are not compiled a second time for int32
-    weight = _Attention.apply(indptr.long(), indices, x, y, a, negative_slope)
-    return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
+    return _GATv2.apply(indptr.long(), indices, x, y, a, negative_slope, dropout, seed)

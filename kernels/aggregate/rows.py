@@ -2,6 +2,10 @@
 
 The score of GATv2, `sum of a * leaky_relu(x + y)`, and its gradient are two more of these loops.
 
+Rows of bfloat16 and float16 are converted to float32 when they are loaded; an argument `kind` has
+the type of their elements, see `gcnzc.kernels.half_precision`. Sums are float32, or float64 for
+rows of float64. Converted rows have the sums of the same float32 rows, bit for bit.
+
 LLVM vectorizes and unrolls such a loop to steps of about 64 columns, and processes the remaining
 columns one by one: all of them in a row of 16, 25 or 47 columns. Here a row is processed in vectors
 of 64 B, then of 16 B, and then one by one. Addresses are integers, as in memory.py; the caller
@@ -16,6 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from gcnzc.kernels.half_precision import BITS16, is_half, like, narrow, widen
+
 CHUNK_BYTES = 64, 16
 
 
@@ -24,33 +30,47 @@ INT64 = ir.IntType(64)
 
 def _chunks(scalar: Any) -> list[Any]:
     """Return the types of the vectors that a row is processed in, widest first."""
-    itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
+    itemsize = _itemsize(scalar)
     return [*(ir.VectorType(scalar, num_bytes // itemsize) for num_bytes in CHUNK_BYTES), scalar]
 
 
 def _each_chunk(builder: Any, count: Any, scalar: Any, body: Callable[[Any, Any], None]) -> None:
-    """Generate loops of `body(byte offset, type of the chunk)` that cover `count` elements."""
-    itemsize = 8 if isinstance(scalar, ir.DoubleType) else 4
+    """Generate loops of `body(first element, type of the chunk)` that cover `count` elements."""
     begin = INT64(0)
     for chunk in _chunks(scalar):
         # `begin` is a multiple of the number of lanes, a power of two
         lanes = getattr(chunk, "count", 1)
         end = builder.and_(count, INT64(-lanes))
         with cgutils.for_range_slice(builder, begin, end, INT64(lanes), INT64) as (index, _):
-            body(builder.mul(index, INT64(itemsize)), chunk)
+            body(index, chunk)
         begin = end
 
 
-def _pointer(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
+def _pointer(builder: Any, address: Any, index: Any, chunk: Any) -> Any:
+    element = getattr(chunk, "element", chunk)
+    itemsize = element.width // 8 if isinstance(element, ir.IntType) else _itemsize(element)
+    offset = builder.mul(index, INT64(itemsize))
     return builder.inttoptr(builder.add(address, offset), chunk.as_pointer())
 
 
-def _load(builder: Any, address: Any, offset: Any, chunk: Any) -> Any:
-    return builder.load(_pointer(builder, address, offset, chunk), align=4)
+def _itemsize(scalar: Any) -> int:
+    return 8 if isinstance(scalar, ir.DoubleType) else 4
 
 
-def _store(builder: Any, value: Any, address: Any, offset: Any) -> None:
-    builder.store(value, _pointer(builder, address, offset, value.type), align=4)
+def _load(builder: Any, address: Any, index: Any, chunk: Any) -> Any:
+    return builder.load(_pointer(builder, address, index, chunk), align=4)
+
+
+def _load_row(context: Any, builder: Any, address: Any, index: Any, chunk: Any, kind: Any) -> Any:
+    """Load a chunk of a row whose elements have the type `kind`, as floats."""
+    if not is_half(kind):
+        return _load(builder, address, index, chunk)
+    pointer = _pointer(builder, address, index, like(chunk, BITS16))
+    return widen(context, builder, builder.load(pointer, align=2), kind)
+
+
+def _store(builder: Any, value: Any, address: Any, index: Any) -> None:
+    builder.store(value, _pointer(builder, address, index, value.type), align=4)
 
 
 def _broadcast(builder: Any, value: Any, chunk: Any) -> Any:
@@ -75,46 +95,46 @@ def _intrinsic(builder: Any, name: str, kind: Any, chunk: Any) -> Any:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.{suffix}")
 
 
-def _weighted_sum(
-    builder: Any, rows: list[Any], weights: list[Any], offset: Any, chunk: Any
-) -> Any:
-    """Return the weighted sum of one row or two."""
-    factors = [_broadcast(builder, weight, chunk) for weight in weights]
-    values = [_load(builder, row, offset, chunk) for row in rows]
-    total = builder.fmul(factors[0], values[0])
-    return total if len(rows) == 1 else _multiply_add(builder, factors[1], values[1], total)
-
-
-def _add_rows(_typing: Any, _out: Any, _count: Any, rows: Any, weights: Any) -> Any:
+def _add_rows(_typing: Any, _out: Any, _count: Any, rows: Any, weights: Any, kind: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         out, count = args[:2]
-        sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[2:])
+        sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[2:4])
 
-        def body(offset: Any, chunk: Any) -> None:
+        def weighted_sum(numbers: slice, index: Any, chunk: Any) -> Any:
+            """Return the weighted sum of one row or two."""
+            factors = [_broadcast(builder, scale, chunk) for scale in scales[numbers]]
+            values = [
+                _load_row(context, builder, row, index, chunk, kind) for row in sources[numbers]
+            ]
+            total = builder.fmul(factors[0], values[0])
+            if len(values) == 1:
+                return total
+            return _multiply_add(builder, factors[1], values[1], total)
+
+        def body(index: Any, chunk: Any) -> None:
             # four rows as two pairs, since the rounding error grows with the depth of a sum
-            total = _weighted_sum(builder, sources[:2], scales[:2], offset, chunk)
+            total = weighted_sum(slice(2), index, chunk)
             if rows.count > 2:
-                other = _weighted_sum(builder, sources[2:], scales[2:], offset, chunk)
-                total = builder.fadd(total, other)
-            current = _load(builder, out, offset, chunk)
-            _store(builder, builder.fadd(current, total), out, offset)
+                total = builder.fadd(total, weighted_sum(slice(2, 4), index, chunk))
+            current = _load(builder, out, index, chunk)
+            _store(builder, builder.fadd(current, total), out, index)
 
         _each_chunk(builder, count, scales[0].type, body)
         return context.get_dummy_value()
 
     addresses = types.UniTuple(types.int64, rows.count)
-    return types.void(types.int64, types.int64, addresses, weights), codegen
+    return types.void(types.int64, types.int64, addresses, weights, kind), codegen
 
 
 def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         out, count, scale = args
 
-        def body(offset: Any, chunk: Any) -> None:
+        def body(index: Any, chunk: Any) -> None:
             value = builder.fmul(
-                _load(builder, out, offset, chunk), _broadcast(builder, scale, chunk)
+                _load(builder, out, index, chunk), _broadcast(builder, scale, chunk)
             )
-            _store(builder, value, out, offset)
+            _store(builder, value, out, index)
 
         _each_chunk(builder, count, scale.type, body)
         return context.get_dummy_value()
@@ -122,17 +142,51 @@ def _scale_row(_typing: Any, _out: Any, _count: Any, weight: Any) -> Any:
     return types.void(types.int64, types.int64, weight), codegen
 
 
-def _dot(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        one, other, count, start = args
-        # one partial sum for each size of chunk, which LLVM keeps in a register
-        sums = {}
-        for chunk in _chunks(start.type):
-            sums[str(chunk)] = cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
+def _clear_row(_typing: Any, _out: Any, _count: Any, zero: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        out, count, value = args
 
-        def body(offset: Any, chunk: Any) -> None:
+        def body(index: Any, chunk: Any) -> None:
+            _store(builder, _broadcast(builder, value, chunk), out, index)
+
+        _each_chunk(builder, count, value.type, body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, zero), codegen
+
+
+def _round_row(_typing: Any, _out: Any, _row: Any, _count: Any, kind: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        out, row, count = args[:3]
+
+        def body(index: Any, chunk: Any) -> None:
+            value = narrow(context, builder, _load(builder, row, index, chunk), kind)
+            builder.store(value, _pointer(builder, out, index, value.type), align=2)
+
+        if is_half(kind):
+            _each_chunk(builder, count, ir.FloatType(), body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, kind), codegen
+
+
+def _partial_sums(builder: Any, scalar: Any) -> dict[str, Any]:
+    """Return one partial sum for each type of chunk, which LLVM keeps in a register."""
+    return {
+        str(chunk): cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
+        for chunk in _chunks(scalar)
+    }
+
+
+def _dot(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any, kind: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        one, other, count, start = args[:4]
+        sums = _partial_sums(builder, start.type)
+
+        def body(index: Any, chunk: Any) -> None:
             total = builder.load(sums[str(chunk)])
-            left, right = _load(builder, one, offset, chunk), _load(builder, other, offset, chunk)
+            left = _load_row(context, builder, one, index, chunk, kind)
+            right = _load_row(context, builder, other, index, chunk, kind)
             builder.store(_multiply_add(builder, left, right, total), sums[str(chunk)])
 
         _each_chunk(builder, count, start.type, body)
@@ -141,7 +195,7 @@ def _dot(_typing: Any, _one: Any, _other: Any, _count: Any, zero: Any) -> Any:
             total = _add_lanes(builder, total, builder.load(pointer))
         return total
 
-    return zero(types.int64, types.int64, types.int64, zero), codegen
+    return zero(types.int64, types.int64, types.int64, zero, kind), codegen
 
 
 def _select_positive(builder: Any, value: Any, positive: Any, other: Any) -> Any:
@@ -152,20 +206,21 @@ def _select_positive(builder: Any, value: Any, positive: Any, other: Any) -> Any
     return builder.select(builder.fcmp_ordered(">", value, zero), positive, other)
 
 
-def _leaky_dot(_typing: Any, _a: Any, _one: Any, _other: Any, _count: Any, slope: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        a, one, other, count, factor = args
-        sums = {}
-        for chunk in _chunks(factor.type):
-            sums[str(chunk)] = cgutils.alloca_once_value(builder, ir.Constant(chunk, None))
+def _leaky_dot(
+    _typing: Any, _a: Any, _one: Any, _other: Any, _count: Any, slope: Any, kind: Any
+) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        a, one, other, count, factor = args[:5]
+        sums = _partial_sums(builder, factor.type)
 
-        def body(offset: Any, chunk: Any) -> None:
-            left, right = _load(builder, one, offset, chunk), _load(builder, other, offset, chunk)
+        def body(index: Any, chunk: Any) -> None:
+            left = _load_row(context, builder, one, index, chunk, kind)
+            right = _load_row(context, builder, other, index, chunk, kind)
             value = builder.fadd(left, right)
             scaled = builder.fmul(value, _broadcast(builder, factor, chunk))
             value = _select_positive(builder, value, value, scaled)
             total = builder.load(sums[str(chunk)])
-            total = _multiply_add(builder, _load(builder, a, offset, chunk), value, total)
+            total = _multiply_add(builder, _load(builder, a, index, chunk), value, total)
             builder.store(total, sums[str(chunk)])
 
         _each_chunk(builder, count, factor.type, body)
@@ -174,34 +229,37 @@ def _leaky_dot(_typing: Any, _a: Any, _one: Any, _other: Any, _count: Any, slope
             total = _add_lanes(builder, total, builder.load(pointer))
         return total
 
-    return slope(types.int64, types.int64, types.int64, types.int64, slope), codegen
+    signature = slope(types.int64, types.int64, types.int64, types.int64, slope, kind)
+    return signature, codegen
 
 
 def _add_leaky_slopes(
-    _typing: Any, _out: Any, _one: Any, _count: Any, rows: Any, weights: Any, slope: Any
+    _typing: Any, _out: Any, _one: Any, _count: Any, rows: Any, weights: Any, slope: Any, kind: Any
 ) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         out, one, count = args[:3]
         sources, scales = (cgutils.unpack_tuple(builder, pack, rows.count) for pack in args[3:5])
         scaled = [builder.fmul(scale, args[5]) for scale in scales]
 
-        def body(offset: Any, chunk: Any) -> None:
-            left, terms = _load(builder, one, offset, chunk), []
+        def body(index: Any, chunk: Any) -> None:
+            left, terms = _load_row(context, builder, one, index, chunk, kind), []
             for source, scale, small in zip(sources, scales, scaled, strict=True):
-                value = builder.fadd(left, _load(builder, source, offset, chunk))
+                right = _load_row(context, builder, source, index, chunk, kind)
+                value = builder.fadd(left, right)
                 factors = (_broadcast(builder, factor, chunk) for factor in (scale, small))
                 terms.append(_select_positive(builder, value, *factors))
             # in pairs, since the rounding error grows with the depth of a sum
             while len(terms) > 1:
                 terms = [builder.fadd(*terms[at : at + 2]) for at in range(0, len(terms), 2)]
-            current = _load(builder, out, offset, chunk)
-            _store(builder, builder.fadd(current, terms[0]), out, offset)
+            current = _load(builder, out, index, chunk)
+            _store(builder, builder.fadd(current, terms[0]), out, index)
 
         _each_chunk(builder, count, scales[0].type, body)
-        return _context.get_dummy_value()
+        return context.get_dummy_value()
 
     addresses = types.UniTuple(types.int64, rows.count)
-    return types.void(types.int64, types.int64, types.int64, addresses, weights, slope), codegen
+    given = types.int64, types.int64, types.int64, addresses, weights, slope, kind
+    return types.void(*given), codegen
 
 
 def _add_lanes(builder: Any, start: Any, value: Any) -> Any:
@@ -213,8 +271,9 @@ def _add_lanes(builder: Any, start: Any, value: Any) -> Any:
     return builder.call(function, [start, value], fastmath=("reassoc",))
 
 
-# add_rows(out, count, (row, ...), (weight, ...)): out += weight * row + ..., for one, two or four
-# rows of `count` elements of the type of the weights; `out` is read and written once for all rows
+# add_rows(out, count, (row, ...), (weight, ...), kind): out += weight * row + ..., for one, two or
+# four rows of `count` elements of `kind`; `out` has the type of the weights, and is read and written
+# once for all rows
 add_rows: Any = intrinsic(_add_rows)
 
 
@@ -222,15 +281,26 @@ add_rows: Any = intrinsic(_add_rows)
 scale_row: Any = intrinsic(_scale_row)
 
 
-# dot(one, other, count, zero): the dot product of `count` elements; `zero` is a 0 of their type
+# clear_row(out, count, zero): out = 0, of the type of `zero`
+clear_row: Any = intrinsic(_clear_row)
+
+
+# round_row(out, row, count, kind): out = the float32 elements of `row`, rounded to `kind`; nothing
+# if `kind` is not one of 16 bits
+round_row: Any = intrinsic(_round_row)
+
+
+# dot(one, other, count, zero, kind): the dot product of two rows of `kind`, with the type of `zero`,
+# which is a 0
 dot: Any = intrinsic(_dot)
 
 
-# leaky_dot(a, one, other, count, slope): the dot product of `a` and leaky_relu(one + other), of
-# `count` elements of the type of `slope`
+# leaky_dot(a, one, other, count, slope, kind): the dot product of `a` and leaky_relu(one + other);
+# `a` has the type of `slope`, and the rows `one` and `other` are of `kind`
 leaky_dot: Any = intrinsic(_leaky_dot)
 
 
-# add_leaky_slopes(out, one, count, (row, ...), (weight, ...), slope): out += weight * d(one + row)
-# + ..., for one, two or four rows, where d is the derivative of the LeakyReLU: 1 or `slope`
+# add_leaky_slopes(out, one, count, (row, ...), (weight, ...), slope, kind): out += weight *
+# d(one + row) + ..., for one, two or four rows, where d is the derivative of the LeakyReLU: 1 or
+# `slope`; `one` and the rows are of `kind`, and `out` has the type of the weights
 add_leaky_slopes: Any = intrinsic(_add_leaky_slopes)

@@ -11,6 +11,7 @@ the axes: `weight_EH` is (E, H). The numba kernels get flattened arrays.
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -27,10 +28,12 @@ from gcnzc.kernels.aggregate import (
     make_rows_contiguous,
     prefetch_distance,
     prefetch_row,
+    readable_rows,
     sum_dtype,
     vector_elements,
 )
-from gcnzc.kernels.aggregate.rows import add_rows, dot
+from gcnzc.kernels.aggregate.rows import add_rows, clear_row, dot, round_row
+from gcnzc.kernels.half_precision import item_bytes, kind_of
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
@@ -53,13 +56,18 @@ def weighted_spmm_reference(indptr: Tensor, indices: Tensor, weight: Tensor, x: 
 @njit(nogil=True, cache=True)
 def _weighted_spmm(
     indptr, indices, edges, weight_EH, x, row_bytes, head_bytes, out, out_heads, num_heads,
-    num_cols, distance, begin, end,
+    num_cols, kind, out_kind, distance, begin, end,
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
-    part_bytes, weight_bytes = num_cols * out.itemsize, H * out.itemsize
+    is_half = item_bytes(out_kind) == 2
+    weight_bytes = H * weight_EH.itemsize
+    part_bytes = num_cols * item_bytes(kind)
     source_bytes = (H - 1) * head_bytes + part_bytes
     # bytes to the next head's sum; 0 if the heads are summed
-    out_step = part_bytes if out_heads > 1 else 0
+    sum_step = num_cols * weight_EH.itemsize if out_heads > 1 else 0
+    out_cols = out_heads * num_cols
+    # float32 sums of a target, which are rounded to half precision once
+    sums = np.empty(out_cols if is_half else 0, dtype=weight_EH.dtype)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
         for upcoming in range(e + distance, min(last + distance, num_edges)):
@@ -67,9 +75,10 @@ def _weighted_spmm(
             if len(edges):
                 weight = edges[upcoming] * weight_bytes
                 prefetch_row(weight_EH.ctypes.data + weight, weight_bytes)
-        out[t * out_heads * num_cols : (t + 1) * out_heads * num_cols] = 0
-        out_row = out.ctypes.data + t * out_heads * part_bytes
-        # four rows at a time, to read and write out once for them
+        out_row = out + t * out_cols * item_bytes(out_kind)
+        sum_row = sums.ctypes.data if is_half else out_row
+        clear_row(sum_row, out_cols, weight_EH.dtype.type(0))
+        # four rows at a time, to read and write the sums once for them
         while e + 4 <= last:
             e0, e1, e2, e3 = e, e + 1, e + 2, e + 3
             x0, x1 = x + indices[e0] * row_bytes, x + indices[e1] * row_bytes
@@ -81,23 +90,26 @@ def _weighted_spmm(
                 w0, w1 = weight_EH[e0 * H + h], weight_EH[e1 * H + h]
                 w2, w3 = weight_EH[e2 * H + h], weight_EH[e3 * H + h]
                 rows = x0 + head_offset, x1 + head_offset, x2 + head_offset, x3 + head_offset
-                add_rows(out_row + h * out_step, num_cols, rows, (w0, w1, w2, w3))
+                add_rows(sum_row + h * sum_step, num_cols, rows, (w0, w1, w2, w3), kind)
             e += 4
         while e < last:
             x0 = x + indices[e] * row_bytes
             e0 = edges[e] if len(edges) else e
             for h in range(H):
                 row = (x0 + h * head_bytes,)
-                add_rows(out_row + h * out_step, num_cols, row, (weight_EH[e0 * H + h],))
+                weights = (weight_EH[e0 * H + h],)
+                add_rows(sum_row + h * sum_step, num_cols, row, weights, kind)
             e += 1
+        round_row(out_row, sum_row, out_cols, out_kind)
 
 
 @njit(nogil=True, cache=True)
 def _sddmm(
-    indptr, indices, x, row_bytes, head_bytes, y, out_EH, num_heads, num_cols, distance, begin, end
+    indptr, indices, x, row_bytes, head_bytes, y, out_EH, num_heads, num_cols, kind, distance,
+    begin, end,
 ):  # fmt: skip
     H, num_edges = num_heads, len(indices)
-    part_bytes = num_cols * out_EH.itemsize
+    part_bytes = num_cols * item_bytes(kind)
     source_bytes = (H - 1) * head_bytes + part_bytes
     zero = out_EH.dtype.type(0)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
@@ -107,7 +119,7 @@ def _sddmm(
         for e in range(first, last):
             row, other = x + indices[e] * row_bytes, y + t * H * part_bytes
             for h in range(H):
-                out_EH[e * H + h] = dot(row, other, num_cols, zero)
+                out_EH[e * H + h] = dot(row, other, num_cols, zero, kind)
                 row += head_bytes
                 other += part_bytes
 
@@ -119,6 +131,7 @@ def weighted_spmm_numba(
     weight_EH: Tensor,
     x: Tensor,
     out_heads: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `weighted_spmm` on the CPU, without checks and without a gradient.
 
@@ -126,16 +139,18 @@ def weighted_spmm_numba(
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
         edges: (E,) the row of `weight_EH` of each edge; edge e has row e if None.
-        weight_EH: (E, H) float32 or float64, contiguous.
-        x: (S, H, F) of the same dtype, or (S, 1, F) shared by all heads.
+        weight_EH: (E, H) contiguous, float64 if `x` is, otherwise float32.
+        x: (S, H, F) of a dtype in `KINDS`, or (S, 1, F) shared by all heads.
         out_heads: H, or 1 to sum over the heads.
+        dtype: of the result: that of `x`, or that of `weight_EH`, which is not rounded. Default:
+            that of `x`.
 
     Returns:
         (T, out_heads, F).
     """
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_EH.shape[1], x.shape[2]
     x = make_rows_contiguous(x)
-    out = empty_rows((num_targets, out_heads, num_cols), x.dtype)
+    out = empty_rows((num_targets, out_heads, num_cols), dtype or x.dtype)
     parallel_for(
         _weighted_spmm,
         num_targets + len(indices),
@@ -146,10 +161,12 @@ def weighted_spmm_numba(
         x.data_ptr(),
         x.stride(0) * x.itemsize,
         x.stride(1) * x.itemsize if x.shape[1] > 1 else 0,
-        out.view(-1).numpy(),
+        out.data_ptr(),
         out_heads,
         num_heads,
         num_cols,
+        kind_of(x.dtype),
+        kind_of(out.dtype),
         prefetch_distance(x.shape[1] * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
@@ -162,12 +179,14 @@ def sddmm_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor
     Args:
         indptr: (T + 1,).
         indices: (E,) rows of `x`.
-        x: (S, H, F) float32 or float64, or (S, 1, F) shared by all heads.
+        x: (S, H, F) of a dtype in `KINDS`, or (S, 1, F) shared by all heads.
         y: (T, H, F) of the same dtype, contiguous.
+
+    The products are float64 if `x` is, otherwise float32.
     """
     num_targets, num_heads, num_cols = y.shape
     x = make_rows_contiguous(x)
-    out_EH = empty_rows((len(indices), num_heads), x.dtype)
+    out_EH = empty_rows((len(indices), num_heads), sum_dtype(x)[0])
     parallel_for(
         _sddmm,
         num_targets + len(indices),
@@ -180,6 +199,7 @@ def sddmm_numba(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tensor
         out_EH.view(-1).numpy(),
         num_heads,
         num_cols,
+        kind_of(x.dtype),
         prefetch_distance(x.shape[1] * num_cols * x.itemsize),
         grain_size=GRAIN_SIZE,
     )
@@ -216,7 +236,7 @@ def _weighted_spmm_triton(
             weight = tl.load(weight_EH + edge * num_heads + h, mask=edge_mask, other=0.0)
             row_offsets = (s * row_stride + h * head_stride) * VECTOR
             offsets = row_offsets[:, None] + cols[None, :]
-            sum_EF += weight[:, None] * tl.load(x + offsets, mask=mask, other=0.0)
+            sum_EF += weight[:, None] * tl.load(x + offsets, mask=mask, other=0.0).to(SUM)
     offsets = (t * out_heads + out_head) * num_cols * VECTOR + cols
     tl.store(out + offsets, tl.sum(sum_EF, 0), mask=col_mask)
 
@@ -244,8 +264,8 @@ def _sddmm_triton(
             cols = start + tl.arange(0, BLOCK)
             col_mask = cols < num_cols * VECTOR
             mask = edge_mask[:, None] & col_mask[None, :]
-            x_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
-            y_F = tl.load(y + y_begin + cols, mask=col_mask, other=0.0)
+            x_EF = tl.load(x + row_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(SUM)
+            y_F = tl.load(y + y_begin + cols, mask=col_mask, other=0.0).to(SUM)
             sum_E += tl.sum(x_EF * y_F[None, :], 1)
         tl.store(out_EH + edge * num_heads + h, sum_E, mask=edge_mask)
 
@@ -257,11 +277,12 @@ def weighted_spmm_triton(
     weight_EH: Tensor,
     x: Tensor,
     out_heads: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`weighted_spmm_numba` on a GPU; one program per target, head and block of columns."""
     num_targets, num_heads, num_cols = len(indptr) - 1, weight_EH.shape[1], x.shape[2]
     x = make_rows_contiguous(x)
-    out = x.new_empty(num_targets, out_heads, num_cols)
+    out = x.new_empty(num_targets, out_heads, num_cols, dtype=dtype or x.dtype)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     grid = (num_targets, out_heads, triton.cdiv(num_cols, BLOCK))
     vector = vector_elements(x, num_cols)
@@ -278,14 +299,15 @@ def sddmm_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tenso
     """`sddmm_numba` on a GPU; one program per target and head."""
     num_targets, num_heads, num_cols = y.shape
     x = make_rows_contiguous(x)
-    out_EH = x.new_empty(len(indices), num_heads)
+    dtype, triton_dtype = sum_dtype(x)
+    out_EH = torch.empty(len(indices), num_heads, dtype=dtype, device=x.device)
     head_stride = x.stride(1) if x.shape[1] > 1 else 0
     vector = gcd(vector_elements(x, num_cols), vector_elements(y, num_cols))
     sizes = num_cols // vector, x.stride(0) // vector, head_stride // vector
     with torch.cuda.device_of(out_EH):
         _sddmm_triton[(num_targets, num_heads)](
             indptr, indices, x, y, out_EH, num_heads, *sizes,
-            sum_dtype(x)[1], EDGES, BLOCK, vector,
+            triton_dtype, EDGES, BLOCK, vector,
         )  # fmt: skip
     return out_EH
 
@@ -293,12 +315,12 @@ def sddmm_triton(indptr: Tensor, indices: Tensor, x: Tensor, y: Tensor) -> Tenso
 class _WeightedSpmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-        dtype, _ = sum_dtype(x)
-        weight_EH, wide_x = weight.to(dtype).contiguous(), x.to(dtype)
-        ctx.save_for_backward(indptr, indices, weight_EH, wide_x)
+        rows = readable_rows(x)
+        weight_EH = weight.to(sum_dtype(x)[0]).contiguous()
+        ctx.save_for_backward(indptr, indices, weight_EH, rows)
         ctx.dtypes = weight.dtype, x.dtype
         run = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
-        return run(indptr, indices, None, weight_EH, wide_x, weight.shape[1]).to(x.dtype)
+        return run(indptr, indices, None, weight_EH, rows, weight.shape[1]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -322,7 +344,7 @@ def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) ->
     """Sum the rows of each target's in-neighbours, weighted per edge and head.
 
     Differentiable once, in `weight` and `x`. The result does not depend on the number of threads.
-    Half precision is summed in float32 and rounded once.
+    Half precision is summed in float32 and rounded once; float32 weights are not rounded.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
