@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
+from gcnzc.models.autocast import compute_dtype, normalize
 from gcnzc.models.checks import check_compatible, check_probability, resolve_norm
 from gcnzc.models.initialization import INITS, initialize
 from gcnzc.models.layers import (
@@ -145,7 +146,7 @@ class Model(nn.Module):
 
     def normalize_input(self, index: int, x: Tensor) -> Tensor:
         """Normalize the input rows of layer `index` if `pre_norm`; else return them unchanged."""
-        return self.norms[index](x) if self.pre_norm else x
+        return normalize(self.norms[index], x) if self.pre_norm else x
 
     def transform_output(self, index: int, out: Tensor, x_target: Tensor) -> Tensor:
         """Apply residual, normalization, activation and dropout to the output of layer `index`.
@@ -160,7 +161,7 @@ class Model(nn.Module):
         if index == len(self.layers) - 1 and self.output_linear is None:
             return out
         if self.norms and not self.pre_norm:
-            out = self.norms[index](out)
+            out = normalize(self.norms[index], out)
         p = self.dropout if self.training else 0.0
         return self.activate(out, p, random_seed() if p else 0)
 
@@ -184,7 +185,7 @@ class Model(nn.Module):
             blocks: one per layer, input layer first, as in `Batch.blocks`.
             x: (N, in_features) features of the first block's sources, where N is
                 `blocks[0].num_src`, on the device of the block; any floating-point dtype, converted
-                to that of the model.
+                to that of the model, or under `torch.autocast` to its dtype.
 
         Returns:
             (seeds, classes).
@@ -205,7 +206,7 @@ class Model(nn.Module):
                 f"{len(x)} rows of features for a first block of {blocks[0].num_src} sources\n\n"
                 "hint: pass the features of batch.nodes, in their order"
             )
-        x = self.transform_features(x.to(parameter_dtype(self)))
+        x = self.transform_features(x.to(compute_dtype(parameter_dtype(self), x.device)))
         outputs = []
         for index, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
             x = self.normalize_input(index, x)
@@ -452,7 +453,7 @@ def _make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
 
 
 def parameter_dtype(model: Model) -> torch.dtype:
-    """Return the dtype of the model's parameters, which is also the dtype of its computation."""
+    """Return the dtype of the model's parameters, and of its computation without autocast."""
     return next(model.parameters()).dtype
 
 

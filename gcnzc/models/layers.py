@@ -15,6 +15,7 @@ from torch.nn import functional
 from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
+from gcnzc.models.autocast import add_linear
 from gcnzc.sampling.batch import Block
 
 # the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
@@ -192,12 +193,12 @@ class SAGELayer(Layer):
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         counts = hop.indptr.diff() + 1 if self.self_loops else hop.indptr.diff().clamp(min=1)
-        scale = 1 / counts.to(rows.dtype)
+        scale = 1 / counts.to(scale_dtype(rows.dtype))
         mean = hop.aggregate(rows, scale)
         if self.self_loops:
             mean = mean.addcmul_(hop.target_rows(rows), scale[:, None])
-        out = mean + self.neighbours.bias if is_projected else self.neighbours(mean)
-        return out.addmm_(x_target, self.own.weight.t())
+        out = add_bias(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
+        return add_linear(out, x_target, self.own.weight)
 
 
 class GCNLayer(Layer):
@@ -234,9 +235,9 @@ class GCNLayer(Layer):
         num_sampled = hop.indptr.diff().clamp(min=1)
         total = hop.aggregate(rows, norms * hop.target_degrees / num_sampled, hop.source_norms)
         total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
-        return (
-            total + self.bias if is_projected else functional.linear(total, self.weight, self.bias)
-        )
+        if is_projected:
+            return add_bias(total, self.bias)
+        return functional.linear(total, self.weight, self.bias)
 
 
 class GINLayer(Layer):
@@ -268,10 +269,10 @@ class GINLayer(Layer):
         """See `Layer.compute_targets`."""
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         num_sampled = hop.indptr.diff().clamp(min=1)
-        scale = hop.target_degrees.to(rows.dtype) / num_sampled
+        scale = hop.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
         total = hop.aggregate(rows, scale)
         total = total.add_(hop.target_rows(rows))
-        out = total + self.first.bias if is_projected else self.first(total)
+        out = add_bias(total, self.first.bias) if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
 
 
@@ -356,7 +357,7 @@ class GATLayer(Layer):
         """Combine the heads, and add bias and skip connection."""
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
-            out = out + self.bias
+            out = add_bias(out, self.bias)
         return out if self.skip is None else self.skip(x_target).add_(out)
 
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
@@ -459,7 +460,7 @@ class GATv2Layer(Layer):
         )
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
-            out = out + self.bias
+            out = add_bias(out, self.bias)
         return out if self.skip is None else self.skip(x_target).add_(out)
 
 
@@ -469,6 +470,16 @@ def random_seed() -> int:
     return int(torch.randint(2**63 - 1, ()))
 
 
-def inverse_sqrt_degrees(degrees: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 / sqrt(degree + 1); the 1 is the self loop."""
-    return (degrees + 1).to(dtype).rsqrt()
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return `x + bias` with the dtype of `x`, which under autocast is not that of the bias."""
+    return x + bias.to(x.dtype)
+
+
+def scale_dtype(rows: torch.dtype) -> torch.dtype:
+    """Return the dtype of scales of rows: float32 for half precision, that of the sums."""
+    return torch.promote_types(rows, torch.float32)
+
+
+def inverse_sqrt_degrees(degrees: Tensor, rows: torch.dtype) -> Tensor:
+    """Return 1 / sqrt(degree + 1), where the 1 is the self loop, as scales of rows of a dtype."""
+    return (degrees + 1).to(scale_dtype(rows)).rsqrt()

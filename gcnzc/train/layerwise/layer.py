@@ -10,7 +10,7 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.gnn import Model, parameter_dtype
-from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees
+from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees, scale_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.layerwise.ranges import (
     assign_equal_ranges,
@@ -76,7 +76,7 @@ class FullLayer:
         score_columns = self.layer.heads if self.layer.has_scores else 0
         self.scores = workers.empty(dtype, num_rows, score_columns)
         if self.layer.needs_degrees and self.is_in_place:
-            self.norms = workers.empty(dtype, num_rows)
+            self.norms = workers.empty(scale_dtype(dtype), num_rows)
 
         def indices_of(begin: int, end: int) -> Tensor:
             ids = ids_of_range(sources, begin, end)

@@ -1,0 +1,40 @@
+"""The dtype that a model computes in, also under `torch.autocast`."""
+
+import torch
+from torch import Tensor, nn
+
+
+def compute_dtype(parameters: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the rows of a model: that of its parameters, or of `torch.autocast`.
+
+    Autocast does not change models of float64.
+
+    Args:
+        parameters: dtype of the parameters.
+        device: of the rows.
+    """
+    if parameters != torch.float64 and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return parameters
+
+
+def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `out + x @ weight.T`, which is in `out` unless autocast is enabled.
+
+    Args:
+        out: (n, columns); it may be overwritten.
+        x: (n, in_features).
+        weight: (columns, in_features), a parameter.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        # autocast does not apply to operations in place
+        return torch.addmm(out, x, weight.t())
+    return out.addmm_(x, weight.t())
+
+
+def normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return `norm(x)` with the dtype of `x`.
+
+    On a GPU, autocast computes layer normalization in float32.
+    """
+    return norm(x).to(x.dtype)
