@@ -29,6 +29,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu_flags() -> frozenset[str]:
+    """Return the flags of the CPU's instruction sets, as Linux names them, such as avx512_bf16."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
 def cpu_name() -> str:
     """Return the model name of the CPU, or its architecture if there is none."""
     try:

@@ -11,7 +11,12 @@ from typing import Literal
 import tyro
 
 from gcnzc.train.evaluation_options import EvaluationOptions, Method, check_evaluate_fanouts
-from gcnzc.train.learning_options import AverageOptions, LearningRateOptions, LossOptions
+from gcnzc.train.learning_options import (
+    AverageOptions,
+    LearningRateOptions,
+    LossOptions,
+    PrecisionOptions,
+)
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
@@ -39,6 +44,7 @@ class TrainConfig(
     OutputOptions,
     WorkerOptions,
     FeatureOptions,
+    PrecisionOptions,
     AverageOptions,
     LearningRateOptions,
     OptimizerOptions,

@@ -46,8 +46,10 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     steps, first_step = len(trainer.loader), trainer.loader.resume_step
     if trainer.schedule is not None:
         trainer.schedule.begin_epoch(trainer.epoch, trainer.loader.shares, first_step)
+    precision = trainer.precision
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
+        stack.enter_context(precision.enabled())
         # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
@@ -62,13 +64,15 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trainer.optimizer.zero_grad(set_to_none=True)
             # after resuming with another number of workers, a worker may have no seeds left
             if len(batch.y):
-                logits = trainer.task.logits(trainer.model, batch)
+                with precision.autocast():
+                    logits = trainer.task.logits(trainer.model, batch)
+                logits = precision.widen(logits)
                 loss = trainer.task.loss(logits, batch.y)
-                loss.backward()
+                precision.backward(loss)
             trainer.optimizer.weight = trainer.loader.shares.loss_weight(step)
             trainer.optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
             skipped, ignored = trainer.optimizer.skipped, trainer.optimizer.num_ignored_gradients
-            trainer.optimizer.step()
+            precision.step(trainer.optimizer)
             if trainer.schedule is not None:
                 trainer.schedule.step()
             if trainer.average is not None:
@@ -79,6 +83,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
             trainer.epoch_stats.skipped_in_a_row = in_a_row
             if trainer.optimizer.skip_reason and in_a_row <= REPORTED_SKIPS:
                 effect = describe_skip(trainer.optimizer, skipped)
+                if precision.loss_scale is not None:
+                    effect += f"; the loss scale is now {precision.loss_scale:g}"
                 trainer.reporter.say(f"step {step + 1} of epoch {trainer.epoch + 1}{effect}")
             if len(batch.y):
                 assert batch.items is not None, "the loader has not set the seeds of the minibatch"
@@ -150,13 +156,17 @@ def finish_epoch(trainer: Trainer) -> None:
     cause = ""
     if not math.isfinite(figures["loss"]):
         cause = f"the loss is {figures['loss']} in epoch {trainer.epoch + 1}"
-    elif stats.skipped_in_a_row >= DIVERGED_SKIPS:
+    elif stats.skipped_in_a_row >= DIVERGED_SKIPS + trainer.precision.scale_steps:
         cause = (
             f"the last {stats.skipped_in_a_row} steps up to the end of epoch {trainer.epoch + 1} "
             "were skipped, because gradients were not finite or too large"
         )
     if cause:
         hint = "hint: use a smaller --lr, and check that all features are finite"
+        if trainer.config.precision == "fp16":
+            hint = (
+                "hint: use --precision bf16, since float16 overflows above 65504; or a smaller --lr"
+            )
         raise ValueError(f"{cause}\n\n{hint}")
     line: dict[str, Any] = {"epoch": trainer.epoch, "metric": trainer.task.metric, **figures}
     if isinstance(trainer.table, CachedTable):

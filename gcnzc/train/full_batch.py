@@ -31,7 +31,7 @@ def build_full_batch_loader(
         seeds: nodes whose outputs are computed; None for all nodes, in order.
         table: feature table of the run.
         device: device of the batch.
-        dtype: dtype of the model.
+        dtype: dtype of the features, that in which the model computes.
     """
     return FullBatchLoader(
         data.graph, table, seeds, config.layers, labels=data.labels, device=device, dtype=dtype

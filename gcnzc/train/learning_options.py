@@ -1,4 +1,4 @@
-"""Groups of the options of `gcnzc train` for the loss, the learning rate and averaged weights."""
+"""Groups of the options of `gcnzc train` for the loss, learning rate, precision and averages."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +54,16 @@ class LearningRateOptions(Options):
                 f"--step-factor must be above 0 and below 1, got {self.step_factor}\n\n"
                 "hint: the default is 0.1"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions(Options):
+    """The precision of training steps."""
+
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
+    """precision of training steps: float32; TF32 for matrix products (tf32, on a GPU); or mixed
+    precision, whose layers compute with bfloat16 (bf16) or float16 (fp16) and sum in float32.
+    Weights, losses and evaluations are float32"""
 
 
 @dataclass(frozen=True, kw_only=True)

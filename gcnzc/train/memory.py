@@ -16,6 +16,7 @@ from gcnzc.models.gnn import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.option_groups import LOCAL
+from gcnzc.train.precision import HALF
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def footprint_of(
             raise
         raise RuntimeError(_refusal("its weights have more bytes than 64 bits count")) from error
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    item = next(model.parameters()).element_size()
+    # mixed precision has features and outputs of 16 bits
+    item = HALF.get(config.precision, next(model.parameters()).dtype).itemsize
     inner = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     states = 1 if inner == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))

@@ -190,6 +190,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if len(state.get("buffers", ())) == trainer.group.world_size:
         write_buffers(trainer.model, state["buffers"][trainer.group.rank].to(trainer.device))
     _restore_optimizer(trainer, state)
+    _restore_loss_scale(trainer, state)
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]
     # best.pt may be older than the checkpoint
@@ -223,6 +224,18 @@ def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> Non
         for tally, each in zip(tallies, states, strict=True):
             tally.load_state_dict(each)
         trainer.epoch_stats = sum_stats(tallies)
+
+
+def _restore_loss_scale(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    if trainer.precision.scaler is None:
+        return
+    path = trainer.folder / CHECKPOINT
+    checkpoint.check_keys(state, {"scaler": torch.Tensor}, path)
+    try:
+        group = trainer.group
+        trainer.precision.load_states(state["scaler"], group.rank, group.world_size)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}\n\n{checkpoint.RESTORE}") from error
 
 
 def _restore_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:

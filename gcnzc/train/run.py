@@ -32,6 +32,7 @@ from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, warning_of_short_warmup
+from gcnzc.train.precision import build_precision
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
@@ -114,6 +115,7 @@ def train(
         _verify(config.data, group, reporter)
     data = load_shared(config.data, group, allow_nan=config.allow_nan)
     device = choose_device(config.device, group.local_rank)
+    precision = build_precision(config.precision, device, reporter.say)
     task = build_task(config, data)
     if data.table is not None and data.table.num_columns > 0:
         sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
@@ -154,7 +156,7 @@ def train(
             reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
         optimizer = build_method(config, model, group, steps, signals=2)
-        parts = data, task, table, device, model, optimizer, loader, reporter
+        parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
         begin(trainer, launch, stack)
         return fit(trainer, stopped)

@@ -49,6 +49,9 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
     if trainer.in_epoch and trainer.group.world_size > 1 and len(buffers):
         # running statistics of normalization differ between workers until the end of an epoch
         states["buffers"] = run(all_gather(buffers.cpu()), trainer.group)
+    if (scaler := trainer.precision.state()) is not None:
+        # with local steps, the scales of the loss differ between workers
+        states["scaler"] = run(all_gather(scaler), trainer.group)
     if trainer.device.type == "cuda":
         own = torch.cuda.get_rng_state(trainer.device)
         states["cuda_rng"] = run(all_gather(own), trainer.group)

@@ -24,6 +24,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
 from gcnzc.train.graph_files import describe_files
 from gcnzc.train.output_files import OutputFiles
+from gcnzc.train.precision import Precision
 from gcnzc.train.progress import Reporter
 from gcnzc.train.run_folder import BOARD, RECORD, WORKERS
 from gcnzc.train.schedule import build_schedule
@@ -60,6 +61,7 @@ class Trainer:
         optimizer: DistributedOptimizer,
         loader: Loader | FullBatchLoader,
         reporter: Reporter,
+        precision: Precision,
         began: float,
     ) -> None:
         self.config, self.folder, self.data, self.task = config, folder, data, task
@@ -70,7 +72,7 @@ class Trainer:
         self.average = build_average(config, model)
         self.group = optimizer.group
         self.is_rank_zero = self.group.rank == 0
-        self.loader, self.reporter = loader, reporter
+        self.loader, self.reporter, self.precision = loader, reporter, precision
         self.began = began  # time.perf_counter() at the start of the command
         self.epoch = 0
         self.in_epoch = False  # True from the first step of an epoch to its evaluation

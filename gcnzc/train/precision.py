@@ -1,0 +1,193 @@
+"""The precision of training steps: float32, TF32, or mixed with bfloat16 or float16.
+
+In mixed precision, `torch.autocast` computes the model in 16 bits; weights, gradients, losses and
+optimizer states stay float32. Float16 has a small range, so `torch.amp.GradScaler` scales the loss.
+Only training steps are affected: evaluations, predictions and exports compute in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gcnzc.optim import DistributedOptimizer
+from gcnzc.system.machine import cpu_flags
+
+PrecisionName: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
+
+# the dtypes of mixed precision
+HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# processor flags of /proc/cpuinfo, of which one shows fast matrix products: of x86, and of ARM
+FAST_FLAGS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+# skipped steps in which GradScaler's scale falls from its initial value, 65536, to 1
+SCALE_STEPS = 16
+
+# compute capability of NVIDIA's first GPUs (Ampere) with TF32 and bfloat16
+AMPERE = (8, 0)
+
+
+class Precision:
+    """Computes training steps in the precision of a run.
+
+    Args:
+        name: the option --precision.
+        device: device of the model.
+
+    Raises:
+        ValueError: the device does not have this precision.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        check_precision(name, device)
+        self.name, self.device = name, device
+        self.dtype = HALF.get(name)
+        """dtype of the model's rows; None without autocast"""
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16":
+            self.scaler = torch.amp.GradScaler(device.type)
+            # creates the tensor of the scale, which otherwise the first loss does: a worker may
+            # have no seeds in its first step
+            self.scaler.scale(torch.zeros((), device=device))
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Enable TF32 for the matrix products of training steps, and restore torch's setting."""
+        if self.name != "tf32":
+            yield
+            return
+        matmul = torch.backends.cuda.matmul
+        # torch before 2.9 does not have `fp32_precision`; later versions reject a mix of both
+        is_new = hasattr(matmul, "fp32_precision")
+        setting, value = ("fp32_precision", "tf32") if is_new else ("allow_tf32", True)
+        before = getattr(matmul, setting)
+        setattr(matmul, setting, value)
+        try:
+            yield
+        finally:
+            setattr(matmul, setting, before)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context for the forward pass; the backward pass and the loss are outside."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Return logits of mixed precision in float32, for the loss."""
+        return logits if self.dtype is None else logits.float()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss, which are multiplied by the scale if there is one."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: DistributedOptimizer) -> None:
+        """Take an optimizer step; the optimizer divides the gradients by the scale.
+
+        If gradients overflow, all workers skip the step and halve their scales, except in a local
+        step, which only the worker with the overflow skips.
+        """
+        if self.scaler is None:
+            optimizer.step()
+            return
+        ignored = optimizer.num_ignored_gradients
+        self.scaler.step(optimizer)
+        found = self.scaler._found_inf_per_device(optimizer)
+        if not found:
+            # without seeds there were no gradients, of which GradScaler records overflows
+            has_ignored = float(optimizer.num_ignored_gradients > ignored)
+            found[self.device] = torch.full((), has_ignored, device=self.device)
+        self.scaler.update()
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current scale of the loss; None if it is not scaled. It is read from the device."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+    @property
+    def scale_steps(self) -> int:
+        """Skipped steps in a row that an initial scale that is too large explains."""
+        return 0 if self.scaler is None else SCALE_STEPS
+
+    def state(self) -> Tensor | None:
+        """Return the state of GradScaler on this worker, (2,) float64; None if there is none."""
+        if self.scaler is None:
+            return None
+        state = self.scaler.state_dict()
+        return torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)
+
+    def load_states(self, states: Tensor, rank: int, world_size: int) -> None:
+        """Load the states of all workers, (W, 2) float64, of which this worker takes its own.
+
+        With another number of workers, all continue with the smallest scale.
+
+        Raises:
+            ValueError: these are no states of `state`.
+        """
+        if self.scaler is None:
+            return
+        is_valid = states.ndim == 2 and states.shape[1] == 2 and len(states) > 0
+        if not is_valid or not states.isfinite().all() or not (states[:, 0] > 0).all():
+            raise ValueError("the states of GradScaler have invalid values")
+        own = states[rank] if len(states) == world_size else states.amin(0)
+        scale, steps = own.tolist()
+        self.scaler.load_state_dict(
+            self.scaler.state_dict() | {"scale": scale, "_growth_tracker": int(steps)}
+        )
+
+
+def check_precision(name: PrecisionName, device: torch.device) -> None:
+    """Check that a device has a precision.
+
+    A CPU computes bf16 and fp16 also without instructions for them, see `slow_reason`.
+
+    Raises:
+        ValueError: it does not have it.
+    """
+    if name == "tf32" and device.type != "cuda":
+        raise ValueError(
+            f"--precision tf32 on {device.type}: TF32 is a format of the tensor cores of NVIDIA's "
+            "GPUs\n\nhint: use --precision bf16, or --precision float32 for full precision"
+        )
+    if device.type != "cuda" or name not in ("tf32", "bf16"):
+        return
+    if torch.version.hip is not None:
+        is_supported = name == "bf16"
+    else:
+        is_supported = torch.cuda.get_device_capability(device) >= AMPERE
+    if not is_supported:
+        raise ValueError(
+            f"--precision {name} on {torch.cuda.get_device_name(device)}: this GPU has no "
+            f"{name}\n\nhint: use --precision fp16, or --precision float32 for full precision"
+        )
+
+
+def slow_reason(name: PrecisionName, device: torch.device) -> str:
+    """Return why a precision is slower than float32 on a device; empty if it is not."""
+    if device.type != "cpu" or name not in FAST_FLAGS or FAST_FLAGS[name] & cpu_flags():
+        return ""
+    other = "; bf16 is faster on this processor" if FAST_FLAGS["bf16"] & cpu_flags() else ""
+    return (
+        f"this processor has no {name} instructions, so --precision {name} saves memory, but is "
+        f"slower than float32{other}"
+    )
+
+
+def build_precision(
+    name: PrecisionName, device: torch.device, say: Callable[[str], object]
+) -> Precision:
+    """Build the precision of a run, and call `say` with a warning if it is slow on the device.
+
+    Raises:
+        ValueError: the device does not have this precision.
+    """
+    precision = Precision(name, device)
+    if reason := slow_reason(name, device):
+        say(f"warning: {reason}")
+    return precision
