@@ -7,7 +7,7 @@ Only training steps are affected: evaluations, predictions and exports compute i
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss, which are multiplied by the scale if there is one."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: DistributedOptimizer) -> None:
         """Take an optimizer step; the optimizer divides the gradients by the scale.
@@ -98,7 +98,7 @@ class Precision:
             return
         ignored = optimizer.num_ignored_gradients
         self.scaler.step(optimizer)
-        found = self.scaler._found_inf_per_device(optimizer)
+        found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
         if not found:
             # without seeds there were no gradients, of which GradScaler records overflows
             has_ignored = float(optimizer.num_ignored_gradients > ignored)

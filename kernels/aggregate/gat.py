@@ -162,8 +162,8 @@ def gat_aggregate(
     if self_loops:
         indptr, indices = checked_self_loops("gat_aggregate", indptr, indices, x, self_index)
     # the weights of scores in half precision stay float32
-    scores = (score.to(sum_dtype(score)[0]) for score in (score_source, score_target))
-    weight = edge_softmax(indptr, indices, *scores, negative_slope)
+    source, target = (score.to(sum_dtype(score)[0]) for score in (score_source, score_target))
+    weight = edge_softmax(indptr, indices, source, target, negative_slope)
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
 
 

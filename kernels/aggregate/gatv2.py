@@ -429,8 +429,8 @@ class _GATv2(torch.autograd.Function):
         spmm = weighted_spmm_triton if x.is_cuda else weighted_spmm_numba
         edges = block.indptr, block.targets, block.edges
         grad_x = spmm(*edges, dropped_EH, grad, x.shape[1], weight_EH.dtype)
-        grads = grad_x.add_(source_sums.mul_(a)), target_sums.mul_(a), grad_a
-        grads = tuple(g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
+        wide = grad_x.add_(source_sums.mul_(a)), target_sums.mul_(a), grad_a
+        grads = [each.to(dtype) for each, dtype in zip(wide, ctx.dtypes, strict=True)]
         return None, None, *grads, None, None, None
 
 

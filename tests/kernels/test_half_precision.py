@@ -1,0 +1,111 @@
+"""Conversions of bfloat16 and float16 in numba kernels equal torch's."""
+
+import numpy as np
+import pytest
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from gcnzc.kernels import half_precision
+from gcnzc.kernels.half_precision import as_array, kind_of, narrowed, widened
+
+ALL_BITS = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+
+@njit
+def widen_all(elements, out):
+    for i in range(len(elements)):
+        out[i] = widened(elements[i])
+
+
+@njit
+def narrow_all(values, out, kind):
+    for i in range(len(values)):
+        out[i] = narrowed(values[i], kind)
+
+
+def _widened_by_integers(_typing, element):
+    def codegen(_context, builder, _signature, args):
+        bits = builder.zext(args[0], half_precision.BITS32)
+        return half_precision.widen_by_integers(builder, bits)
+
+    return types.float32(element), codegen
+
+
+def _narrowed_by_integers(_typing, value):
+    def codegen(_context, builder, _signature, args):
+        bits = builder.bitcast(args[0], half_precision.BITS32)
+        found = half_precision.narrow_by_integers(builder, bits)
+        return builder.trunc(found, ir.IntType(16))
+
+    return types.int16(value), codegen
+
+
+widened_by_integers, narrowed_by_integers = (
+    intrinsic(_widened_by_integers),
+    intrinsic(_narrowed_by_integers),
+)
+
+
+@njit
+def widen_all_by_integers(elements, out):
+    for i in range(len(elements)):
+        out[i] = widened_by_integers(elements[i])
+
+
+@njit
+def narrow_all_by_integers(values, out, _kind):
+    for i in range(len(values)):
+        out[i] = narrowed_by_integers(values[i])
+
+
+def float32_values():
+    """Every pattern of the upper half with several lower halves, and neighbours of ties."""
+    upper = torch.arange(2**16, dtype=torch.int64) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (upper[:, None] + lower).flatten()
+    # halfway between two float16, and one bit to each side
+    halves = ALL_BITS.view(torch.float16).float()
+    halves = halves[halves.isfinite()]
+    steps = torch.cat([halves.view(torch.int32).long() + step for step in (-1, 0, 1)])
+    ties = torch.cat([bits, steps, (steps & ~0x1FFF) + 0x1000, (steps & ~0x1FFF) + 0x0FFF])
+    return ties.to(torch.int32).view(torch.float32)
+
+
+def assert_same(found, expected):
+    """The same bits, or both NaN."""
+    nan = expected.isnan()
+    assert torch.equal(found.isnan(), nan)
+    bits = torch.int16 if expected.itemsize == 2 else torch.int32
+    assert torch.equal(found[~nan].view(bits), expected[~nan].view(bits))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widen", "narrow"),
+    [
+        (torch.bfloat16, widen_all, narrow_all),
+        (torch.float16, widen_all, narrow_all),
+        # for processors without instructions for float16
+        (torch.float16, widen_all_by_integers, narrow_all_by_integers),
+    ],
+)
+def test_all_elements_are_widened_and_float32_is_rounded_as_by_torch(dtype, widen, narrow):
+    elements = ALL_BITS.view(dtype)
+    found = torch.empty(len(elements))
+    widen(as_array(elements), found.numpy())
+    assert_same(found, elements.float())
+    values = float32_values()
+    rounded = torch.empty(len(values), dtype=dtype)
+    narrow(values.numpy(), as_array(rounded), kind_of(dtype))
+    assert_same(rounded, values.to(dtype))
+
+
+def test_float32_and_float64_are_unchanged():
+    for dtype in (np.float32, np.float64):
+        values = np.array([1.5, np.inf, -0.0, 1e-40], dtype=dtype)
+        out = np.empty_like(values)
+        narrow_all(values, out, dtype(0))
+        assert out.tobytes() == values.tobytes()
+        widen_all(values, out)
+        assert out.tobytes() == values.tobytes()

@@ -1,0 +1,365 @@
+"""Runs in mixed precision: `--precision`, the loss scale, and torch's settings."""
+
+import copy
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+from torch.nn import functional
+from training import Listener
+
+import gcnzc.train.results
+from gcnzc import prepare
+from gcnzc.cli import main
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group, init_group
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.train import checkpoint, precision
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.memory import footprint_of
+from gcnzc.train.optimizers import build_method
+from gcnzc.train.option_groups import LOCAL, ONE_BIT
+from gcnzc.train.precision import Precision, build_precision, check_precision, slow_reason
+from gcnzc.train.progress import NullReporter
+from gcnzc.train.run import train
+from gcnzc.train.tasks.node import NodeTask
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("adam", "sgd", *ONE_BIT, *LOCAL)
+# a scale with which gradients overflow in the first steps, and which grows often
+HIGH = partial(torch.amp.GradScaler, init_scale=2.0**20, growth_interval=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("precision")
+    make(folder / "raw", "planted", Shape(600, 3600, 16, 3), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    sizes = {"fanouts": (4, 4), "layers": 2, "hidden": 16, "batch_size": 60, "threads": 1}
+    return TrainConfig(data=folder / "graph", **sizes, epochs=3, lr=0.02, dropout=0.2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Threads of torch that wait for one another, and plots, take most of the time of tiny runs."""
+    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def saved(run):
+    return checkpoint.load(run / "checkpoint.pt")
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+class Recorder:
+    """The dtypes of rows that models compute in training and in evaluation."""
+
+    def __init__(self, monkeypatch):
+        self.training, self.evaluation = set(), set()
+        logits = NodeTask.logits
+
+        def watched(task, model, batch):
+            found = logits(task, model, batch)
+            self.training.add((batch.x.dtype, found.dtype))
+            return found
+
+        monkeypatch.setattr(NodeTask, "logits", watched)
+
+
+CHOICES = {
+    "sampled": {"model": "gat", "heads": 2},
+    "full batch": {"batch_size": "all", "fanouts": (-1, -1), "epochs": 30, "norm": "layer"},
+    "labels": {"label_inputs": 0.5, "model": "gcn", "average": "ema", "average_decay": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
+    choice, name, config, tmp_path, monkeypatch
+):
+    config = replace(config, **CHOICES[choice])
+    expected = train(config, tmp_path / "float32")
+    seen = Recorder(monkeypatch)
+    found = train(replace(config, precision=name), tmp_path / name)
+    assert found["valid_accuracy"] > 0.6
+    assert found["valid_accuracy"] == pytest.approx(expected["valid_accuracy"], abs=0.08)
+    assert found["options"]["precision"] == name
+    dtype = precision.HALF[name]
+    # full-batch features are converted once, others are gathered as they are stored
+    features = dtype if choice == "full batch" else torch.float32
+    assert seen.training == {(features, dtype)}
+    weights = saved(tmp_path / name)["model"].values()
+    assert {value.dtype for value in weights if value.is_floating_point()} == {torch.float32}
+    again = evaluate(EvaluateConfig(run=tmp_path / name))
+    assert again["valid_accuracy"] == pytest.approx(found["valid_accuracy"], abs=1e-12)
+
+
+def test_link_prediction_learns(folder, config, tmp_path):
+    prepare(folder / "raw", tmp_path / "links", edge_split=EdgeShares())
+    config = replace(config, data=tmp_path / "links", task="link", precision="bf16")
+    train(config, tmp_path / "run")
+    losses = [line["loss"] for line in lines(tmp_path / "run")]
+    assert losses[-1] < losses[0] < 0.8
+
+
+class Stopped(Exception):
+    """In the middle of an epoch."""
+
+
+class Stopping(NullReporter):
+    """Ends the run at a step of the second epoch."""
+
+    @contextmanager
+    def task(self, what):
+        def advance(done, total, figures=""):
+            if what.startswith("epoch 2") and done == 3:
+                raise Stopped
+
+        yield advance
+
+
+RESUMED = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "clip_gradients": 0.1, "schedule": "cosine", "average": "ema"},
+    "fp16 with compression": {"precision": "fp16", "optimizer": "onebit-adam", "warmup": "5"},
+    "fp16 with local steps": {"precision": "fp16", "optimizer": "diloco", "local_steps": "3"},
+}
+
+
+@pytest.mark.parametrize("choice", RESUMED)
+def test_a_run_resumes_bit_for_bit(choice, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.amp, "GradScaler", HIGH)
+    config = replace(config, checkpoint_every_s=0, **RESUMED[choice])
+    listener = Listener()
+    train(config, tmp_path / "whole", listener)
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "cut", Stopping())
+    assert saved(tmp_path / "cut")["in_epoch"]
+    train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
+    whole, cut = saved(tmp_path / "whole"), saved(tmp_path / "cut")
+    for name, value in whole["model"].items():
+        assert torch.equal(cut["model"][name], value), name
+    assert ("scaler" in whole) == (config.precision == "fp16")
+    if config.precision == "fp16":
+        assert torch.equal(whole["scaler"], cut["scaler"])
+        assert whole["scaler"][0, 0] != 2.0**20
+        skips = [line for line in listener.said if "the loss scale is now" in line]
+        assert "step 1 of epoch 1" in skips[0]
+        assert skips[0].endswith(f"the loss scale is now {2.0**19:g}")
+    for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
+        assert mine["loss"] == other["loss"]
+
+
+def test_a_checkpoint_without_a_valid_loss_scale_is_rejected(config, tmp_path):
+    config = replace(config, precision="fp16", epochs=1)
+    train(config, tmp_path / "run")
+    resumed = replace(config, resume=tmp_path / "run", epochs=2)
+    whole = saved(tmp_path / "run")
+    for bad, said in (
+        ({"scaler": torch.tensor([[0.0, 1.0]])}, "states of GradScaler have invalid values"),
+        ({"scaler": torch.tensor([1.0])}, "states of GradScaler have invalid values"),
+        ({"scaler": None}, "scaler is a NoneType"),
+    ):
+        checkpoint.save(tmp_path / "run" / "checkpoint.pt", whole | bad)
+        with pytest.raises(ValueError, match=f"{said}.*\n\nhint: restore"):
+            train(resumed, tmp_path / "run")
+    checkpoint.save(tmp_path / "run" / "checkpoint.pt", whole)
+    with pytest.raises(ValueError, match="has precision 'fp16', not 'bf16'\n\nhint"):
+        train(replace(resumed, precision="bf16"), tmp_path / "run")
+
+
+def test_with_other_workers_all_continue_with_the_smallest_scale():
+    states = torch.tensor([[1024.0, 7], [256, 9]], dtype=torch.float64)
+    scaled = Precision("fp16", CPU)
+    scaled.load_states(states, rank=1, world_size=2)
+    assert torch.equal(scaled.state(), states[1])
+    scaled.load_states(states, rank=2, world_size=3)
+    assert scaled.state().tolist() == [256, 7]
+    assert scaled.loss_scale == 256
+
+
+def steps_of(config, scaled, steps=6):
+    """The parameters after steps of an optimizer, with gradients that are above the clip norm."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    optimizer = build_method(config, model, Group(), steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaled.backward(functional.mse_loss(model(torch.randn(8, 5)), torch.full((8, 3), 9.0)))
+        scaled.step(optimizer)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling(optimizer, clip):
+    options = {"warmup": "2"} if optimizer in ONE_BIT else {}
+    config = TrainConfig(optimizer=optimizer, lr=0.1, clip_gradients=clip, **options)
+    scaled = Precision("fp16", CPU)
+    found = steps_of(config, scaled)
+    # a power of two
+    assert torch.equal(found, steps_of(config, Precision("float32", CPU)))
+    assert scaled.loss_scale == 2**16
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_worker_without_seeds_takes_the_step(optimizer):
+    options = {"warmup": "2"} if optimizer in ONE_BIT else {}
+    model = nn.Linear(5, 3)
+    method = build_method(TrainConfig(optimizer=optimizer, **options), model, Group(), 4)
+    scaled = Precision("fp16", CPU)
+    before = scaled.state()
+    scaled.step(method)
+    assert scaled.state().tolist() == [before[0], 1]
+    scaled.backward(model(torch.full((1, 5), torch.inf)).sum())
+    scaled.step(method)
+    assert scaled.state().tolist() == [before[0] / 2, 0]
+
+
+def train_scaled(config, folder):
+    """The results of runs on this worker, and its loss scales, with overflows."""
+    torch.amp.GradScaler = HIGH
+    torch.set_num_threads(1)
+    found = {}
+    with init_group() as group:
+        for optimizer in ("sgd", "onebit-adam", "diloco"):
+            options = {"warmup": "5"} if optimizer == "onebit-adam" else {}
+            listener = Listener()
+            chosen = replace(config, optimizer=optimizer, **options)
+            line = train(chosen, folder / optimizer, listener, group)
+            found[optimizer] = line["valid_accuracy"], listener.said
+    return found
+
+
+def test_workers_skip_the_same_steps(config, tmp_path):
+    config = replace(config, precision="fp16", batch_size=30, lr=0.05)
+    found = results(2, tmp_path, train_scaled, config, tmp_path)
+    for optimizer, (accuracy, said) in found[0].items():
+        assert found[1][optimizer][0] == accuracy > 0.5
+        scales = saved(tmp_path / optimizer)["scaler"]
+        assert scales.shape == (2, 2)
+        assert (scales[:, 0] < 2.0**20).all()
+        if optimizer != "diloco":
+            assert torch.equal(scales[0], scales[1])
+            assert said[0].startswith("step 1 of epoch 1 was skipped on all workers")
+
+
+def test_a_run_whose_gradients_always_overflow_ends_with_a_hint(config, tmp_path, monkeypatch):
+    def overflowing(self, loss):
+        loss.backward()
+        # as if the scale stayed too large
+        next(iter(self.parameters)).grad.fill_(torch.inf)
+
+    build = build_method
+
+    def watched(config, model, *words, **options):
+        Precision.parameters = list(model.parameters())
+        return build(config, model, *words, **options)
+
+    monkeypatch.setattr(Precision, "parameters", [], raising=False)
+    monkeypatch.setattr(Precision, "backward", overflowing)
+    monkeypatch.setattr("gcnzc.train.run.build_method", watched)
+    config = replace(config, precision="fp16", batch_size=20, epochs=20)
+    with pytest.raises(ValueError, match=r"the last \d+ steps .*\n\nhint: use --precision bf16"):
+        train(config, tmp_path / "run")
+
+
+def test_tf32_is_enabled_only_within_steps(monkeypatch):
+    monkeypatch.setattr(precision, "check_precision", lambda name, device: None)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    fast, default = (Precision(name, CPU) for name in ("tf32", "float32"))
+    with default.enabled():
+        assert matmul.allow_tf32 == before
+    with pytest.raises(Stopped), fast.enabled():
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        raise Stopped
+    assert matmul.allow_tf32 == before
+    assert torch.get_float32_matmul_precision() == "highest"
+    with fast.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+class OldMatmul:
+    """The settings of torch before 2.9."""
+
+    allow_tf32 = False
+
+
+def test_tf32_is_enabled_in_old_versions_of_torch(monkeypatch):
+    monkeypatch.setattr(precision, "check_precision", lambda name, device: None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", OldMatmul())
+    fast = Precision("tf32", CPU)
+    with fast.enabled():
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_precisions_that_a_device_does_not_have_are_rejected(monkeypatch, config, tmp_path):
+    with pytest.raises(ValueError, match="--precision tf32 on cpu: .*\n\nhint: use --precision bf"):
+        train(replace(config, precision="tf32", device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu = torch.device("cuda", 0)
+    for capability in ((7, 5), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        for name in ("tf32", "bf16"):
+            if capability < (8, 0):
+                with pytest.raises(ValueError, match=f"{name} on Tesla T4: .*\n\nhint: .* fp16"):
+                    check_precision(name, gpu)
+            else:
+                check_precision(name, gpu)
+        check_precision("fp16", gpu)
+        check_precision("float32", gpu)
+
+
+def test_a_slow_precision_is_reported_once(monkeypatch):
+    monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset({"avx2"}))
+    for name in ("bf16", "fp16"):
+        said = []
+        build_precision(name, CPU, said.append)
+        (line,) = said
+        assert line.startswith(f"warning: this processor has no {name} instructions")
+    assert "bf16 is faster" not in line
+    assert not slow_reason("float32", CPU)
+    assert not slow_reason("bf16", torch.device("cuda"))
+    monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    assert not slow_reason("bf16", CPU)
+    assert "bf16 is faster" in slow_reason("fp16", CPU)
+
+
+def test_the_command_line_lists_the_choices(capsys):
+    assert main(["train", "--precision", "half"]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("float32", "tf32", "bf16", "fp16"))
+
+
+def test_the_estimated_memory_is_that_of_the_precision(config):
+    build = lambda: copy.deepcopy(wide)  # noqa: E731
+    wide = gcnzc.models.SAGE(100, 16, 3, num_layers=2)
+    found = {
+        name: footprint_of(replace(config, precision=name), build, 600, 100, 60)
+        for name in ("float32", "bf16")
+    }
+    assert found["float32"].minibatch == 2 * found["bf16"].minibatch
+    assert found["float32"].training == found["bf16"].training
