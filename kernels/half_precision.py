@@ -1,8 +1,8 @@
 """Convert bfloat16 and float16 to and from float32 in numba kernels, which have no such types.
 
-A kernel gets bfloat16 elements as uint16 and float16 elements as int16: the integer type selects the
-conversion when the kernel is compiled. The functions also accept float32 and float64, which they
-return unchanged, so that one kernel serves all dtypes. A kernel that gets addresses instead of
+A kernel gets bfloat16 elements as uint16 and float16 elements as int16: the integer type selects
+the conversion when the kernel is compiled. The functions also accept float32 and float64, which
+they return unchanged, so that one kernel serves all dtypes. A kernel that gets addresses instead of
 arrays has an argument `kind`, a zero of the type of the elements.
 
 Conversions to 16 bits round to nearest, ties to even, as torch does.

@@ -145,7 +145,7 @@ def dropout_numba(
     out = torch.empty_like(x) if out is None else out
     flat, out_flat = as_array(x), as_array(out)
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
-    wide = np.float64 if x.dtype == torch.float64 else np.float32
+    wide: Any = np.float64 if x.dtype == torch.float64 else np.float32
     threshold, scale, floor = np.uint32(_threshold(p)), wide(_scale(p)), wide(floor)
     num_chunks = -(-len(flat) // CHUNK)
     parallel_for(

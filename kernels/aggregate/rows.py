@@ -272,8 +272,8 @@ def _add_lanes(builder: Any, start: Any, value: Any) -> Any:
 
 
 # add_rows(out, count, (row, ...), (weight, ...), kind): out += weight * row + ..., for one, two or
-# four rows of `count` elements of `kind`; `out` has the type of the weights, and is read and written
-# once for all rows
+# four rows of `count` elements of `kind`; `out` has the type of the weights, and is read and
+# written once for all rows
 add_rows: Any = intrinsic(_add_rows)
 
 
@@ -290,8 +290,8 @@ clear_row: Any = intrinsic(_clear_row)
 round_row: Any = intrinsic(_round_row)
 
 
-# dot(one, other, count, zero, kind): the dot product of two rows of `kind`, with the type of `zero`,
-# which is a 0
+# dot(one, other, count, zero, kind): the dot product of two rows of `kind`, with the type of
+# `zero`, which is a 0
 dot: Any = intrinsic(_dot)
 
 

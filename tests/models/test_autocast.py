@@ -1,4 +1,4 @@
-"""Models under `torch.autocast`: rows in half precision, and parameters and gradients in float32."""
+"""Models under `torch.autocast`: rows in half precision, parameters and gradients in float32."""
 
 import pytest
 import torch

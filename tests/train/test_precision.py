@@ -260,7 +260,7 @@ def test_workers_skip_the_same_steps(config, tmp_path):
         assert (scales[:, 0] < 2.0**20).all()
         if optimizer != "diloco":
             assert torch.equal(scales[0], scales[1])
-            assert said[0].startswith("step 1 of epoch 1 was skipped on all workers")
+            assert any(line.startswith("step 1 of epoch 1 was skipped on all") for line in said)
 
 
 def test_a_run_whose_gradients_always_overflow_ends_with_a_hint(config, tmp_path, monkeypatch):
@@ -290,9 +290,15 @@ def test_tf32_is_enabled_only_within_steps(monkeypatch):
     fast, default = (Precision(name, CPU) for name in ("tf32", "float32"))
     with default.enabled():
         assert matmul.allow_tf32 == before
-    with pytest.raises(Stopped), fast.enabled():
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        raise Stopped
+
+    def fail_within():
+        with fast.enabled():
+            # new in torch 2.9
+            assert getattr(matmul, "fp32_precision", "tf32") == "tf32"
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fail_within()
     assert matmul.allow_tf32 == before
     assert torch.get_float32_matmul_precision() == "highest"
     with fast.autocast():
@@ -315,7 +321,7 @@ def test_tf32_is_enabled_in_old_versions_of_torch(monkeypatch):
 
 
 def test_precisions_that_a_device_does_not_have_are_rejected(monkeypatch, config, tmp_path):
-    with pytest.raises(ValueError, match="--precision tf32 on cpu: .*\n\nhint: use --precision bf"):
+    with pytest.raises(ValueError, match=r"tf32 on cpu: .*\n\nhint: use --precision bf"):
         train(replace(config, precision="tf32", device="cpu"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
