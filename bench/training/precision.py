@@ -145,7 +145,7 @@ def train_all(
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean, by Student's t distribution."""
     mean, count = statistics.mean(values), len(values)
-    width = student.ppf(0.975, count - 1) * statistics.stdev(values) / count**0.5
+    width = float(student.ppf(0.975, count - 1)) * statistics.stdev(values) / count**0.5
     return mean - width, mean + width
 
 

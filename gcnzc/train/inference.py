@@ -238,7 +238,8 @@ def _compute(given: _Given, scratch: Scratch | None) -> Tensor:
     was_training = given.model.training
     given.model.eval()
     try:
-        with torch.no_grad():
+        # rows are stored in the dtype of the model
+        with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
             return _Computation(given, scratch).outputs()
     finally:
         given.model.train(was_training)

@@ -43,6 +43,16 @@ def test_inference_equals_blocks_with_all_neighbours(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_autocast_does_not_change_inference(name):
+    graph, x = random_graph(), torch.randn(60, 12)
+    model = made(name, 12, 8, 4).float()
+    expected = inference(model, graph, FeatureTable(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(inference(model, graph, FeatureTable(x)), expected)
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_features", [3, 30])
 def test_inference_for_some_nodes(name, in_features):
     """Nodes in any order, twice too; and hidden rows only of what they depend on."""
