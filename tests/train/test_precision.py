@@ -70,10 +70,10 @@ def lines(run):
 
 
 class Recorder:
-    """The dtypes of rows that models compute in training and in evaluation."""
+    """The dtypes of the features and the logits of training steps."""
 
     def __init__(self, monkeypatch):
-        self.training, self.evaluation = set(), set()
+        self.training = set()
         logits = NodeTask.logits
 
         def watched(task, model, batch):
@@ -111,6 +111,17 @@ def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
     assert {value.dtype for value in weights if value.is_floating_point()} == {torch.float32}
     again = evaluate(EvaluateConfig(run=tmp_path / name))
     assert again["valid_accuracy"] == pytest.approx(found["valid_accuracy"], abs=1e-12)
+
+
+@pytest.mark.parametrize(("stored", "given"), [("float16", torch.float16), ("int8", torch.float32)])
+def test_features_are_gathered_as_they_are_stored(
+    stored, given, folder, config, tmp_path, monkeypatch
+):
+    prepare(folder / "raw", tmp_path / "graph", feature_dtype=stored)
+    seen = Recorder(monkeypatch)
+    config = replace(config, data=tmp_path / "graph", precision="bf16")
+    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.6
+    assert seen.training == {(given, torch.bfloat16)}
 
 
 def test_link_prediction_learns(folder, config, tmp_path):

@@ -10,9 +10,28 @@ from blocks import random_block
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate import aggregate, aggregate_reference
-from gcnzc.kernels.aggregate.dropout import dropout, dropout_reference, relu_dropout_
+from gcnzc.kernels.aggregate.dropout import (
+    dropout,
+    dropout_numba,
+    dropout_reference,
+    dropout_triton,
+    relu_dropout_,
+)
 from gcnzc.kernels.aggregate.gat import gat_aggregate, gat_aggregate_reference
-from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate, gatv2_aggregate_reference
+from gcnzc.kernels.aggregate.gatv2 import (
+    gatv2_aggregate,
+    gatv2_aggregate_reference,
+    leaky_scores_numba,
+    leaky_scores_triton,
+    sum_leaky_slopes_numba,
+    sum_leaky_slopes_triton,
+)
+from gcnzc.kernels.aggregate.weighted import (
+    sddmm_numba,
+    sddmm_triton,
+    weighted_spmm_numba,
+    weighted_spmm_triton,
+)
 
 HALF = [torch.bfloat16, torch.float16]
 # the largest relative error of rounding to nearest
@@ -146,3 +165,34 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
         torch.set_num_threads(threads)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 32), (3, 129)])
+def test_triton_equals_numba(shape, dtype, device):
+    torch.manual_seed(0)
+    indptr, indices = random_block(20, 9, 40, ids=torch.int64)
+    x, y = torch.randn(20, *shape).to(dtype), torch.randn(9, *shape).to(dtype)
+    a, weight = torch.randn(shape), torch.rand(len(indices), shape[0])
+    # Triton's interpreter cuts where a GPU rounds
+    step = 2 * ROUNDOFF[dtype]
+
+    def same(found, expected):
+        assert found.dtype == expected.dtype
+        error = step if found.dtype == dtype else 1e-5
+        torch.testing.assert_close(found.cpu(), expected, rtol=error, atol=10 * error)
+
+    block, rows = (indptr, indices), (x, y)
+    moved_block, moved_rows = ([each.to(device) for each in part] for part in (block, rows))
+    for out_heads, out_dtype in ((shape[0], None), (shape[0], torch.float32), (1, None)):
+        options = out_heads, out_dtype
+        found = weighted_spmm_triton(*moved_block, None, weight.to(device), moved_rows[0], *options)
+        same(found, weighted_spmm_numba(*block, None, weight, x, *options))
+    same(sddmm_triton(*moved_block, *moved_rows), sddmm_numba(*block, x, y))
+    scores = leaky_scores_triton(*moved_block, *moved_rows, a.to(device), 0.3)
+    same(scores, leaky_scores_numba(*block, x, y, a, 0.3))
+    sums = sum_leaky_slopes_triton(*moved_block, None, weight.to(device), *moved_rows, 0.3)
+    same(sums, sum_leaky_slopes_numba(*block, None, weight, x, y, 0.3))
+    flat = x.view(20, -1).to(device)
+    same(dropout_triton(flat, 0.3, 5).cpu(), dropout_numba(x.view(20, -1), 0.3, 5))
