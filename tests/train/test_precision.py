@@ -113,6 +113,17 @@ def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
     assert again["valid_accuracy"] == pytest.approx(found["valid_accuracy"], abs=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
+def test_runs_on_a_gpu_learn_and_restore_the_settings(model, name, config, tmp_path):
+    before = torch.backends.cuda.matmul.allow_tf32
+    config = replace(config, device="cuda", model=model, heads=2, norm="layer", precision=name)
+    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.6
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert not torch.is_autocast_enabled("cuda")
+
+
 @pytest.mark.parametrize(("stored", "given"), [("float16", torch.float16), ("int8", torch.float32)])
 def test_features_are_gathered_as_they_are_stored(
     stored, given, folder, config, tmp_path, monkeypatch
