@@ -118,7 +118,8 @@ def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
 @pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
 def test_runs_on_a_gpu_learn_and_restore_the_settings(model, name, config, tmp_path):
     before = torch.backends.cuda.matmul.allow_tf32
-    config = replace(config, device="cuda", model=model, heads=2, norm="layer", precision=name)
+    config = replace(config, model=model, heads=2, norm="layer", lr=0.005, epochs=12)
+    config = replace(config, device="cuda", precision=name)
     assert train(config, tmp_path / "run")["valid_accuracy"] > 0.6
     assert torch.backends.cuda.matmul.allow_tf32 == before
     assert not torch.is_autocast_enabled("cuda")
