@@ -11,7 +11,7 @@ import numpy as np
 
 from gcnzc.testing.conversions import find_conversion
 from gcnzc.testing.elementwise import Operation, find_comparison, find_operation
-from gcnzc.testing.faults import UnsupportedInstruction, unsupported
+from gcnzc.testing.faults import UnsupportedInstruction, in_kernel, unsupported
 from gcnzc.testing.launch_state import LaunchState, Step
 from gcnzc.testing.memory_instructions import decode_memory_instruction
 from gcnzc.testing.number_types import DTYPES, Array
@@ -51,6 +51,13 @@ def load_program(ptx: str) -> Program:
         UnsupportedInstruction: the executor does not implement one of its instructions.
     """
     kernel = parse(ptx)
+    try:
+        return _decode_all(kernel)
+    except UnsupportedInstruction as error:
+        raise in_kernel(error, kernel.name) from None
+
+
+def _decode_all(kernel: ParsedKernel) -> Program:
     operands = Operands(kernel.symbols)
     steps: list[Step | None] = []
     targets, guards, barrier_ids = {}, {}, {}
@@ -93,16 +100,17 @@ def _barrier_id(instruction: Instruction, operands: Operands) -> int:
 
 
 def _decode_or_explain(instruction: Instruction, operands: Operands) -> Step:
+    where = f" at {instruction.source}" if instruction.source else ""
     try:
         return _decode(instruction, operands)
     except UnsupportedInstruction as error:
-        if instruction.text in str(error):
-            raise
         reason = str(error).split("implement ")[-1].split("\n")[0]
-        raise unsupported(instruction.text, reason) from None
+        same = instruction.text in str(error)
+        because = reason.partition("`: ")[2] if same else reason
+        raise unsupported(instruction.text, because, where) from None
     except (KeyError, IndexError, ValueError) as error:
         # a form with other operands than those that the decoders expect
-        raise unsupported(instruction.text) from error
+        raise unsupported(instruction.text, where=where) from error
 
 
 def _guarded(instruction: Instruction, kernel: ParsedKernel, step: Step) -> Step:
@@ -151,7 +159,7 @@ def _decode(instruction: Instruction, operands: Operands) -> Step:
             instruction.opcode[1:-2], instruction.opcode[-2], instruction.opcode[-1]
         )
     else:
-        operation = find_operation(name, instruction.opcode[1:-1], kind)
+        operation = find_operation(name, instruction.opcode[1:-1], kind, len(texts) - 1)
     if len(texts) != 1 + len(operation.sources):
         raise unsupported(instruction.text, f"{len(texts)} operands")
     write = operands.writer(texts[0], operation.result)

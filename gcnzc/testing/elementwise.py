@@ -46,13 +46,16 @@ class Operation:
         return values, both_defined(*(defined for _, defined in operands))
 
 
-def find_operation(name: str, modifiers: Sequence[str], kind: str) -> Operation:
+def find_operation(
+    name: str, modifiers: Sequence[str], kind: str, num_operands: int = 2
+) -> Operation:
     """Return the operation of an instruction.
 
     Args:
         name: such as add.
         modifiers: between the name and the type, such as rn.
         kind: the type, the last part of the opcode.
+        num_operands: that the instruction reads; only of `min` and `max` do several have a form.
 
     Raises:
         UnsupportedInstruction: this form is not implemented.
@@ -63,7 +66,7 @@ def find_operation(name: str, modifiers: Sequence[str], kind: str) -> Operation:
     elif kind == "pred":
         found = _predicate(name, modifiers)
     elif is_float(kind):
-        found = _floating(name, modifiers, kind)
+        found = _floating(name, modifiers, kind, num_operands)
     if found is None and is_integer(kind):
         found = _integer(name, modifiers, kind)
     if found is None and kind in DTYPES:
@@ -177,7 +180,9 @@ _UNARY: dict[str, Function] = {
 }  # fmt: skip
 
 
-def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | None:
+def _floating(
+    name: str, modifiers: Sequence[str], kind: str, num_operands: int
+) -> Operation | None:
     allowed = {"rn", "ftz"}
     if name in ("div", *_UNARY):
         # the results of approximations are rounded correctly here
@@ -186,6 +191,8 @@ def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | Non
         allowed = {"ftz", "NaN"}
     if name in ("abs", "neg"):
         allowed = {"ftz"}
+    if name == "copysign":
+        allowed = set()
     flushes = "ftz" in modifiers
     can_flush = kind in ("f32", "f16") or (name, kind) == ("ex2", "bf16")
     if not set(modifiers) <= allowed or (flushes and not can_flush):
@@ -195,6 +202,9 @@ def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | Non
     found: tuple[Function, int] | None = None
     if name in ("abs", "neg"):
         return _sign_operation(name, flushes, kind)
+    if name == "copysign":
+        # the sign of the first operand, and the magnitude of the second
+        return None if kind not in ("f32", "f64") else _copysign(kind)
     if name in _BINARY:
         found = _rounded(_BINARY[name], kind), 2
     elif name in ("fma", "mad"):
@@ -202,7 +212,10 @@ def _floating(name: str, modifiers: Sequence[str], kind: str) -> Operation | Non
     elif name in ("min", "max"):
         function = arithmetic.minimum if name == "min" else arithmetic.maximum
         nan = "NaN" in modifiers
-        found = _through_single(lambda a, b: function(a, b, nan), kind), 2
+        extremum = _through_single(lambda a, b: function(a, b, nan), kind)
+        found = extremum, 2
+        if (num_operands, kind) == (3, "f32"):
+            found = (lambda a, b, c: extremum(extremum(a, b), c)), 3
     elif name in _UNARY:
         found = _rounded(_UNARY[name], kind), 1
     if found is None:
@@ -250,6 +263,10 @@ def _sign_operation(name: str, flushes: bool, kind: str) -> Operation:
         return np.asarray(bits & ~sign if name == "abs" else bits ^ sign).view(dtype)
 
     return Operation(function, (kind,), kind)
+
+
+def _copysign(kind: str) -> Operation:
+    return Operation(lambda sign, value: np.copysign(value, sign), (kind, kind), kind)
 
 
 # -- integers

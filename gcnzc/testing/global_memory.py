@@ -8,6 +8,8 @@ host, or share memory. Host addresses of 48 bits, such as on aarch64, are reject
 
 import bisect
 import ctypes
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +55,7 @@ class GlobalMemory:
         self.segments: list[Segment] = []  # of the tags 1, 2, ...
         self.untagged: list[Segment] = []  # at their host addresses, sorted, disjoint
         self._words: dict[tuple[int, int], tuple[int, Array]] = {}
+        self._writable: set[int] = set()  # the begins of segments that may be written to
 
     def map(self, name: str, address: int, num_bytes: int, keep: object = None) -> int:
         """Add a segment.
@@ -189,13 +192,41 @@ class GlobalMemory:
         return found
 
     def write(self, addresses: Array, values: Sequence[Array]) -> None:
-        """Write words; if lanes write to the same address, the last lane's word remains."""
+        """Write words; if lanes write to the same address, the last lane's word remains.
+
+        Raises:
+            AddressError: an address is misaligned, out of bounds or of read-only memory.
+        """
         size = values[0].itemsize
         for segment, lanes in self.split(addresses, size * len(values)):
+            if segment.begin not in self._writable:
+                if not _is_writable(segment):
+                    lane = int(np.arange(len(addresses))[lanes][0])
+                    raise AddressError(lane, f"write to {segment.name}, which is read-only memory")
+                self._writable.add(segment.begin)
             base, words = self.words(segment, size)
             index = (addresses[lanes] - np.uint64(base)) // np.uint64(size)
             for number, value in enumerate(values):
                 words[index + np.uint64(number)] = value[lanes]
+
+
+def _is_writable(segment: Segment) -> bool:
+    """Whether the process may write to the first and the last byte of a segment."""
+    first, reader, writer = _host_begin(segment), *os.pipe()
+    try:
+        for address in (first, first + segment.num_bytes - 1):
+            byte = (ctypes.c_uint8 * 1).from_address(address)
+            os.write(writer, byte)
+            # the same byte: the kernel reports what would be a SIGSEGV in this process
+            os.readv(reader, [byte])
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return False
+    finally:
+        os.close(reader)
+        os.close(writer)
+    return True
 
 
 def _host_begin(segment: Segment) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gcnzc.testing.faults import unsupported
+from gcnzc.testing.faults import UnsupportedInstruction, in_kernel, unsupported
 from gcnzc.testing.number_types import DTYPES
 
 _STATEMENT = re.compile(
@@ -67,7 +67,10 @@ def parse(ptx: str) -> ParsedKernel:
     parameters = re.findall(r"([$\w]+)\s*(?:,|$)", entry[2].strip())
     shared, static_bytes = _shared_variables(text)
     reader = _BodyReader(dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)))
-    reader.read(text, entry.end())
+    try:
+        reader.read(text, entry.end())
+    except UnsupportedInstruction as error:
+        raise in_kernel(error, entry[1]) from None
     symbols = Symbols(reader.registers, reader.register_dtypes, parameters, shared)
     return ParsedKernel(entry[1], symbols, static_bytes, reader.instructions, reader.labels)
 
@@ -131,6 +134,8 @@ class _BodyReader:
         if text.startswith(".pragma"):
             return
         found = re.fullmatch(r"\.reg \.(\w+) (.*)", text)
+        if text.startswith(".local"):
+            raise unsupported(text, "local memory, such as of tl.sin and tl.cos")
         if found is None or found[1] not in DTYPES:
             raise unsupported(text)
         is_predicate = found[1] == "pred"

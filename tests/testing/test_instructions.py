@@ -302,6 +302,25 @@ def test_approximations_are_accurate():
         assert found == function(values).astype(np.float32).view(np.uint32).tolist(), name
 
 
+def test_extrema_of_three_operands_and_signs_of_others():
+    x, nan = [[1.0, -2.0, 5.0], [3.0, -7.0, np.nan], [2.0, np.nan, np.nan]], float("nan")
+    bits = [[float_bits(value, "f32") for value in row] for row in x]
+    for text, expected in (
+        ("max.f32", [3.0, -2.0, 5.0]),
+        ("min.f32", [1.0, -7.0, 5.0]),
+        ("max.NaN.f32", [3.0, nan, nan]),
+    ):
+        found = apply(f"{text} %y, %x0, %x1, %x2", ["f32"] * 3, bits, "f32")
+        assert np.array_equal(np.array(found, np.uint32).view(np.float32), expected, equal_nan=True)
+    found = apply("copysign.f32 %y, %x0, %x1", ["f32"] * 2, bits[:2], "f32")
+    expected = np.array([3.0, -7.0, np.nan], np.float32)
+    assert np.array_equal(np.array(found, np.uint32).view(np.float32), expected, equal_nan=True)
+    found = apply("copysign.f32 %y, %x1, %x0", ["f32"] * 2, bits[:2], "f32")
+    assert found[1] == float_bits(-2.0, "f32")
+    with pytest.raises(UnsupportedInstruction, match=r"^k: .*`max\.f64 .*4 operands"):
+        apply("max.f64 %y, %x0, %x1, %x2", ["f64"] * 3, bits, "f64")
+
+
 def test_comparisons_with_nan():
     nan, one = 0x7FC00000, float_bits(1.0, "f32")
     values = [[nan, one, one], [one, nan, one]]

@@ -111,6 +111,21 @@ def test_one_byte_after_or_before_an_argument_is_a_fault():
         run(loads_at(0), {"source": source[:0]})
 
 
+def test_a_write_to_read_only_memory_is_a_fault(tmp_path):
+    np.arange(32, dtype=np.int32).tofile(tmp_path / "x")
+    source = np.memmap(tmp_path / "x", np.int32, "r")
+    out = np.zeros(32, np.int32)
+    run(loads_at(0), {"source": source})
+    store = "mul.wide.u32 %d1, %tid, 4; add.s64 %d1, %source, %d1; st.global.b32 [%d1], %tid;"
+    with pytest.raises(Fault, match=r"4 B .*thread 0 of block 0: write to source, which is read-"):
+        run(store, {"source": source})
+    atomic = "atom.global.add.u32 %r5, [%source], 1;"
+    with pytest.raises(Fault, match="write to source, which is read-only memory"):
+        run(atomic, {"source": source})
+    run(store, {"source": out})
+    assert out.tolist() == list(range(32))
+
+
 def test_a_misaligned_access_is_a_fault():
     with pytest.raises(Fault, match="address is not a multiple of 4"):
         run(loads_at(2), {"source": np.zeros(40, np.int32)})

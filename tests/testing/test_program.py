@@ -62,12 +62,15 @@ from gcnzc.testing.program import parse
 def test_instructions_that_are_not_implemented_are_rejected(instruction):
     with pytest.raises(UnsupportedInstruction) as raised:
         load_program(text_of(f"{instruction};"))
-    assert str(raised.value).startswith(f"the PTX executor does not implement `{instruction}`")
+    assert str(raised.value).startswith(f"k: the PTX executor does not implement `{instruction}`")
     assert "\n\nhint: " in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["", ".version 8.7", ".visible .func f() { ret; }"])
 def test_a_text_without_a_kernel_is_rejected(text):
+    local = ".visible .entry mine() { .local .align 4 .b8 __local_depot0[28]; ret; }"
+    with pytest.raises(UnsupportedInstruction, match=r"mine: .*local memory, such as of tl.sin"):
+        parse(local)
     with pytest.raises(UnsupportedInstruction, match=r"there is no \.entry"):
         parse(text)
 
