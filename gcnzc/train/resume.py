@@ -165,6 +165,9 @@ def _read_checkpoint(trainer: Trainer) -> bytes:
     check_resumed_options(trainer.config, options, trainer.folder)
     path = trainer.folder / CHECKPOINT
     if path.exists():
+        if not path.is_file():
+            # a named pipe would be read without an end
+            raise ValueError(f"{path} is not a file\n\n{checkpoint.RESTORE}")
         data = path.read_bytes()
         if not data:
             raise ValueError(f"{path} is damaged: it is empty\n\n{checkpoint.RESTORE}")

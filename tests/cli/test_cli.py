@@ -409,6 +409,10 @@ def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys
     error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
     assert "checkpoint.pt is damaged: it is empty" in error
     (lost / "checkpoint.pt").unlink()
+    os.mkfifo(lost / "checkpoint.pt")
+    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    assert "checkpoint.pt is not a file" in error
+    (lost / "checkpoint.pt").unlink()
     error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
     assert "has record.jsonl, but its checkpoint" in error
     # it was killed before its first checkpoint: there is nothing to lose

@@ -124,9 +124,10 @@ def advice(found: Mapping[str, Any]) -> list[str]:
                 "limits.conf"
             )
     else:
+        build = ", and install a CUDA build of torch" if torch.version.cuda is None else ""
         lines.append(
             "torch finds no GPU: everything runs on the CPU. If this machine has an NVIDIA GPU, "
-            "check that `nvidia-smi` shows it, and install a CUDA build of torch"
+            f"check that `nvidia-smi` shows it{build}"
         )
     if found["triton"] is None:
         lines.append("Triton is missing: GPU kernels cannot run. Fix: pip install triton")

@@ -42,7 +42,9 @@ def _list(presets: list[Preset]) -> list[str]:
 
 
 def _describe(preset: Preset) -> list[str]:
-    prepare = f"gcnzc prepare SOURCE DEST {preset.prepare}".rstrip()
+    # names of OGB are downloaded; other sources are files of the user
+    source = f"{preset.data} --download" if preset.data.startswith("ogb") else "SOURCE"
+    prepare = f"gcnzc prepare {source} data/{preset.data} {preset.prepare}".rstrip()
     words = []
     for name, value in preset.options.items():
         if isinstance(value, bool):
