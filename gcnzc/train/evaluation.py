@@ -106,7 +106,13 @@ def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None
             "hint: wait for its first evaluation, of epoch 1 or of --evaluate-every; if the run "
             f"was stopped, `gcnzc train --resume {run}` resumes it"
         )
-    best = checkpoint.load(run / BEST, BEST_KEYS)
+    try:
+        best = checkpoint.load(run / BEST, BEST_KEYS)
+    except ValueError as error:
+        cause = str(error).partition("\n\n")[0]
+        raise ValueError(
+            f"{cause}\n\nhint: `gcnzc train --resume {run}` writes it again from the checkpoint"
+        ) from None
     _check_sizes(model.state_dict(), best["model"], source, trained_on)
     checkpoint.match(model, best["model"], run / BEST)
     return best

@@ -384,6 +384,14 @@ def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
         (damaged / name).write_bytes(data)
     error, hint = said(capsys, ["evaluate", damaged], 1)
     assert "best.pt is damaged" in error
+    # the checkpoint has the best weights, too
+    assert f"`gcnzc train --resume {damaged}` writes it again" in hint
+    checkpoint = (damaged / "checkpoint.pt").read_bytes()
+    shutil.copy(run / "checkpoint.pt", damaged)
+    assert main(["train", "--resume", str(damaged)]) == 0
+    capsys.readouterr()
+    assert (damaged / "best.pt").read_bytes() == (run / "best.pt").read_bytes()
+    (damaged / "checkpoint.pt").write_bytes(checkpoint)
     error, hint = said(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
     assert "checkpoint.pt is damaged" in error
     assert "restore the file" in hint
