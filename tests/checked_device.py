@@ -7,7 +7,9 @@ an event done is random, unless the thread knows that it is done.
 Accesses are recorded in three ways: those of torch's operations by their schemas, in a dispatch
 mode (`Watch`); those of gcnzc's kernels, which torch does not see, by the functions that
 `replacements` lists; and those that a test states (`Device.read`, `Device.write`). Only memory that
-the device allocates counts: its own, and the host's for asynchronous copies. When the last
+the device allocates counts: its own, and the host's for asynchronous copies. An access is that of
+all bytes from a tensor's first to its last, so that interleaved columns overlap. Accesses through
+`Tensor.numpy()` and `Tensor.tolist()`, which torch does not dispatch, are not seen. When the last
 reference to memory is dropped, it belongs to its allocator. Work that is queued on its stream later
 may then use memory of the device. The thread that dropped it, and what comes after, may use memory
 of the host.

@@ -41,6 +41,7 @@ PYTHONPATH.
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -64,7 +65,8 @@ DRY_RUN_FACTOR = 10  # for all limits, since interpreted kernels on a CPU are sl
 LEAST_S = 1.0  # a stage with less time left is skipped
 SANITIZER = "compute-sanitizer"
 SANITIZER_ERROR = "9"  # exit status
-NO_GPU = 2
+FAILED, NO_GPU = 1, 2
+OUT_HINT = "hint: give --out a folder, or a path at which one can be created"
 TABLE = "comparison.txt"
 STAGES = (
     *("compile", "driver", "locking", "gathers", "loader", "train", "bench", "comparison"),
@@ -98,7 +100,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: no folder {out}: {error.strerror}\n\n{OUT_HINT}", file=sys.stderr)
+        return FAILED
     stages = [
         stage
         for stage in stages_of(options, out, environment["PATH"])
@@ -112,9 +118,14 @@ def main() -> int:
     # like Ctrl-C, so that no process of a stage continues
     signal.signal(signal.SIGTERM, _interrupt)
     lines = []
-    for line in run_stages(stages, out, limit_s, environment, about):
-        lines.append(line)
-        print(f"{line['stage']}: {line['status']}", file=sys.stderr, flush=True)
+    try:
+        for line in run_stages(stages, out, limit_s, environment, about):
+            lines.append(line)
+            print(f"{line['stage']}: {line['status']}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("\n".join(table_of(lines)))
+        print(f"error: interrupted\n\nhint: {out} has the finished stages", file=sys.stderr)
+        return FAILED
     print("\n".join(table_of(lines)))
     if "comparison" in options.stages and (out / TABLE).exists():
         print((out / TABLE).read_text(), end="")
@@ -356,8 +367,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--cache", type=Path, help="folder of Triton's cache")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--limit-s", type=float, help="limit of the session")
-    parser.add_argument("--stage-limit-s", type=float, help="limit of each stage")
+    parser.add_argument("--limit-s", type=_seconds, help="limit of the session")
+    parser.add_argument("--stage-limit-s", type=_seconds, help="limit of each stage")
     parser.add_argument("--dry-run", action="store_true", help="run on fakes, without a GPU")
     # the old name of --dry-run
     parser.add_argument("--rehearse", dest="dry_run", action="store_true", help=argparse.SUPPRESS)
@@ -367,7 +378,18 @@ def _options() -> argparse.Namespace:
         action="append",
         help="architecture to compile for in a dry run; default: 80 and 90",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.arch and not options.dry_run:
+        parser.error("--arch is for --dry-run: with a GPU, its own architecture is compiled for")
+    return options
+
+
+def _seconds(text: str) -> float:
+    """Convert a limit of the command line."""
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def _integer(name: str, modifiers: Sequence[str], kind: str) -> Operation | None
     if name == "shf":
         return _funnel_shift(modifiers, kind)
     if name == "prmt" and not modifiers and kind == "b32":
-        return Operation(arithmetic.permute_bytes, [kind] * 3, kind)
+        return Operation(arithmetic.permute_bytes, [kind] * 3, kind, _permuted_defined)
     if modifiers:
         return None
     if name in _INTEGER_BINARY:
@@ -314,6 +314,22 @@ def _integer(name: str, modifiers: Sequence[str], kind: str) -> Operation | None
         )
         return Operation(logic, (kind, kind, kind, "u32"), kind)
     return None
+
+
+def _permuted_defined(a: Value, b: Value, selector: Value) -> Array | None:
+    """Return where `prmt` is defined: where any selected byte is.
+
+    Triton fills words up with undefined bytes, whose results it does not use.
+    """
+    chosen = selector[0]
+    nibbles = [
+        (chosen >> chosen.dtype.type(shift)) & chosen.dtype.type(7) for shift in range(0, 16, 4)
+    ]
+    uses_a = np.logical_or.reduce([nibble < 4 for nibble in nibbles])
+    uses_b = np.logical_or.reduce([nibble >= 4 for nibble in nibbles])
+    of_a = uses_a if a[1] is None else uses_a & a[1]
+    of_b = uses_b if b[1] is None else uses_b & b[1]
+    return both_defined(of_a | of_b, selector[1])
 
 
 def _masked_defined(a: Value, b: Value) -> Array | None:

@@ -1,8 +1,9 @@
 """Execution of a grid: threads run one program, diverge and reconverge, and wait at barriers.
 
 Where threads diverge, those with the smallest program counter execute first, so that they
-reconverge where their paths meet. At an instruction with `.sync`, lanes wait for the other lanes of
-their warp.
+reconverge where their paths meet. Threads that have waited for long execute next, so that a thread
+may wait in a loop for another one of its batch. At an instruction with `.sync`, lanes wait for the
+other lanes of their warp.
 
 Differences from a GPU: approximate instructions such as `ex2.approx` are rounded correctly; lanes
 of a warp, and warps between barriers, execute in a fixed order; order between blocks by release and
@@ -24,6 +25,9 @@ from gcnzc.testing.number_types import Array, pack_argument
 from gcnzc.testing.shared_memory import SharedMemory
 from gcnzc.testing.threads import WARP_LANES, Threads
 
+# of a batch, in which other threads execute, until threads that wait execute, too
+PATIENCE = 1000
+
 
 class Executor:
     """Executes launches, and adds up what they access.
@@ -43,7 +47,7 @@ class Executor:
         detect_races: bool = True,
         allowed_races: Collection[str] = (),
         batch_threads: int = 8192,
-        max_instructions: int = 10**7,
+        max_instructions: int = 10**6,
     ) -> None:
         """Create an executor.
 
@@ -52,7 +56,8 @@ class Executor:
             detect_races: compare accesses of warps of a block between two barriers in shared
                 memory, and those of blocks in global memory.
             allowed_races: names of arguments in which blocks may race.
-            batch_threads: threads that execute together, at least one block.
+            batch_threads: threads that execute together, at least one block. Blocks begin in their
+                order, after those of earlier batches have ended.
             max_instructions: instructions of a batch after which a launch counts as endless.
         """
         self.count, self.detect_races, self.allowed_races = count, detect_races, allowed_races
@@ -123,6 +128,8 @@ class Executor:
         counter = np.zeros(threads.count, np.int64)  # program counters
         barrier = np.full(threads.count, -1)  # that each thread waits at
         executed = 0
+        # the value of `executed` when each thread, and when all threads that were ready, executed
+        latest, latest_of_all = np.zeros(threads.count, np.int64), 0
         while True:
             threads.has_exited = counter >= end
             ready = ~threads.has_exited & (barrier < 0)
@@ -135,8 +142,15 @@ class Executor:
             here = int(counter[ready].min())
             active = ready & (counter == here)
             stop = program.next_control[here]
-            if active.sum() < ready.sum():
-                here, active, stop = _next_of_divergent(program, counter, ready)
+            if active.sum() == ready.sum():
+                latest_of_all = executed
+            else:
+                starved = None
+                if executed - latest_of_all > PATIENCE:
+                    waited = executed - np.maximum(latest, latest_of_all)
+                    starved = ready & (waited > PATIENCE)
+                here, active, stop = _next_of_divergent(program, counter, ready, starved)
+                latest[active] = executed
             threads.active = None if active.all() else active
             self._execute(program, state, here, stop)
             executed += stop - here + 1
@@ -188,13 +202,21 @@ class Executor:
             counter[taken] = len(program.steps)
 
 
-def _next_of_divergent(program: Program, counter: Array, ready: Array) -> tuple[int, Array, int]:
+def _next_of_divergent(
+    program: Program, counter: Array, ready: Array, starved: Array | None
+) -> tuple[int, Array, int]:
     """Choose what executes next if the threads that are ready are at several instructions.
 
     Threads with the smallest program counter are executed first, so that threads reconverge after
     a branch. Lanes at an instruction with `.sync`, such as `shfl.sync`, are passed over while other
     lanes of their warp are elsewhere, even at larger program counters: the compiler may have moved
     the code from which these reach the instruction to after it.
+
+    Args:
+        program: the decoded PTX.
+        counter: program counter of each thread.
+        ready: the threads that may execute.
+        starved: those of them that have waited for too long, which are executed first; or None.
 
     Returns:
         The index of the instruction, the threads that execute it, and the index to stop at.
@@ -206,7 +228,10 @@ def _next_of_divergent(program: Program, counter: Array, ready: Array) -> tuple[
     movable = ready & ~(is_divergent & is_sync[counter])
     # lanes that cannot meet execute the instruction, which reports them
     candidates = movable if movable.any() else ready
-    here = int(counter[candidates].min())
+    first_ones = candidates
+    if starved is not None and (candidates & starved).any():
+        first_ones = candidates & starved
+    here = int(counter[first_ones].min())
     active = candidates & (counter == here)
     stop = program.next_control[here]
     others = counter[ready & ~active & (counter > here)]
@@ -228,7 +253,11 @@ def _endless(
     index = int(counter[ready].min())
     here = threads.describe(ready & (counter == index))
     reason = f"the launch does not end within {max_instructions} instructions"
-    return _located(Fault(f"{reason}; this one is next {here}"), program, index)
+    hint = (
+        "hint: a loop does not end, or waits for a block with a higher number, which begins later; "
+        "Executor(max_instructions=...) permits more"
+    )
+    return _located(Fault(f"{reason}; this one is next {here}\n\n{hint}"), program, index)
 
 
 def _unreached_barrier(program: Program, threads: Threads, counter: Array, barrier: Array) -> Fault:

@@ -63,7 +63,10 @@ def parse(ptx: str) -> ParsedKernel:
     text = re.sub(r"/\*.*?\*/", " ", re.sub(r"//[^\n]*", "", ptx), flags=re.DOTALL)
     entry = re.search(r"\.entry\s+([$\w]+)\s*\(([^)]*)\)[^{]*\{", text)
     if entry is None:
-        raise unsupported(text[:80], "there is no .entry")
+        raise unsupported(
+            " ".join(text.split())[:80],
+            "there is no .entry; if it is from Triton's cache, the cache is damaged: delete it",
+        )
     parameters = re.findall(r"([$\w]+)\s*(?:,|$)", entry[2].strip())
     shared, static_bytes = _shared_variables(text)
     reader = _BodyReader(dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)))
@@ -134,6 +137,8 @@ class _BodyReader:
         if text.startswith(".pragma"):
             return
         found = re.fullmatch(r"\.reg \.(\w+) (.*)", text)
+        if text.startswith(".param"):
+            raise unsupported(text, "calls of functions, such as of tl.device_assert")
         if text.startswith(".local"):
             raise unsupported(text, "local memory, such as of tl.sin and tl.cos")
         if found is None or found[1] not in DTYPES:

@@ -9,7 +9,7 @@ import io
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from gcnzc.testing.global_memory import GlobalMemory
 from gcnzc.testing.threads import WARP_LANES
 
 SUPPORTED_VERSIONS = ((3, 7),)
+# that Triton 3.7 compiles for
+ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 # types of Triton's signatures that have other names in PTX
-_TYPES = {"i1": "u8", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
+_TYPES = {"i1": "u8", "u1": "u8", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 # pointers to scratch memory, which Triton's launcher adds
 _MAX_SCRATCH_POINTERS = 2
 _FIRST_DEVICE = 1 << 20  # above the index of any GPU
@@ -57,6 +59,10 @@ class _Driver:
     def get_current_stream(self, _device: int) -> int:
         return 0
 
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """Return what `triton.autotune` measures with; all configurations take the same time."""
+        return lambda _launch, quantiles: [0.0] * len(quantiles)
+
 
 @contextlib.contextmanager
 def execute_on_cpu(
@@ -83,6 +89,7 @@ def execute_on_cpu(
         The executor, with its counters.
 
     Raises:
+        ValueError: Triton does not compile for the architecture.
         RuntimeError: this version of Triton is not supported, or its interpreter is in use.
         UnsupportedInstruction: the executor does not implement an instruction of a kernel.
         Fault: see `Executor.launch`.
@@ -91,6 +98,7 @@ def execute_on_cpu(
 
     def execute(_function: JITFunction, kernel: Any, grid: Any, arguments: dict[str, Any]) -> None:
         shape = grid(dict(arguments)) if callable(grid) else grid
+        _check_supported(kernel)
         program = _load(edit(kernel.asm["ptx"]))
         _launch(executor, kernel, program, shape, arguments, reachable())
 
@@ -108,8 +116,15 @@ def compile_launches(arch: int, on_launch: OnLaunch, *, assemble: bool = False) 
         assemble: also translate the PTX to machine code.
 
     Raises:
-        RuntimeError: this version of Triton is not supported, or its interpreter is in use.
+        ValueError: Triton does not compile for the architecture.
+        RuntimeError: this version of Triton is not supported, its interpreter is in use, or its
+            cache cannot be created.
     """
+    if arch not in ARCHITECTURES:
+        raise ValueError(
+            f"arch={arch!r} is not an architecture that Triton compiles for\n\n"
+            f"hint: use one of {', '.join(map(str, ARCHITECTURES))}, such as 90 for sm_90"
+        )
     _check_triton()
     outer_run, interpret = JITFunction.run, os.environ.pop("TRITON_INTERPRET", None)
     compile_only = _original(outer_run)
@@ -139,15 +154,29 @@ def compile_launches(arch: int, on_launch: OnLaunch, *, assemble: bool = False) 
     try:
         with triton.knobs.cache.scope():
             # a GPU must not load kernels without machine code from the cache on disk
-            folder = Path(triton.knobs.cache.dir)
-            folder = folder.parent if folder.name == _UNASSEMBLED else folder
-            triton.knobs.cache.dir = str(folder if assemble else folder / _UNASSEMBLED)
+            triton.knobs.cache.dir = str(_cache_folder(assemble))
             yield
     finally:
         JITFunction.run, backend.make_cubin = outer_run, outer_make_cubin
         driver.set_active(active)
         if interpret is not None:
             os.environ["TRITON_INTERPRET"] = interpret
+
+
+def _cache_folder(assemble: bool) -> Path:
+    """Return the folder of Triton's cache for these kernels, which exists."""
+    # of TRITON_CACHE_DIR, which may be empty
+    folder = Path(triton.knobs.cache.dir or Path.home() / ".triton" / "cache")
+    folder = folder.parent if folder.name == _UNASSEMBLED else folder
+    folder = folder if assemble else folder / _UNASSEMBLED
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"Triton's cache {folder} cannot be created: {error.strerror}\n\n"
+            "hint: TRITON_CACHE_DIR names a folder in which you may write"
+        ) from None
+    return folder
 
 
 def assemble(kernel: Any) -> tuple[bytes, str]:
@@ -218,8 +247,7 @@ def _launch(
     memory, values = GlobalMemory(), []
     for tensor in reachable:
         memory.map_at_host_address("reachable", *_extent(tensor), keep=tensor)
-    for name, kind in kernel.src.signature.items():
-        value = arguments[name]
+    for name, kind, value in _flat_arguments(kernel.src.signature, arguments):
         if kind == "constexpr":
             continue
         if not kind.startswith("*"):
@@ -229,15 +257,38 @@ def _launch(
             value = memory.map(name, *_extent(value), keep=value)
         values.append(("u64", 0 if value is None else value))
     scratch = len(program.kernel.symbols.parameters) - len(values)
-    uses_scratch = getattr(kernel.metadata, "global_scratch_size", 0)
-    if kernel.metadata.num_ctas != 1 or uses_scratch or not 0 <= scratch <= _MAX_SCRATCH_POINTERS:
+    if not 0 <= scratch <= _MAX_SCRATCH_POINTERS:
         raise NotImplementedError(
-            f"{program.name} has clusters of blocks, scratch memory, or unknown parameters\n\n"
-            "hint: launch it with num_ctas=1"
+            f"{program.name} has {len(program.kernel.symbols.parameters)} parameters, but "
+            f"{len(values)} arguments\n\nhint: pass numbers, tensors and tuples of them"
         )
     values += [("u64", 0)] * scratch
     threads = WARP_LANES * kernel.metadata.num_warps
     executor.launch(program, grid, threads, values, memory, kernel.metadata.shared)
+
+
+def _check_supported(kernel: Any) -> None:
+    """Raise a NotImplementedError if a kernel needs more than one block at a time."""
+    if kernel.metadata.num_ctas != 1 or getattr(kernel.metadata, "global_scratch_size", 0):
+        raise NotImplementedError(
+            f"{kernel.name} has clusters of blocks or scratch memory, which are not executed\n\n"
+            "hint: launch it with num_ctas=1"
+        )
+
+
+def _flat_arguments(
+    signature: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, type and value of each parameter; of a tuple, of each element."""
+    for name, kind in signature.items():
+        value = arguments[name]
+        if isinstance(kind, tuple):
+            names = [f"{name}[{number}]" for number in range(len(kind))]
+            yield from _flat_arguments(
+                dict(zip(names, kind, strict=True)), dict(zip(names, value, strict=True))
+            )
+        else:
+            yield name, kind, value
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -145,6 +145,36 @@ def test_a_machine_without_a_gpu_is_reported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_options_that_do_not_fit_are_rejected(tmp_path):
+    (tmp_path / "file").touch()
+    for words, message in (
+        (["--dry-run", "--limit-s", "-5"], "-5 is not a number of seconds above 0"),
+        (["--dry-run", "--stage-limit-s", "nan"], "nan is not a number of seconds above 0"),
+        (["--arch", "90"], "--arch is for --dry-run"),
+    ):
+        done = session(*words, "--out", tmp_path / "out")
+        assert done.returncode == 2
+        assert message in done.stderr
+    done = session("--dry-run", "--stages", "driver", "--out", tmp_path / "file")
+    assert done.returncode == 1
+    assert f"error: no folder {tmp_path / 'file'}: File exists\n\nhint: " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_session_shows_its_stages(monkeypatch, tmp_path, capsys):
+    def stages(*_):
+        yield {"stage": "compile", "status": "passed", "seconds": 1.0, "limit_s": 9.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["session", "--out", str(tmp_path / "out"), "--dry-run"])
+    monkeypatch.setattr(gpu_session, "identify", lambda *_: {})
+    monkeypatch.setattr(gpu_session, "run_stages", stages)
+    assert gpu_session.main() == 1
+    out, err = capsys.readouterr()
+    assert "compile" in out
+    assert "error: interrupted\n\nhint: " in err
+
+
 def check_measurements(folder):
     """Check that all parts of the benchmarks have recorded lines with the GPU and its clocks."""
     found = {path.stem.removeprefix("gpu_"): read_lines(path) for path in folder.iterdir()}

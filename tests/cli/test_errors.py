@@ -248,6 +248,19 @@ def test_the_result_of_a_run_has_its_options(run):
     assert line["peak_gpu_memory_bytes"] is None
 
 
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
+    # a module that the command imports, and in which the signal arrives
+    (tmp_path / "tyro.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "gcnzc", "presets"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', ROOT)}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: interrupted\nhint: run the command again\n"
+
+
 def epochs_of(run):
     return [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
 

@@ -1,0 +1,50 @@
+"""Kernels as users write them are executed, or rejected with a message that says why.
+
+Triton chooses between its compiler and its interpreter when it is imported, so this runs in a
+process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from gcnzc.cli.commands import pcie
+from gcnzc.testing import triton_driver
+
+PROGRAM = Path(__file__).with_name("user_kernels.py")
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(
+    tuple(int(part) for part in triton.__version__.split(".")[:2])
+    not in triton_driver.SUPPORTED_VERSIONS,
+    reason="the PTX of this Triton is not executed",
+)
+def test_kernels_of_users_are_executed_or_rejected_clearly():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert all(found["results"].values()), found["results"]
+    errors = found["errors"]
+    assert errors["endless"][0] == "Fault"
+    assert "does not end within 2000 instructions" in errors["endless"][1]
+    assert errors["sine"][0] == "UnsupportedInstruction"
+    assert errors["sine"][1].startswith("sines: ")
+    assert "local memory" in errors["sine"][1]
+    assert errors["clusters"][0] == "NotImplementedError"
+    assert "hint: launch it with num_ctas=1" in errors["clusters"][1]
+    for name in ("arch", "arch as text"):
+        assert errors[name][0] == "ValueError"
+        assert "hint: use one of 75, 80" in errors[name][1]
+
+
+def test_the_command_and_the_executor_know_the_same_architectures():
+    assert pcie.ARCHITECTURES == triton_driver.ARCHITECTURES
