@@ -1,7 +1,6 @@
 """Standard output: one JSON line, or the help."""
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from gcnzc.cli.errors import OutputClosed
+from gcnzc.system.files import to_json
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def flushed_output() -> Iterator[None]:
 def print_json(line: Mapping[str, Any]) -> None:
     """Print one JSON line. A closed pipe ends the command without a message."""
     with flushed_output():
-        print(json.dumps(line, default=str))
+        print(to_json(line))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Files: written whole or not at all, and read with errors that name them."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +14,24 @@ import numpy
 from gcnzc._files import lock, other_process, replacing, write_text
 
 
+def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return values as JSON, in which numbers that are not finite are null."""
+    return json.dumps(_finite(value), indent=indent, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` as JSON to `path`, atomically."""
-    write_text(path, json.dumps(dict(value), indent=2) + "\n")
+    """Write `value` as JSON to `path`, atomically; numbers that are not finite are null."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def append_whole(path: Path, data: bytes) -> None:

@@ -245,6 +245,12 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
     with trainer.reporter.task(f"evaluate {epoch + 1}/{trainer.config.epochs}") as advance:
         scores = trainer.task.evaluate(model, trainer.table, trainer.device, advance, trainer.group)
     valid = scores[trainer.task.metric]["valid"]
+    if math.isnan(valid) and not trainer.best:
+        trainer.reporter.say(
+            f"the validation {trainer.task.metric} is not defined, since the labels of the "
+            "validation split have a single class: the model of the first evaluation remains the "
+            "best one"
+        )
     if not trainer.best or valid > trainer.best["valid"]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}

@@ -1,8 +1,11 @@
 """Plots of a run: training curves and the timeline of a trace."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gcnzc._files import replacing
 from gcnzc.system.spans import Span
@@ -129,12 +132,15 @@ def _plot_run(
     if not name:
         parts = {"minibatch": "minibatches, with dropout", **parts, "test": "test"}
     for number, (part, words) in enumerate(parts.items()):
-        seen = [line for line in lines if f"{part}_{metric}" in line]
+        key = f"{part}_{metric}"
+        seen = [line for line in lines if key in line]
         epochs = [line["epoch"] + 1 for line in seen]
-        values = [line[f"{part}_{metric}"] for line in seen]
+        # a score that is not defined, of labels of one class, is null in the record
+        values = [math.nan if line[key] is None else line[key] for line in seen]
         score.plot(epochs, values, colour if name else f"C{number}", label=name or words)
         if part == "valid" and values:
-            best = max(range(len(values)), key=values.__getitem__)
+            # the first one, if no score is defined
+            best = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
             # one entry of the legend is enough for the dots of several runs
             several = "best epoch" if colour == "C0" else None
             label = several if name else f"best epoch: {epochs[best]}"

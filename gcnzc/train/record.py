@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gcnzc._files import write_text
-from gcnzc.system.files import append_whole, read_json, write_json
+from gcnzc.system.files import append_whole, read_json, to_json, write_json
 
 LAUNCH = "launch.json"
 
@@ -76,7 +76,7 @@ class Journal:
 
 def to_line(values: Mapping[str, Any]) -> bytes:
     """Return one line of JSON."""
-    return (json.dumps(dict(values)) + "\n").encode()
+    return (to_json(values) + "\n").encode()
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -116,4 +116,4 @@ def keep(path: Path, num_lines: int) -> None:
 
 def rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Replace the contents of `path` by these lines, atomically."""
-    write_text(path, "".join(json.dumps(dict(line)) + "\n" for line in lines))
+    write_text(path, "".join(to_json(line) + "\n" for line in lines))

@@ -5,6 +5,7 @@ at the end `summary.json`. A run that was stopped resumes from its checkpoint, s
 together can be resumed.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -147,7 +148,8 @@ def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, A
         "seeds": [result["seed"] for result in results],
     }
     for key in scores:
-        values = [float(result[key]) for result in results]
+        # a score that is not defined is null
+        values = [math.nan if result[key] is None else float(result[key]) for result in results]
         line[key] = statistics.fmean(values)
         line[f"{key}_std"] = statistics.stdev(values) if len(values) > 1 else None
     keys = ("run", "seed", "best_epoch", "epochs", "epoch_s", *scores)

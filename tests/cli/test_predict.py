@@ -216,6 +216,40 @@ def test_several_tasks_have_a_probability_each(tmp_path):
     assert written["probability"].shape == (N, 3)
 
 
+def test_labels_of_several_columns_are_0_or_1(tmp_path, capsys):
+    labels = RANDOM.integers(0, 3, (N, 3))
+    parts = np.array(["train", "train", "valid", "test"], object)[np.arange(N) % 4]
+    graph = {"edges": EDGES, "features": VALUES, "splits": parts}
+    gcnzc.prepare(tmp_path / "data", labels=labels, **graph)
+    assert main(["train", str(tmp_path / "data"), *OPTIONS, "--out", str(tmp_path / "run")]) == 1
+    assert "has 3 columns of labels, with labels up to 2" in capsys.readouterr().err
+
+
+def test_scores_that_are_not_defined_are_null_and_reported(tmp_path, capsys):
+    labels = np.ones((N, 2), np.int64)
+    parts = np.array(["train", "train", "valid", "test"], object)[np.arange(N) % 4]
+    gcnzc.prepare(tmp_path / "data", edges=EDGES, features=VALUES, labels=labels, splits=parts)
+    capsys.readouterr()
+    run = tmp_path / "run"
+    assert main(["train", str(tmp_path / "data"), *OPTIONS, "--out", str(run)]) == 0
+    out, err = capsys.readouterr()
+
+    def no_constants(name):
+        raise AssertionError(name)
+
+    texts = [
+        out,
+        (run / "result.json").read_text(),
+        *(run / "record.jsonl").read_text().split("\n"),
+    ]
+    lines = [json.loads(text, parse_constant=no_constants) for text in texts if text]
+    assert lines[0]["valid_rocauc"] is None
+    assert err.count("the validation rocauc is not defined") == 1
+    assert main(["plot", str(run)]) == 0
+    assert main(["evaluate", str(run)]) == 0
+    assert '"test_rocauc": null' in capsys.readouterr().out
+
+
 def test_scratch_folders_change_no_prediction(run, tmp_path, capsys):
     scratch = tmp_path / "scratch"
     expected = predict(run)

@@ -39,6 +39,7 @@ class NodeTask:
         if len(data.split["train"]) == 0:
             hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
+        _check_tasks(data)
         metric = data.metric if config.metric == "as-is" else config.metric
         _check_metric(metric, data)
         if data.labels.ndim == 2 and config.label_smoothing:
@@ -175,6 +176,16 @@ class NodeTask:
         table = with_labels(table, self.label_inputs)
         logits = inference(model, data.graph, table, device, progress=progress, group=group)
         return logits, agreed_scores(score(logits, data.labels, parts, self.metric), group)
+
+
+def _check_tasks(data: Dataset) -> None:
+    """Raise a ValueError if a column of labels has other classes than 0 and 1."""
+    if data.labels.ndim == 2 and bool((data.labels > 1).any()):
+        raise ValueError(
+            f"{data.name} has {data.labels.shape[1]} columns of labels, with labels up to "
+            f"{float(data.labels.nan_to_num().max()):g}\n\n"
+            "hint: labels of several columns are 0, 1 or missing; for classes, give one column"
+        )
 
 
 def _check_metric(metric: str, data: Dataset) -> None:
