@@ -64,7 +64,7 @@ def footprint_of(
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
-        raise RuntimeError(_refusal("its weights have more bytes than 64 bits count")) from error
+        raise RuntimeError(_refusal("more bytes for its weights than 64 bits can count")) from error
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # mixed precision has features and outputs of 16 bits
     item = HALF.get(config.precision, next(model.parameters()).dtype).itemsize

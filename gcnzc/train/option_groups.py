@@ -413,7 +413,7 @@ class WorkerOptions(Options):
         at_least(0, "restarts", self.restarts)
         if not 0 < self.timeout_s <= MAX_SECONDS:
             raise ValueError(
-                f"--timeout-s must be above 0 and at most {MAX_SECONDS:,}, got {self.timeout_s}"
+                f"--timeout-s must be above 0 and at most {MAX_SECONDS:g}, got {self.timeout_s:g}"
                 "\n\nhint: the default is 60"
             )
 

@@ -60,6 +60,8 @@ def repeat(
     """Train with each seed by calling `train_one`; see `train_runs`."""
     if config.data is None:
         raise ValueError("train: no data\n\nhint: give the folder of a graph")
+    # the largest seed is checked before the first run
+    replace(config, runs=1, seed=config.seed + config.runs - 1, out=None, resume=None)
     if config.resume:
         _check_resumed(config, folder)
     else:

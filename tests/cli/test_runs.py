@@ -103,6 +103,11 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
     assert main(["evaluate", str(out)]) == 1
     assert f"such as {out}/seed-0" in capsys.readouterr().err
     assert main(["train", str(graph), "--runs", "0"]) == 2
+    # before the first run
+    last = [*words, "--runs", 2, "--seed", 2**63 - 1, "--out", tmp_path / "last"]
+    _, err = train(capsys, *last, status=1)
+    assert "--seed must be at most" in err
+    assert not (tmp_path / "last").exists()
 
 
 @pytest.mark.slow
