@@ -66,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str], is_debug: bool, reporter: Reporter) -> int:
     """Run a command line and return the exit status."""
+    if sys.stdout is None:
+        raise UsageError(
+            "stdout is closed, and results are printed there\n\n"
+            "hint: redirect it to a file, or by > /dev/null"
+        )
     with flushed_output():  # of the help
         config = parse(words)
     if isinstance(config, TrainConfig) and is_worker():

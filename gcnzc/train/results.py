@@ -75,7 +75,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
         "exchange_s": mean("exchange_s"),
         "hidden_s": mean("hidden_s"),
         "seeds_per_s": len(task.seeds) / mean("epoch_s"),
-        "payload_bytes": int(gathered),
+        "payload_bytes": sum(line["payload_bytes"] for line in trainer.lines) // epochs,
         "gather_bytes_per_s": gathered / seconds if seconds else 0.0,
         "gather_roof_bytes_per_s": _peak_read_rate(trainer),
         "workers": trainer.group.world_size,
@@ -95,7 +95,7 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
             hit = sum(line.get(key, 0.0) * line["payload_bytes"] for line in trainer.lines)
             line[key] = hit / sum(line["payload_bytes"] for line in trainer.lines)
         line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
-        line["bytes_saved"] = int(mean("bytes_saved"))
+        line["bytes_saved"] = sum(line["bytes_saved"] for line in trainer.lines) // epochs
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
     # the run may have ended before --trace steps were recorded

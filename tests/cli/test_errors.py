@@ -261,6 +261,14 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     assert done.stderr == "error: interrupted\nhint: run the command again\n"
 
 
+def test_a_closed_stdout_is_reported(tmp_path):
+    command = f"{sys.executable} -m gcnzc presets >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdout is closed")
+    assert "hint: redirect it" in done.stderr
+
+
 def epochs_of(run):
     return [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
 

@@ -20,6 +20,7 @@ from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Group, lockstep
 from gcnzc.optim.local.diloco import DiLoCo, Outer
 from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
@@ -42,6 +43,24 @@ def test_the_outer_step_is_that_of_torch_bit_for_bit(momentum, nesterov):
         sgd.step()
         Outer(0.7, momentum, nesterov).step(anchor, buffer, parameter.grad.clone())
         assert torch.equal(anchor, parameter)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, StreamingDiLoCo])
+def test_a_state_of_a_single_rank_before_its_first_step_is_loaded(kind):
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 2)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        return model, kind(inner, Group(), local_steps=4, alone=True)
+
+    (one, first), (other, second) = build(), build()
+    second.load_state_dict(saved(first.state_dict()))
+    for model, optimizer in ((one, first), (other, second)):
+        for _ in range(14):
+            optimizer.zero_grad()
+            model(torch.ones(3, 5)).square().mean().backward()
+            optimizer.step()
+    assert torch.equal(one.weight, other.weight)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

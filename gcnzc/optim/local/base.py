@@ -398,23 +398,25 @@ class LocalUpdates(DistributedOptimizer):
             rank, world_size
         """
         self._wait_for_pending()
+        # before the first step, a single rank has no state of the method, too
+        is_plain = self.is_inner_only or not self.is_broadcast
         numbers = {
             "steps": self.steps,
             "since": self.since,
             "local_steps": 0 if self.sync_interval.is_measuring else self.sync_interval.steps,
-            "is_plain": self.is_inner_only,
+            "is_plain": is_plain,
         }
         shared: dict[str, Any] = {"numbers": numbers}
         local: dict[str, Tensor] = {}
         (shared if self.is_in_sync else local)["parameters"] = self.vector()
-        if not self.is_inner_only:
+        if not is_plain:
             shared |= self.shared_state()
             local |= self.local_state()
         return {
             "inner": self.inner.state_dict(),
             "shared": shared,
             "local": local,
-            "shards": {} if self.is_inner_only else self.shard_state(),
+            "shards": {} if is_plain else self.shard_state(),
             "errors": {name: reducer.errors() for name, reducer in self.reducers.items()},
             "layout": self.flat_params.layout(),
             "rank": self.group.rank,
