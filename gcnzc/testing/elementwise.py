@@ -183,6 +183,8 @@ _UNARY: dict[str, Function] = {
 def _floating(
     name: str, modifiers: Sequence[str], kind: str, num_operands: int
 ) -> Operation | None:
+    if kind in ("f16", "bf16") and modifiers and modifiers[-1] == "f32":
+        return _mixed_precision(name, modifiers[:-1], kind)
     allowed = {"rn", "ftz"}
     if name in ("div", *_UNARY):
         # the results of approximations are rounded correctly here
@@ -224,6 +226,22 @@ def _floating(
     if flushes:
         function_of_values = _flushing(function_of_values, kind)
     return Operation(function_of_values, [kind] * count, kind)
+
+
+def _mixed_precision(name: str, modifiers: Sequence[str], kind: str) -> Operation | None:
+    """Return the operation on operands of 16 bits of which the last, and the result, are f32."""
+    is_fma = name == "fma"
+    if name not in ("add", "sub", "fma") or not set(modifiers) <= {"rn"}:
+        return None
+    sources = [kind] * (2 if is_fma else 1) + ["f32"]
+
+    def function(*values: Array) -> Array:
+        numbers = [decode(value, source) for value, source in zip(values, sources, strict=True)]
+        if is_fma:
+            return arithmetic.fma(*numbers, kind="f32")
+        return encode(_BINARY[name](*numbers), "f32")
+
+    return Operation(function, sources, "f32")
 
 
 def _rounded(function: Function, kind: str) -> Function:

@@ -176,16 +176,21 @@ def numbers(kind, count, seed):
     return [0, 1 << (exponent_bits + fraction_bits), *bits[2:]]
 
 
-def check_floats(instruction, kind, count, exact, result=None):
-    values = [numbers(kind, COUNT, seed) for seed in range(count)]
-    found = apply(instruction, [kind] * count, values, result or kind)
-    sign = 1 << (bits_of(result or kind) - 1)
+def check_floats(instruction, kind, count, exact):
+    check_float_kinds(instruction, [kind] * count, kind, exact)
+
+
+def check_float_kinds(instruction, kinds, result, exact):
+    """Execute an instruction on random numbers, and compare with a function of fractions."""
+    values = [numbers(kind, COUNT, seed) for seed, kind in enumerate(kinds)]
+    found = apply(instruction, kinds, values, result)
+    sign = 1 << (bits_of(result) - 1)
     for bits, *operands in zip(found, *values, strict=True):
-        fractions = [to_fraction(x, kind) for x in operands]
+        fractions = [to_fraction(x, kind) for x, kind in zip(operands, kinds, strict=True)]
         expected = exact(*fractions)
         if expected is None:
             continue
-        rounded = from_fraction(expected, result or kind)
+        rounded = from_fraction(expected, result)
         # the sign of a zero is looked at elsewhere
         assert bits == rounded or (expected == 0 and bits in (0, sign)), (instruction, fractions)
 
@@ -206,6 +211,16 @@ def test_floating_point_is_rounded_once(kind):
         check_floats(f"rcp.rn.{kind} %y, %x0", kind, 1, lambda a: 1 / a if a else None)
     if kind == "f32":
         check_floats("div.full.f32 %y, %x0, %x1", kind, 2, lambda a, b: a / b if b else None)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_mixed_precision_is_rounded_once_to_f32(kind):
+    for rounding in ("", ".rn"):
+        for name, exact in (("add", lambda a, c: a + c), ("sub", lambda a, c: a - c)):
+            text = f"{name}{rounding}.f32.{kind} %y, %x0, %x1"
+            check_float_kinds(text, [kind, "f32"], "f32", exact)
+    text = f"fma.rn.f32.{kind} %y, %x0, %x1, %x2"
+    check_float_kinds(text, [kind, kind, "f32"], "f32", lambda a, b, c: a * b + c)
 
 
 def test_packed_halves():
@@ -411,8 +426,8 @@ def test_conversions_between_floating_point_types():
         for result in ("f16", "bf16", "f32", "f64"):
             if source != result:
                 rounding = ".rn" if bits_of(result) <= bits_of(source) else ""
-                check_floats(f"cvt{rounding}.{result}.{source} %y, %x0", source, 1,
-                             lambda a: a, result)  # fmt: skip
+                text = f"cvt{rounding}.{result}.{source} %y, %x0"
+                check_float_kinds(text, [source], result, lambda a: a)
     check_floats("cvt.rzi.f32.f32 %y, %x0", "f32", 1, lambda a: Fraction(int(a)))
     check_floats("cvt.rmi.f64.f64 %y, %x0", "f64", 1, lambda a: Fraction(a // 1))
     check_floats("cvt.sat.f32.f32 %y, %x0", "f32", 1, lambda a: min(max(a, 0), Fraction(1)))
