@@ -17,6 +17,7 @@ from bench.docs import (
     resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401
     summary_tables,  # noqa: F401
+    training_tables,  # noqa: F401
 )
 from bench.docs.result_tables import TABLES
 

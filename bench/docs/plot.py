@@ -167,6 +167,30 @@ def accuracy(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def presets(lines: Sequence[Line]) -> Figure:
+    """Draw the scores of presets, mean and standard deviation over seeds, beside published ones."""
+    cases = sorted(newest(lines, "preset"), key=lambda case: case["preset"], reverse=True)
+    figure = new_figure(
+        "Test scores of presets, and the published ones", cases, 8, 1.5 + len(cases) / 3
+    )
+    axes: Axes = figure.subplots()
+    places = range(len(cases))
+    axes.errorbar(
+        [case["test_percent"] for case in cases],
+        places,
+        xerr=[case["spread_percent"] for case in cases],
+        fmt="o",
+        label="gcnzc, mean and standard deviation",
+    )
+    published = [case["published_percent"] for case in cases]
+    axes.plot(published, places, "k|", markersize=14, label="published")
+    axes.set_yticks(places, [case["preset"] for case in cases])
+    axes.set_xlabel("test accuracy in percent (minesweeper, tolokers: ROC AUC in percent)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    return figure
+
+
 def collectives(lines: Sequence[Line]) -> Figure:
     """Draw the speed-up of tuned collective algorithms over gloo's, a panel per collective."""
     cases = [c for c in lines if c["part"] == "times" and c["workers"] == 8]
@@ -318,6 +342,7 @@ PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "aggregate_cpu": ("aggregate_cpu", aggregate_cpu),
     "feature_cache": ("hot", feature_cache),
     "accuracy": ("accuracy", accuracy),
+    "presets": ("presets", presets),
     "collectives": ("collectives", collectives),
     "strategies-amazon_photo": ("strategies", strategies("amazon_photo", 6)),
     "strategies-planted": ("strategies", strategies("planted", 3)),
