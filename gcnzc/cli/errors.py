@@ -70,7 +70,7 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, KeyboardInterrupt):
         how = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        return f"{how}\n\nhint: partial files were removed"
+        return f"{how}\n\nhint: complete files are kept, and partial ones are removed"
     if "\n\nhint:" in text:
         return text
     if isinstance(error, MemoryError) or any(sign in text for sign in NO_MEMORY):

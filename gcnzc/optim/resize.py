@@ -91,6 +91,21 @@ def check_state_dict_options() -> None:
         frame = frame.f_back
 
 
+def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
+    """Check that a state dict is a mapping with `keys`; raises ValueError."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"a state dict is a mapping, got {type(state_dict).__name__}\n\n"
+            "hint: load the result of `state_dict`"
+        )
+    missing = [key for key in keys if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"{_describe_state(state_dict)}, without {', '.join(missing)}\n\n"
+            "hint: load the result of `state_dict`"
+        )
+
+
 def unpack_state(
     optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
 ) -> dict[str, Any]:
@@ -104,6 +119,7 @@ def unpack_state(
     Raises:
         ValueError: it is of another type of optimizer.
     """
+    check_mapping(state_dict)
     if "rank" in state_dict and "shared" in state_dict:
         return rename_keys(state_dict)
     entries = state_dict.get("state", {}).values()

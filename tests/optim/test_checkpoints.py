@@ -84,3 +84,15 @@ def test_the_state_of_another_optimizer_is_refused_by_name(make):
         wrapper.load_state_dict(adamw.state_dict())
     with pytest.raises(ValueError, match="not of the inner optimizer"):
         Averaged(torch.optim.AdamW([parameter]), Group()).load_state_dict(state)
+
+
+def test_values_that_are_no_state_dict_are_refused():
+    parameter = nn.Parameter(torch.ones(3))
+    for optimizer in (
+        OneBitAdam([parameter], group=Group()),
+        Averaged(torch.optim.AdamW([parameter]), Group()),
+        DiLoCo(torch.optim.AdamW([parameter]), Group()),
+    ):
+        for wrong, text in ((None, "a mapping, got NoneType"), ({}, "a state with nothing")):
+            with pytest.raises(ValueError, match=text):
+                optimizer.load_state_dict(wrong)

@@ -26,7 +26,7 @@ from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters, to_device
 from gcnzc.optim.group_options import option_lines, trained_lines
-from gcnzc.optim.resize import check_is_inner
+from gcnzc.optim.resize import check_is_inner, check_mapping
 from gcnzc.optim.state_layout import check_inner_state, check_layout
 from gcnzc.optim.validation import check_above_zero, check_inner, check_rank
 from gcnzc.system.scalars import read_scalars, scalars_like
@@ -130,6 +130,7 @@ class Averaged(DistributedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
         if self.is_shared:
+            check_mapping(state_dict, "state", "param_groups")
             self.check_loaded_options(state_dict["param_groups"])
             self.restore(state_dict)
             self.mark_loaded()

@@ -59,6 +59,7 @@ class NodeTask:
         self.num_outputs = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
         self.label_inputs: LabelInputs | None = None
         if config.label_inputs:
+            _check_label_inputs(config, len(self.seeds))
             self.label_inputs = LabelInputs(data, self.num_outputs, data.labels.ndim == 2)
         # with label inputs, the outputs of some seeds depend on their own labels
         self.has_accuracy = data.labels.ndim == 1 and self.label_inputs is None
@@ -185,6 +186,15 @@ def _check_tasks(data: Dataset) -> None:
             f"{data.name} has {data.labels.shape[1]} columns of labels, with labels up to "
             f"{float(data.labels.nan_to_num().max()):g}\n\n"
             "hint: labels of several columns are 0, 1 or missing; for classes, give one column"
+        )
+
+
+def _check_label_inputs(config: TrainConfig, num_seeds: int) -> None:
+    batch = num_seeds if config.batch_size == "all" else min(config.batch_size, num_seeds)
+    if batch * (1 - config.label_inputs) < 1:
+        raise ValueError(
+            f"--label-inputs {config.label_inputs:g} leaves less than one of the {batch:,} "
+            "training nodes of a minibatch to predict\n\nhint: use a smaller one; 0.5 is common"
         )
 
 
