@@ -191,6 +191,35 @@ def presets(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def steps(lines: Sequence[Line]) -> Figure:
+    """Draw the times of training steps of the systems, and the floor."""
+    best: dict[tuple[str, str], Line] = {}
+    for line in newest(lines, "kind", "system", "way"):
+        key = line["kind"], line["system"]
+        if key not in best or line["median_s"] < best[key]["median_s"]:
+            best[key] = line
+    floors = newest(lines, "floor_of")
+    kinds = [line["floor_of"] for line in floors]
+    figure = new_figure("A training step on the CPU", list(best.values()), 7, 4)
+    axes: Axes = figure.subplots()
+    systems = {"ours": "gcnzc", "dgl": "DGL", "pyg": "PyG"}
+    systems = {key: name for key, name in systems.items() if any(key == k[1] for k in best)}
+    height = 0.8 / (len(systems) + 1)
+    for place, (system, name) in enumerate(systems.items()):
+        times = [1e3 * best[kind, system]["median_s"] for kind in kinds]
+        at = [number + place * height for number in range(len(kinds))]
+        axes.barh(at, times, height, label=name)
+    at = [number - height for number in range(len(kinds))]
+    floor_ms = [line["gemm_ms"] + line["rows_ms"] for line in floors]
+    axes.barh(at, floor_ms, height, label="floor", color="lightgray")
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
 def collectives(lines: Sequence[Line]) -> Figure:
     """Draw the speed-up of tuned collective algorithms over gloo's, a panel per collective."""
     cases = [c for c in lines if c["part"] == "times" and c["workers"] == 8]
@@ -343,6 +372,7 @@ PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "feature_cache": ("hot", feature_cache),
     "accuracy": ("accuracy", accuracy),
     "presets": ("presets", presets),
+    "steps": ("steps", steps),
     "collectives": ("collectives", collectives),
     "strategies-amazon_photo": ("strategies", strategies("amazon_photo", 6)),
     "strategies-planted": ("strategies", strategies("planted", 3)),

@@ -1,6 +1,17 @@
-"""Compute tables of published recipes, for the page on accuracy."""
+"""Compute the tables of published recipes, and of training steps."""
 
-from bench.docs.result_tables import markdown, newest, read, spread, table, with_caption
+from bench.docs.result_tables import (
+    SYSTEMS,
+    Line,
+    markdown,
+    newest,
+    read,
+    spread,
+    table,
+    with_caption,
+)
+
+KINDS = {"sage": "GraphSAGE", "gcn": "GCN", "gat": "GAT"}
 
 
 @table
@@ -28,4 +39,53 @@ def presets() -> str:
     heads = ["preset", "split", "test, %", "published, %", "difference", "seeds", "epochs"]
     heads.append("seconds per epoch")
     command = "python -m bench.training.presets PRESET"
+    return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+def best_steps() -> dict[tuple[str, str], Line]:
+    """Return the fastest configuration of each kind of model and system."""
+    best: dict[tuple[str, str], Line] = {}
+    for line in newest(read("steps"), "kind", "system", "way").values():
+        key = line["kind"], line["system"]
+        if key not in best or line["median_s"] < best[key]["median_s"]:
+            best[key] = line
+    return best
+
+
+@table
+def steps() -> str:
+    """Return the table of the times of training steps, compared with DGL and PyG."""
+    best = best_steps()
+    rows = []
+    for (kind, system), line in best.items():
+        way = line["way"].partition(", ")[2].replace("1 workers", "1 worker")
+        rows.append(
+            [
+                KINDS[kind],
+                SYSTEMS[system].format_map(line) + (f", {way}" if way else ""),
+                f"{1e3 * line['median_s']:.0f}",
+                f"{line['median_s'] / best[kind, 'ours']['median_s']:.2f}",
+            ]
+        )
+    heads = ["model", "system", "step, ms", "gcnzc is faster by a factor of"]
+    command = "python -m bench.training.steps --rivals FOLDER"
+    return with_caption(markdown(heads, rows), best.values(), command)
+
+
+@table
+def steps_floor() -> str:
+    """Return the table of the floors of training steps."""
+    lines = newest(read("steps"), "floor_of")
+    rows = [
+        [
+            KINDS[kind],
+            f"{line['gemm_ms']:.0f}",
+            f"{line['rows_ms']:.0f}",
+            f"{line['step_ms']:.0f}",
+            f"{100 * line['share_of_floor']:.0f} %",
+        ]
+        for kind, line in lines.items()
+    ]
+    heads = ["model", "matrix products, ms", "moving rows, ms", "step, ms", "floor / step"]
+    command = "python -m bench.training.steps --rivals FOLDER"
     return with_caption(markdown(heads, rows), lines.values(), command)

@@ -69,7 +69,15 @@ class Rival:
     versions: dict[str, str]
 
     @classmethod
-    def start(cls, name: str, python: str, folder: Path, threads: int | None = None) -> "Rival":
+    def start(
+        cls,
+        name: str,
+        python: str,
+        folder: Path,
+        threads: int | None = None,
+        *,
+        work: str = "load",
+    ) -> "Rival":
         """Start the process and wait until it has loaded the graph.
 
         Args:
@@ -77,8 +85,9 @@ class Rival:
             python: the interpreter of its environment.
             folder: of the graph.
             threads: OMP_NUM_THREADS of the process; not set if None.
+            work: what the process measures, "load" or "train".
         """
-        program = ROOT / "bench" / "rivals" / ("ours.py" if name == "ours" else f"{name}_rival.py")
+        program = ROOT / "bench" / "rivals" / f"{work}_{name}.py"
         # PYTHONPATH of this environment must not leak into the rival's environment
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if python == sys.executable:
@@ -98,16 +107,16 @@ class Rival:
         return rival
 
     def measure(
-        self, configuration: str, seeds: Path, begin: int, batches: int
+        self, configuration: str, seeds: Path, begin: int, batches: int, skipped: int = SKIPPED
     ) -> dict[str, float]:
         """Time `batches` batches after the skipped ones, starting at seed number `begin`."""
-        num_seeds = (batches + SKIPPED) * BATCH_SIZE
+        num_seeds = (batches + skipped) * BATCH_SIZE
         request = {
             "configuration": configuration,
             "seeds": str(seeds),
             "begin": begin,
             "end": begin + num_seeds,
-            "skip": SKIPPED,
+            "skip": skipped,
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
