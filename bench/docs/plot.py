@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from bench.docs.training_tables import KINDS, best_steps
 from gcnzc.cli.plots import Efficiencies, efficiencies
 from gcnzc.tune.table_shapes import roofs, sweep
 
@@ -193,17 +194,12 @@ def presets(lines: Sequence[Line]) -> Figure:
 
 def steps(lines: Sequence[Line]) -> Figure:
     """Draw the times of training steps of the systems, and the floor."""
-    best: dict[tuple[str, str], Line] = {}
-    for line in newest(lines, "kind", "system", "way"):
-        key = line["kind"], line["system"]
-        if key not in best or line["median_s"] < best[key]["median_s"]:
-            best[key] = line
+    best = best_steps(lines)
     floors = newest(lines, "floor_of")
     kinds = [line["floor_of"] for line in floors]
     figure = new_figure("A training step on the CPU", list(best.values()), 7, 4)
     axes: Axes = figure.subplots()
     systems = {"ours": "gcnzc", "dgl": "DGL", "pyg": "PyG"}
-    systems = {key: name for key, name in systems.items() if any(key == k[1] for k in best)}
     height = 0.8 / (len(systems) + 1)
     for place, (system, name) in enumerate(systems.items()):
         times = [1e3 * best[kind, system]["median_s"] for kind in kinds]
@@ -212,7 +208,7 @@ def steps(lines: Sequence[Line]) -> Figure:
     at = [number - height for number in range(len(kinds))]
     floor_ms = [line["gemm_ms"] + line["rows_ms"] for line in floors]
     axes.barh(at, floor_ms, height, label="floor", color="lightgray")
-    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_yticks(range(len(kinds)), [KINDS[kind] for kind in kinds])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("milliseconds")

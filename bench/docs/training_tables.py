@@ -1,5 +1,7 @@
 """Compute the tables of published recipes, and of training steps."""
 
+from collections.abc import Iterable
+
 from bench.docs.result_tables import (
     SYSTEMS,
     Line,
@@ -42,10 +44,10 @@ def presets() -> str:
     return with_caption(markdown(heads, rows), lines.values(), command)
 
 
-def best_steps() -> dict[tuple[str, str], Line]:
+def best_steps(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
     """Return the fastest configuration of each kind of model and system."""
     best: dict[tuple[str, str], Line] = {}
-    for line in newest(read("steps"), "kind", "system", "way").values():
+    for line in newest(lines, "kind", "system", "way").values():
         key = line["kind"], line["system"]
         if key not in best or line["median_s"] < best[key]["median_s"]:
             best[key] = line
@@ -55,7 +57,7 @@ def best_steps() -> dict[tuple[str, str], Line]:
 @table
 def steps() -> str:
     """Return the table of the times of training steps, compared with DGL and PyG."""
-    best = best_steps()
+    best = best_steps(read("steps"))
     rows = []
     for (kind, system), line in best.items():
         way = line["way"].partition(", ")[2].replace("1 workers", "1 worker")

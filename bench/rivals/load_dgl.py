@@ -1,36 +1,21 @@
 """Measure DGL: its loader with 0 to 2 workers, features prefetched or indexed; its sampler."""
 
 import torch
-from serve import BATCH_SIZE, FANOUTS, arrays, serve
-
-from gcnzc.interop.dgl import import_dgl
-
-dgl = import_dgl()
+from dgl_system import VERSIONS, build_graph, build_loader, dgl
+from serve import BATCH_SIZE, FANOUTS, serve
 
 
 def make(folder):
     """Return the measured configurations by name, and versions."""
-    indptr, indices, features = arrays(folder)
-    # int64, since DGL corrupts the blocks of int32 graphs
-    sources = torch.from_numpy(indices).long()
-    graph = dgl.graph(("csc", (torch.from_numpy(indptr), sources, [])))
-    assert graph.idtype == torch.int64
-    features = torch.from_numpy(features)
-    graph.ndata["features"] = features
+    graph = build_graph(folder)
+    features = graph.ndata["features"]
 
     def load(workers, prefetched):
         prefetch = ["features"] if prefetched else None
         sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=prefetch)
 
         def batches(seeds):
-            loader = dgl.dataloading.DataLoader(
-                graph,
-                torch.from_numpy(seeds),
-                sampler,
-                batch_size=BATCH_SIZE,
-                num_workers=workers,
-            )
-            for nodes, _, blocks in loader:
+            for nodes, _, blocks in build_loader(graph, seeds, sampler, workers):
                 x = blocks[0].srcdata["features"] if prefetched else features[nodes]
                 assert x.shape == (len(nodes), features.shape[1])
                 yield len(nodes), sum(block.num_edges() for block in blocks)
@@ -51,8 +36,7 @@ def make(folder):
         for workers in (0, 1, 2)
         for prefetched in (True, False)
     }
-    versions = {"dgl": dgl.__version__, "torch": torch.__version__}
-    return configurations | {"sampling": sample}, versions
+    return configurations | {"sampling": sample}, VERSIONS
 
 
 serve(make)

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 FANOUTS = [15, 10, 5]  # input layer first
 BATCH_SIZE = 1024
-# of the models that are trained
-HIDDEN, HEADS, CLASSES, DROPOUT, LEARNING_RATE = 256, 4, 40, 0.5, 0.003
 
 # samples minibatches of consecutive seeds, and yields the numbers of nodes and edges of each
 Configuration = Callable[[np.ndarray], Iterator[tuple[int, int]]]
@@ -28,11 +25,6 @@ def arrays(folder: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tuple(
         np.load(Path(folder) / f"{name}.npy") for name in ("indptr", "indices", "features")
     )
-
-
-def labels(num_nodes: int) -> torch.Tensor:
-    """Return a label for each node, (N,) int64."""
-    return torch.randint(CLASSES, (num_nodes,), generator=torch.Generator().manual_seed(0))
 
 
 def serve(make: Callable[[str], tuple[dict[str, Configuration], dict[str, str]]]) -> None:

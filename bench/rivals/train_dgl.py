@@ -1,26 +1,12 @@
-"""Measure training steps of DGL: its loader with 0 and 1 worker, its layers and torch's Adam."""
+"""Measure training steps of DGL: its loader with 0 and 1 worker, and its layers."""
 
 from itertools import pairwise
 
 import torch
-from serve import (
-    BATCH_SIZE,
-    CLASSES,
-    DROPOUT,
-    FANOUTS,
-    HEADS,
-    HIDDEN,
-    LEARNING_RATE,
-    arrays,
-    labels,
-    serve,
-)
-from torch.nn.functional import cross_entropy, dropout, elu, relu
-
-from gcnzc.interop.dgl import import_dgl
-
-dgl = import_dgl()
-from dgl.nn import GATConv, GraphConv, SAGEConv  # noqa: E402
+from dgl_system import VERSIONS, build_graph, build_loader, dgl, nn
+from serve import FANOUTS, serve
+from steps import CLASSES, DROPOUT, HEADS, HIDDEN, KINDS, labels, train
+from torch.nn.functional import dropout, elu, relu
 
 
 class Model(torch.nn.Module):
@@ -28,19 +14,16 @@ class Model(torch.nn.Module):
 
     def __init__(self, kind, columns):
         super().__init__()
-        widths = [columns, HIDDEN, HIDDEN, CLASSES]
-        sizes = list(pairwise(widths))
+        sizes = list(pairwise([columns, HIDDEN, HIDDEN, CLASSES]))
+        options = {"allow_zero_in_degree": True}
         if kind == "gat":
-            self.layers = torch.nn.ModuleList(
-                GATConv(a, b // HEADS, HEADS, allow_zero_in_degree=True) for a, b in sizes[:-1]
-            )
-            self.layers.append(GATConv(*sizes[-1], 1, allow_zero_in_degree=True))
+            layers = [nn.GATConv(a, b // HEADS, HEADS, **options) for a, b in sizes[:-1]]
+            layers.append(nn.GATConv(*sizes[-1], 1, **options))
         elif kind == "gcn":
-            self.layers = torch.nn.ModuleList(
-                GraphConv(a, b, allow_zero_in_degree=True) for a, b in sizes
-            )
+            layers = [nn.GraphConv(a, b, **options) for a, b in sizes]
         else:
-            self.layers = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in sizes)
+            layers = [nn.SAGEConv(a, b, "mean") for a, b in sizes]
+        self.layers = torch.nn.ModuleList(layers)
         self.activate = elu if kind == "gat" else relu
 
     def forward(self, blocks, x):
@@ -54,42 +37,31 @@ class Model(torch.nn.Module):
 
 def make(folder):
     """Return the measured configurations by name, and versions."""
-    indptr, indices, features = arrays(folder)
-    # int64, since DGL corrupts the blocks of int32 graphs
-    sources = torch.from_numpy(indices).long()
-    graph = dgl.graph(("csc", (torch.from_numpy(indptr), sources, [])))
-    graph.ndata["features"] = torch.from_numpy(features)
-    y = labels(len(features))
+    graph = build_graph(folder)
+    y, columns = labels(graph.num_nodes()), graph.ndata["features"].shape[1]
     sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=["features"])
 
-    def train(kind, workers):
+    def steps(kind, workers):
         def batches(seeds):
             torch.manual_seed(0)
-            model = Model(kind, features.shape[1])
-            optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
-            loader = dgl.dataloading.DataLoader(
-                graph,
-                torch.from_numpy(seeds),
-                sampler,
-                batch_size=BATCH_SIZE,
-                num_workers=workers,
+            return train(
+                Model(kind, columns),
+                (
+                    (
+                        (blocks, blocks[0].srcdata["features"]),
+                        y[ids],
+                        (len(nodes), sum(block.num_edges() for block in blocks)),
+                    )
+                    for nodes, ids, blocks in build_loader(graph, seeds, sampler, workers)
+                ),
             )
-            for nodes, ids, blocks in loader:
-                optimizer.zero_grad()
-                logits = model(blocks, blocks[0].srcdata["features"])
-                cross_entropy(logits, y[ids]).backward()
-                optimizer.step()
-                yield len(nodes), sum(block.num_edges() for block in blocks)
 
         return batches
 
-    versions = {"dgl": dgl.__version__, "torch": torch.__version__}
     configurations = {
-        f"{kind}, {workers} workers": train(kind, workers)
-        for kind in ("sage", "gcn", "gat")
-        for workers in (0, 1)
+        f"{kind}, {workers} workers": steps(kind, workers) for kind in KINDS for workers in (0, 1)
     }
-    return configurations, versions
+    return configurations, VERSIONS
 
 
 serve(make)

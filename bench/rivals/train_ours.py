@@ -1,19 +1,8 @@
-"""Measure training steps of gcnzc: its loader, its models and torch's Adam."""
+"""Measure training steps of gcnzc: its loader and its models."""
 
 import torch
-from serve import (
-    BATCH_SIZE,
-    CLASSES,
-    DROPOUT,
-    FANOUTS,
-    HEADS,
-    HIDDEN,
-    LEARNING_RATE,
-    arrays,
-    labels,
-    serve,
-)
-from torch.nn.functional import cross_entropy
+from serve import BATCH_SIZE, FANOUTS, arrays, serve
+from steps import CLASSES, DROPOUT, HEADS, HIDDEN, KINDS, LAYERS, labels, train
 
 import gcnzc
 from gcnzc.features.table import FeatureTable
@@ -24,13 +13,11 @@ from gcnzc.sampling.neighbor import Sampler
 
 
 def build_model(kind, columns):
-    """Return a model of three layers."""
+    """Return a model of a kind."""
     if kind == "gat":
-        return GAT(
-            columns, HIDDEN // HEADS, CLASSES, 3, heads=HEADS, output_heads=1, dropout=DROPOUT,
-            skip=False,
-        )  # fmt: skip
-    return {"sage": SAGE, "gcn": GCN}[kind](columns, HIDDEN, CLASSES, 3, DROPOUT)
+        sizes = (columns, HIDDEN // HEADS, CLASSES, LAYERS, DROPOUT)
+        return GAT(*sizes, heads=HEADS, output_heads=1, skip=False)
+    return {"sage": SAGE, "gcn": GCN}[kind](columns, HIDDEN, CLASSES, LAYERS, DROPOUT)
 
 
 def make(folder):
@@ -39,25 +26,36 @@ def make(folder):
     graph, table = Graph(indptr, indices, check=False), FeatureTable(torch.from_numpy(features))
     sampler, y = Sampler(graph, FANOUTS), labels(graph.num_nodes)
 
-    def train(kind):
+    def steps(kind):
         def batches(seeds):
             torch.manual_seed(0)
-            model = build_model(kind, table.num_columns)
-            optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
             loader = Loader(
-                graph, table, torch.from_numpy(seeds), FANOUTS, BATCH_SIZE, labels=y,
-                shuffle=False, sampler=sampler, in_degrees=kind == "gcn",
-            )  # fmt: skip
-            for batch in loader:
-                optimizer.zero_grad()
-                cross_entropy(model(batch.blocks, batch.x), batch.y).backward()
-                optimizer.step()
-                yield len(batch.nodes), sum(block.num_edges for block in batch.blocks)
+                graph,
+                table,
+                torch.from_numpy(seeds),
+                FANOUTS,
+                BATCH_SIZE,
+                labels=y,
+                shuffle=False,
+                sampler=sampler,
+                in_degrees=kind == "gcn",
+            )
+            return train(
+                build_model(kind, table.num_columns),
+                (
+                    (
+                        (batch.blocks, batch.x),
+                        batch.y,
+                        (len(batch.nodes), sum(block.num_edges for block in batch.blocks)),
+                    )
+                    for batch in loader
+                ),
+            )
 
         return batches
 
     versions = {"gcnzc": gcnzc.__version__, "torch": torch.__version__}
-    return {kind: train(kind) for kind in ("sage", "gcn", "gat")}, versions
+    return {kind: steps(kind) for kind in KINDS}, versions
 
 
 serve(make)

@@ -27,7 +27,8 @@ import torch
 
 from bench import harness
 from bench.loading.loader import ROOT, Rival
-from bench.rivals.serve import BATCH_SIZE, CLASSES, FANOUTS, HIDDEN
+from bench.rivals.serve import BATCH_SIZE, FANOUTS
+from bench.rivals.steps import CLASSES, HIDDEN
 from bench.training.aggregate import power_law
 from bench.training.layers import ARXIV_EDGES, ARXIV_NODES
 from gcnzc.graph.graph import Graph
@@ -119,11 +120,11 @@ def copy_bandwidth(calls: int) -> float:
     return 8 * len(source) / harness.measure(lambda: target.copy_(source), calls=calls).median_s
 
 
-def record_floor(kind: str, sizes: list[tuple[int, int]], step_s: float) -> None:
+def record_floor(kind: str, sizes: list[tuple[int, int]], step_s: float, bandwidth: float) -> None:
     """Record the floor of a kind of step, and the share of it in our step."""
     shapes = products(kind, sizes)
     gemm_s = products_s(shapes, 5)
-    rows_s = moved_bytes(sizes) / copy_bandwidth(5)
+    rows_s = moved_bytes(sizes) / bandwidth
     harness.record(
         "steps",
         {"floor_of": kind},
@@ -152,11 +153,11 @@ def main() -> None:
     if options.rivals:
         pythons["pyg"] = str(options.rivals / "pyg" / "bin" / "python")
     rivals = [Rival.start(name, python, folder, work="train") for name, python in pythons.items()]
-    sizes = layer_sizes(folder)
+    sizes, bandwidth = layer_sizes(folder), copy_bandwidth(5)
     for kind in options.kinds.split(","):
         seconds = measure(kind, rivals, folder, options.rounds)
         fastest = record_systems(kind, rivals, seconds)
-        record_floor(kind, sizes, fastest["ours"])
+        record_floor(kind, sizes, fastest["ours"], bandwidth)
 
 
 def measure(

@@ -92,6 +92,8 @@ def execute_on_cpu(
         ValueError: Triton does not compile for the architecture.
         RuntimeError: this version of Triton is not supported, or its interpreter is in use.
         UnsupportedInstruction: the executor does not implement an instruction of a kernel.
+        NotImplementedError: a kernel has clusters of blocks, scratch memory, or arguments of other
+            types than numbers, tensors and tuples of them.
         Fault: see `Executor.launch`.
     """
     executor = executor or Executor()

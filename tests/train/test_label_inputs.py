@@ -191,3 +191,8 @@ def test_a_share_that_leaves_no_node_to_predict_is_refused(batch_size, config, t
     config = replace(config, batch_size=batch_size, label_inputs=0.999)
     with pytest.raises(ValueError, match=r"--label-inputs 0\.999 leaves less than one of the"):
         train(config, tmp_path / "run")
+
+
+def test_a_share_that_leaves_one_node_to_predict_is_accepted(config, tmp_path):
+    # in float64, 10 * (1 - 0.9) is below 1
+    train(replace(config, batch_size=10, label_inputs=0.9, epochs=1), tmp_path / "run")

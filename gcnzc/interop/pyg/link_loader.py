@@ -245,6 +245,7 @@ def _negative_sampling(given: Any, ratio: Any) -> Any:
         )
     try:
         return NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(given)
+    # what `cast` raises for values that it cannot convert
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
             f"neg_sampling is {describe(given)}: {error or type(error).__name__}\n\n"

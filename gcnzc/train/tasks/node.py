@@ -191,7 +191,8 @@ def _check_tasks(data: Dataset) -> None:
 
 def _check_label_inputs(config: TrainConfig, num_seeds: int) -> None:
     batch = num_seeds if config.batch_size == "all" else min(config.batch_size, num_seeds)
-    if batch * (1 - config.label_inputs) < 1:
+    # not batch * (1 - share) < 1, which is rounded to below 1 for 10 nodes and a share of 0.9
+    if batch * config.label_inputs > batch - 1:
         raise ValueError(
             f"--label-inputs {config.label_inputs:g} leaves less than one of the {batch:,} "
             "training nodes of a minibatch to predict\n\nhint: use a smaller one; 0.5 is common"
