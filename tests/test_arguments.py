@@ -76,6 +76,8 @@ LOADER = {"graph": GRAPH, "table": TABLE, "seeds": SEEDS, "fanouts": [2], "batch
 LINKS = {"graph": GRAPH, "edges": EDGE, "fanouts": [2]}
 SAMPLER = {"graph": GRAPH, "fanouts": [2]}
 MODEL = {"norm": "batch", "in_features": 2, "hidden": 3, "num_classes": 2, "num_layers": 2}
+# pre_activation needs them
+MODEL |= {"input_linear": True, "output_linear": True}
 MODEL_KINDS = {
     "in_features": (),
     "hidden": (),
@@ -85,6 +87,7 @@ MODEL_KINDS = {
     "input_dropout": (),
     "norm": (),
     "pre_norm": FLAG,
+    "pre_activation": FLAG,
     "residual": FLAG,
     "input_linear": FLAG,
     "output_linear": FLAG,

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from gcnzc._lazy import lazy_attributes
-from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, GATv2, Model
+from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, GATv2
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
+from gcnzc.models.stack import Model
 
 if TYPE_CHECKING:
     from gcnzc.models.metrics import score, score_pairs

@@ -5,11 +5,30 @@ import warnings
 from gcnzc.system.arguments import check_flag, check_number
 
 
-def check_compatible(*, norm: str, pre_norm: bool, output_linear: bool, jumping: str) -> None:
+def check_compatible(
+    *,
+    norm: str,
+    pre_norm: bool,
+    pre_activation: bool,
+    input_linear: bool,
+    output_linear: bool,
+    jumping: str,
+) -> None:
     """Raise a ValueError if an option has no effect or is not possible with the others."""
     if pre_norm and norm == "none":
         raise ValueError(
             "pre_norm has no effect with norm none\n\nhint: pass norm='batch' or norm='layer', too"
+        )
+    if pre_norm and pre_activation:
+        raise ValueError(
+            "pre_activation includes pre_norm\n\nhint: pass one of them; norm chooses the "
+            "normalization"
+        )
+    if pre_activation and not (input_linear and output_linear):
+        raise ValueError(
+            "pre_activation needs input_linear and output_linear: activation comes before each "
+            "layer, and would change the features\n\n"
+            "hint: pass input_linear=True and output_linear=True, too"
         )
     if jumping != "none" and not output_linear:
         raise ValueError(

@@ -14,8 +14,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
 from torch.nn import functional
 
-from gcnzc.models.gnn import Model, parameter_dtype
 from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees
+from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind
 
@@ -176,7 +176,7 @@ class _PlainModel(nn.Module):
         last = len(model.layers) - 1
         for index, module in enumerate(model.layers):
             layer = cast(Layer, module)
-            x = model.normalize_input(index, x)
+            source, x = x, model.transform_input(index, x)
             hop = _PlainHop(indptr[index], indices[index], None)
             x_target = _first(x, hop.num_targets)
             if layer.needs_degrees:
@@ -188,6 +188,8 @@ class _PlainModel(nn.Module):
             is_projected = is_smaller or layer.must_project_first or layer.has_scores
             rows = layer.project(x) if is_projected else x
             out = layer.compute_targets(hop, rows, layer.scores(x), x_target, is_projected)
+            if model.pre_activation:
+                x_target = _first(source, hop.num_targets)
             x = model.transform_output(index, out, x_target)
             if model.jumping != "none" or index == last:
                 outputs.append(_first(x, num_seeds))

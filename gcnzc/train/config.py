@@ -17,6 +17,7 @@ from gcnzc.train.learning_options import (
     LossOptions,
     PrecisionOptions,
 )
+from gcnzc.train.model_options import ModelOptions
 from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
@@ -25,7 +26,6 @@ from gcnzc.train.option_groups import (
     FeatureOptions,
     LoaderOptions,
     Metric,
-    ModelOptions,
     OptimizerOptions,
     OutputOptions,
     ScheduleOptions,

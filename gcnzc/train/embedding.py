@@ -6,7 +6,7 @@ Notation: N nodes, D output columns of the layer.
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcnzc.models.gnn import Model
+from gcnzc.models.stack import Model
 from gcnzc.train.inference import inference
 from gcnzc.train.prediction import (
     Array,

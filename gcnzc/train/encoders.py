@@ -4,14 +4,16 @@ from typing import Any
 
 from gcnzc.graph.dataset import Dataset
 from gcnzc.models import gnn
+from gcnzc.models.stack import Model
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.sampling.protocol import SamplerProtocol
-from gcnzc.train.option_groups import LoaderOptions, ModelOptions
+from gcnzc.train.model_options import ModelOptions
+from gcnzc.train.option_groups import LoaderOptions
 
 
 def build_encoder(
     config: ModelOptions, data: Dataset, num_columns: int, label_columns: int = 0
-) -> gnn.Model:
+) -> Model:
     """Build the GNN of a run on the CPU.
 
     Args:
@@ -28,6 +30,7 @@ def build_encoder(
         "input_dropout": config.input_dropout,
         "norm": config.norm,
         "pre_norm": config.pre_norm,
+        "pre_activation": config.pre_activation,
         "residual": config.residual,
         "input_linear": config.input_linear,
         "output_linear": config.output_linear,

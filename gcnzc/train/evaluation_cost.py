@@ -12,8 +12,8 @@ from typing import cast
 from torch import Tensor
 
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, parameter_dtype
 from gcnzc.models.layers import EDGE_COST, Layer
+from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.train.layerwise.ranges import BATCH_NODES, degrees_of, limit_batch_nodes, needed_nodes
 
 # multiply-adds that finding the source of an edge and renumbering it cost; a column of an edge

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gcnzc.train.option_groups import Options
-from gcnzc.train.options import Fanouts, check_fanouts
+from gcnzc.train.options import Fanouts, Options, check_fanouts
 
 Method: TypeAlias = Literal["exact", "needed", "sampled", "auto"]
 

@@ -10,7 +10,7 @@ from gcnzc.exchange import Group, run
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model
+from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.evaluation_cost import choose_evaluation
 from gcnzc.train.inference import Progress, inference

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from gcnzc._files import replacing
 from gcnzc.models.export import export_arguments, export_model, needs_degrees
-from gcnzc.models.gnn import Model
+from gcnzc.models.stack import Model
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.prediction import TrainedModel, feature_rows
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
-from gcnzc.models.gnn import Model, parameter_dtype
+from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.train.config import TrainConfig
 
 # A pass over the whole graph needs more memory than a training step if the training nodes depend

@@ -21,7 +21,7 @@ from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, check_columns, parameter_dtype
+from gcnzc.models.stack import Model, check_columns, parameter_dtype
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_callable, check_device, check_integer, check_kind
 from gcnzc.system.host_memory import available_bytes
@@ -101,7 +101,8 @@ def inference(
         memory: with `scratch`, bytes for the rows of layers in this process at a time, at least
             2**20: those of the in-neighbours that are aggregated. In addition, memory holds the
             inputs and outputs of one range of `batch_nodes` nodes, and a few bytes for each node of
-            the graph. On a GPU, for a model with `pre_norm`, and for features whose dtype is not
+            the graph. On a GPU, for a model with
+            `pre_norm` or `pre_activation`, and for features whose dtype is not
             the model's, it also holds the input rows of the in-neighbours of one range. Default: an
             eighth of the available memory.
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gcnzc.train.option_groups import Options
-from gcnzc.train.options import at_least
+from gcnzc.train.options import Options, at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.models.gnn import Model
+from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.option_groups import LOCAL

@@ -15,11 +15,11 @@ from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
 from gcnzc.train.options import (
     Fanouts,
     Floats,
+    Options,
     at_least,
     at_most,
     check_fanouts,
     check_number,
-    check_options,
     option_name,
     parse_cache_size,
     parse_fragments,
@@ -71,13 +71,6 @@ MAX_PROPAGATIONS, MAX_ERROR_SCALE = 10_000, 1000
 MAX_SECONDS = 10**9
 
 
-class Options:
-    """Base of the groups: checks the types of all options, and that numbers are within limits."""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
     """The graph, and checks of its files before the run."""
@@ -89,83 +82,6 @@ class DataOptions(Options):
     """first read a prepared folder in full and compare its checksums, like `gcnzc info --verify`"""
     allow_nan: bool = False
     """train even if features are NaN or infinite"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(Options):
-    """The model: its layers, sizes and dropout rates."""
-
-    model: Literal["sage", "gcn", "gin", "gat", "gatv2"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2"""
-    hidden: int = 256
-    """hidden features; for GAT and GATv2, per attention head"""
-    layers: int = 3
-    """layers of the model, as many as fanouts"""
-    heads: int = 4
-    """GAT and GATv2: attention heads"""
-    output_heads: int = 0
-    """GAT and GATv2: attention heads of the last layer; 0: as many as --heads"""
-    self_loops: bool = False
-    """SAGE: include a node in the mean of its in-neighbours, as if the graph had a self loop at
-    every node; the other models always include it"""
-    dropout: float = 0.5
-    """dropout rate of the hidden features"""
-    input_dropout: float = 0.0
-    """dropout rate of the input features"""
-    attention_dropout: float = 0.0
-    """GAT and GATv2: dropout rate of the attention weights"""
-    norm: Literal["none", "batch", "layer"] = "none"
-    """normalization after each hidden layer: batch normalization, layer normalization, or none"""
-    pre_norm: bool = False
-    """normalize the inputs of each layer instead of the outputs of hidden layers"""
-    residual: bool = False
-    """add a linear projection of each layer's input to its output"""
-    skip: bool = True
-    """GAT and GATv2: --no-skip omits the linear skip connection that each layer has by default;
-    with --residual, layers have no skip connection"""
-    input_linear: bool = False
-    """project the features to the hidden size before the first layer"""
-    output_linear: bool = False
-    """compute the outputs by a linear projection after the last layer, which is then a hidden
-    layer"""
-    jumping: Literal["none", "sum", "cat"] = "none"
-    """input of --output-linear: the output of the last layer (none), or the sum or the
-    concatenation of the outputs of all layers (jumping knowledge)"""
-    activation: Literal["default", "relu", "elu"] = "default"
-    """activation after each hidden layer; default: ELU for GAT and GATv2, otherwise ReLU"""
-    init: Literal["pyg", "dgl"] = "pyg"
-    """initialization of the message-passing layers: that of PyG's or of DGL's layers"""
-    label_inputs: float = 0.0
-    """node classification: share of the training nodes that have their labels as input features in
-    a training step, which predicts the other training nodes; in evaluation, all training nodes have
-    their labels as features. 0: no labels are features; 0.5 is common"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("hidden", "layers", "heads"):
-            at_least(1, name, getattr(self, name))
-        at_least(0, "output_heads", self.output_heads)
-        for name in ("dropout", "input_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
-                    "hint: it is the probability that a value is dropped; 0 turns dropout off"
-                )
-        if not 0 <= self.label_inputs < 1:
-            raise ValueError(
-                f"--label-inputs must be from 0 to below 1, got {self.label_inputs}\n\n"
-                "hint: 0.5 is common; the other training nodes are predicted"
-            )
-        if self.pre_norm and self.norm == "none":
-            raise ValueError(
-                "--pre-norm has no effect with --norm none\n\n"
-                "hint: choose --norm batch or --norm layer, too"
-            )
-        if self.jumping != "none" and not self.output_linear:
-            raise ValueError(
-                f"--jumping {self.jumping} needs --output-linear: the outputs of hidden layers do "
-                "not have as many columns as the logits\n\nhint: add --output-linear"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

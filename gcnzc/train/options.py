@@ -382,3 +382,10 @@ def check_fanouts(fanouts: Sequence[int]) -> None:
                 f"a fanout must be at least 1, or -1 for all neighbours, got {fanout}\n\n"
                 "hint: the default for three layers is --fanouts 15,10,5"
             )
+
+
+class Options:
+    """Base of the groups: checks the types of all options, and that numbers are within limits."""
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -21,8 +21,8 @@ from gcnzc.exchange import Group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
-from gcnzc.models.gnn import Model
 from gcnzc.models.link import LinkModel
+from gcnzc.models.stack import Model
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import load_best

@@ -14,7 +14,7 @@ from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, parameter_dtype
+from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.layerwise.layer import gathered_rows
 from gcnzc.train.layerwise.ranges import assign_equal_ranges

@@ -17,11 +17,19 @@ DEEP = {
     "output_linear": True,
     "jumping": "cat",
 }
+PRE_ACTIVATION = {
+    "residual": True,
+    "norm": "batch",
+    "pre_activation": True,
+    "input_linear": True,
+    "output_linear": True,
+}
 CASES = {
     "sage": lambda: models.SAGE(5, 8, 3),
     "sage loops": lambda: models.SAGE(30, 8, 3, norm="batch", self_loops=True),
     "gcn": lambda: models.GCN(5, 8, 3, activation="elu"),
     "gcn deep": lambda: models.GCN(5, 8, 3, **DEEP),
+    "sage pre-activation": lambda: models.SAGE(5, 8, 3, **PRE_ACTIVATION),
     "gin": lambda: models.GIN(30, 8, 3),
     "gat": lambda: models.GAT(5, 8, 3, heads=2),
     "gat narrow": lambda: models.GAT(40, 4, 3, heads=2, skip=False),

@@ -19,17 +19,21 @@ from gcnzc.train.inference import inference
 MODELS = {"sage": gnn.SAGE, "gcn": gnn.GCN, "gin": gnn.GIN, "gat": gnn.GAT, "gatv2": gnn.GATv2}
 LAYERS = 3
 COMBINATIONS = [
-    {"norm": norm, "pre_norm": pre_norm, "residual": residual}
+    {"norm": norm, order: True, "residual": residual}
     | {"input_linear": input_linear, "output_linear": output_linear, "jumping": jumping}
-    for norm, pre_norm, residual, input_linear, (output_linear, jumping) in itertools.product(
+    for norm, order, residual, input_linear, (output_linear, jumping) in itertools.product(
         ("none", "batch", "layer"),
-        (False, True),
+        ("post_norm", "pre_norm", "pre_activation"),
         (False, True),
         (False, True),
         ((False, "none"), (True, "none"), (True, "sum"), (True, "cat")),
     )
-    if norm != "none" or not pre_norm
+    if order != "pre_norm" or norm != "none"
+    if order != "pre_activation" or (input_linear and output_linear)
 ]
+for combination in COMBINATIONS:
+    # the default order
+    combination.pop("post_norm", None)
 
 
 def dense_layer(layer, adjacency, x):
@@ -62,8 +66,20 @@ def dense_layer(layer, adjacency, x):
     return out if layer.skip is None else out + layer.skip(x)
 
 
-def dense_forward(model, adjacency, x, *, norm, pre_norm, residual, input_linear, jumping, **_):
-    """Compute the logits of all nodes, in the order of the paper's equations."""
+def dense_forward(
+    model,
+    adjacency,
+    x,
+    *,
+    norm,
+    residual,
+    input_linear,
+    jumping,
+    output_linear,
+    pre_norm=False,
+    pre_activation=False,
+):
+    """Compute the logits of all nodes, in the order of the papers' equations."""
 
     def normalized(index, rows):
         module = model.norms[index]
@@ -77,18 +93,27 @@ def dense_forward(model, adjacency, x, *, norm, pre_norm, residual, input_linear
         x = x @ model.input_linear.weight.T + model.input_linear.bias
     hidden = []
     for index, layer in enumerate(model.layers):
+        if pre_activation:
+            # Li et al., 2020: normalization, activation, convolution, addition
+            rows = activation(normalized(index, x) if norm != "none" else x)
+            out = dense_layer(layer, adjacency, rows)
+            x = x + out if residual else out
+            hidden.append(x)
+            continue
         if pre_norm:
             x = normalized(index, x)
         out = dense_layer(layer, adjacency, x)
         if residual:
             out = out + x @ model.residuals[index].weight.T + model.residuals[index].bias
-        if index == LAYERS - 1 and model.output_linear is None:
+        if index == LAYERS - 1 and not output_linear:
             return out
         if norm != "none" and not pre_norm:
             out = normalized(index, out)
         x = activation(out)
         hidden.append(x)
     last = {"none": x, "sum": sum(hidden), "cat": torch.cat(hidden, 1)}[jumping]
+    if pre_activation:
+        last = activation(normalized(LAYERS, last) if norm != "none" else last)
     return last @ model.output_linear.weight.T + model.output_linear.bias
 
 
@@ -188,6 +213,11 @@ def test_recipes_have_the_published_numbers_of_parameters(name, sizes, layers, o
         ({"activation": "gelu"}, "activation is 'gelu'"),
         ({"pre_norm": True}, "pre_norm has no effect with norm none\n\nhint:"),
         ({"jumping": "sum"}, "jumping sum needs output_linear"),
+        ({"pre_activation": True}, "pre_activation needs input_linear and output_linear"),
+        (
+            {"pre_activation": True, "pre_norm": True, "norm": "layer"},
+            "pre_activation includes pre_norm",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)

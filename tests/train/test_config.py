@@ -10,7 +10,7 @@ import pytest
 
 from gcnzc.cli.commands.data import MakeConfig
 from gcnzc.cli.parser import parse
-from gcnzc.train import option_groups
+from gcnzc.train import model_options, option_groups
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.options import config_from_dict, config_to_dict, option_name
 from gcnzc.train.run import train
@@ -118,6 +118,7 @@ FIRST_OPTIONS = {
     "attention_dropout": 0.0,
     "norm": "none",
     "pre_norm": False,
+    "pre_activation": False,
     "residual": False,
     "skip": True,
     "input_linear": False,
@@ -175,7 +176,7 @@ def test_every_option_of_train_is_in_one_group():
 
 def test_a_group_checks_its_own_options():
     with pytest.raises(ValueError, match=r"--dropout must be from 0 to below 1, got 1\.0"):
-        option_groups.ModelOptions(dropout=1.0)
+        model_options.ModelOptions(dropout=1.0)
     with pytest.raises(ValueError, match="--lr must be finite, got nan"):
         option_groups.OptimizerOptions(lr=float("nan"))
 

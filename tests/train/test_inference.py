@@ -167,6 +167,8 @@ STACKS: list[dict[str, object]] = [
     {"residual": True, "norm": "layer", "pre_norm": True, "input_linear": True},
     {"output_linear": True, "jumping": "cat", "input_linear": True},
     {"output_linear": True, "jumping": "sum", "residual": True},
+    {"pre_activation": True, "residual": True, "norm": "layer"}
+    | {"input_linear": True, "output_linear": True},
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model
+from gcnzc.models.stack import Model
 from gcnzc.train.label_inputs import LabelledTable
 
 # bytes of a tensor that are read at once
@@ -21,7 +21,8 @@ CHUNK_BYTES = 1 << 24
 def fingerprint_of_model(model: Model) -> str:
     """Return a checksum of a model's structure, parameters and buffers."""
     activation = getattr(model.activate, "__qualname__", repr(model.activate))
-    structure = repr(model), activation, model.pre_norm, model.jumping
+    order = model.pre_norm, model.pre_activation, model.adds_input, model.jumping
+    structure = repr(model), activation, *order
     digest = hashlib.sha256(repr(structure).encode())
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} {checksum(value)}".encode())

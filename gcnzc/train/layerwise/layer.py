@@ -9,8 +9,8 @@ from torch import Tensor
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models.gnn import Model, parameter_dtype
 from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees, scale_dtype
+from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.layerwise.ranges import (
     assign_equal_ranges,
@@ -55,7 +55,7 @@ class FullLayer:
         self.is_projected = is_smaller or self.layer.must_project_first
         # a gather also dequantizes rows and converts their dtype
         has_same_dtype = not table.is_sparse and table.rows.dtype == self.dtype
-        is_readable = has_same_dtype and not table.rows.is_cuda and not model.pre_norm
+        is_readable = has_same_dtype and not table.rows.is_cuda and not model.transforms_inputs
         self.is_in_place = device.type == "cpu" and (self.is_projected or is_readable)
         self.neighbours = Sampler(graph, [-1])
         # the rows that are aggregated: input rows, or projected rows
@@ -107,6 +107,8 @@ class FullLayer:
             self.aggregate_in_place if self.is_in_place else self._aggregate_gathered
         )
         out, x_target = aggregate(ids, is_range)
+        if self.model.pre_activation:
+            x_target = self._rows(self.table, self.row_of, ids)
         return self.model.transform_output(self.index, out, x_target)
 
     def aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
@@ -150,7 +152,7 @@ class FullLayer:
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Return the layer's input rows of nodes, on its device."""
-        return self.model.normalize_input(self.index, self._rows(self.table, self.row_of, ids))
+        return self.model.transform_input(self.index, self._rows(self.table, self.row_of, ids))
 
     def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
         at = ids if row_of is None else row_of[ids]
