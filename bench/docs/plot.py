@@ -146,21 +146,23 @@ def aggregate_cpu(lines: Sequence[Line]) -> Figure:
 def accuracy(lines: Sequence[Line]) -> Figure:
     """Draw the mean and standard deviation of test accuracies over seeds, and the targets."""
     cases = newest([c for c in lines if "test_percent" in c], "graph", "model", "sampler")
-    figure = new_figure("Test accuracy, and the target of each graph and model", cases, 8, 5)
+    figure = new_figure("Test accuracy: mean, standard deviation, target", cases, 8, 6)
     axes: Axes = figure.subplots()
     names = sorted({(c["graph"], c["model"]) for c in cases}, reverse=True)
-    for number, sampler in enumerate(sorted({c["sampler"] for c in cases}, reverse=True)):
+    samplers = {"gcnzc": "sampled by gcnzc", "dgl": "sampled by DGL", "none": "full batch"}
+    for number, (sampler, label) in enumerate(samplers.items()):
         mine = [c for c in cases if c["sampler"] == sampler]
+        heights = [names.index((c["graph"], c["model"])) + 0.25 * (1 - number) for c in mine]
         axes.errorbar(
             [c["test_percent"] for c in mine],
-            [names.index((c["graph"], c["model"])) - 0.15 * number for c in mine],
+            heights,
             xerr=[c["spread_percent"] for c in mine],
             fmt="o",
-            label=f"sampled by {sampler}, mean and standard deviation",
+            markersize=4,
+            label=label,
         )
-    targets = {(c["graph"], c["model"]): c["target_percent"] for c in cases}
-    heights = [names.index(name) for name in targets]
-    axes.plot(list(targets.values()), heights, "k|", markersize=14, label="target")
+        targets = [c["target_percent"] for c in mine]
+        axes.plot(targets, heights, "k|", label=None if number else "target")
     axes.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
     axes.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
     axes.grid(alpha=0.3)

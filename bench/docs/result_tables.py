@@ -293,18 +293,23 @@ def build() -> str:
 
 @table
 def accuracy() -> str:
-    """Return the table of test accuracies with gcnzc's sampler and with DGL's."""
+    """Return the table of test accuracies with gcnzc's sampler, DGL's, and the whole graph."""
     lines = newest(
         [line for line in read("accuracy") if "test_percent" in line], "graph", "model", "sampler"
     )
     rows = []
     for graph, model in sorted({(graph, model) for graph, model, _ in lines}):
-        gcnzc, dgl = lines.get((graph, model, "gcnzc")), lines.get((graph, model, "dgl"))
-        metric = " (ROC AUC)" if (gcnzc or dgl or {})["metric"] == "rocauc" else ""
-        shown = [None if line is None else spread(line) for line in (gcnzc, dgl)]
-        target = (gcnzc or dgl or {})["target_percent"]
-        rows.append([graph + metric, MODELS[model], *shown, f"{target:g}"])
-    heads = ["graph", "model", "test, %", "with DGL's sampler, %", "target, %"]
+        found = [lines.get((graph, model, sampler)) for sampler in ("gcnzc", "dgl", "none")]
+        metrics = {line["metric"] for line in found if line is not None}
+        metric = " (ROC AUC)" if metrics == {"rocauc"} else ""
+        scores = [None if line is None else spread(line) for line in found]
+        sampled, whole = (
+            None if line is None else f"{line['target_percent']:g}"
+            for line in (found[0] or found[1], found[2])
+        )
+        rows.append([graph + metric, MODELS[model], *scores[:2], sampled, scores[2], whole])
+    heads = ["graph", "model", "sampled, %", "with DGL's sampler, %", "target, %"]
+    heads += ["full batch, %", "target, %"]
     return with_caption(markdown(heads, rows), lines.values(), "python -m bench.training.accuracy")
 
 
