@@ -583,6 +583,7 @@ VALID_OPTIONS |= {
     for name in (
         *("weight_decay", "outer_lr", "outer_momentum", "eager_weight", "checkpoint_every_s"),
         *("dropout", "input_dropout", "attention_dropout"),
+        *("label_smoothing", "label_inputs"),
     )
 }
 # numbers without an upper bound
