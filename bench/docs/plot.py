@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from bench.docs.training_tables import KINDS, best_steps
+from bench.docs.training_tables import KINDS, LAYER_KINDS, best_steps
 from gcnzc.cli.plots import Efficiencies, efficiencies
 from gcnzc.tune.table_shapes import roofs, sweep
 
@@ -194,6 +194,56 @@ def presets(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def precision(lines: Sequence[Line]) -> Figure:
+    """Draw the difference of each precision and float32, and its 95 % interval."""
+    cases = newest(lines, "case", "precision")[::-1]
+    figure = new_figure(
+        "Test scores in mixed precision, minus those in float32", cases, 7, 1.6 + len(cases) / 3
+    )
+    axes: Axes = figure.subplots()
+    means = [case["difference_points"] for case in cases]
+    widths = [case["interval_points"][1] - mean for case, mean in zip(cases, means, strict=True)]
+    axes.errorbar(means, range(len(cases)), xerr=widths, fmt="o")
+    axes.axvline(0, color="black", linewidth=1)
+    axes.axvspan(-0.2, 0.2, color="lightgray", alpha=0.5)
+    names = [f"{case['case']}, {case['precision']}" for case in cases]
+    axes.set_yticks(range(len(cases)), names)
+    axes.margins(y=0.3)
+    axes.set_xlabel("points: mean, 95 % interval (gray: ±0.2)")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def depth(lines: Sequence[Line]) -> Figure:
+    """Draw accuracy and peak memory of each kind of layers, by the number of layers."""
+    cases = newest(lines, "kind", "layers")
+    title = "GCN on cora in full batch: mean and standard deviation, and peak memory"
+    figure = new_figure(title, cases, 8, 4)
+    scores, memory = figure.subplots(1, 2)
+    for kind, label in LAYER_KINDS.items():
+        mine = sorted((c for c in cases if c["kind"] == kind), key=lambda line: line["layers"])
+        layers = [line["layers"] for line in mine]
+        scores.errorbar(
+            layers,
+            [line["test_percent"] for line in mine],
+            yerr=[line["spread_percent"] for line in mine],
+            marker=".",
+            label=label.replace("`", ""),
+        )
+        memory.plot(layers, [line["peak_memory_bytes"] / 2**20 for line in mine], marker=".")
+    scores.axhline(75, color="black", linewidth=1, linestyle=":", label="target of 100 layers")
+    scores.set_ylabel("test accuracy in percent")
+    memory.set_ylabel("peak memory of the process in MiB")
+    memory.set_ylim(bottom=0)
+    for panel in (scores, memory):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(layers, [str(number) for number in layers])
+        panel.set_xlabel("layers")
+        panel.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
 def steps(lines: Sequence[Line]) -> Figure:
     """Draw the times of training steps of the systems, and the floor."""
     best = best_steps(lines)
@@ -370,6 +420,8 @@ PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "feature_cache": ("hot", feature_cache),
     "accuracy": ("accuracy", accuracy),
     "presets": ("presets", presets),
+    "precision": ("precision", precision),
+    "depth": ("depth", depth),
     "steps": ("steps", steps),
     "collectives": ("collectives", collectives),
     "strategies-amazon_photo": ("strategies", strategies("amazon_photo", 6)),

@@ -14,6 +14,11 @@ from bench.docs.result_tables import (
 )
 
 KINDS = {"sage": "GraphSAGE", "gcn": "GCN", "gat": "GAT"}
+LAYER_KINDS = {
+    "plain": "without residuals",
+    "linear": "`--residual`",
+    "pre-activation": "`--pre-activation --residual`",
+}
 
 
 @table
@@ -42,6 +47,46 @@ def presets() -> str:
     heads.append("seconds per epoch")
     command = "python -m bench.training.presets PRESET"
     return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+@table
+def precision() -> str:
+    """Return the table of scores and epochs in mixed precision, compared with float32."""
+    lines = newest(read("precision"), "case", "precision")
+    rows = []
+    for (case, name), line in lines.items():
+        low, high = line["interval_points"]
+        rows.append(
+            [
+                f"`{case}`",
+                f"`{name}`",
+                f"{line['float32_percent']:.2f}",
+                f"{line['test_percent']:.2f}",
+                f"{line['difference_points']:+.2f} ({low:+.2f} to {high:+.2f})",
+                line["seeds"],
+                max(line["epochs"]),
+                f"{line['speedup']:.2f}",
+            ]
+        )
+    heads = ["preset", "precision", "float32, %", "mixed, %", "difference, points (95 % interval)"]
+    heads += ["seeds", "epochs", "speed-up of an epoch"]
+    command = "python -m bench.training.precision PRESET"
+    return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+@table
+def depth() -> str:
+    """Return the table of scores, memory and time of models by their number of layers."""
+    lines = newest(read("depth"), "kind", "layers")
+    rows = []
+    for layers in sorted({layers for _, layers in lines}):
+        scores = [spread(lines[kind, layers]) for kind in LAYER_KINDS]
+        deep = lines["pre-activation", layers]
+        memory = f"{deep['peak_memory_bytes'] / 2**20:,.0f}"
+        rows.append([layers, *scores, memory, f"{deep['epoch_s']:.2g}"])
+    heads = ["layers", *(f"{name}, %" for name in LAYER_KINDS.values())]
+    heads += ["peak memory, MiB", "seconds per epoch"]
+    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.training.depth")
 
 
 def best_steps(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
