@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
-from torch.nn import functional
 
-from gcnzc.kernels.aggregate.dropout import dropout, relu_dropout_
+from gcnzc.kernels.aggregate.dropout import elu_dropout_, relu_dropout_
 from gcnzc.models.checks import check_probability, resolve_norm
 from gcnzc.models.layers import (
     GATLayer,
@@ -253,12 +252,7 @@ class GATv2(GAT):
     layer_class = GATv2Layer
 
 
-def _elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
-    x = functional.elu(x, inplace=True)
-    return dropout(x, p, seed) if p else x
-
-
 def _make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
     """Return a function of (x, p, seed): activation and dropout; it may overwrite x."""
     check_choice("activation", name, ACTIVATIONS)
-    return relu_dropout_ if name == "relu" else _elu_dropout_
+    return relu_dropout_ if name == "relu" else elu_dropout_

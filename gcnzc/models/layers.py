@@ -16,6 +16,7 @@ from gcnzc.kernels.aggregate import aggregate
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
 from gcnzc.models.autocast import add_linear
+from gcnzc.models.head_projection import project_heads
 from gcnzc.sampling.batch import Block
 
 # the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
@@ -197,7 +198,7 @@ class SAGELayer(Layer):
         mean = hop.aggregate(rows, scale)
         if self.self_loops:
             mean = mean.addcmul_(hop.target_rows(rows), scale[:, None])
-        out = add_bias(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
+        out = add_bias_(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
         return add_linear(out, x_target, self.own.weight)
 
 
@@ -236,7 +237,7 @@ class GCNLayer(Layer):
         total = hop.aggregate(rows, norms * hop.target_degrees / num_sampled, hop.source_norms)
         total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
         if is_projected:
-            return add_bias(total, self.bias)
+            return add_bias_(total, self.bias)
         return functional.linear(total, self.weight, self.bias)
 
 
@@ -272,7 +273,7 @@ class GINLayer(Layer):
         scale = hop.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
         total = hop.aggregate(rows, scale)
         total = total.add_(hop.target_rows(rows))
-        out = add_bias(total, self.first.bias) if is_projected else self.first(total)
+        out = add_bias_(total, self.first.bias) if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
 
 
@@ -333,31 +334,46 @@ class GATLayer(Layer):
         """Return the sources' terms of the attention scores, (n, heads)."""
         return self._attention_scores(x, self.source_attention)
 
-    def _attention_scores(self, x: Tensor, attention_HF: Tensor) -> Tensor:
+    def _attention_scores(self, x: Tensor, *attention_HF: Tensor) -> Tensor:
+        """Return the terms of each attention vector and head, (n, vectors * heads)."""
         # a (W x) is computed as (a W) x, without projecting x
-        return x @ (attention_HF[:, None, :] @ self.weight).squeeze(1).t()
+        vectors = [(each[:, None, :] @ self.weight).squeeze(1) for each in attention_HF]
+        return x @ torch.cat(vectors).t()
 
     def compute_targets(
         self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
+        target_scores = self._attention_scores(x_target, self.target_attention)
+        return self._combine_rows(hop, rows, scores, target_scores, x_target, is_projected)
+
+    def _combine_rows(
+        self,
+        hop: Hop,
+        rows: Tensor,
+        scores: Tensor,
+        target_scores: Tensor,
+        x_target: Tensor,
+        is_projected: bool,
+    ) -> Tensor:
+        """Compute the targets as `compute_targets` does, given their terms of the scores."""
         row_heads = self.heads if is_projected else 1  # heads in one row
         out_THF = hop.gat_aggregate(
             rows.view(rows.shape[0], row_heads, -1),
             scores,
-            self._attention_scores(x_target, self.target_attention),
+            target_scores,
             dropout=self.dropout if self.training else 0.0,
             seed=random_seed() if self.training and self.dropout else 0,
         )
+        bias = self.bias if self.concatenate else None
         if not is_projected:
-            out_THF = (out_THF.transpose(0, 1) @ self.weight.mT).transpose(0, 1)
-        return self._finish(out_THF, x_target)
-
-    def _finish(self, out_THF: Tensor, x_target: Tensor) -> Tensor:
-        """Combine the heads, and add bias and skip connection."""
-        out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
-        if self.bias is not None:
-            out = add_bias(out, self.bias)
+            out = project_heads(out_THF, self.weight, bias)
+        else:
+            out = out_THF.flatten(1)
+            out = out if bias is None else out + bias.to(out.dtype)
+        if not self.concatenate:
+            out = out.view(-1, self.heads, self.out_features).mean(1)
+            out = out if self.bias is None else add_bias_(out, self.bias)
         return out if self.skip is None else self.skip(x_target).add_(out)
 
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
@@ -369,26 +385,22 @@ class GATLayer(Layer):
         """
         sizes = (block.num_src, block.num_dst, block.indices.shape[0])
         is_narrower = x_source.requires_grad and self.out_features <= self.in_features
-        is_projected = is_narrower or self.should_project_first(*sizes)
-        if not (block.is_full_batch and is_projected):
-            return super().forward(block, x_source, x_target)
-        rows = self.project(x_source)
-        # (2 heads, heads * out_features): a row has the vector of its head, and zeros elsewhere
-        attention = torch.cat([
-            torch.block_diag(*vectors.unbind())
-            for vectors in (self.source_attention, self.target_attention)
-        ])  # fmt: skip
-        scores_source, scores_target = (rows @ attention.t()).split(self.heads, 1)
-        out_THF = gat_aggregate(
-            block.indptr,
-            block.indices,
-            rows.view(rows.shape[0], self.heads, -1),
-            scores_source,
-            scores_target[: block.num_dst],
-            dropout=self.dropout if self.training else 0.0,
-            seed=random_seed() if self.training and self.dropout else 0,
+        is_projected = self.should_project_first(*sizes) or (block.is_full_batch and is_narrower)
+        rows = self.project(x_source) if is_projected else x_source
+        attention = self.source_attention, self.target_attention
+        # one product for the terms of sources and targets: its gradient is added to that of the
+        # input once
+        if block.is_full_batch and is_projected:
+            # (2 heads, heads * out_features): a row has the vector of its head, and zeros elsewhere
+            vectors = [torch.block_diag(*each.unbind()) for each in attention]
+            scores = rows @ torch.cat(vectors).t()
+        else:
+            scores = self._attention_scores(x_source, *attention)
+        source_scores, target_scores = scores.split(self.heads, 1)
+        hop = Hop(block.indptr, block.indices, None)
+        return self._combine_rows(
+            hop, rows, source_scores, target_scores[: block.num_dst], x_target, is_projected
         )
-        return self._finish(out_THF, x_target)
 
 
 class GATv2Layer(Layer):
@@ -460,7 +472,7 @@ class GATv2Layer(Layer):
         )
         out = out_THF.flatten(1) if self.concatenate else out_THF.mean(1)
         if self.bias is not None:
-            out = add_bias(out, self.bias)
+            out = out + self.bias.to(out.dtype)
         return out if self.skip is None else self.skip(x_target).add_(out)
 
 
@@ -470,9 +482,12 @@ def random_seed() -> int:
     return int(torch.randint(2**63 - 1, ()))
 
 
-def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """Return `x + bias` with the dtype of `x`, which under autocast is not that of the bias."""
-    return x + bias.to(x.dtype)
+def add_bias_(x: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias to `x` in place, in the dtype of `x`, which under autocast is another.
+
+    `x` must not be a view: autograd would copy its gradient.
+    """
+    return x.add_(bias.to(x.dtype))
 
 
 def scale_dtype(rows: torch.dtype) -> torch.dtype:

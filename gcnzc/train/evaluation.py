@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gcnzc.datasets.source import PARTS
 from gcnzc.exchange import Group
+from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
@@ -44,12 +45,14 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
-    fanouts = config.evaluate_fanouts or trained.fanouts
-    kept = trained.evaluate_fanouts if config.evaluate != "sampled" else fanouts
-    trained = replace(trained, evaluate=config.evaluate, evaluate_fanouts=kept)
+    fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
+    if config.evaluate == "sampled":
+        fanouts = fanouts or trained.fanouts
+    trained = replace(trained, evaluate=config.evaluate, evaluate_fanouts=fanouts)
     source = config.data or trained.data
     assert source is not None, "read_config has checked"
     data = load(source, allow_nan=trained.allow_nan)
+    check_features(data, source)
     device = choose_device(config.device)
     task = build_task(trained, data)
     check_names(read_schema(config.run, trained), data, source)
@@ -82,6 +85,19 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }
+
+
+def check_features(data: Dataset, source: Path) -> None:
+    """Check that a graph has features, before a model is built for it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if data.table is None:
+        raise ValueError(
+            f"{source} has no features, which the model reads\n\n"
+            "hint: prepare it with the features of the graph that the model was trained on"
+        )
 
 
 def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from gcnzc.models.link import LinkModel
 from gcnzc.models.stack import Model
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
-from gcnzc.train.evaluation import load_best
+from gcnzc.train.evaluation import check_features, load_best
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, with_labels
 from gcnzc.train.layerwise.scratch import remove_scratch
@@ -114,11 +114,7 @@ def load_model(run: Path, source: Path | None = None, device: str = "auto") -> T
     schema = read_schema(run, trained)
     data = load(source, allow_nan=trained.allow_nan)
     check_names(schema, data, source)
-    if data.table is None:
-        raise ValueError(
-            f"{source} has no features, which the model reads\n\n"
-            "hint: prepare it with the features of the graph that the model was trained on"
-        )
+    check_features(data, source)
     model: Model | LinkModel
     if trained.task == "link":
         model = build_link_model(trained, data)

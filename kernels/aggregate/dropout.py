@@ -1,4 +1,4 @@
-"""Dropout, optionally fused with ReLU, with a counter-based random generator.
+"""Dropout, optionally fused with ReLU or ELU, with a counter-based random generator.
 
 Dropout: Srivastava et al., JMLR 2014. On a CPU torch generates the random bits sequentially,
 which takes half of the time of a training step of GraphSAGE. Here the bits are a function of the
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from numba import njit, uint64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gcnzc.kernels.half_precision import KINDS, as_array, narrowed, widened
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
@@ -69,9 +70,9 @@ def _scale(p: float) -> float:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _dropout_numba(x, out, threshold, scale, floor, key_0, key_1, begin, end):
+def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
-    zero = x.dtype.type(0)  # also the kind of the elements
+    kind, dropped_element = x.dtype.type(0), narrowed(dropped, x.dtype.type(0))
     for chunk in range(begin, end):
         first = chunk * COUNTERS
         for i in range(COUNTERS):
@@ -87,7 +88,19 @@ def _dropout_numba(x, out, threshold, scale, floor, key_0, key_1, begin, end):
                 is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
                 value = widened(x[position + i])
                 is_kept = is_kept and not value <= floor
-                out[position + i] = narrowed(value * scale, zero) if is_kept else zero
+                # with a `dropped` of -0, the subtraction turns a kept -0 into 0
+                kept = narrowed(value * scale - dropped, kind)
+                out[position + i] = kept if is_kept else dropped_element
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
+    kind, zero, one = out.dtype.type(0), scale - scale, scale / scale
+    for i in range(begin, end):
+        value = widened(out[i])
+        is_dropped = value == zero and math.copysign(one, value) < zero
+        factor = scale if value > zero else value + scale
+        grad_x[i] = narrowed(zero if is_dropped else widened(grad[i]) * factor, kind)
 
 
 # count and seed change between minibatches, and must not cause a recompilation
@@ -136,17 +149,19 @@ def dropout_numba(
     threads: int | None = None,
     *,
     floor: float = math.nan,
+    dropped: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """`dropout_reference` on the CPU, for contiguous `x` of a dtype in `KINDS`; `out` may be `x`.
 
-    Half precision is multiplied in float32 and rounded once, as torch does.
+    Half precision is multiplied in float32 and rounded once, as torch does. Dropped elements are
+    set to `dropped`, 0 or -0; with -0, no other element of the result is -0.
     """
     out = torch.empty_like(x) if out is None else out
     flat, out_flat = as_array(x), as_array(out)
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
     wide: Any = np.float64 if x.dtype == torch.float64 else np.float32
-    threshold, scale, floor = np.uint32(_threshold(p)), wide(_scale(p)), wide(floor)
+    threshold, scale = np.uint32(_threshold(p)), wide(_scale(p))
     num_chunks = -(-len(flat) // CHUNK)
     parallel_for(
         _dropout_numba,
@@ -155,7 +170,8 @@ def dropout_numba(
         out_flat,
         threshold,
         scale,
-        floor,
+        wide(floor),
+        wide(dropped),
         key_0,
         key_1,
         threads=threads,
@@ -221,6 +237,28 @@ class _ReluDropout(torch.autograd.Function):
         return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
 
 
+class _EluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        torch.nn.functional.elu_(x)
+        # dropped elements are -0, so that the backward pass recognizes them
+        dropout_numba(x, p, seed, dropped=-0.0, out=x)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        ctx.scale = _scale(p)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        wide: Any = np.float64 if out.dtype == torch.float64 else np.float32
+        grad_x = torch.empty_like(out)
+        arrays = (as_array(tensor) for tensor in (out, grad.contiguous(), grad_x))
+        parallel_for(_elu_dropout_grad, out.numel(), *arrays, wide(ctx.scale), grain_size=1 << 15)
+        return grad_x, None, None
+
+
 def _check_probability(p: float) -> None:
     if not 0 <= p < 1 or _threshold(p) == NUM_LEVELS:
         raise ValueError(f"the dropout probability is {p}\n\nhint: use a number from 0 to below 1")
@@ -268,3 +306,27 @@ def relu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
     if not x.is_cuda and x.dtype not in KINDS:
         return dropout(x.relu_(), p, seed)
     return _ReluDropout.apply(x, p, seed)
+
+
+def elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
+    """Compute `dropout(elu(x), p, seed)`, on the CPU in place.
+
+    Differentiable once.
+
+    Args:
+        x: as for `relu_dropout_`.
+        p: as for `dropout`; with 0 this is the ELU in place.
+        seed: as for `dropout`.
+
+    Returns:
+        `x`; a new tensor if `x` is not contiguous, or on a GPU.
+
+    Raises:
+        ValueError: p is outside [0, 1), or rounds to 1.
+    """
+    _check_probability(p)
+    if p == 0:
+        return torch.nn.functional.elu_(x)
+    if x.is_cuda or x.dtype not in KINDS:
+        return dropout(torch.nn.functional.elu_(x), p, seed)
+    return _EluDropout.apply(x.contiguous(), p, seed)

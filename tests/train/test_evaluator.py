@@ -7,6 +7,7 @@ import pytest
 import torch
 from by_hand import MODELS, made, random_graph
 from processes import results
+from tiny_graph import tiny
 
 from gcnzc.cli import main
 from gcnzc.exchange import Group, init_group
@@ -200,6 +201,24 @@ def test_wrong_options_are_rejected(graph, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert "hint: " in error
+
+
+def test_sampled_evaluation_uses_the_fanouts_of_the_run(graph, tmp_path, capsys):
+    words = ["--evaluate", "sampled", "--evaluate-fanouts", "-1,-1"]
+    line_of(capsys, "train", graph / "g", *OPTIONS, *words, "--out", tmp_path / "run")
+    exact, _ = line_of(capsys, "evaluate", tmp_path / "run")
+    found, _ = line_of(capsys, "evaluate", tmp_path / "run", "--evaluate", "sampled")
+    for part in ("train", "valid", "test"):
+        assert found[f"{part}_accuracy"] == pytest.approx(exact[f"{part}_accuracy"], abs=1e-3)
+
+
+def test_a_graph_without_features_is_rejected(graph, tmp_path, capsys):
+    line_of(capsys, "train", graph / "g", *OPTIONS, "--out", tmp_path / "run")
+    tiny().but(features=None).write(tmp_path / "bare")
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "bare")]) == 1
+    error = capsys.readouterr().err
+    assert "has no features, which the model reads" in error
+    assert "hint: " in error
 
 
 def test_a_config_checks_the_fanouts():

@@ -246,6 +246,17 @@ def test_rows_of_another_computation_are_refused(small, tmp_path):
         inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
 
 
+def test_a_journal_line_that_is_not_whole_is_ignored(tmp_path):
+    whole = b'{"rows": "layer-1", "begin": 0, "end": 4}\n'
+    for rank in (0, 1):
+        cut = b'{"rows": "layer-1", "begin": 4, "end": 8}'
+        (tmp_path / f"journal-{rank}.jsonl").write_bytes(whole + cut)
+    assert journal.Journal(tmp_path, 0).spans == {"layer-1": {(0, 4)}}
+    assert (tmp_path / "journal-0.jsonl").read_bytes() == whole
+    # the file of another worker, which may be writing it
+    assert (tmp_path / "journal-1.jsonl").read_bytes() == whole + cut
+
+
 def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     monkeypatch.setattr(inference_module, "MIN_MEMORY", 1 << 20)
     graph, model = random_graph(), made("gcn", 5, 8, 4)
@@ -262,6 +273,13 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="not a scratch folder: it has mine"):
         inference(model, graph, table, scratch=tmp_path)
     assert (tmp_path / "mine").read_text() == "kept"
+    # such as a file that a process of another machine is writing
+    foreign = tmp_path / "below" / f".file.{2**22}.partial"
+    foreign.parent.mkdir()
+    foreign.touch()
+    with pytest.raises(ValueError, match="not a scratch folder"):
+        inference(model, graph, table, scratch=tmp_path)
+    assert foreign.exists()
     folder = tmp_path / "used"
     folder.mkdir()
     with scratch_module._locked(folder), pytest.raises(ValueError, match="uses the scratch folder"):

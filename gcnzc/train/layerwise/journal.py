@@ -43,12 +43,11 @@ class Journal:
         whole = 0
         data = path.read_bytes()
         for line in data.splitlines(keepends=True):
-            try:
-                entry = json.loads(line)
-                self._add(entry)
-            except (ValueError, KeyError, TypeError):
-                break
             if not line.endswith(b"\n"):
+                break
+            try:
+                self._add(json.loads(line))
+            except (ValueError, KeyError, TypeError):
                 break
             whole += len(line)
         if path == self.path and whole < len(data):

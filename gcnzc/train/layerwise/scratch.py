@@ -155,10 +155,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _claim(folder: Path, identity: Mapping[str, Any] | None) -> None:
     """Check whose rows a folder has, and record whose it has from now on."""
-    remove_partial(folder)
     path = folder / IDENTITY
     if not path.exists():
-        others = sorted(found.name for found in folder.iterdir())
+        names = (found.name for found in folder.iterdir())
+        others = sorted(name for name in names if not name.startswith(f".{IDENTITY}."))
         if others:
             raise ValueError(
                 f"{folder} is not a scratch folder: it has {others[0]}\n\n"
@@ -174,7 +174,9 @@ def _claim(folder: Path, identity: Mapping[str, Any] | None) -> None:
                 f"{folder} has rows of another computation: {', '.join(differing)} differ\n\n"
                 "hint: give another folder, or delete this one if its rows are not needed"
             )
+        remove_partial(folder)
         return
+    remove_partial(folder)
     files.write_json(path, identity or {"format": FORMAT, "temporary": True})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gcnzc._files import sync
 from gcnzc.features.table import FeatureTable
 from gcnzc.system.host_memory import PAGE_BYTES
 from gcnzc.train.layerwise.journal import Journal
@@ -59,9 +60,13 @@ class StoredRows:
                 f"{path} has {found:,} bytes instead of {num_bytes:,}, but its journal lists "
                 f"finished rows\n\nhint: delete the folder {path.parent}, and start again"
             )
+        is_new = not path.exists()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if found < num_bytes:
             os.ftruncate(self._file, num_bytes)
+        if is_new:
+            # the journal must not list rows of a file that a power failure removes
+            sync(path.parent)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):

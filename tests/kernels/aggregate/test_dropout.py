@@ -9,6 +9,7 @@ from gcnzc.kernels.aggregate.dropout import (
     dropout_numba,
     dropout_reference,
     dropout_triton,
+    elu_dropout_,
     relu_dropout_,
 )
 
@@ -51,6 +52,39 @@ def test_relu_dropout_gradients_are_correct(dtype, share):
     # what is written over is not the leaf
     (relu_dropout_(leaf * 1, share, 9) * weight).sum().backward()
     assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_elu_dropout_equals_elu_and_dropout(dtype, share):
+    x = torch.randn(50, 60, dtype=dtype)
+    # kept zeros have the gradient 1, and are not mistaken for dropped elements
+    x[:, :4] = torch.tensor([0.0, -0.0, 6e-8, -6e-8], dtype=dtype)
+    leaf, weight = x.requires_grad_(), torch.randn(50, 60, dtype=dtype)
+    separate = dropout(torch.nn.functional.elu(leaf), share, 9)
+    (separate * weight).sum().backward()
+    expected, leaf.grad = leaf.grad, None
+    out = leaf * 1
+    assert elu_dropout_(out, share, 9) is out
+    assert torch.equal(out, separate)
+    (out * weight).sum().backward()
+    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-9}.get(dtype, 1e-6)
+    torch.testing.assert_close(leaf.grad, expected, rtol=bound, atol=bound)
+    if share:
+        dropped = dropout(torch.ones_like(leaf), share, 9) == 0
+        assert torch.equal(leaf.grad == 0, dropped)
+
+
+def test_elu_dropout_keeps_nan_and_rejects_a_leaf():
+    x = torch.full((1000,), float("nan"), requires_grad=True)
+    out = elu_dropout_(x * 1, 0.5, 0)
+    assert out.isnan().any()
+    out.sum().backward()
+    assert torch.equal(x.grad.isnan(), out.isnan())
+    with pytest.raises(RuntimeError, match="leaf"):
+        elu_dropout_(torch.ones(3, requires_grad=True), 0.5, 0)
+    with pytest.raises(ValueError, match="the dropout probability is 1"):
+        elu_dropout_(torch.ones(3), 1.0, 0)
 
 
 def test_relu_dropout_keeps_nan_and_rejects_a_leaf():
