@@ -4,7 +4,7 @@ Notation: S sources, T targets, E edges of a block, H heads, F columns of a head
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ def export_model(model: Model) -> ExportedProgram:
 
     Raises:
         TypeError: `model` is not a model of gcnzc.
+        ValueError: its activation is another function than ReLU and ELU.
     """
     check_kind("model", model, Model, "pass a model of gcnzc.models")
     program = _PlainModel(model)
@@ -159,9 +160,7 @@ class _PlainModel(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).eval()
-        # another module is chosen by its effect on one number: relu or elu
-        is_relu = bool((model.activate(torch.tensor([-1.0]), 0.0, 0) == 0).all())
-        self.model.activate = _relu if is_relu else _elu
+        self.model.activate = _plain_activation(model)
 
     def forward(
         self,
@@ -199,6 +198,19 @@ class _PlainModel(nn.Module):
 def _first(rows: Tensor, count: int) -> Tensor:
     """Return the first rows; the size of a slice would depend on both sizes in the program."""
     return rows.index_select(0, torch.arange(count, device=rows.device))
+
+
+def _plain_activation(model: Model) -> Callable[[Tensor, float, int], Tensor]:
+    """Return the activation of a model as torch operations, found by its values."""
+    x = torch.linspace(-4, 4, 17)
+    found = model.activate(x.clone(), 0.0, 0)
+    for plain in (_relu, _elu):
+        if torch.allclose(found, plain(x, 0.0, 0)):
+            return plain
+    raise ValueError(
+        "the activation of the model is neither ReLU nor ELU\n\n"
+        "hint: only models with `activation` relu or elu can be exported"
+    )
 
 
 def _relu(x: Tensor, p: float, seed: int) -> Tensor:

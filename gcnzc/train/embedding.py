@@ -52,7 +52,7 @@ def embed_nodes(
         run: the run folder.
         data: a graph with the same features, which may have other nodes and no labels; None for
             that of the run.
-        layer: number of the layer, from 1; its output is taken after normalization and activation.
+        layer: number of the layer, from 1; its output is taken as the next layer receives it.
             None for the last hidden layer, or in link prediction for the rows from which the scores
             are computed.
         device: `auto`, `cpu` or `cuda`.

@@ -27,7 +27,7 @@ BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "
 
 
 def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Evaluate the best model of a run on every split.
+    """Evaluate the best model of a run on the splits that its task scores.
 
     Args:
         config: the run folder, and the options of `gcnzc evaluate`.
@@ -159,8 +159,10 @@ def _check_sizes(
 
 
 def _num_columns(state: Mapping[str, Any]) -> int | None:
-    """Return the input width of the first layer; None if there is no such layer."""
+    """Return the input width of the model; None if there is no such layer."""
     for name, value in state.items():
+        if name.endswith("input_linear.weight"):
+            return int(value.shape[1])
         # attention vectors also have two axes
         is_weight = "layers.0." in name and name.endswith("weight")
         if is_weight and isinstance(value, Tensor) and value.ndim > 1:
@@ -169,7 +171,10 @@ def _num_columns(state: Mapping[str, Any]) -> int | None:
 
 
 def _num_outputs(state: Mapping[str, Any]) -> int | None:
-    """Return the output width of the last layer; None if there is no such layer."""
+    """Return the output width of the model; None if there is no such layer."""
+    for name, value in state.items():
+        if name.endswith("output_linear.bias"):
+            return len(value)
     biases = {
         name: value
         for name, value in state.items()

@@ -16,8 +16,7 @@ from gcnzc.models.layers import EDGE_COST, Layer
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.train.layerwise.ranges import BATCH_NODES, degrees_of, limit_batch_nodes, needed_nodes
 
-# multiply-adds that finding the source of an edge and renumbering it cost; a column of an edge
-# costs EDGE_COST of them
+# the cost of finding and renumbering one edge, in multiply-adds: that of aggregating 8 columns
 INDEX_COST = 8 * EDGE_COST
 
 # fraction of the memory that the rows of layers may use
@@ -51,7 +50,7 @@ def choose_evaluation(
         graph: the whole graph.
         nodes: (M,) int64 ids of the evaluated nodes.
         num_columns: columns of the features.
-        memory_bytes: host memory of the machine.
+        memory_bytes: host memory and swap of the machine.
     """
     needed = predict_cost(model, graph, nodes, num_columns)
     exact = predict_cost(model, graph, None, num_columns)
@@ -92,7 +91,7 @@ def predict_cost(model: Model, graph: Graph, nodes: Tensor | None, num_columns: 
         operations += counts[0] * num_columns * model.input_linear.out_features
     for layer, (sources, targets), num_edges in zip(layers, pairwise(counts), edges, strict=True):
         operations += _layer_operations(layer, sources, targets, num_edges)
-    # those whose sources are found, and those between nodes that are renumbered
+    # edges whose sources must be found, plus edges between nodes that must be renumbered
     indexed = sum(edges) if nodes is not None else 0
     indexed += sum(count for ids, count in zip(needed[1:], edges, strict=True) if ids is not None)
     widths = [num_columns if model.input_linear is None else layers[0].in_features, *model.widths]

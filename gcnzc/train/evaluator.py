@@ -44,8 +44,8 @@ class Evaluator:
     ) -> None:
         """Choose a method if it is "auto", and say which and why; a collective call.
 
-        The choice depends on the graph, the model and the memory of the machine of worker 0, not on
-        the memory that is free, so that a resumed run chooses the same.
+        The choice depends on the graph, the model and the total memory of the machine of worker 0,
+        not on free memory, so that a run that is resumed on this machine makes the same choice.
         """
         if self.method != "auto":
             return

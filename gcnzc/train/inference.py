@@ -77,7 +77,8 @@ def inference(
 
     With `scratch`, these rows are written to files instead, and read in bounded memory. The outputs
     are bit-identical. If the process is interrupted or killed, or the disk is full, another call
-    with the same arguments continues with the ranges of nodes that are finished.
+    with the same arguments reuses the finished ranges of nodes and computes
+    the others.
 
     Args:
         model: a model on `device`.
@@ -86,8 +87,9 @@ def inference(
         device: device of the computation; the rows of hidden layers stay on the host.
         nodes: (M,) int32 or int64 node ids, on the host: a tensor, an array or a list. Hidden
             layers are computed only for the nodes that these depend on. Default: all, in order.
-        layer: return the output of this layer, from 1, after normalization and activation. Default:
-            the logits.
+        layer: return the output of this layer, from 1, as the next layer receives it; with
+            `pre_norm` or `pre_activation`, before the normalization and activation of the next
+            layer. Default: the logits.
         batch_nodes: maximum number of nodes that are computed at a time. There are fewer if the
             graph is small, or if their in-edges would exceed 2**20.
         progress: called with (done, total): the output rows that this worker has computed, and
@@ -101,10 +103,9 @@ def inference(
         memory: with `scratch`, bytes for the rows of layers in this process at a time, at least
             2**20: those of the in-neighbours that are aggregated. In addition, memory holds the
             inputs and outputs of one range of `batch_nodes` nodes, and a few bytes for each node of
-            the graph. On a GPU, for a model with
-            `pre_norm` or `pre_activation`, and for features whose dtype is not
-            the model's, it also holds the input rows of the in-neighbours of one range. Default: an
-            eighth of the available memory.
+            the graph. It also holds the input rows of the in-neighbours of one range if the device
+            is a GPU, the model has `pre_norm` or `pre_activation`, or the dtype of the features is
+            not the model's. Default: an eighth of the available memory.
 
     Returns:
         (M, columns) or (N, columns) on the host, the same on all workers. The workers of one

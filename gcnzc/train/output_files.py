@@ -76,10 +76,13 @@ class OutputFiles:
         Raises:
             ValueError: it was moved or removed.
         """
-        is_same = folder_identity(self.folder) == self._identity
+        if self._identity is None:
+            return
+        is_ours = folder_identity(self.folder) == self._identity
         # some network file systems number a folder anew
-        is_ours = is_same or _time_of(self.folder / CONFIG) == self._config_time is not None
-        if self._identity is not None and not is_ours:
+        if not is_ours and self._config_time is not None:
+            is_ours = _time_of(self.folder / CONFIG) == self._config_time
+        if not is_ours:
             raise ValueError(moved(self.folder))
 
     def causes(self) -> dict[str, str]:

@@ -107,6 +107,8 @@ def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     write_schema(trainer.folder, trainer.data)
     # written last: a folder without this file has no run
     files.write_json(trainer.folder / CONFIG, config_to_dict(trainer.config))
+    # again, since the folder is also identified by the time of this file
+    trainer.files.identify()
     return b""
 
 

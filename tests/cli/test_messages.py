@@ -142,9 +142,10 @@ def test_a_graph_of_another_size_is_reported_with_both_numbers(tmp_path, capsys)
         make(tmp_path / f"{name}-raw", "planted", shape, seed=3)
         prepare(tmp_path / f"{name}-raw", tmp_path / name)
     own = tmp_path / "own"
-    for model in ("sage", "gat", "gatv2"):
+    linear = ["--input-linear", "--output-linear"]
+    for model, options in (("sage", []), ("gcn", linear), ("gat", []), ("gatv2", ["--no-skip"])):
         run = tmp_path / f"run-{model}"
-        words = ["--model", model, *(["--no-skip"] if model == "gatv2" else [])]
+        words = ["--model", model, *options]
         assert main(["train", str(own), *TRAINING, *words, "--out", str(run)]) == 0
         for name, words in (
             ("columns", f"has 9 feature columns, but the model was trained on {own} with 8"),

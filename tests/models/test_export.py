@@ -69,3 +69,10 @@ def test_an_exported_model_equals_the_model_for_any_sizes(name, tmp_path):
 def test_other_modules_are_rejected():
     with pytest.raises(TypeError, match="model"):
         export_model(torch.nn.Linear(3, 3))
+
+
+def test_another_activation_is_rejected():
+    model = models.SAGE(5, 8, 3)
+    model.activate = lambda x, p, seed: torch.nn.functional.elu(x, alpha=0.5)
+    with pytest.raises(ValueError, match="neither ReLU nor ELU"):
+        export_model(model)

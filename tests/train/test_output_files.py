@@ -17,7 +17,7 @@ from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.system import files
-from gcnzc.train import checkpoint, epoch
+from gcnzc.train import checkpoint, epoch, output_files
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.run import train
@@ -203,3 +203,14 @@ def test_a_moved_folder_is_not_reported_as_a_full_disk(tmp_path):
     with pytest.raises(ValueError, match=r"was moved or removed(.|\n)*hint: "):
         files.attempt("x", (run / "x").touch)
     assert listener.said == []
+
+
+def test_a_new_run_continues_if_its_folder_is_numbered_anew(
+    config, after_epoch, tmp_path, monkeypatch
+):
+    """Some network file systems do so; `config.json` remains the file of the run."""
+    number = output_files.folder_identity
+    after_epoch[1] = lambda: monkeypatch.setattr(
+        output_files, "folder_identity", lambda folder: f"{number(folder)} anew"
+    )
+    assert train(config, tmp_path / "run", Listener())["epochs"] == config.epochs

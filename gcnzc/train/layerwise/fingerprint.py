@@ -61,8 +61,8 @@ def _of_tensors(tensors: Iterable[Tensor]) -> str:
 def checksum(tensor: Tensor) -> str:
     """Return a checksum of the elements of a strided tensor on any device.
 
-    It is a SHA-256 of CRC-32s, which are computed in parallel. It detects other data, but not data
-    that were constructed to have the same checksum.
+    It is a SHA-256 of CRC-32s, which are computed in parallel. It detects accidental
+    changes, not deliberate collisions.
     """
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     row_bytes = rows[:1].numel() * rows.element_size()

@@ -25,7 +25,7 @@ IDENTITY, SUFFIX = "scratch.json", ".rows"
 # with another format, stored rows are not reused
 FORMAT = 1
 
-# a gather maps at most this much of a file at a time, or a quarter of the memory if that is less
+# a gather keeps at most this much of a file resident, or a quarter of the memory if that is less
 WINDOW_BYTES = 1 << 26
 
 

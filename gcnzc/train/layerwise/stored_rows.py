@@ -191,7 +191,7 @@ class StoredTable(FeatureTable):
         return result
 
     def _release(self, memory: mmap.mmap, begin: int, end: int) -> None:
-        """Unmap the pages of a range of rows, which remain in the file."""
+        """Release the resident pages of a range of rows, which remain in the file."""
         start = begin * self.row_bytes // PAGE_BYTES * PAGE_BYTES
         stop = min(end * self.row_bytes, len(memory))
         if stop > start:

@@ -152,7 +152,7 @@ class NodeTask:
 
     @property
     def _has_single_pass(self) -> bool:
-        """Whether the whole graph is computed in one pass; its rows have no label inputs."""
+        """Whether one pass over the whole graph is used, which has no columns of label inputs."""
         has_rows = self.whole_graph is not None and self.label_inputs is None
         return has_rows and self.evaluator.method == "needed"
 
