@@ -270,7 +270,11 @@ def _launch(
 
 
 def _check_supported(kernel: Any) -> None:
-    """Raise a NotImplementedError if a kernel needs more than one block at a time."""
+    """Raise a NotImplementedError if a kernel has what the executor does not provide.
+
+    Blocks of a cluster wait for each other, but blocks are executed one after another. Scratch
+    memory is allocated by Triton's launcher, which is not used.
+    """
     if kernel.metadata.num_ctas != 1 or getattr(kernel.metadata, "global_scratch_size", 0):
         raise NotImplementedError(
             f"{kernel.name} has clusters of blocks or scratch memory, which are not executed\n\n"

@@ -77,8 +77,7 @@ def inference(
 
     With `scratch`, these rows are written to files instead, and read in bounded memory. The outputs
     are bit-identical. If the process is interrupted or killed, or the disk is full, another call
-    with the same arguments reuses the finished ranges of nodes and computes
-    the others.
+    with the same arguments reuses the finished ranges of nodes and computes the others.
 
     Args:
         model: a model on `device`.

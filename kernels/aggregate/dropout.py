@@ -95,10 +95,10 @@ def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
-    kind, zero, one = out.dtype.type(0), scale - scale, scale / scale
+    kind, zero = out.dtype.type(0), scale - scale
     for i in range(begin, end):
         value = widened(out[i])
-        is_dropped = value == zero and math.copysign(one, value) < zero
+        is_dropped = value == zero and math.copysign(scale, value) < zero
         factor = scale if value > zero else value + scale
         grad_x[i] = narrowed(zero if is_dropped else widened(grad[i]) * factor, kind)
 
