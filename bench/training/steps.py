@@ -14,7 +14,8 @@ environment of `--rivals`. The measurements are interleaved.
 The floor of a step is the time of its matrix products alone, at the sizes of mean minibatches, plus
 the time to move its rows once: to read the input rows of each layer, to write its output rows, and
 the same for their gradients, at the bandwidth of copying a large tensor. A layer's product is
-counted after the aggregation, or before it where that has fewer operations.
+counted after the aggregation, where it has one row per target; each head of GAT projects its own
+sums, which together have the operations of one such product.
 """
 
 import argparse
@@ -79,12 +80,9 @@ def products(kind: str, sizes: list[tuple[int, int]]) -> list[tuple[int, int, in
     """Return the sizes (n, k, m) of all products (n, k) @ (k, m) of a step, with the gradients."""
     widths = [COLUMNS, HIDDEN, HIDDEN, CLASSES]
     found = []
-    for index, (sources, targets) in enumerate(sizes):
+    for index, (_, targets) in enumerate(sizes):
         columns, out = widths[index], widths[index + 1]
-        # GAT needs the projected row of every source
-        rows = [sources] if kind == "gat" else [targets]
-        if kind == "sage":
-            rows.append(targets)
+        rows = [targets, targets] if kind == "sage" else [targets]
         for each in rows:
             found += [(each, columns, out), (columns, each, out)]
             if index > 0:

@@ -170,6 +170,11 @@ class FeatureTable:
         return self.rows.layout == torch.sparse_csr
 
     @property
+    def is_readable(self) -> bool:
+        """Whether gathered rows are rows of `rows`, so that kernels can read them in place."""
+        return not self.is_sparse and self.scales is None
+
+    @property
     def num_rows(self) -> int:
         """Number of rows, N."""
         return self.rows.shape[0]

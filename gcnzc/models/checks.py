@@ -45,8 +45,10 @@ def resolve_norm(norm: str, batch_norm: bool | None) -> str:
     warnings.warn(
         "batch_norm is now norm='batch'; the old name will be removed in 0.3",
         DeprecationWarning,
-        4,
+        3,
     )
+    if batch_norm and norm not in ("none", "batch"):
+        raise ValueError(f"batch_norm=True contradicts norm={norm!r}\n\nhint: leave batch_norm out")
     return "batch" if batch_norm else norm
 
 

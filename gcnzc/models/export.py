@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
 from torch.nn import functional
 
-from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees
+from gcnzc.models.layers import Hop, Layer, inverse_sqrt_degrees, scale_dtype
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind
@@ -98,10 +98,12 @@ class _PlainHop(Hop):
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
         """See `Hop`."""
-        scaled = rows if source_scale is None else rows * source_scale[:, None]
-        zeros = rows.new_zeros(self.num_targets, rows.shape[1])
+        # summed in float32 and rounded once, as by the kernels
+        wide = rows.to(scale_dtype(rows.dtype))
+        scaled = wide if source_scale is None else wide * source_scale[:, None]
+        zeros = scaled.new_zeros(self.num_targets, rows.shape[1])
         total = zeros.index_add(0, self._targets(), scaled[self.indices])
-        return total * target_scale[:, None]
+        return (total * target_scale[:, None]).to(rows.dtype)
 
     def gat_aggregate(
         self,
@@ -139,6 +141,10 @@ class _PlainHop(Hop):
 
     def _combine(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
         """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
+        dtype = rows_SHF.dtype
+        rows_SHF, scores_EH, own_TH = (
+            each.to(scale_dtype(dtype)) for each in (rows_SHF, scores_EH, own_TH)
+        )
         targets, heads = self._targets(), own_TH.shape[1]
         # the block's own self loops are ignored, as by the kernels
         is_loop = self.indices == targets
@@ -151,7 +157,7 @@ class _PlainHop(Hop):
         total = own.index_add(0, targets, weights)
         out = own[:, :, None] * _first(rows_SHF, self.num_targets)
         out = out.index_add(0, targets, weights[:, :, None] * rows_SHF[self.indices])
-        return out / total[:, :, None]
+        return (out / total[:, :, None]).to(dtype)
 
 
 class _PlainModel(nn.Module):
@@ -183,7 +189,7 @@ class _PlainModel(nn.Module):
                 own = _first(degrees[index], hop.num_targets)
                 hop = _PlainHop(hop.indptr, hop.indices, None, norms, own)
             is_smaller = layer.heads * layer.out_features < layer.in_features
-            # sums of unprojected rows for each head would be transposed, which depends on sizes
+            # heads are projected first: torch.export cannot trace `project_heads`
             is_projected = is_smaller or layer.must_project_first or layer.has_scores
             rows = layer.project(x) if is_projected else x
             out = layer.compute_targets(hop, rows, layer.scores(x), x_target, is_projected)

@@ -100,8 +100,10 @@ class SAGE(_PlainModel):
             ("sum") or the concatenation ("cat") of the outputs of all layers.
         activation: "relu" or "elu".
         init: "pyg" or "dgl": initialize the layers as the layers of this library do.
-        self_loops: include a node in the mean of its in-neighbours, as if the graph had a self
-            loop at every node. Only for SAGE: the other models include it anyway.
+        self_loops: include a node in the mean of its in-neighbours, as if the graph had one more
+            self loop at every node. With sampling, the mean is over the sampled in-neighbours and
+            the node itself. Only for SAGE: the other models include it anyway.
+        batch_norm: old name of `norm="batch"`, until 0.3.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -116,10 +118,10 @@ class SAGE(_PlainModel):
 class GCN(_PlainModel):
     """The graph convolutional network (GCN) of Kipf and Welling.
 
-    The arguments and defaults are those of `SAGE`. The model needs the in-degrees of nodes in the
-    whole graph. Pass `in_degrees=True` to `Loader`, which adds them to the blocks; otherwise they
-    are read from `block.graph`, which synchronizes with the GPU. A block with neither raises a
-    RuntimeError.
+    The arguments and defaults are those of `SAGE`, except `self_loops`. The model needs the
+    in-degrees of nodes in the whole graph. Pass `in_degrees=True` to `Loader`, which adds them to
+    the blocks; otherwise they are read from `block.graph`, which synchronizes with the GPU. A block
+    with neither raises a RuntimeError.
     """
 
     layer_class = GCNLayer
@@ -128,11 +130,11 @@ class GCN(_PlainModel):
 class GIN(_PlainModel):
     """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
 
-    The arguments are those of `SAGE`. Each layer has an MLP of two linear layers, both with
-    `hidden` output columns, or `num_classes` in the layer that computes the logits. The sum over
-    in-neighbours grows with the degree, so train with `norm="batch"` or `norm="layer"`. If k of d
-    in-neighbours are sampled, their sum is multiplied by d / k. The model therefore needs the
-    in-degrees of nodes in the whole graph, see `GCN`.
+    The arguments are those of `SAGE`, except `self_loops`. Each layer has an MLP of two linear
+    layers, both with `hidden` output columns, or `num_classes` in the layer that computes the
+    logits. The sum over in-neighbours grows with the degree, so train with `norm="batch"` or
+    `norm="layer"`. If k of d in-neighbours are sampled, their sum is multiplied by d / k. The model
+    therefore needs the in-degrees of nodes in the whole graph, see `GCN`.
     """
 
     layer_class = GINLayer
@@ -156,7 +158,8 @@ class GAT(Model):
         dropout: probability of a hidden element to be zeroed in training.
         input_dropout: probability of a feature to be zeroed in training.
         heads: attention heads of each hidden layer.
-        output_heads: attention heads of the last layer if it computes the logits. Default: `heads`.
+        output_heads: attention heads of the last layer, which computes the logits. Default:
+            `heads`. Not with `output_linear`.
         attention_dropout: probability of an attention weight to be zeroed in training.
         skip: add a linear projection of each layer's input to its output. The layers keep their
             biases.
@@ -200,6 +203,11 @@ class GAT(Model):
     ) -> None:
         heads = check_integer("heads", heads, 1)
         hidden = check_integer("hidden", hidden, 1)
+        if output_heads is not None and output_linear is True:
+            raise ValueError(
+                "output_heads has no effect with output_linear, which computes the logits\n\n"
+                "hint: leave output_heads out"
+            )
         last_heads = heads if output_heads is None else output_heads
         last_heads = check_integer(
             "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"

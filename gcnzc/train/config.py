@@ -148,6 +148,12 @@ class EvaluateConfig(CorrectAndSmoothOptions):
                     f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"
                     "hint: only --evaluate sampled uses it"
                 )
+        if self.predictions is not None and self.predictions.suffix != ".npy":
+            raise ValueError(
+                f"--predictions {self.predictions} is not a .npy file\n\n"
+                f"hint: --predictions {self.predictions.with_suffix('.npy')}; `gcnzc predict` "
+                "writes .csv files"
+            )
         for name in ("predictions", "correct_and_smooth"):
             if getattr(self, name) and self.evaluate != "exact":
                 raise ValueError(

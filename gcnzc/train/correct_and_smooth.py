@@ -106,7 +106,7 @@ def correct(
     if scale is not None:
 
         def keep(x: Tensor) -> Tensor:
-            x[nodes] = error[nodes]
+            x[nodes] = torch.where(labels.isnan(), x[nodes], error[nodes])
             return x
 
         return predicted + scale * propagate(error, steps, alpha, keep)
@@ -149,15 +149,7 @@ def correct_and_smooth(
         task: the task of node classification, whose metric selects the parameters by the score on
             the validation split.
         progress: called with (done, total) combinations of parameters.
-
-    Raises:
-        ValueError: the run is of link prediction.
     """
-    if not isinstance(task.labels, Tensor):
-        raise ValueError(
-            "--correct-and-smooth is for node classification, and this run is of link prediction"
-            "\n\nhint: leave --correct-and-smooth out"
-        )
     logits, nodes = logits.float(), data.split["train"]
     predicted = logits.sigmoid() if data.labels.ndim == 2 else logits.softmax(dim=1)
     labels = data.labels[nodes]
@@ -168,9 +160,12 @@ def correct_and_smooth(
     def scores_of(rows: Tensor) -> Scores:
         return score(_as_logits(rows, data.labels.ndim), data.labels, parts, task.metric)
 
-    own = scores_of(predicted)
+    own = score(logits, data.labels, parts, task.metric)
     best: tuple[float, Tensor, Scores, dict[str, Any]] | None = None
-    pairs = [(first, second) for first in options.correct_alpha for second in options.smooth_alpha]
+    # without propagations, their weight has no effect
+    first_alphas = options.correct_alpha[: None if options.correct_steps else 1]
+    second_alphas = options.smooth_alpha[: None if options.smooth_steps else 1]
+    pairs = [(first, second) for first in first_alphas for second in second_alphas]
     corrected, last = predicted, None
     for done, (first, second) in enumerate(pairs):
         if first != last:

@@ -42,13 +42,26 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     """
     reporter = reporter or NullReporter()
     trained = read_config(config.run)
+    if config.correct_and_smooth and trained.task == "link":
+        raise ValueError(
+            "--correct-and-smooth is for node classification, and this run is of link prediction"
+            "\n\nhint: leave --correct-and-smooth out"
+        )
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
     if config.evaluate == "sampled":
         fanouts = fanouts or trained.fanouts
-    trained = replace(trained, evaluate=config.evaluate, evaluate_fanouts=fanouts)
+    # the options of the training steps need not fit this graph and machine
+    trained = replace(
+        trained,
+        evaluate=config.evaluate,
+        evaluate_fanouts=fanouts,
+        sampler="gcnzc",
+        class_weights="none",
+        label_smoothing=0.0,
+    )
     source = config.data or trained.data
     assert source is not None, "read_config has checked"
     data = load(source, allow_nan=trained.allow_nan)

@@ -98,7 +98,7 @@ def predict_cost(model: Model, graph: Graph, nodes: Tensor | None, num_columns: 
     return Cost(
         sum(counts[1:]),
         operations + INDEX_COST * indexed,
-        _peak_bytes(layers, counts, widths, parameter_dtype(model).itemsize),
+        _peak_bytes(model, counts, widths),
     )
 
 
@@ -112,16 +112,19 @@ def _layer_operations(layer: Layer, sources: int, targets: int, num_edges: int) 
     return (projected + targets) * layer.in_features * columns + EDGE_COST * num_edges * aggregated
 
 
-def _peak_bytes(
-    layers: Sequence[Layer], counts: Sequence[int], widths: Sequence[int], itemsize: int
-) -> int:
+def _peak_bytes(model: Model, counts: Sequence[int], widths: Sequence[int]) -> int:
     """Bytes of input rows, projected rows and output rows of the layer that needs most."""
-    peak = 0
-    for index, layer in enumerate(layers):
+    peak = kept = 0
+    for index, each in enumerate(model.layers):
+        layer = cast(Layer, each)
         columns = layer.heads * layer.out_features
         is_projected = columns < layer.in_features or layer.must_project_first
-        # the features are there anyway
-        inputs = widths[index] * counts[index] if index else 0
+        # unprojected features are in memory anyway
+        has_inputs = index > 0 or model.input_linear is not None
+        inputs = widths[index] * counts[index] if has_inputs else 0
         projected = columns * counts[index] if is_projected else 0
-        peak = max(peak, inputs + projected + widths[index + 1] * counts[index + 1])
-    return peak * itemsize
+        peak = max(peak, kept + inputs + projected + widths[index + 1] * counts[index + 1])
+        if model.jumping != "none":
+            # outputs of the evaluated nodes, which are combined to the logits
+            kept += widths[index + 1] * counts[-1]
+    return peak * parameter_dtype(model).itemsize

@@ -56,7 +56,9 @@ def build_evaluation_loader(
     """
     assert isinstance(model, Model), "the models of node classification are"
     num_nodes, dtype = data.graph.num_nodes, parameter_dtype(model)
-    pass_bytes = num_nodes * (table.num_columns + 2 * max(model.widths)) * dtype.itemsize
+    # with jumping knowledge, the outputs of all layers are kept and combined
+    columns = 2 * (max(model.widths) if model.jumping == "none" else sum(model.widths))
+    pass_bytes = num_nodes * (table.num_columns + columns) * dtype.itemsize
     is_small = num_nodes <= MAX_NODES_FACTOR * training.batch.blocks[0].num_src
     if not is_small and pass_bytes > MAX_PASS_BYTES:
         return None

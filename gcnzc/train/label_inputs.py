@@ -102,10 +102,20 @@ class LabelledTable(FeatureTable):
     table: FeatureTable | None = None
     labels: LabelInputs | None = None
 
+    def __post_init__(self) -> None:
+        # the wrapped table has been checked
+        pass
+
     @property
-    def is_sparse(self) -> bool:
-        """True: the rows must be gathered."""
-        return True
+    def is_readable(self) -> bool:
+        """False: the rows must be gathered."""
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of gathered rows: at least float32, whose range the labels have."""
+        assert self.table is not None
+        return torch.promote_types(self.table.dtype, torch.float32)
 
     @property
     def num_columns(self) -> int:

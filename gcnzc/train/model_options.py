@@ -19,7 +19,8 @@ class ModelOptions(Options):
     heads: int = 4
     """GAT and GATv2: attention heads"""
     output_heads: int = 0
-    """GAT and GATv2: attention heads of the last layer; 0: as many as --heads"""
+    """GAT and GATv2: attention heads of the last layer; 0: as many as --heads; not with
+    --output-linear"""
     self_loops: bool = False
     """SAGE: include a node in the mean of its in-neighbours, as if the graph had a self loop at
     every node; the other models always include it"""
@@ -74,6 +75,11 @@ class ModelOptions(Options):
             raise ValueError(
                 f"--label-inputs must be from 0 to below 1, got {self.label_inputs}\n\n"
                 "hint: 0.5 is common; the other training nodes are predicted"
+            )
+        if self.output_heads and self.output_linear:
+            raise ValueError(
+                f"--output-heads {self.output_heads} has no effect with --output-linear, which "
+                "computes the logits\n\nhint: leave --output-heads out"
             )
         if self.pre_norm and self.norm == "none":
             raise ValueError(

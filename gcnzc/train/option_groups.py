@@ -86,7 +86,7 @@ class DataOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(Options):
-    """The training task; all options but the first two are for link prediction."""
+    """The training task; all options except --task and --metric are for link prediction."""
 
     task: Literal["node", "link"] = "node"
     """node classification, or link prediction"""
@@ -265,11 +265,16 @@ class OptimizerOptions(Options):
         check_number(
             "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
         )
+        if self.warmup != "auto" and float(self.warmup) > 1 and float(self.warmup) % 1:
+            raise ValueError(
+                f"--warmup {self.warmup} is neither a fraction of the steps nor a number of steps"
+                "\n\nhint: 0.15 means 15 % of the steps; 500 means 500 steps"
+            )
         check_number(
             "--local-steps",
             self.local_steps,
             ("default", "auto"),
-            "12 is the default of most methods",
+            "12 is a common number",
             whole=True,
         )
         parse_fragments(self.fragments)
@@ -366,7 +371,7 @@ class CorrectAndSmoothOptions(Options):
 
     correct_and_smooth: bool = False
     """propagate the errors on the training nodes, and then the labels, along the edges (Correct &
-    Smooth), and score the result if its validation score is better"""
+    Smooth); the result replaces the model's outputs if its validation score is better"""
     correct_steps: int = 50
     """--correct-and-smooth: propagations of the errors; 0 does not correct"""
     correct_alpha: Floats = (0.5, 0.8, 0.95)

@@ -111,6 +111,10 @@ class WeightAverage:
         """
         first = states[0]
         parameters = list(self.averaged.module.parameters())
+        for state in states:
+            count = len(state["parameters"])
+            if count != len(parameters):
+                raise ValueError(f"an average of {count} parameters, not {len(parameters)}")
         for number, mine in enumerate(parameters):
             values = [state["parameters"][number].to(mine.device) for state in states]
             if any(value.shape != mine.shape for value in values):

@@ -312,6 +312,11 @@ def aggregate(
         ValueError: a shape, dtype or device does not match.
     """
     check_block("aggregate", indptr, indices, x)
+    if x.dim() != 2:
+        raise ValueError(
+            f"aggregate: x has shape {tuple(x.shape)}, not (sources, columns)\n\n"
+            "hint: pass x.flatten(1)"
+        )
     for name, scale, length in (
         ("source_scale", source_scale, len(x)),
         ("target_scale", target_scale, len(indptr) - 1),

@@ -72,6 +72,7 @@ def _scale(p: float) -> float:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
+    values = np.empty(COUNTERS, type(scale))
     kind, dropped_element = x.dtype.type(0), narrowed(dropped, x.dtype.type(0))
     for chunk in range(begin, end):
         first = chunk * COUNTERS
@@ -84,19 +85,24 @@ def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin
             position = chunk * CHUNK + half * COUNTERS
             row = words[half // 2]
             shift = np.uint32(16 * (half % 2))
-            for i in range(min(COUNTERS, len(x) - position)):
+            count = min(COUNTERS, len(x) - position)
+            # copied first: a loop that reads and writes the same array is not vectorized
+            for i in range(count):
+                values[i] = widened(x[position + i])
+            for i in range(count):
                 is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
-                value = widened(x[position + i])
-                is_kept = is_kept and not value <= floor
+                is_kept = is_kept and not values[i] <= floor
                 # with a `dropped` of -0, the subtraction turns a kept -0 into 0
-                kept = narrowed(value * scale - dropped, kind)
+                kept = narrowed(values[i] * scale - dropped, kind)
                 out[position + i] = kept if is_kept else dropped_element
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
     kind, zero = out.dtype.type(0), scale - scale
-    for i in range(begin, end):
+    # slices, because a loop from `begin` is not vectorized: numba would check for negative indices
+    out, grad, grad_x = out[begin:end], grad[begin:end], grad_x[begin:end]
+    for i in range(len(out)):
         value = widened(out[i])
         is_dropped = value == zero and math.copysign(scale, value) < zero
         factor = scale if value > zero else value + scale

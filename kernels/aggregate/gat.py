@@ -6,17 +6,15 @@ layers.
 Notation: S sources, T targets, E edges of the block, H heads, F columns per head.
 """
 
-from typing import Any
-
 import torch
 from numba import njit
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gcnzc.kernels.aggregate import check_block, check_device, sum_dtype
 from gcnzc.kernels.aggregate.dropout import dropout as drop
 from gcnzc.kernels.aggregate.edge_softmax import edge_softmax, edge_softmax_reference
 from gcnzc.kernels.aggregate.weighted import weighted_spmm, weighted_spmm_reference
+from gcnzc.kernels.structure.block_cache import BlockCache
 
 
 def gat_aggregate_reference(
@@ -167,7 +165,7 @@ def gat_aggregate(
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)
 
 
-_looped_blocks: Any = WeakIdKeyDictionary()
+_looped_blocks: BlockCache[tuple[Tensor, Tensor]] = BlockCache()
 
 
 def checked_self_loops(
@@ -188,15 +186,12 @@ def checked_self_loops(
     _check_self_index(name, self_index, len(indptr) - 1, x)
     if self_index is not None:
         return add_self_loops(indptr, indices, self_index.to(indices.dtype), len(x))
-    state = (id(indptr), indptr._version, indices._version, len(x))
-    cached = _looped_blocks.get(indices)
-    if cached is not None and cached[0] == state:
-        return cached[2]
-    self_index = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
-    looped = add_self_loops(indptr, indices, self_index, len(x))
-    # keep a reference to indptr, so that its id is not reused
-    _looped_blocks[indices] = (state, indptr, looped)
-    return looped
+
+    def add_own() -> tuple[Tensor, Tensor]:
+        targets = torch.arange(len(indptr) - 1, dtype=indices.dtype, device=indices.device)
+        return add_self_loops(indptr, indices, targets, len(x))
+
+    return _looped_blocks.get(indptr, indices, len(x), add_own)
 
 
 def _check_self_index(name: str, self_index: Tensor | None, num_targets: int, x: Tensor) -> None:

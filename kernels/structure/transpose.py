@@ -8,14 +8,13 @@ Notation: S sources, T targets, E edges of the block.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from numba import njit
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.structure.block_cache import BlockCache
 
 # page faults of newly allocated memory would take longer than the sort
 _empty = Pool().empty
@@ -64,7 +63,7 @@ def _transpose(indptr_T, indices_E, out_S, targets_E, edges_E):
             edges_E[position] = e
 
 
-_transposed_blocks: Any = WeakIdKeyDictionary()
+_transposed_blocks: BlockCache[Transposed] = BlockCache()
 
 
 def transpose(indptr: Tensor, indices: Tensor, num_sources: int) -> Transposed:
@@ -79,20 +78,19 @@ def transpose(indptr: Tensor, indices: Tensor, num_sources: int) -> Transposed:
             are padding with the value S, and are in no source's out-edges.
         num_sources: S.
     """
-    state = (id(indptr), indptr._version, indices._version, num_sources)
-    cached = _transposed_blocks.get(indices)
-    if cached is not None and cached[0] == state:
-        return cached[2]
-    if indices.device.type == "cpu":
-        transposed = Transposed(
-            _empty(num_sources + 1, indptr.dtype),
-            _empty(len(indices), indices.dtype),
-            _empty(len(indices), indptr.dtype),
-        )
-        arrays = (indptr, indices, transposed.indptr, transposed.targets, transposed.edges)
-        _transpose(*(array.numpy() for array in arrays))
-    else:
-        transposed = transpose_reference(indptr, indices, num_sources)
-    # keep a reference to indptr, so that its id is not reused
-    _transposed_blocks[indices] = (state, indptr, transposed)
+    return _transposed_blocks.get(
+        indptr, indices, num_sources, lambda: _transpose_block(indptr, indices, num_sources)
+    )
+
+
+def _transpose_block(indptr: Tensor, indices: Tensor, num_sources: int) -> Transposed:
+    if indices.device.type != "cpu":
+        return transpose_reference(indptr, indices, num_sources)
+    transposed = Transposed(
+        _empty(num_sources + 1, indptr.dtype),
+        _empty(len(indices), indices.dtype),
+        _empty(len(indices), indptr.dtype),
+    )
+    arrays = (indptr, indices, transposed.indptr, transposed.targets, transposed.edges)
+    _transpose(*(array.numpy() for array in arrays))
     return transposed

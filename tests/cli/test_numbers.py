@@ -21,7 +21,7 @@ LISTS = {
 }
 HUGE = "9" * 400
 TEXTS = {
-    "warmup": ("-1", "nan", "inf", "0", HUGE),
+    "warmup": ("-1", "nan", "inf", "0", "1.5", HUGE),
     "local_steps": ("-1", "nan", "inf", "0", "1.5", HUGE),
     "delay": ("-1", "nan", "inf", "0", "1.5", HUGE),
     "fragments": ("-1", "0", "1.5", HUGE),

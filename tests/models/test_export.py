@@ -66,6 +66,22 @@ def test_an_exported_model_equals_the_model_for_any_sizes(name, tmp_path):
         torch.testing.assert_close(loaded(*arguments), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_is_exported(name, dtype):
+    torch.manual_seed(0)
+    model = CASES[name]().to(dtype).eval()
+    program = export_model(model).module()
+    batch = Sampler(random_graph(200, 2000), [5, 5, 5]).sample(torch.arange(50), epoch=0)
+    x = torch.randn(len(batch.nodes), model.in_features)
+    found = program(*export_arguments(model, batch, x))
+    assert found.dtype == dtype
+    # rows are rounded in each layer, in another order
+    bound = {torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    expected = model(batch.blocks, x).float()
+    assert (found.float() - expected).norm() < bound * expected.norm()
+
+
 def test_other_modules_are_rejected():
     with pytest.raises(TypeError, match="model"):
         export_model(torch.nn.Linear(3, 3))

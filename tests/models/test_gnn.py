@@ -79,6 +79,23 @@ def test_half_precision_features_are_widened(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_inference_mode_changes_neither_outputs_nor_later_training(name):
+    graph = random_graph()
+    model = made(name, 5, 4, 3)
+    sampler, seeds = Sampler(graph, [3, 3, 3]), torch.arange(5)
+    batch = sampler.sample(seeds, epoch=0)
+    x = torch.randn(graph.num_nodes, 5).double()
+    model.eval()
+    expected = model(batch.blocks, x[batch.nodes])
+    with torch.inference_mode():
+        assert torch.equal(model(batch.blocks, x[batch.nodes]), expected)
+        inside = sampler.sample(seeds, epoch=0)
+        assert torch.equal(model(inside.blocks, x[inside.nodes]), expected)
+    model(batch.blocks, x[batch.nodes]).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_reset_changes_all_parameters(name):
     model = made(name, 5, 4, 3)
     torch.manual_seed(1)

@@ -278,9 +278,21 @@ def test_gatv2_equals_pygs_convolution(concatenate, bias):
 
 
 def test_the_old_name_of_batch_normalisation_works_until_0_3():
-    with pytest.warns(DeprecationWarning, match="batch_norm is now norm='batch'"):
+    with pytest.warns(DeprecationWarning, match="batch_norm is now norm='batch'") as warned:
         model = gnn.SAGE(5, 4, 3, batch_norm=True)
+    assert warned[0].filename == __file__
     assert [type(part) for part in model.norms] == [nn.BatchNorm1d] * 2
+    with (
+        pytest.warns(DeprecationWarning, match="batch_norm is now"),
+        pytest.raises(ValueError, match="contradicts norm"),
+    ):
+        gnn.SAGE(5, 4, 3, batch_norm=True, norm="layer")
+
+
+@pytest.mark.parametrize("kind", [gnn.GAT, gnn.GATv2])
+def test_output_heads_are_rejected_with_an_output_projection(kind):
+    with pytest.raises(ValueError, match="output_heads has no effect with output_linear"):
+        kind(5, 4, 3, output_heads=1, output_linear=True)
 
 
 def test_a_model_of_a_hundred_layers_has_gradients_at_its_first_layer():

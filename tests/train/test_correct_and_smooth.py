@@ -70,6 +70,18 @@ def test_limits(case):
     torch.testing.assert_close(smooth(propagate, predicted, unknown, nodes, 5, 0.0), predicted)
 
 
+def test_a_node_with_an_unknown_label_gets_the_errors_of_its_neighbours():
+    # a path 0 - 1 - 2; the label of the training node 1 is unknown
+    sources, targets = torch.tensor([0, 1, 1, 2]), torch.tensor([1, 0, 2, 1])
+    propagate = Propagation(Graph.from_edges(sources, targets, 3))
+    predicted, nodes = torch.full((3, 1), 0.5), torch.tensor([0, 1])
+    truth = torch.tensor([[1.0], [torch.nan]])
+    found = correct(propagate, predicted, truth, nodes, 2, 1.0, 1.0)
+    # the error 0.5 of node 0, divided by the square root of the degrees 1 and 2
+    share = 0.5 / 2**0.5
+    torch.testing.assert_close(found, 0.5 + torch.tensor([[0.5], [share], [share / 2**0.5]]))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run on a graph whose labels follow its edges, and whose features say little."""
@@ -142,12 +154,21 @@ def test_a_result_that_is_no_better_is_not_used(run):
     assert line["test_accuracy"] == plain["test_accuracy"]
 
 
+def test_weights_of_no_propagation_are_not_compared(run):
+    data, totals = gcnzc.load(run.parent / "graph"), set()
+    task = NodeTask(TrainConfig(data=run.parent / "graph", layers=1, fanouts=(1,)), data)
+    options = EvaluateConfig(run=run, correct_and_smooth=True, correct_steps=0, smooth_steps=1)
+    correct_and_smooth(options, torch.randn(600, 4), data, task, lambda _, n: totals.add(n))
+    assert totals == {len(options.smooth_alpha)}
+
+
 def test_options_are_checked(capsys):
     for words, message in (
         (["--correct-alpha", "1.5"], "--correct-alpha must be numbers from 0 to 1, got 1.5"),
         (["--smooth-steps", "-1"], "--smooth-steps must be at least 0, got -1"),
         (["--error-scale", "0"], "--error-scale must be above 0 and at most 1000, got 0"),
         (["--correct-alpha", "x"], "--correct-alpha: 'x' is not a list of numbers"),
+        (["--predictions", "p.csv"], "hint: --predictions p.npy; `gcnzc predict` writes .csv"),
     ):
         assert main(["evaluate", "run", "--correct-and-smooth", *words]) == 2
         assert message in capsys.readouterr().err

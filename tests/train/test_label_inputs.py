@@ -148,6 +148,20 @@ def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path)
     assert right == pytest.approx(found["test_accuracy"])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_label_inputs_extend_features_of_every_dtype(dtype, graph, config, tmp_path):
+    prepare(graph.parent / "g.npz", tmp_path / "graph", bidirected=True, feature_dtype=dtype)
+    config = replace(config, data=tmp_path / "graph", epochs=8, lr=0.05)
+    line = train(config, tmp_path / "run")
+    for method in ("exact", "needed"):
+        again = evaluate(EvaluateConfig(run=tmp_path / "run", evaluate=method))
+        assert again["test_accuracy"] == pytest.approx(line["test_accuracy"], abs=0.02)
+    data = load(tmp_path / "graph")
+    table = with_labels(data.table, LabelInputs(data, 3, False))
+    assert table.dtype == torch.float32
+    assert table.gather(torch.arange(5)).shape == (5, 7)
+
+
 def test_columns_of_labels_train_with_every_metric(tmp_path):
     random = np.random.default_rng(0)
     count, tasks = 400, 3

@@ -103,6 +103,8 @@ def test_workers_with_other_weights_evaluate_their_mean():
     torch.testing.assert_close(run(one.evaluated(), Group())[0].weight, mean)
     with pytest.raises(ValueError, match="another shape"):
         one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)] * 4}])
+    with pytest.raises(ValueError, match="an average of 1 parameters"):
+        one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)]}])
 
 
 def test_the_mean_of_the_last_epochs_is_evaluated_and_kept(config, tmp_path):

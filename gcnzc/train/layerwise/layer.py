@@ -54,7 +54,7 @@ class FullLayer:
         is_smaller = self.layer.heads * self.layer.out_features < self.layer.in_features
         self.is_projected = is_smaller or self.layer.must_project_first
         # a gather also dequantizes rows and converts their dtype
-        has_same_dtype = not table.is_sparse and table.rows.dtype == self.dtype
+        has_same_dtype = table.is_readable and table.rows.dtype == self.dtype
         is_readable = has_same_dtype and not table.rows.is_cuda and not model.transforms_inputs
         self.is_in_place = device.type == "cpu" and (self.is_projected or is_readable)
         self.neighbours = Sampler(graph, [-1])

@@ -179,6 +179,8 @@ def test_arguments_that_do_not_match_are_rejected():
         aggregate(indptr, indices.short(), x)
     with pytest.raises(ValueError, match="indptr is empty"):
         aggregate(indptr[:0], indices, x)
+    with pytest.raises(ValueError, match=r"x has shape \(70, 2, 4\), not \(sources, columns\)"):
+        aggregate(indptr, indices, x.view(70, 2, 4))
     with pytest.raises(ValueError, match=r"source_scale has shape \(50,\), not \(70,\)"):
         aggregate(indptr, indices, x, torch.ones(50))
     with pytest.raises(ValueError, match=r"target_scale has shape \(70,\), not \(50,\)"):
