@@ -68,7 +68,7 @@ class Pool:
         self._returned: deque[_Block] = deque()
 
     def empty(self, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialised, contiguous tensor, aligned to 64 B if it is from the pool.
+        """Return an uninitialized, contiguous tensor, aligned to 64 B if it is from the pool.
 
         Its storage cannot be resized. The pool does not track streams: keep a host tensor until
         asynchronous copies from it have completed, and use `allocate` on a GPU.

@@ -349,7 +349,7 @@ def link_prediction() -> str:
         "gcnzc": "`gcnzc train --task link`",
         "gcnzc, as PyG": "the same with PyG's negatives and exclusions",
         "pyg": "PyG's `LinkNeighborLoader` and layers",
-        "pyg, drawn": "the same, normalised over the sampled nodes",
+        "pyg, drawn": "the same, normalized over the sampled nodes",
         "gcnzc, chance": "gcnzc, edges shuffled",
     }
     for method, title in titles.items():

@@ -21,7 +21,7 @@ from gcnzc.system.arguments import check_choice, check_flag, check_integer
 ACTIVATIONS = ("relu", "elu")
 
 
-class _PlainModel(Model):
+class _ModelWithoutHeads(Model):
     """Base class of the models without attention heads."""
 
     layer_class: Callable[[int, int], Layer]
@@ -76,7 +76,7 @@ class _PlainModel(Model):
         )
 
 
-class SAGE(_PlainModel):
+class SAGE(_ModelWithoutHeads):
     """GraphSAGE with mean aggregation; the defaults are those of OGB's example for ogbn-products.
 
     Args:
@@ -115,7 +115,7 @@ class SAGE(_PlainModel):
     layer_class = SAGELayer
 
 
-class GCN(_PlainModel):
+class GCN(_ModelWithoutHeads):
     """The graph convolutional network (GCN) of Kipf and Welling.
 
     The arguments and defaults are those of `SAGE`, except `self_loops`. The model needs the
@@ -127,7 +127,7 @@ class GCN(_PlainModel):
     layer_class = GCNLayer
 
 
-class GIN(_PlainModel):
+class GIN(_ModelWithoutHeads):
     """The graph isomorphism network (GIN) of Xu et al., with epsilon 0.
 
     The arguments are those of `SAGE`, except `self_loops`. Each layer has an MLP of two linear
@@ -203,15 +203,15 @@ class GAT(Model):
     ) -> None:
         heads = check_integer("heads", heads, 1)
         hidden = check_integer("hidden", hidden, 1)
+        last_heads = heads if output_heads is None else output_heads
+        last_heads = check_integer(
+            "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"
+        )
         if output_heads is not None and output_linear is True:
             raise ValueError(
                 "output_heads has no effect with output_linear, which computes the logits\n\n"
                 "hint: leave output_heads out"
             )
-        last_heads = heads if output_heads is None else output_heads
-        last_heads = check_integer(
-            "output_heads", last_heads, 1, hint="an integer, or None for the value of `heads`"
-        )
         attention_dropout = check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
 

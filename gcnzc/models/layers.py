@@ -219,7 +219,7 @@ class GCNLayer(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset the weight with Glorot (Xavier) initialisation, and the bias to zero."""
+        """Reset the weight with Glorot (Xavier) initialization, and the bias to zero."""
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -317,7 +317,7 @@ class GATLayer(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset all weights as PyG does: Glorot initialisation over all heads, and a zero bias."""
+        """Reset all weights as PyG does: Glorot initialization over all heads, and a zero bias."""
         nn.init.xavier_uniform_(self.weight.view(-1, self.in_features))
         nn.init.xavier_uniform_(self.source_attention)
         nn.init.xavier_uniform_(self.target_attention)
@@ -444,7 +444,7 @@ class GATv2Layer(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset all weights as PyG does: Glorot initialisation, and a zero bias of the output."""
+        """Reset all weights as PyG does: Glorot initialization, and a zero bias of the output."""
         for linear in (self.source, self.target):
             linear.reset_parameters()
             nn.init.xavier_uniform_(linear.weight)

@@ -261,7 +261,7 @@ class DistributedOptimizer(Optimizer):
     def fill_state(self) -> None:
         """Add an empty entry to `state` for each parameter.
 
-        Otherwise torch.distributed.checkpoint would call `step` to initialise the state.
+        Otherwise torch.distributed.checkpoint would call `step` to initialize the state.
         """
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -138,11 +138,11 @@ class FlatParameters:
         return torch.zeros(self.num_elements + extra, dtype=self.dtype, device=self.device)
 
     def empty(self, extra: int = 0) -> Tensor:
-        """Return an uninitialised vector (n + extra,) on the device of the parameters."""
+        """Return an uninitialized vector (n + extra,) on the device of the parameters."""
         return torch.empty(self.num_elements + extra, dtype=self.dtype, device=self.device)
 
     def scratch(self, extra: int = 0) -> Tensor:
-        """Return an uninitialised vector (n + extra,), valid until the next call.
+        """Return an uninitialized vector (n + extra,), valid until the next call.
 
         On a CPU its memory is kept: after a new allocation of this size, the first write to each
         page is a page fault. On a GPU torch reuses memory itself, also for other tensors.
@@ -159,7 +159,7 @@ class FlatParameters:
         return list(map(Tensor.view, parts, self._shapes))
 
     def empty_tile(self) -> Tensor:
-        """Return an uninitialised vector as long as the longest slice of `tiles`."""
+        """Return an uninitialized vector as long as the longest slice of `tiles`."""
         length = self.num_elements
         if self.device.type == "cpu":
             length = min(length, TILE_ELEMENTS)

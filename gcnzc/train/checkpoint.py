@@ -45,7 +45,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """Serialise the current `state` to the bytes of an archive, for `write`."""
+    """Serialize the current `state` to the bytes of an archive, for `write`."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()

@@ -122,10 +122,10 @@ def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
     """
 
     def decorate(kind: type[C]) -> type[C]:
-        initialise: Callable[..., None] = kind.__init__
+        initialize: Callable[..., None] = kind.__init__
 
-        @wraps(initialise)
-        def initialise_renamed(self: C, **options: Any) -> None:
+        @wraps(initialize)
+        def initialize_renamed(self: C, **options: Any) -> None:
             present = rename_options(options, kind.__name__, command)
             for name in options.keys() - present.keys():
                 other = OPTIONS[command].get(name) or FLAGS[command][name][0]
@@ -134,9 +134,9 @@ def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
                     DeprecationWarning,
                     stacklevel=2,
                 )
-            initialise(self, **present)
+            initialize(self, **present)
 
-        kind.__init__ = initialise_renamed  # type: ignore[method-assign,assignment]
+        kind.__init__ = initialize_renamed  # type: ignore[method-assign,assignment]
         return kind
 
     return decorate

@@ -1,7 +1,7 @@
 """Sum the rows of in-neighbours: `out[t] = b[t] * sum of a[s] * x[s] over the edges s -> t`.
 
 With `b[t]` = 1 / in-degree this is GraphSAGE's mean (Hamilton et al., 2017,
-https://arxiv.org/abs/1706.02216); with both scales it is the normalisation of Kipf and Welling
+https://arxiv.org/abs/1706.02216); with both scales it is the normalization of Kipf and Welling
 (2017, https://arxiv.org/abs/1609.02907). The gradient is the same sum over the transposed block
 with `a` and `b` exchanged, so each of its rows is written once, in a fixed order of summation.
 

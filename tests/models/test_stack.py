@@ -277,7 +277,7 @@ def test_gatv2_equals_pygs_convolution(concatenate, bias):
         torch.testing.assert_close(ours.grad, theirs.grad.view_as(ours))
 
 
-def test_the_old_name_of_batch_normalisation_works_until_0_3():
+def test_the_old_name_of_batch_normalization_works_until_0_3():
     with pytest.warns(DeprecationWarning, match="batch_norm is now norm='batch'") as warned:
         model = gnn.SAGE(5, 4, 3, batch_norm=True)
     assert warned[0].filename == __file__

@@ -1,4 +1,4 @@
-"""Optimizers of some of the ranks that torch.distributed was initialised for."""
+"""Optimizers of some of the ranks that torch.distributed was initialized for."""
 
 import pytest
 import torch

@@ -209,7 +209,7 @@ def test_two_workers_compute_the_result_of_one(norm, config, tmp_path):
     for a, b in zip(one, two, strict=True):
         assert (a["seeds"], a["steps"]) == (b["seeds"], b["steps"])
         if norm == "none":
-            # normalised over its own share, a minibatch is another one
+            # normalized over its own share, a minibatch is another one
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
     if norm == "none":
         before, after = saved(tmp_path / "alone"), saved(tmp_path / "two")

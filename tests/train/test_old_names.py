@@ -37,7 +37,7 @@ def test_old_options_work_on_the_command_line():
     assert parse(words) == parse(["prepare", "a", "b"])
 
 
-def test_the_old_flag_of_batch_normalisation_works(tmp_path):
+def test_the_old_flag_of_batch_normalization_works(tmp_path):
     assert parse(["train", "graph", "--batch-norm"]).norm == "batch"
     assert parse(["train", "--batch_norm", "graph"]).data == Path("graph")
     assert parse(["train", "--no-batch-norm"]).norm == "none"

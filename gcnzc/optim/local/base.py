@@ -105,7 +105,7 @@ class LocalUpdates(DistributedOptimizer):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Initialise the method from the current parameters, which are equal on all ranks."""
+        """Initialize the method from the current parameters, which are equal on all ranks."""
 
     def reinitialize(self) -> None:
         """Continue in the middle of a run from the current parameters, equal on all ranks."""

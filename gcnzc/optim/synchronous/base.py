@@ -300,6 +300,6 @@ class Replicated(DistributedOptimizer):
         self.restore_errors(snapshot["errors"])
 
     def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Initialise what depends on the loaded state, and load the reducers' errors."""
+        """Initialize what depends on the loaded state, and load the reducers' errors."""
         for name, reducer in self.reducers.items():
             reducer.load_errors(errors[name])

@@ -4,7 +4,7 @@ With a constant variance, an element with zero variance, such as of an embedding
 looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression and
 its errors, and updated by weight decay only. Each rank sums its gradients of inactive elements, the
 pending gradients. Once a rank has such a gradient, all ranks take a gradient step that includes the
-sums, and that reactivates the elements: it initialises their variance. The distance from one such
+sums, and that reactivates the elements: it initializes their variance. The distance from one such
 step to the next is at least 1, 2, 4, ... 256 steps.
 
 An element with a small variance, such as of a row that was looked up long ago, would take large

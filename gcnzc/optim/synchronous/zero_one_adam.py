@@ -251,7 +251,7 @@ class ZeroOneAdam(Anchored):
                 parameter -= (momenta[index] / roots[index] * size).to(parameter.dtype)
 
     def _reactivate(self, gradients: Tensor) -> None:
-        """Initialise the variance of inactive elements from their first gradients (n + k,)."""
+        """Initialize the variance of inactive elements from their first gradients (n + k,)."""
         for part in self.flat_params.compressed_parts if "active" in self.vectors else ():
             squares = gradients[part.begin : part.end].square()
             if self.bias_correction:

@@ -47,7 +47,7 @@ class ZeroOneSchedule:
         if self.warmup is not None and self.warmup < 1:
             raise ValueError(
                 f"a warm-up of {self.warmup} steps\n\nhint: give at least 1, because the first "
-                "step initialises the variance, or None for no local steps"
+                "step initializes the variance, or None for no local steps"
             )
         if min(self.variance_doubling, self.local_doubling) < 1:
             raise ValueError(

@@ -83,16 +83,16 @@ def read_preset(name: str) -> Preset:
 
 def accept_preset(kind: type[C]) -> type[C]:
     """Decorate the dataclass of the options, so that a preset sets those that are not given."""
-    initialise: Callable[..., None] = kind.__init__
+    initialize: Callable[..., None] = kind.__init__
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
 
-    @wraps(initialise)
-    def initialise_from_preset(self: C, **options: Any) -> None:
+    @wraps(initialize)
+    def initialize_from_preset(self: C, **options: Any) -> None:
         preset = options.get("preset")
         # a config that is copied, or read from a run folder, has all options
         if isinstance(preset, str) and names - options.keys():
             options = {**read_preset(preset).options, **options}
-        initialise(self, **options)
+        initialize(self, **options)
 
-    kind.__init__ = initialise_from_preset  # type: ignore[method-assign,assignment]
+    kind.__init__ = initialize_from_preset  # type: ignore[method-assign,assignment]
     return kind
