@@ -117,6 +117,13 @@ def check_outputs(config: Any) -> None:
     try:
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
+            path = config.predictions
+            if path is not None and path.suffix != ".npy":
+                raise ValueError(
+                    f"--predictions {path} is not a .npy file\n\n"
+                    f"hint: --predictions {path.with_suffix('.npy')}; `gcnzc predict` writes .csv "
+                    "files"
+                )
         elif isinstance(config, PredictConfig):
             check_output("out", config.out)
         elif isinstance(config, EmbedNodesConfig):

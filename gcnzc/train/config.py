@@ -148,15 +148,6 @@ class EvaluateConfig(CorrectAndSmoothOptions):
                     f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"
                     "hint: only --evaluate sampled uses it"
                 )
-        path = self.predictions
-        # a folder or a pipe is rejected before the work, with its own message
-        is_other = path is not None and path.exists() and not path.is_file()
-        if path is not None and path.suffix != ".npy" and not is_other:
-            raise ValueError(
-                f"--predictions {path} is not a .npy file\n\n"
-                f"hint: --predictions {path.with_suffix('.npy')}; `gcnzc predict` "
-                "writes .csv files"
-            )
         for name in ("predictions", "correct_and_smooth"):
             if getattr(self, name) and self.evaluate != "exact":
                 raise ValueError(
