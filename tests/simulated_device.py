@@ -1,6 +1,6 @@
 """Tensors of a simulated device: their memory is the host's, and their device is "cuda".
 
-Whatever reads their values on the host is a synchronisation: on a GPU the host would wait there for
+Whatever reads their values on the host is a synchronization: on a GPU the host would wait there for
 all that is queued. It also waits where it copies something to or from the device, unless
 `non_blocking` is given. `Reads` counts both. There is no autograd on such a device, and
 torch.distributed cannot send or receive its tensors.

@@ -109,6 +109,7 @@ DOORS = {
         "gcnzc/system/bus_errors.py",
         "gcnzc/system/cuda_driver.py",
         "gcnzc/system/host_memory.py",
+        "gcnzc/system/malloc.py",
         "gcnzc/train/shared_data.py",
     },
 }

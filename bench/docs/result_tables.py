@@ -314,6 +314,7 @@ def accuracy() -> str:
 
 
 MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT", "gatv2": "GATv2"}
+MODELS["sage, label inputs"] = "GraphSAGE with `--label-inputs`"
 FORMATS = ["float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2"]
 
 

@@ -4,6 +4,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 KINDS = ("sage", "gcn", "gat")
+# end of the names of configurations with the memory allocation of `gcnzc train`
+KEPT = "freed memory kept"
 LAYERS, HIDDEN, HEADS, CLASSES, DROPOUT, LEARNING_RATE = 3, 256, 4, 40, 0.5, 0.003
 
 

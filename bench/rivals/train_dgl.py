@@ -1,12 +1,17 @@
-"""Measure training steps of DGL: its loader with 0 and 1 worker, and its layers."""
+"""Measure training steps of DGL: its loader with 0 and 1 worker, and its layers.
+
+With 0 workers also with the memory allocation of `gcnzc train`.
+"""
 
 from itertools import pairwise
 
 import torch
 from dgl_system import VERSIONS, build_graph, build_loader, dgl, nn
 from serve import FANOUTS, serve
-from steps import CLASSES, DROPOUT, HEADS, HIDDEN, KINDS, labels, train
+from steps import CLASSES, DROPOUT, HEADS, HIDDEN, KEPT, KINDS, labels, train
 from torch.nn.functional import dropout, elu, relu
+
+from gcnzc.system.malloc import freed_memory
 
 
 class Model(torch.nn.Module):
@@ -41,26 +46,29 @@ def make(folder):
     y, columns = labels(graph.num_nodes()), graph.ndata["features"].shape[1]
     sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=["features"])
 
-    def steps(kind, workers):
+    def steps(kind, workers, kept=False):
         def batches(seeds):
             torch.manual_seed(0)
-            return train(
-                Model(kind, columns),
-                (
+            with freed_memory(kept=kept):
+                yield from train(
+                    Model(kind, columns),
                     (
-                        (blocks, blocks[0].srcdata["features"]),
-                        y[ids],
-                        (len(nodes), sum(block.num_edges() for block in blocks)),
-                    )
-                    for nodes, ids, blocks in build_loader(graph, seeds, sampler, workers)
-                ),
-            )
+                        (
+                            (blocks, blocks[0].srcdata["features"]),
+                            y[ids],
+                            (len(nodes), sum(block.num_edges() for block in blocks)),
+                        )
+                        for nodes, ids, blocks in build_loader(graph, seeds, sampler, workers)
+                    ),
+                )
 
         return batches
 
     configurations = {
         f"{kind}, {workers} workers": steps(kind, workers) for kind in KINDS for workers in (0, 1)
     }
+    for kind in KINDS:
+        configurations[f"{kind}, 0 workers, {KEPT}"] = steps(kind, 0, kept=True)
     return configurations, VERSIONS
 
 

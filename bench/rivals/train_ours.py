@@ -10,6 +10,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.loader.loader import Loader
 from gcnzc.models import GAT, GCN, SAGE
 from gcnzc.sampling.neighbor import Sampler
+from gcnzc.system.malloc import freed_memory
 
 
 def build_model(kind, columns):
@@ -40,17 +41,19 @@ def make(folder):
                 sampler=sampler,
                 in_degrees=kind == "gcn",
             )
-            return train(
-                build_model(kind, table.num_columns),
-                (
+            # as in `gcnzc train`
+            with freed_memory(kept=True):
+                yield from train(
+                    build_model(kind, table.num_columns),
                     (
-                        (batch.blocks, batch.x),
-                        batch.y,
-                        (len(batch.nodes), sum(block.num_edges for block in batch.blocks)),
-                    )
-                    for batch in loader
-                ),
-            )
+                        (
+                            (batch.blocks, batch.x),
+                            batch.y,
+                            (len(batch.nodes), sum(block.num_edges for block in batch.blocks)),
+                        )
+                        for batch in loader
+                    ),
+                )
 
         return batches
 

@@ -67,7 +67,7 @@ class Reducer(ABC):
     """(elements of this rank's part,) on the device: the compression error of the part's mean"""
     extra_sums: Sequence[float] = ()
     """(k,): the sums of the extras of the last mean, on the host; `mean` copies them together with
-    the flags that it checks, so reading them does not synchronise with the device again"""
+    the flags that it checks, so reading them does not synchronize with the device again"""
 
     def __init__(self, num_elements: int, worker: WorkerInfo) -> None:
         self.num_elements, self.worker = num_elements, worker
@@ -156,7 +156,7 @@ class Reducer(ABC):
 
 
 def count_not_finite(values: Tensor) -> Tensor:
-    """Count the elements that are not finite, without a device synchronisation.
+    """Count the elements that are not finite, without a device synchronization.
 
     Returns:
         () int64 on the device of `values`.

@@ -15,7 +15,7 @@ messages.
 
 A non-finite element makes its block's scale non-finite. Each rank also sends its count of
 non-finite elements. Both stages always run; then all ranks read these counts, and whether the
-mean of each part is finite, with one device synchronisation. The errors are updated last, and only
+mean of each part is finite, with one device synchronization. The errors are updated last, and only
 if everything is finite.
 
 Notation: n elements, W ranks, k extras.
@@ -208,7 +208,7 @@ class TwoStageReducer(Reducer):
     def _count_bad(self, vector: Tensor, rows: Tensor) -> Tensor:
         """Return (1,) float32: the number of active elements of this rank that are not finite.
 
-        There is no device synchronisation.
+        There is no device synchronization.
         """
         is_finite = self.codec.are_finite(rows, self.layout)
         if rows.device.type == "cpu" and bool(is_finite):

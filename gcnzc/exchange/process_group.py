@@ -427,7 +427,7 @@ class Channel:
         parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
         counts = request.counts
         if counts is None:
-            # host tensors, so gloo exchanges them without a device synchronisation
+            # host tensors, so gloo exchanges them without a device synchronization
             lengths = torch.tensor([len(part) for part in request.parts])
             received_lengths = torch.empty_like(lengths)
             dist.all_to_all_single(received_lengths, lengths, group=self.process_group)

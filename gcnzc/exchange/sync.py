@@ -108,7 +108,7 @@ def write_buffers(model: nn.Module, flat: Tensor) -> None:
     _write(flat, [buffer for _, buffer in dense_buffers(model) if buffer.is_floating_point()])
 
 
-def synchronise_buffers(model: nn.Module) -> Algorithm[None]:
+def synchronize_buffers(model: nn.Module) -> Algorithm[None]:
     """Make the buffers of a model equal on all ranks; sparse buffers are not changed.
 
     An element of a floating-point buffer, such as the running statistics of BatchNorm, becomes its

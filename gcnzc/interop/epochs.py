@@ -2,7 +2,7 @@
 
 Every iteration over a loader is an epoch of its own, also while others are in progress. The
 samplers are subclasses of torch's `RandomSampler` and `SequentialSampler`, so that Lightning and
-Accelerate recognise them and replace them by their own samplers.
+Accelerate recognize them and replace them by their own samplers.
 """
 
 import weakref

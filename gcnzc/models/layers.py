@@ -26,7 +26,7 @@ EDGE_COST = 8
 
 @dataclass(frozen=True)
 class Hop:
-    """The edges that a layer aggregates over, and degrees in the whole graph if it needs them."""
+    """The edges of one layer, from S sources to T targets; with degrees if the layer needs them."""
 
     indptr: Tensor  # (T + 1,)
     indices: Tensor  # (E,) rows of the sources
@@ -98,7 +98,7 @@ class Layer(nn.Module):
     """Base class of the message-passing layers."""
 
     needs_degrees = False  # whether it needs the degrees of the whole graph
-    has_scores = False  # whether sources have attention scores
+    has_scores = False  # whether `scores` returns attention scores
     must_project_first = False  # whether it cannot aggregate rows before they are projected
 
     def __init__(self, in_features: int, out_features: int, heads: int = 1) -> None:
@@ -126,7 +126,7 @@ class Layer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must implement project()")
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the attention scores of sources: (n, heads), or (n, 0) without attention."""
+        """Return the attention scores of n sources: (n, heads), or (n, 0) without attention."""
         return x[:, :0]
 
     def compute_targets(
@@ -137,7 +137,7 @@ class Layer(nn.Module):
         Args:
             hop: the edges; its indices refer to `rows`.
             rows: (S, in_features), or the messages of the sources if `is_projected`.
-            scores: (S, heads), or (S, 0) without attention.
+            scores: (S, heads), results of `scores`; (S, 0) without attention.
             x_target: (T, in_features).
             is_projected: whether `rows` are messages, the results of `project`.
         """
@@ -379,9 +379,9 @@ class GATLayer(Layer):
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
         """See `Layer.forward`.
 
-        In full-batch training, the scores are computed from the projected rows if rows are
-        projected first, since wide features would be read twice more. If the input needs a
-        gradient, which is computed per edge and head, the narrower rows of a head are aggregated.
+        In full-batch training, rows that are projected first also give the scores, so that wide
+        features are read once. If the input needs a gradient, whose cost per edge and head grows
+        with the columns, rows are projected first if that makes them narrower.
         """
         sizes = (block.num_src, block.num_dst, block.indices.shape[0])
         is_narrower = x_source.requires_grad and self.out_features <= self.in_features

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group, RequestMismatch, current_group, run
 from gcnzc.exchange.layout import describe_layout
-from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronise_buffers
+from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.group_options import (
@@ -341,7 +341,7 @@ class DistributedOptimizer(Optimizer):
         scale = getattr(self, "grad_scale", None)
         factor: float | Tensor = self.weight
         if scale is not None:
-            # a scale on a GPU is not read, because reading it synchronises with the GPU
+            # a scale on a GPU is not read, because reading it synchronizes with the GPU
             factor = self.weight / (float(scale) if scale.device.type == "cpu" else scale.double())
         is_needed = isinstance(factor, Tensor) or factor != 1.0
         for parameter in parameters if is_needed else ():
@@ -478,7 +478,7 @@ class DistributedOptimizer(Optimizer):
             yield from self.compare()
         yield from self.finish()
         if self.module is not None and self.group.world_size > 1:
-            yield from synchronise_buffers(self.module)
+            yield from synchronize_buffers(self.module)
 
     def finish(self) -> Algorithm[None]:
         """Make the parameters equal on all ranks; does nothing by default."""

@@ -3,7 +3,7 @@
 If only one rank loads weights or edits a parameter, the replicas stay out of sync. Therefore a
 checksum of the parameters is computed every `INTERVAL` exchanges. It is one of the lines of which
 exchanges send a hash bit; see `Comparison`. The host reads the checksum after the exchange, without
-another synchronisation with the device. If checksums differ, the ranks compare the parameters.
+another synchronization with the device. If checksums differ, the ranks compare the parameters.
 
 Ranks with different hardware or numbers of threads may round differently. Such small differences
 cause a warning, not an error, and rank 0's parameters are broadcast.
@@ -66,7 +66,7 @@ class Checksums:
                 self._pending = [_copy_to_host(each) for each in self._pending]
 
     def renew(self, named: Named | None) -> None:
-        """Compute and read the checksums now, which synchronises with the device."""
+        """Compute and read the checksums now, which synchronizes with the device."""
         self._forget()
         if named:
             self._start(named)

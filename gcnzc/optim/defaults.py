@@ -46,16 +46,16 @@ class ZeroOneDefaults:
     """The schedule of 0/1 Adam after its warm-up."""
 
     max_local_interval: int = 4
-    """largest number of steps between synchronisations"""
+    """largest number of steps between synchronizations"""
     variance_doubling: int = 16
     """number of variance updates after which the interval between them doubles"""
     windows: int = 4
-    """number of parts of `total_steps`; the synchronisation interval doubles after each"""
+    """number of parts of `total_steps`; the synchronization interval doubles after each"""
     local_doubling: int = 100
     """steps after which the interval doubles, if `total_steps` are not known"""
 
     def local_doubling_steps(self, total_steps: int | None) -> int:
-        """Return the number of steps after which the synchronisation interval doubles.
+        """Return the number of steps after which the synchronization interval doubles.
 
         Args:
             total_steps: the number of steps of the run; None if it is not known.

@@ -24,7 +24,7 @@ from gcnzc.exchange.sync import all_gather_text
 
 # these choose an implementation for the rank's device and do not change the method
 NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-# number of exchanges from one read of options on a GPU to the next; a read synchronises with it
+# number of exchanges from one read of options on a GPU to the next; a read synchronizes with it
 GPU_INTERVAL = 100
 # how long a rank whose connections are broken waits for the others' lines, and its poll interval
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
@@ -65,7 +65,7 @@ class Comparison:
 
         Args:
             lines: returns the lines to hash. Its argument is whether to read tensors on a GPU,
-                which synchronises with it.
+                which synchronizes with it.
         """
         self.count += 1
         if self.is_requested:
@@ -216,7 +216,7 @@ def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list
 
     Args:
         groups: the parameter groups of an optimizer.
-        with_gpu: whether to read tensors on a GPU, which synchronises with it.
+        with_gpu: whether to read tensors on a GPU, which synchronizes with it.
     """
     return [
         f"{name} of parameter group {number}\t{_text(group[name], with_gpu=with_gpu)}"

@@ -2,7 +2,7 @@
 
 The compression errors are preserved: the mean of the ranks' worker errors is added to the server
 errors, which are sharded again for the new number of ranks. If the replicas were out of sync, as
-between two synchronisations, every new rank starts from their mean.
+between two synchronizations, every new rank starts from their mean.
 """
 
 import inspect

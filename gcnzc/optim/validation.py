@@ -106,7 +106,7 @@ def check_adam_options(
         optimizer: the name of the optimizer, for the message.
         group: the parameter group.
         where: follows the name of an option in the message, such as " of parameter group 0".
-        with_gpu: whether to check tensors on a GPU, which synchronises with it.
+        with_gpu: whether to check tensors on a GPU, which synchronizes with it.
 
     Raises:
         ValueError: an option is out of its range, of a wrong type, or not supported.

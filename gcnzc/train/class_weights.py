@@ -13,10 +13,10 @@ def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
         num_classes: C, the number of classes; not used for (S, T) labels.
 
     Returns:
-        (C,) float32 weights of the classes, which are inversely proportional to their numbers of
-        nodes and have the mean 1 over the nodes; 0 for a class without a node. For tasks, (T,)
-        float32 weights of the label 1: the number of zeros divided by that of ones; 1 for a task
-        without either.
+        For classes, (C,) float32: the weight of a class is inversely proportional to its number of
+        nodes, and the mean weight of all nodes is 1; a class without a node has weight 0. For
+        tasks, (T,) float32 weights of the label 1: the number of zeros divided by the number of
+        ones; 1 if a task has no zeros or no ones.
     """
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=num_classes).double()

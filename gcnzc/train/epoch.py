@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 from typing import Any, cast
 
 from gcnzc.exchange import run
-from gcnzc.exchange.sync import synchronise_buffers
+from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.loader import Batches, Loader
 from gcnzc.optim import DistributedOptimizer, LocalUpdates
 from gcnzc.sampling.batch import Batch
+from gcnzc.system.malloc import freed_memory
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import record
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
@@ -145,7 +146,7 @@ def finish_epoch(trainer: Trainer) -> None:
     last = trainer.epoch + 1 == trainer.config.epochs
     if not last:
         # after the last epoch, `finalize` does this
-        run(synchronise_buffers(trainer.model), trainer.group)
+        run(synchronize_buffers(trainer.model), trainer.group)
         if trainer.average is not None:
             trainer.average.end_epoch(trainer.epoch)
     trainer.count_sent()
@@ -242,7 +243,9 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         model = run(trainer.average.evaluated(), trainer.group)
         averaged = {"averaged": trainer.average.updates}
     trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
-    with trainer.reporter.task(f"evaluate {epoch + 1}/{trainer.config.epochs}") as advance:
+    title = f"evaluate {epoch + 1}/{trainer.config.epochs}"
+    # the arrays of whole layers are too large for steps to reuse
+    with freed_memory(kept=False), trainer.reporter.task(title) as advance:
         scores = trainer.task.evaluate(model, trainer.table, trainer.device, advance, trainer.group)
     valid = scores[trainer.task.metric]["valid"]
     if math.isnan(valid) and not trainer.best:

@@ -48,7 +48,7 @@ class EpochStats:
     """Sums over the steps of one epoch on one worker; part of a checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
-        # float64 on the device, so that an addition does not synchronise with it
+        # float64 on the device, so that an addition does not synchronize with it
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.right = torch.zeros((), dtype=torch.float64, device=device)
         # bytes: those of the gathered feature rows (`payload_bytes` of the record)

@@ -135,26 +135,8 @@ def inference(
         return _compute(given, opened)
 
 
-def inference_in_temporary_folder(
-    model: Model,
-    graph: Graph,
-    table: FeatureTable,
-    device: torch.device,
-    *,
-    nodes: Tensor | None,
-    progress: Progress | None,
-    group: Group | None,
-    scratch: Path,
-    memory: int,
-) -> Tensor:
-    """Call `inference` with a scratch folder whose rows are not reused, and which is removed."""
-    given = _check(model, graph, table, device, nodes, None, BATCH_NODES, progress, group)
-    with open_scratch(scratch, memory, given.workers, None) as opened:
-        return _compute(given, opened)
-
-
 @dataclass(frozen=True)
-class _Given:
+class _Arguments:
     """The checked arguments of `inference`."""
 
     model: Model
@@ -182,7 +164,7 @@ def _check(
     batch_nodes: int,
     progress: Progress | None,
     group: Group | None,
-) -> _Given:
+) -> _Arguments:
     check_kind(
         "model",
         model,
@@ -215,10 +197,10 @@ def _check(
             )
     batch_nodes = limit_batch_nodes(graph, batch_nodes)
     workers = Workers(group or Group())
-    return _Given(model, graph, table, device, nodes, layer, batch_nodes, progress, workers)
+    return _Arguments(model, graph, table, device, nodes, layer, batch_nodes, progress, workers)
 
 
-def _identity_of(given: _Given) -> Mapping[str, Any]:
+def _identity_of(given: _Arguments) -> Mapping[str, Any]:
     """Return what the rows of layers depend on, for `open_scratch`."""
     nodes, machine = "all", f"torch {torch.__version__}, {given.device.type}"
     if given.nodes is not None:
@@ -235,7 +217,7 @@ def _identity_of(given: _Given) -> Mapping[str, Any]:
     }
 
 
-def _compute(given: _Given, scratch: Scratch | None) -> Tensor:
+def _compute(given: _Arguments, scratch: Scratch | None) -> Tensor:
     was_training = given.model.training
     given.model.eval()
     try:
@@ -254,7 +236,7 @@ class _Computation:
         scratch: stores the rows; None to keep them in memory.
     """
 
-    def __init__(self, given: _Given, scratch: Scratch | None) -> None:
+    def __init__(self, given: _Arguments, scratch: Scratch | None) -> None:
         self.given, self.scratch, self.workers = given, scratch, given.workers
         self.needed = needed_nodes(given.graph, given.num_layers, given.nodes, given.batch_nodes)
         self.shares = [

@@ -6,6 +6,7 @@ Notation: M nodes or pairs, C outputs of the model.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class TrainedModel:
     device: torch.device
     epoch: int  # from 1
 
-    @property
+    @cached_property
     def node_index(self) -> KnownNodes:
         """The ids of the nodes of the graph."""
         return KnownNodes(self.data.node_ids, self.data.graph.num_nodes)
@@ -306,7 +307,7 @@ def _outputs(
 
 def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
     """Return the numbers of nodes by their ids."""
-    ids = nodes.numpy() if isinstance(nodes, Tensor) else np.asarray(nodes)
+    ids = nodes.cpu().numpy() if isinstance(nodes, Tensor) else np.asarray(nodes)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuUO"):
         raise ValueError(
             f"the ids are of shape {ids.shape} and type {ids.dtype}\n\n"

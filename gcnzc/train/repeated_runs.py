@@ -166,7 +166,7 @@ def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def format_summary(line: Mapping[str, Any]) -> str:
-    """Return the sentence that summarises the test scores of several runs."""
+    """Return the sentence that summarizes the test scores of several runs."""
     key = f"test_{line['metric']}"
     return (
         f"test {line['metric']} {line[key]:.4f} ± {line[f'{key}_std']:.4f}, mean and standard "

@@ -96,10 +96,10 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
 def _open_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> bytes:
     """Return the bytes of the checkpoint to resume from; empty for a new run."""
     _lock_folder(trainer, launch, stack)
-    remove_partial(trainer.folder)
     is_resumed = bool(trainer.config.resume) or is_of_launch(trainer.folder, launch)
     if not is_resumed:
         check_free_folder(trainer.folder)
+    remove_partial(trainer.folder)
     if launch is not None:
         launch.write(trainer.folder)
     if is_resumed:

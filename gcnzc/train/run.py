@@ -24,6 +24,7 @@ from gcnzc.features.cache import CachedTable
 from gcnzc.graph.load import verify
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.sampling.full import find_layer_nodes
+from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
@@ -137,6 +138,9 @@ def train(
         # dropout and initial weights use torch's global generators: restore the caller's states
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(stop_requests())
+        if device.type == "cpu" and not config.is_full_batch:
+            # with full batches the process would grow, since a step has few, large arrays
+            stack.enter_context(freed_memory(kept=True))
         torch.manual_seed(config.seed)
         model = task.model().to(device)
         if config.tune_exchange:

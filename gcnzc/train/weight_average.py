@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Algorithm
-from gcnzc.exchange.sync import dense_buffers, synchronise_buffers
+from gcnzc.exchange.sync import dense_buffers, synchronize_buffers
 from gcnzc.train.config import TrainConfig
 
 
@@ -85,7 +85,7 @@ class WeightAverage:
         parameters = nn.Module()
         for number, parameter in enumerate(model.parameters()):
             parameters.register_buffer(f"parameter{number}", parameter.detach())
-        yield from synchronise_buffers(parameters)
+        yield from synchronize_buffers(parameters)
         source = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in model.named_buffers():

@@ -39,7 +39,7 @@ def result_of(run):
     return json.loads((run / "result.json").read_text())
 
 
-def test_several_seeds_are_summarised_and_resumed_as_a_whole(graph, tmp_path, capsys, monkeypatch):
+def test_several_seeds_are_summarized_and_resumed_as_a_whole(graph, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     train_one, calls = train_run.train, []
 

@@ -321,7 +321,7 @@ def test_common_names_of_parts(word):
     assert part_of("trains") is None
 
 
-def test_integers_are_recognised_only_if_no_text_is_lost():
+def test_integers_are_recognized_only_if_no_text_is_lost():
     assert as_integers(np.array(["0", "12", "-3"], object)).tolist() == [0, 12, -3]
     for text in ("007", "+1", "1.0", "x", str(2**70), ""):
         assert as_integers(np.array(["1", text], object)) is None

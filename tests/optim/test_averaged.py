@@ -8,7 +8,7 @@ from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.choices import ALGORITHMS
-from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronise_buffers
+from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronize_buffers
 from gcnzc.optim import Averaged, resize_state
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -228,7 +228,7 @@ def test_buffers_become_their_means():
     for rank, model in enumerate(models):
         model.running_mean += rank
         model.num_batches_tracked += 5
-    lockstep([synchronise_buffers(model) for model in models])
+    lockstep([synchronize_buffers(model) for model in models])
     for model in models:
         assert torch.equal(model.running_mean, torch.ones(2))
         assert torch.equal(model.running_var, torch.ones(2))

@@ -441,7 +441,7 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
     assert torch.equal(vector_of(models[0]), before[delay])
     for optimizer in optimizers:
         assert optimizer.dropped == 1
-        assert optimizer.skip_reason.endswith("synchronisation skipped: the mean overflows")
+        assert optimizer.skip_reason.endswith("synchronization skipped: the mean overflows")
 
 
 @pytest.mark.parametrize(

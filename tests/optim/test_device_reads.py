@@ -196,7 +196,7 @@ def train(case, place, *, with_scaler=False):
 @torch.no_grad()
 @pytest.mark.parametrize("with_scaler", [False, True], ids=["", "with a GradScaler"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_host_synchronises_with_a_device_once_per_step(name, with_scaler):
+def test_the_host_synchronizes_with_a_device_once_per_step(name, with_scaler):
     case = CASES[name]
     with Reads():
         found, waits, skipped = train(case, OnDevice, with_scaler=with_scaler)

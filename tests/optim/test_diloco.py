@@ -216,7 +216,7 @@ def test_bytes_and_requests_are_as_stated(options, world_size):
     )
     for ledger, optimizer in zip(found.ledgers, optimizers, strict=True):
         assert ledger.requests == 2 * (2 if "sharded" in options else 1)
-        stated = 2 * optimizer.bytes_per_synchronisation
+        stated = 2 * optimizer.bytes_per_synchronization
         # parts of a ring differ by an element
         slack = 0 if "sharded" in options else 2 * 2 * world_size * 4
         assert abs(ledger.bytes_sent - stated) <= slack
@@ -273,7 +273,7 @@ def test_nothing_changes_if_the_mean_overflows(options):
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
-        assert optimizer.skip_reason.startswith("synchronisation skipped: ")
+        assert optimizer.skip_reason.startswith("synchronization skipped: ")
         assert "no rank" not in optimizer.skip_reason
         assert optimizer.dropped == 1
 

@@ -9,7 +9,7 @@ from processes import results
 from torch import nn
 
 from gcnzc.exchange import Group, init_group, lockstep
-from gcnzc.exchange.sync import synchronise_buffers
+from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.optim import Averaged, DiLoCo, LocalSGD, OneBitAdam
 
 STEPS = 10
@@ -176,7 +176,7 @@ def test_buffers_of_a_rank_that_overflowed_are_left_out_of_the_mean():
         model.running_mean += 2.0 * rank
     models[1].running_mean[0] = torch.nan
     models[1].running_var.fill_(torch.inf)
-    lockstep([synchronise_buffers(model) for model in models])
+    lockstep([synchronize_buffers(model) for model in models])
     for model in models:
         torch.testing.assert_close(model.running_mean, torch.tensor([2.0, 2.0]))
         torch.testing.assert_close(model.running_var, torch.ones(2))
@@ -191,7 +191,7 @@ def test_constant_buffers_keep_their_bits():
         model.register_buffer("mask", mask.clone())
         model.register_buffer("scales", scales.clone())
         model.register_buffer("adjacency", torch.eye(3).to_sparse())
-    lockstep([synchronise_buffers(model) for model in models])
+    lockstep([synchronize_buffers(model) for model in models])
     for model in models:
         assert torch.equal(model.mask, mask)
         assert torch.equal(model.scales, scales)

@@ -14,7 +14,7 @@ from gcnzc.kernels.finite import square_limit
 from gcnzc.optim import Averaged, ZeroOneAdam
 from gcnzc.optim.finite_gradients import count_bad_elements
 
-# steps with a large gradient on rank 1: in the warm-up or before the first synchronisation, and
+# steps with a large gradient on rank 1: in the warm-up or before the first synchronization, and
 # after it, before an exchange
 BAD, END = (2, 6), 12
 LIMIT = square_limit(torch.float32)

@@ -325,7 +325,7 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
         assert torch.equal(optimizer.anchor, anchor)
         assert torch.equal(optimizer.momentum, momentum)
         assert optimizer.dropped == 1
-        assert optimizer.skip_reason.startswith("synchronisation skipped: ")
+        assert optimizer.skip_reason.startswith("synchronization skipped: ")
     train(models, optimizers, 7, 5)
     for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
         # the other fragment is not concerned

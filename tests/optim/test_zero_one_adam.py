@@ -100,7 +100,7 @@ def test_intervals_between_refreshes_double():
     assert found == expected[:-1]
 
 
-def test_a_synchronisation_precedes_each_variance_update():
+def test_a_synchronization_precedes_each_variance_update():
     schedule = ZeroOneSchedule(
         warmup=20,
         variance_doubling=3,
@@ -297,7 +297,7 @@ def slow_zero_one(steps, world_size, options, schedule):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_without_compression_a_synchronisation_is_the_mean_of_local_steps(world_size, goes_on):
+def test_without_compression_a_synchronization_is_the_mean_of_local_steps(world_size, goes_on):
     schedule = ZeroOneSchedule(8, 2, 4, 4, updates_variance_after_warmup=goes_on)
     for steps in (23, 24):
         options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "variance_floor": 0.0}
@@ -311,7 +311,7 @@ def test_without_compression_a_synchronisation_is_the_mean_of_local_steps(world_
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_replicas_are_bitwise_equal_after_each_synchronisation(world_size):
+def test_replicas_are_bitwise_equal_after_each_synchronization(world_size):
     models, optimizers = made(world_size, dtype=torch.float32, weight_decay=0.1)
     n = optimizers[0].flat_params.num_elements
     were_apart = 0
@@ -359,7 +359,7 @@ def test_the_loss_falls_as_adams():
 # --- in the middle, and at the end
 
 
-def test_parameters_are_averaged_between_synchronisations_and_restored():
+def test_parameters_are_averaged_between_synchronizations_and_restored():
     models, optimizers = made(3)
     train(models, optimizers, 15)
     own = [vector(model) for model in models]
@@ -640,7 +640,7 @@ def test_it_resumes_to_the_bit_at_every_step(world_size):
     assert same(optimizers[-1].snapshot(), last[-1].snapshot())
 
 
-def test_parameters_are_computed_from_a_state_between_synchronisations():
+def test_parameters_are_computed_from_a_state_between_synchronizations():
     models, optimizers = made(2, weight_decay=0.1)
     train(models, optimizers, 15)
     assert optimizers[0].is_out_of_sync
@@ -775,7 +775,7 @@ def test_gradients_are_clipped_by_one_factor_in_exchanged_steps():
     assert are_alike(models)
 
 
-def test_signals_are_received_at_synchronisations():
+def test_signals_are_received_at_synchronizations():
     models, optimizers = made(3, signals=2)
     train(models, optimizers, 12)
     optimizers[1].signals = [False, True]

@@ -79,7 +79,7 @@ def test_file_systems_in_memory_count_as_memory(tmp_path):
     assert module._memory_devices(tmp_path / "mountinfo") == {"00:1b", "00:12c"}
 
 
-def test_a_file_on_a_disk_is_recognised(monkeypatch):
+def test_a_file_on_a_disk_is_recognized(monkeypatch):
     monkeypatch.setattr(module, "_memory_devices", lambda: frozenset({"00:1b"}))
     assert Mapping(0, 1, True, "fe:00", "/data/features.npy").is_file
     assert not Mapping(0, 1, True, "00:1b", "/tmp/features.npy").is_file

@@ -244,6 +244,9 @@ def test_rows_of_another_computation_are_refused(small, tmp_path):
         model.layers[2].bias[0] += 1
     with pytest.raises(ValueError, match=r"model differ(.|\n)*hint: give another folder"):
         inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
+    (tmp_path / "scratch.json").write_bytes(b'{"format": 1, "mo')
+    with pytest.raises(ValueError, match=r"scratch.json is damaged(.|\n)*hint: give another folder"):
+        inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
 
 
 def test_a_journal_line_that_is_not_whole_is_ignored(tmp_path):

@@ -72,7 +72,7 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
 
 
 def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the lines that summarise the result of the run in `folder`."""
+    """Return the lines that summarize the result of the run in `folder`."""
     metric, best = result["metric"], result.get("best_possible_accuracy")
     possible = f" of {best:.4f} possible" if best is not None else ""
     rate, peak = result["gather_bytes_per_s"], result["gather_roof_bytes_per_s"]

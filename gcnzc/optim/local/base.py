@@ -1,10 +1,10 @@
-"""The base class of optimizers that take local steps and synchronise every H steps.
+"""The base class of optimizers that take local steps and synchronize every H steps.
 
 It implements local steps, means over the ranks whose parameters are finite, overlapped exchanges,
 and checkpoints. A subclass defines what is exchanged, when, and how the result is applied.
 
 Notation: W ranks, n elements of the flat parameter vector, k extras (numbers appended to an
-exchanged vector, such as signals), H steps from one synchronisation to the next.
+exchanged vector, such as signals), H steps from one synchronization to the next.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ from gcnzc.system.scalars import scalars_like
 
 
 class LocalUpdates(DistributedOptimizer):
-    """The base class of optimizers that take local steps and synchronise every H of them.
+    """The base class of optimizers that take local steps and synchronize every H of them.
 
     Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, or too
     large to be squared, only that rank skips its local step. If parameters of a rank are not finite
@@ -41,10 +41,10 @@ class LocalUpdates(DistributedOptimizer):
         inner: the optimizer that takes the local steps. The wrapper shares its parameter groups and
             state, so learning rate schedulers work.
         group: the ranks that communicate; see `DistributedOptimizer`.
-        signals: the number of flags, such as a request to stop, that each synchronisation combines
+        signals: the number of flags, such as a request to stop, that each synchronization combines
             over the ranks.
         total_steps: the number of steps of the run; None if it is not known.
-        sync_interval: the number of steps between synchronisations.
+        sync_interval: the number of steps between synchronizations.
         alone: whether a single rank runs the whole method; if False, it only takes the inner
             optimizer's steps.
         module: see `DistributedOptimizer`.
@@ -95,7 +95,7 @@ class LocalUpdates(DistributedOptimizer):
         self.is_counted: bool | Tensor = True
         """whether this rank's last contribution was finite; a tensor () until it is read"""
         self.since = 0
-        """steps since the last synchronisation"""
+        """steps since the last synchronization"""
         self.dropped = 0
         """number of means that failed, or excluded ranks with non-finite or too large parameters"""
 
@@ -112,7 +112,7 @@ class LocalUpdates(DistributedOptimizer):
 
     @abstractmethod
     def synchronize(self) -> Algorithm[None]:
-        """Synchronise the ranks; called every H steps."""
+        """Synchronize the ranks; called every H steps."""
 
     def apply_pending(self) -> Algorithm[None]:
         """Wait for the pending exchanges, and apply their results."""
@@ -149,7 +149,7 @@ class LocalUpdates(DistributedOptimizer):
 
     @identify_caller
     def algorithm(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: an inner step, and every H steps a synchronisation."""
+        """See `DistributedOptimizer`: an inner step, and every H steps a synchronization."""
         if self.group.world_size == 1:
             self.check_trainable()
         if not self.is_broadcast:
@@ -215,7 +215,7 @@ class LocalUpdates(DistributedOptimizer):
 
         Elements above `square_limit` count as not finite, because they overflow a norm.
 
-        Sets `is_counted`. Does not synchronise with a GPU.
+        Sets `is_counted`. Does not synchronize with a GPU.
         """
         end = values.numel() - self.extras
         self.is_counted = can_be_squared(values[:end])
@@ -244,7 +244,7 @@ class LocalUpdates(DistributedOptimizer):
         """
         end, workers = values.numel() - self.extras, workers or self.group.world_size
         if skip_reason:
-            self.record_drop(f"synchronisation skipped: {skip_reason}")
+            self.record_drop(f"synchronization skipped: {skip_reason}")
             return False
         count, bits, *signals = sums or values[end:].tolist()
         count = round(count)
@@ -256,7 +256,7 @@ class LocalUpdates(DistributedOptimizer):
             self.is_counted = True
             return True
         if not count:
-            self.record_drop("synchronisation skipped: no rank's parameters are finite")
+            self.record_drop("synchronization skipped: no rank's parameters are finite")
             return False
         self.record_drop(
             f"the parameters of {workers - count} of {workers} ranks are not finite or too large"
@@ -464,7 +464,7 @@ class LocalUpdates(DistributedOptimizer):
 
     @property
     def local_steps(self) -> int:
-        """H, the current number of steps from one synchronisation to the next."""
+        """H, the current number of steps from one synchronization to the next."""
         return self.sync_interval.steps
 
     def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:

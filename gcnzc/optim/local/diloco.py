@@ -189,13 +189,13 @@ class DiLoCo(LocalUpdates):
         everyones = (yield AllGather(sent)).view(-1)[:count]
         # all ranks detect a sum that overflows on one rank
         if not bool(are_finite(everyones)):
-            self.record_drop("synchronisation skipped: the mean overflows")
+            self.record_drop("synchronization skipped: the mean overflows")
             return
         self.anchor, self.momentum = anchor, momentum
         self.set_parameters(everyones)
 
     @property
-    def bytes_per_synchronisation(self) -> int:
+    def bytes_per_synchronization(self) -> int:
         """Bytes that this rank sends for an outer step."""
         workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if self.is_sharded:

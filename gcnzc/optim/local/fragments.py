@@ -1,4 +1,4 @@
-"""Split the parameters into fragments that are synchronised at different steps.
+"""Split the parameters into fragments that are synchronized at different steps.
 
 Each element is in exactly one fragment. A fragment is a range of the flat vector of all parameters,
 or a set of whole parameters that is selected by name.

@@ -1,7 +1,7 @@
 """Local SGD: average the parameters of all ranks every H steps.
 
     x_i <- x_i - InnerOpt(gradient of rank i)        H local steps
-    x_i <- mean_j x_j                                synchronisation
+    x_i <- mean_j x_j                                synchronization
 
 as in Stich, "Local SGD converges fast and communicates little" (2019,
 https://arxiv.org/abs/1805.09767). With compression the ranks average the differences from the last
@@ -34,7 +34,7 @@ class LocalSGD(LocalUpdates):
         local_steps: H; or "auto", the smallest H for which exchanges take at most `target` of the
             wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
         compress: compression of the exchanged differences.
-        signals: the number of flags, such as a request to stop, that each synchronisation combines
+        signals: the number of flags, such as a request to stop, that each synchronization combines
             over the ranks.
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
             first exchange is late in the run.

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: synchronise one fragment of the parameters at a time, overlapped with steps.
+"""Streaming DiLoCo: synchronize one fragment of the parameters at a time, overlapped with steps.
 
 Every H steps an exchange of fragment p starts, which finishes D steps later:
 
@@ -49,7 +49,7 @@ class StreamingDiLoCo(LocalUpdates):
         delay: D, the number of steps that overlap with an exchange, below H; or "auto", which
             requires local_steps="auto": the smallest D such that an exchange takes at most half
             the time of D steps.
-        mixing: the weight of a rank's own parameters when a fragment is synchronised, from 0 to 1.
+        mixing: the weight of a rank's own parameters when a fragment is synchronized, from 0 to 1.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the Nesterov momentum of the outer optimizer.
         compress: compression of the exchanged differences.

@@ -1,4 +1,4 @@
-"""The synchronisation interval H of optimizers with local steps: fixed, or chosen by measurement.
+"""The synchronization interval H of optimizers with local steps: fixed, or chosen by measurement.
 
 A measured interval is the shortest one whose exchange takes at most a given share of the wall time
 of the steps, and a given share of their CPU time. Both are limited because an exchange that
@@ -64,7 +64,7 @@ class Clocks:
 
 @dataclass
 class SyncInterval:
-    """The number H of local steps from one synchronisation to the next.
+    """The number H of local steps from one synchronization to the next.
 
     Args:
         requested: H, or "auto". "auto" measures `NUM_MEASURED` steps, and then sets the smallest H

@@ -1,9 +1,9 @@
-"""Local Adam steps from an anchor, the parameters at the last synchronisation.
+"""Local Adam steps from an anchor, the parameters at the last synchronization.
 
     m_i <- b1 m_i + (1 - b1) g_i     u_i <- u_i + lr m_i     x_i = a - u_i / (sqrt(V) + eps)
 
 The anchor a is equal on all ranks. The update u_i accumulates the local steps of rank i since then.
-The variance V is constant between synchronisations. Weight decay applies to a and u_i in the same
+The variance V is constant between synchronizations. Weight decay applies to a and u_i in the same
 way.
 
 Notation: n elements, of which d are not compressed (those of groups with `compress=False`) and
@@ -24,7 +24,7 @@ class Anchored(Masked):
     """The base class of optimizers whose ranks take local steps from a common anchor.
 
     While the ranks are out of sync, `vectors` has an `anchor` (c,). In `numbers`, `lr_sums` has for
-    each group slice the sum of the step sizes since the last synchronisation, and
+    each group slice the sum of the step sizes since the last synchronization, and
     `num_variance_updates` is the number of variance updates.
     """
 
@@ -33,7 +33,7 @@ class Anchored(Masked):
 
     @property
     def is_out_of_sync(self) -> bool:
-        """Whether the ranks have taken local steps since the last synchronisation."""
+        """Whether the ranks have taken local steps since the last synchronization."""
         return "anchor" in self.vectors
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:

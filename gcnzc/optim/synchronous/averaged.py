@@ -383,7 +383,7 @@ class Gradients:
     def _read(
         self, signals: Tensor, sparse: Sequence[Tensor | None]
     ) -> tuple[list[Sequence[float]], list[float], bool]:
-        """Read the results of an exchange on the host, with one synchronisation for each device.
+        """Read the results of an exchange on the host, with one synchronization for each device.
 
         Args:
             signals: their means, if they were exchanged separately; else empty.

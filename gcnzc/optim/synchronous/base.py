@@ -243,7 +243,7 @@ class Replicated(DistributedOptimizer):
             if norm > self.clip_norm:
                 gradients *= self.clip_norm / (norm + 1e-6)
             return
-        # a norm on a GPU is not read, because reading it synchronises with the GPU
+        # a norm on a GPU is not read, because reading it synchronizes with the GPU
         norms = square.sqrt()
         gradients *= (self.clip_norm / (norms + 1e-6)).where(norms > self.clip_norm, 1.0)
 

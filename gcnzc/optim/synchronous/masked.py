@@ -215,7 +215,7 @@ class Masked(Replicated):
     def _find_inactive(self) -> Tensor:
         """Return the indices (inactive elements,) int64 of the inactive elements in (c,).
 
-        They are cached while the same elements are inactive, because finding them synchronises with
+        They are cached while the same elements are inactive, because finding them synchronizes with
         a GPU.
         """
         if self._inactive is None:

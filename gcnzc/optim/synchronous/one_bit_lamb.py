@@ -220,7 +220,7 @@ class OneBitLamb(OneBitAdam):
         )
         scaling = self.vectors["scaling"][self._first_compressed :]
         roots = self._num_active().sqrt().to(self.flat_params.dtype)
-        # computed on the host, with one synchronisation with a GPU
+        # computed on the host, with one synchronization with a GPU
         known, magnitudes = torch.stack([scaling, (self._norms(momenta) / roots).double()]).cpu()
         are_known = known > 0
         are_new = ~are_known & (magnitudes > 0)

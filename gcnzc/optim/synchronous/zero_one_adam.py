@@ -2,8 +2,8 @@
 
 Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (2022,
 https://arxiv.org/abs/2202.06009). Exchanged gradients update the variance at growing intervals. At
-other steps the ranks synchronise: they exchange the signs of u, the sum of their updates since the
-last synchronisation. After the warm-up some steps are local, without an exchange. The variance V
+other steps the ranks synchronize: they exchange the signs of u, the sum of their updates since the
+last synchronization. After the warm-up some steps are local, without an exchange. The variance V
 changes only in steps that exchange gradients:
 
     gradient  g = mean_i g_i             m <- b1 m + (1 - b1) g     V <- b2 V + (1 - b2) g^2
@@ -13,11 +13,11 @@ changes only in steps that exchange gradients:
     update    a local step, and then     u <- compressed mean of u_i     m <- u / s
               x <- a - u / (sqrt(V) + eps)
 
-Here s is the sum of lr since the last synchronisation, each lr divided by 1 - b1^t; like u, s is
-multiplied by 1 - lr weight_decay in every step. The anchor a is x at the last synchronisation,
+Here s is the sum of lr since the last synchronization, each lr divided by 1 - b1^t; like u, s is
+multiplied by 1 - lr weight_decay in every step. The anchor a is x at the last synchronization,
 after which the parameters are bitwise equal on all ranks. Unlike in the paper, m and V are
 bias-corrected, weight decay is decoupled (it applies to a and u in the same way), and the step
-before a variance update synchronises, so that one mean gradient updates both m and V.
+before a variance update synchronizes, so that one mean gradient updates both m and V.
 
 Elements with zero variance are inactive until the ranks exchange their gradients; see
 `gcnzc.optim.synchronous.masked`.
@@ -47,7 +47,7 @@ class ZeroOneAdam(Anchored):
     """0/1 Adam: AdamW that exchanges signs of updates, and takes local steps without an exchange.
 
     With a single rank it is `torch.optim.AdamW` whose variance is updated at the steps of the
-    schedule. Between synchronisations the parameters differ between ranks: use `average_parameters`
+    schedule. Between synchronizations the parameters differ between ranks: use `average_parameters`
     for evaluation, and `finalize` after the last step. If a gradient is not finite or too large to
     be squared, all ranks skip a step with an exchange, and their state does not change. In a local
     step, its rank steps with the unchanged momentum instead, and counts it in `num_nonfinite`; the
@@ -69,7 +69,7 @@ class ZeroOneAdam(Anchored):
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: how inactive elements with a gradient are reactivated: "step" exchanges
-            gradients at the step after the next synchronisation; "refresh" waits for the schedule's
+            gradients at the step after the next synchronization; "refresh" waits for the schedule's
             next variance update.
         variance_floor: the smallest variance of an active element, as a share of the mean variance
             of the active elements of its parameter, unless the next step updates the variance; 0
@@ -133,7 +133,7 @@ class ZeroOneAdam(Anchored):
         self.numbers |= {"num_variance_updates": 0, "lr_sums": [0.0] * len(flat_params.parts)}
         self.update: Tensor | None = None
         """(c,): u_i while the ranks are out of sync; then the compressed momenta are this rank's
-        own, and `anchor` (c,) in `vectors` has the parameters of the last synchronisation"""
+        own, and `anchor` (c,) in `vectors` has the parameters of the last synchronization"""
         self.num_nonfinite = 0
         """number of local steps of this rank in which its gradient was not finite or too large"""
         self.reducers = {"update": self.reducer(self.compress, self.num_compressed)}
@@ -296,10 +296,10 @@ class ZeroOneAdam(Anchored):
             self._clip_finite(gradients, gradients.double().square().sum())
 
     def _synchronize(self, gradient: Tensor | None, extras: Tensor) -> Algorithm[str]:
-        """Take a local step, and exchange the updates since the last synchronisation.
+        """Take a local step, and exchange the updates since the last synchronization.
 
         Args:
-            gradient: (c,), this rank's gradient; None to synchronise without a step.
+            gradient: (c,), this rank's gradient; None to synchronize without a step.
             extras: (k,), this rank's extras; the reducer's `extra_sums` are their sums over ranks.
 
         Returns:
@@ -354,7 +354,7 @@ class ZeroOneAdam(Anchored):
 
     @torch.no_grad()
     def finish(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: synchronise the updates."""
+        """See `DistributedOptimizer`: synchronize the updates."""
         if self.is_out_of_sync:
             self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
 

@@ -15,7 +15,7 @@ Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 class ZeroOneSchedule:
     """The schedule of 0/1 Adam: what is exchanged at each step, counted from 1.
 
-    In the warm-up the ranks exchange gradients or updates at every step. After it they synchronise
+    In the warm-up the ranks exchange gradients or updates at every step. After it they synchronize
     their updates every 1, 2, 4, ... steps, up to `max_local_interval`, and take local steps in
     between. The interval doubles after every `local_doubling` steps, so that the first of them have
     no local step. The schedule depends only on the number of the step.
@@ -30,11 +30,11 @@ class ZeroOneSchedule:
     variance_doubling: int = ZERO_ONE.variance_doubling
     """number of variance updates after which the interval between them doubles"""
     local_doubling: int = ZERO_ONE.local_doubling
-    """number of steps after which the synchronisation interval doubles, after the warm-up"""
+    """number of steps after which the synchronization interval doubles, after the warm-up"""
     max_local_interval: int = ZERO_ONE.max_local_interval
-    """largest synchronisation interval, in steps; a power of two"""
+    """largest synchronization interval, in steps; a power of two"""
     step_size: Callable[[int], float] | None = None
-    """returns the learning rate of a step, equal on all ranks. If given, the synchronisation
+    """returns the learning rate of a step, equal on all ranks. If given, the synchronization
     interval doubles each time the learning rate halves, and `local_doubling` has no effect."""
     updates_variance_after_warmup: bool = False
     """whether the variance is also updated after the warm-up"""
@@ -67,7 +67,7 @@ class ZeroOneSchedule:
 
         Args:
             total_steps: the number of steps of the run. The warm-up is 0.15 of it, and the
-                synchronisation interval doubles after each quarter of it. If None, the warm-up is
+                synchronization interval doubles after each quarter of it. If None, the warm-up is
                 100 steps, and the interval doubles every 100 steps.
             warmup: the number of warm-up steps if not "default"; None for no local steps.
         """
@@ -104,7 +104,7 @@ class ZeroOneSchedule:
         return 1 << doublings
 
     def local_interval(self, step: int) -> int:
-        """Return the synchronisation interval; steps that are its multiples synchronise."""
+        """Return the synchronization interval; steps that are its multiples synchronize."""
         if self.warmup is None or step <= self.warmup:
             return 1
         if self.step_size is None:

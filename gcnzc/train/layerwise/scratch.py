@@ -96,7 +96,7 @@ def open_scratch(
     folder: Path,
     memory: int,
     workers: Workers,
-    identify: Callable[[], Mapping[str, Any]] | None,
+    identify: Callable[[], Mapping[str, Any]],
 ) -> Iterator[Scratch]:
     """Open a scratch folder, which is created if needed and locked; a collective call.
 
@@ -104,8 +104,7 @@ def open_scratch(
         folder: the folder; the workers of several machines use a folder in it for each machine.
         memory: see `Scratch`.
         workers: the workers that compute the rows.
-        identify: returns what the rows depend on, as values of JSON. None for a temporary folder:
-            earlier rows are not reused, and the folder is removed at the end.
+        identify: returns what the rows depend on, as values of JSON.
 
     Raises:
         ValueError: the folder has rows of another model, graph or features, or other files, or
@@ -120,11 +119,8 @@ def open_scratch(
             if workers.is_first:
                 own.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(own))
-                identity = None
                 try:
-                    if identify is not None:
-                        identity = work.run_in_thread(lambda: {"format": FORMAT, **identify()})
-                    _claim(own, identity)
+                    _claim(own, work.run_in_thread(lambda: {"format": FORMAT, **identify()}))
                 except BaseException:
                     # fails if the folder has files
                     with suppress(OSError):
@@ -132,11 +128,7 @@ def open_scratch(
                     raise
         with joint_work(workers.group):
             scratch = Scratch(own, memory, workers)
-        try:
-            yield scratch
-        finally:
-            if identify is None and workers.is_first:
-                remove_scratch(own)
+        yield scratch
 
 
 @contextmanager
@@ -153,7 +145,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _claim(folder: Path, identity: Mapping[str, Any] | None) -> None:
+def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     """Check whose rows a folder has, and record whose it has from now on."""
     path = folder / IDENTITY
     if not path.exists():
@@ -164,10 +156,14 @@ def _claim(folder: Path, identity: Mapping[str, Any] | None) -> None:
                 f"{folder} is not a scratch folder: it has {others[0]}\n\n"
                 "hint: give a new or an empty folder"
             )
-    elif identity is None:
-        _remove_rows(folder)
     else:
-        found = files.read_json(path)
+        try:
+            found = files.read_json(path)
+        except ValueError as error:
+            raise ValueError(
+                f"{str(error).partition(chr(10))[0]}\n\n"
+                "hint: give another folder, or delete this one; its rows cannot be reused"
+            ) from error
         differing = [key for key in identity if found.get(key) != identity[key]]
         if differing:
             raise ValueError(
@@ -177,14 +173,7 @@ def _claim(folder: Path, identity: Mapping[str, Any] | None) -> None:
         remove_partial(folder)
         return
     remove_partial(folder)
-    files.write_json(path, identity or {"format": FORMAT, "temporary": True})
-
-
-def _remove_rows(folder: Path) -> None:
-    # the journals first: without them, no rows are reused
-    for pattern in (PATTERN, f"*{SUFFIX}"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+    files.write_json(path, identity)
 
 
 def remove_scratch(folder: Path) -> None:
@@ -195,7 +184,10 @@ def remove_scratch(folder: Path) -> None:
     """
     if not (folder / IDENTITY).is_file():
         return
-    _remove_rows(folder)
+    # the journals first: without them, no rows are reused
+    for pattern in (PATTERN, f"*{SUFFIX}"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
     (folder / IDENTITY).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()

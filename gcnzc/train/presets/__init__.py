@@ -1,8 +1,8 @@
 """Presets: the options of published recipes, in TOML files that `gcnzc train --preset` reads.
 
-A file has the published score with its source, and a table `options` with the options of
-`gcnzc train` that differ from their defaults. Its name without `.toml`, such as
-`tuned/cora-gcn`, is that of the preset.
+A file contains the published score, its source, and a table `options`: the options of `gcnzc train`
+that differ from their defaults. The name of a preset, such as `tuned/cora-gcn`, is the path of its
+file without `.toml`.
 """
 
 import difflib
