@@ -245,7 +245,9 @@ def test_rows_of_another_computation_are_refused(small, tmp_path):
     with pytest.raises(ValueError, match=r"model differ(.|\n)*hint: give another folder"):
         inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
     (tmp_path / "scratch.json").write_bytes(b'{"format": 1, "mo')
-    with pytest.raises(ValueError, match=r"scratch.json is damaged(.|\n)*hint: give another folder"):
+    with pytest.raises(
+        ValueError, match=r"scratch.json is damaged(.|\n)*hint: give another folder"
+    ):
         inference(model, graph, FeatureTable(x), scratch=tmp_path, **small)
 
 
