@@ -57,6 +57,7 @@ def test_limits_of_control_groups_count(tmp_path):
     (groups / "mine" / "memory.max").write_text("5000\n")
     (groups / "mine" / "memory.swap.max").write_text("70\n")
     assert total_bytes(proc, groups) == 5070
+    (proc / "self" / "cgroup").write_text("4:memory:/docker/1f\n0::/mine\n")
     (groups / "memory").mkdir()
     (groups / "memory" / "memory.memsw.limit_in_bytes").write_text("4000\n")
     assert total_bytes(proc, groups) == 4000

@@ -1,13 +1,13 @@
 """Memory mappings of this process and available memory, from /proc.
 
-Sources: proc(5), mincore(2) and the kernel's guide to control groups (Documentation/admin-guide/
-cgroup-v2.rst).
+Sources: proc(5), mincore(2) and the kernel's guides to control groups (Documentation/admin-guide/
+cgroup-v2.rst and cgroup-v1/memory.rst).
 """
 
 import ctypes
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,38 +95,35 @@ def available_bytes(
     """Return the bytes of memory that are available to this process.
 
     This is the minimum of MemAvailable and of what the limits of this process's control groups
-    leave (version 2; containers and batch systems set limits there).
+    leave (versions 1 and 2; containers and batch systems set limits there).
     """
     lines = (proc / "meminfo").read_text().splitlines()
     left = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    for folder in _groups(proc, control_groups):
-        limit = _number(folder / "memory.max")
-        used = _number(folder / "memory.current")
+    for folder, names in _groups(proc, control_groups):
+        limit = _number(folder / names.limit)
+        used = _number(folder / names.used)
         if limit is not None and used is not None:
-            left = min(left, max(0, limit - used + _cached_bytes(folder)))
+            left = min(left, max(0, limit - used + _cached_bytes(folder, names.cached)))
     return left
 
 
 def total_bytes(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory and swap that this process could use on an otherwise idle machine.
 
-    The limits of control groups apply: version 2 and, if mounted, version 1.
+    The limits of control groups apply, of versions 1 and 2.
     """
     lines = (proc / "meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
-    total = sizes["MemTotal"] + sizes.get("SwapTotal", 0)
-    for folder in _groups(proc, control_groups):
-        memory = _number(folder / "memory.max")
+    swap_bytes = sizes.get("SwapTotal", 0)
+    total = sizes["MemTotal"] + swap_bytes
+    for folder, names in _groups(proc, control_groups):
         # "max" means no limit
-        swap = _number(folder / "memory.swap.max")
+        memory, swap = (_number(folder / name) for name in (names.limit, names.swap_limit))
         if memory is not None:
-            total = min(total, memory + (sizes.get("SwapTotal", 0) if swap is None else swap))
-    # the root of version 1, which in a container is the container's own group
-    for name in ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes"):
-        limit = _number(control_groups / "memory" / name)
-        if limit is not None:
-            swap_bytes = 0 if "memsw" in name else sizes.get("SwapTotal", 0)
-            total = min(total, limit + swap_bytes)
+            total = min(total, memory + (swap_bytes if swap is None or names.is_old else swap))
+        if swap is not None and names.is_old:
+            # version 1 limits the sum of memory and swap
+            total = min(total, swap)
     return total
 
 
@@ -172,19 +169,51 @@ def _non_resident_bytes(begin: int, end: int) -> int:
     return absent
 
 
-def _groups(proc: Path, control_groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of its ancestors."""
+@dataclass(frozen=True)
+class _Names:
+    """The names of the files of a control group."""
+
+    limit: str
+    used: str
+    swap_limit: str
+    # keys of memory.stat whose sum is the memory that the page cache uses
+    cached: tuple[str, ...]
+    is_old: bool  # version 1
+
+
+_NAMES = _Names(
+    "memory.max", "memory.current", "memory.swap.max", ("active_file", "inactive_file"), False
+)
+_OLD_NAMES = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.memsw.limit_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+    True,
+)
+
+
+def _groups(proc: Path, control_groups: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yield the folders of this process's control groups for memory and of their ancestors."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
-        return
+        lines = []
     for line in lines:
-        if line.startswith("0::/"):
-            folder = control_groups / line.removeprefix("0::/")
-            yield folder
-            while folder != control_groups:
-                folder = folder.parent
-                yield folder
+        # the number of the hierarchy, its controllers and the path; version 2 names no controllers
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = control_groups, _NAMES
+        elif "memory" in controllers.split(","):
+            root, names = control_groups / "memory", _OLD_NAMES
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        yield folder, names
+        # in a container, the path may be that outside of it, and the root is its own group
+        while folder != root:
+            folder = folder.parent
+            yield folder, names
 
 
 def _number(file: Path) -> int | None:
@@ -195,10 +224,10 @@ def _number(file: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _cached_bytes(folder: Path) -> int:
+def _cached_bytes(folder: Path, keys: Sequence[str]) -> int:
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     numbers = dict(line.split() for line in lines)
-    return sum(int(numbers.get(key, 0)) for key in ("active_file", "inactive_file"))
+    return sum(int(numbers.get(key, 0)) for key in keys)

@@ -51,7 +51,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         trained = replace(trained, metric=config.metric)
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
-    if config.evaluate == "sampled":
+    if config.evaluate in ("sampled", "auto"):
         fanouts = fanouts or trained.fanouts
     # the options of the training steps need not fit this graph and machine
     trained = replace(

@@ -1,7 +1,8 @@
-"""Predict cost and memory of an evaluation, to choose between all nodes and the needed ones.
+"""Predict cost and memory of an evaluation, to choose its method.
 
-Both give the same outputs up to rounding. The needed nodes are fewer, but they must be found, and
-the edges between them be renumbered, so that all nodes cost less if nearly all are needed.
+All nodes and the needed ones give the same outputs up to rounding. The needed nodes are fewer, but
+they must be found, and the edges between them be renumbered, so that all nodes cost less if nearly
+all are needed. Sampled neighbours are chosen if the rows of neither fit into memory.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,20 @@ class Cost:
 class Choice:
     """A method of evaluation, and the reason for it."""
 
-    method: str  # "exact" or "needed"
+    method: str  # "exact", "needed" or "sampled"
     reason: str
 
 
 def choose_evaluation(
-    model: Model, graph: Graph, nodes: Tensor, num_columns: int, memory_bytes: int
+    model: Model,
+    graph: Graph,
+    nodes: Tensor,
+    num_columns: int,
+    memory_bytes: int,
+    *,
+    can_sample: bool = False,
 ) -> Choice:
-    """Choose whether hidden layers are computed for all nodes or for the needed ones.
+    """Choose whether hidden layers are computed for all nodes, the needed ones or sampled ones.
 
     Args:
         model: the model, on any device.
@@ -51,6 +58,7 @@ def choose_evaluation(
         nodes: (M,) int64 ids of the evaluated nodes.
         num_columns: columns of the features.
         memory_bytes: host memory and swap of the machine.
+        can_sample: whether neighbours may be sampled.
     """
     needed = predict_cost(model, graph, nodes, num_columns)
     exact = predict_cost(model, graph, None, num_columns)
@@ -61,7 +69,14 @@ def choose_evaluation(
         f"{needed.num_rows:,} rows that are needed, {exact.operations / 1e9:.3g} billion for all "
         f"{exact.num_rows:,}"
     )
-    if method == "exact" and exact.num_bytes > max(limit, needed.num_bytes):
+    if can_sample and limit < min(needed.num_bytes, exact.num_bytes):
+        method = "sampled"
+        reason = (
+            f"exact outputs take {min(needed.num_bytes, exact.num_bytes) / 1e9:.3g} GB of rows, "
+            f"more than {MEMORY_SHARE:.0%} of the memory; `gcnzc predict --scratch` computes them "
+            "with rows on disk"
+        )
+    elif method == "exact" and exact.num_bytes > max(limit, needed.num_bytes):
         method = "needed"
         reason = (
             f"all rows take {exact.num_bytes / 1e9:.3g} GB, more than {MEMORY_SHARE:.0%} of the "

@@ -15,7 +15,8 @@ class EvaluationOptions(Options):
     evaluate: Method = "needed"
     """nodes for which hidden layers are computed in an evaluation: those that the evaluated nodes
     depend on (needed), all nodes (exact), or sampled neighbours of the evaluated nodes (sampled);
-    auto chooses needed or exact by predicted cost and memory, and prints why"""
+    auto chooses the cheaper one of needed and exact, or sampled if the rows of hidden layers would
+    take more than half of the memory, and prints why"""
     evaluate_fanouts: Fanouts = ()
     """--evaluate sampled: neighbours sampled per node, one number per layer, input layer first; by
     default those of --fanouts"""

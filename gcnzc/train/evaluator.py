@@ -16,7 +16,7 @@ from gcnzc.train.evaluation_cost import choose_evaluation
 from gcnzc.train.inference import Progress, inference
 from gcnzc.train.sampled_inference import sampled_inference
 
-METHODS = ("needed", "exact")
+METHODS = ("needed", "exact", "sampled")
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Evaluator:
 
     Attributes:
         method: "needed", "exact", "sampled" or "auto"; `choose` replaces "auto".
-        fanouts: of "sampled".
+        fanouts: of "sampled"; without them, "auto" does not sample.
         seed: random seed of "sampled".
     """
 
@@ -51,7 +51,10 @@ class Evaluator:
             return
         number = 0
         if group.rank == 0:
-            choice = choose_evaluation(model, graph, nodes, num_columns, total_bytes())
+            memory, can_sample = total_bytes(), bool(self.fanouts)
+            choice = choose_evaluation(
+                model, graph, nodes, num_columns, memory, can_sample=can_sample
+            )
             say(f"evaluation: {choice.method}, {choice.reason}")
             number = METHODS.index(choice.method)
         self.method = METHODS[run(all_gather_scalar(number), group)[0]]

@@ -16,6 +16,7 @@ from gcnzc.system.host_memory import (
     lock_limit_bytes,
     mappings,
     needed_bytes,
+    total_bytes,
 )
 
 MAPS = """\
@@ -131,7 +132,10 @@ def test_a_cached_file_counts_as_needed_as_a_whole(file_on_disk, monkeypatch):
 
 
 def files(folder, meminfo, cgroup, groups):
-    """A made-up /proc and /sys/fs/cgroup; a group is (path, limit, used, cached)."""
+    """A made-up /proc and /sys/fs/cgroup; a group is (path, limit, used, cached).
+
+    Groups below `memory` are those of version 1.
+    """
     proc, control_groups = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(meminfo)
@@ -140,10 +144,13 @@ def files(folder, meminfo, cgroup, groups):
     for path, limit, used, cached in groups:
         group = control_groups / path
         group.mkdir(parents=True, exist_ok=True)
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
+        old = path.split("/")[0] == "memory"
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(f"{limit}\n")
+        (group / ("memory.usage_in_bytes" if old else "memory.current")).write_text(f"{used}\n")
         if cached is not None:
-            stat = f"anon 5\ninactive_file {cached - 1}\nactive_file 1\n"
+            # in version 1, the counts of the group alone exclude those of groups in it
+            total = "inactive_file 0\nactive_file 0\ntotal_" if old else ""
+            stat = f"anon 5\n{total}inactive_file {cached - 1}\n{'total_' * old}active_file 1\n"
             (group / "memory.stat").write_text(stat)
     return proc, control_groups
 
@@ -154,9 +161,14 @@ MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    10
 @pytest.mark.parametrize(
     ("cgroup", "groups", "expected"),
     [
-        # no control groups, or version 1, or none with a limit
+        # no control groups, or no limit for memory
         (None, [], 1000 * 1024),
-        ("4:memory:/job\n", [("job", 5, 4, 0), ("", 5, 4, 0)], 1000 * 1024),
+        ("4:cpu:/job\n", [("job", 5, 4, 0), ("memory/job", 5, 4, 0)], 1000 * 1024),
+        ("4:memory:/job\n", [("job", 5, 4, 0), ("memory/job", 2**63 - 4096, 4, 0)], 1000 * 1024),
+        # version 1: its own group, one around it, and that of a container
+        ("4:memory:/job\n0::/\n", [("memory/job", 9000, 8000, 500)], 1500),
+        ("4:hugetlb,memory:/a/b\n", [("memory/a", 9000, 8000, 9), ("memory/a/b", 99, 0, 9)], 108),
+        ("4:memory:/docker/1f\n", [("memory", 9000, 8000, 500)], 1500),
         ("0::/job\n", [("job", "max", 4, 0)], 1000 * 1024),
         ("0::/job\n", [], 1000 * 1024),
         # a limit beyond what there is
@@ -173,6 +185,33 @@ MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:    10
 )
 def test_available_memory_is_computed_from_meminfo_and_limits(tmp_path, cgroup, groups, expected):
     assert available_bytes(*files(tmp_path, MEMINFO, cgroup, groups)) == expected
+
+
+SWAP = "MemTotal:       2000 kB\nSwapTotal:       500 kB\nMemAvailable:    1000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "path", "limits", "expected"),
+    [
+        (None, "", {}, 2500 * 1024),
+        ("0::/a/b\n", "a", {"memory.max": 9000, "memory.swap.max": "max"}, 9000 + 500 * 1024),
+        ("0::/a/b\n", "a", {"memory.max": 9000, "memory.swap.max": 10}, 9010),
+        ("3:memory:/a/b\n", "memory/a", {"memory.limit_in_bytes": 9000}, 9000 + 500 * 1024),
+        (
+            "3:memory:/a/b\n",
+            "memory",
+            {"memory.limit_in_bytes": 9000, "memory.memsw.limit_in_bytes": 9500},
+            9500,
+        ),
+    ],
+)
+def test_total_memory_is_computed_from_meminfo_and_limits(tmp_path, cgroup, path, limits, expected):
+    proc, control_groups = files(tmp_path, SWAP, cgroup, [])
+    folder = control_groups / path
+    folder.mkdir(parents=True)
+    for name, limit in limits.items():
+        (folder / name).write_text(f"{limit}\n")
+    assert total_bytes(proc, control_groups) == expected
 
 
 def test_available_memory_of_this_machine_is_plausible():

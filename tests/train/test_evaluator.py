@@ -16,6 +16,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import GCN, SAGE
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train import TrainConfig, sampled_inference
+from gcnzc.train import evaluator as module
 from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
 from gcnzc.train.evaluator import Evaluator
 from gcnzc.train.inference import inference
@@ -23,6 +24,7 @@ from gcnzc.train.run_folder import read_config
 
 SIZES = ["--nodes", "600", "--edges", "3000", "--num-features", "8", "--classes", "3"]
 OPTIONS = ["--layers", "2", "--fanouts", "4,4", "--hidden", "8", "--epochs", "1", "--device", "cpu"]
+CPU = torch.device("cpu")
 METHODS = ("needed", "exact", "sampled", "auto")
 
 
@@ -92,7 +94,7 @@ def test_sampled_outputs_do_not_depend_on_the_number_of_workers(tmp_path):
         assert torch.equal(found, expected)
 
 
-def test_the_cheaper_evaluation_is_chosen():
+def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
     # a chain: two nodes depend on few
     chain = Graph.from_edges(torch.arange(999), torch.arange(1, 1000), 1000)
     model, few = SAGE(16, 8, 4), torch.tensor([500, 501])
@@ -113,6 +115,11 @@ def test_the_cheaper_evaluation_is_chosen():
     choice = choose_evaluation(model, chain, most, 16, 1000)
     assert choice.method == "needed"
     assert "of the memory" in choice.reason
+    limit = 2 * min(predict_cost(model, chain, n, 16).num_bytes for n in (most, None))
+    for memory, method in ((limit, "needed"), (limit - 2, "sampled")):
+        choice = choose_evaluation(model, chain, most, 16, memory, can_sample=True)
+        assert choice.method == method
+    assert "gcnzc predict --scratch" in choice.reason
     said = []
     evaluator = Evaluator("auto")
     evaluator.choose(model, chain, few, 16, Group(), said.append)
@@ -120,6 +127,15 @@ def test_the_cheaper_evaluation_is_chosen():
     assert said[0].startswith("evaluation: needed, predicted")
     evaluator.choose(model, chain, most, 16, Group(), said.append)
     assert len(said) == 1
+    monkeypatch.setattr(module, "total_bytes", lambda: 1000)
+    for fanouts, method in (((), "needed"), ((2, 2, 2), "sampled")):
+        evaluator = Evaluator("auto", fanouts)
+        evaluator.choose(model, chain, most, 16, Group(), said.append)
+        assert evaluator.method == method
+    found = evaluator.outputs(
+        model, chain, FeatureTable(torch.randn(1000, 16)), CPU, most, lambda *_: None, None
+    )
+    assert found.shape == (990, 4)
 
 
 def test_the_cost_counts_the_multiply_adds_of_a_layer():
