@@ -85,6 +85,30 @@ def choose_evaluation(
     return Choice(method, reason)
 
 
+def warning_of_memory(
+    model: Model, graph: Graph, nodes: Tensor | None, num_columns: int, memory_bytes: int
+) -> str:
+    """Return a warning if the rows of an evaluation exceed the memory, otherwise "".
+
+    Args:
+        model: the model, on any device.
+        graph: the whole graph.
+        nodes: (M,) int64 ids of the evaluated nodes; None if the outputs of all are computed.
+        num_columns: columns of the features.
+        memory_bytes: host memory and swap of the machine.
+    """
+    # an upper bound for fewer nodes, which need not be found then
+    num_bytes = predict_cost(model, graph, None, num_columns).num_bytes
+    if num_bytes > memory_bytes and nodes is not None:
+        num_bytes = predict_cost(model, graph, nodes, num_columns).num_bytes
+    if num_bytes <= memory_bytes:
+        return ""
+    return (
+        f"warning: the rows of an evaluation take {num_bytes / 1e9:.3g} GB, but there are "
+        f"{memory_bytes / 1e9:.3g} GB of memory; use --evaluate sampled or auto"
+    )
+
+
 def predict_cost(model: Model, graph: Graph, nodes: Tensor | None, num_columns: int) -> Cost:
     """Predict the cost of computing the outputs of nodes, or of all nodes if None.
 

@@ -12,7 +12,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
-from gcnzc.train.evaluation_cost import choose_evaluation
+from gcnzc.train.evaluation_cost import choose_evaluation, warning_of_memory
 from gcnzc.train.inference import Progress, inference
 from gcnzc.train.sampled_inference import sampled_inference
 
@@ -44,9 +44,15 @@ class Evaluator:
     ) -> None:
         """Choose a method if it is "auto", and say which and why; a collective call.
 
+        With another method, say if its rows exceed the memory.
+
         The choice depends on the graph, the model and the total memory of the machine of worker 0,
         not on free memory, so that a run that is resumed on this machine makes the same choice.
         """
+        if group.rank == 0 and self.method in ("needed", "exact"):
+            evaluated = None if self.method == "exact" else nodes
+            if message := warning_of_memory(model, graph, evaluated, num_columns, total_bytes()):
+                say(message)
         if self.method != "auto":
             return
         number = 0

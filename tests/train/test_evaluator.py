@@ -132,6 +132,13 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
         evaluator = Evaluator("auto", fanouts)
         evaluator.choose(model, chain, most, 16, Group(), said.append)
         assert evaluator.method == method
+    said.clear()
+    for nodes, warned in ((few, False), (most, True)):
+        Evaluator("needed").choose(model, chain, nodes, 16, Group(), said.append)
+        assert bool(said) == warned
+    assert said[0].startswith("warning: the rows of an evaluation take ")
+    Evaluator("exact").choose(model, chain, few, 16, Group(), said.append)
+    assert len(said) == 2
     found = evaluator.outputs(
         model, chain, FeatureTable(torch.randn(1000, 16)), CPU, most, lambda *_: None, None
     )

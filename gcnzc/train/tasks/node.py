@@ -146,6 +146,8 @@ class NodeTask:
                 say("evaluation: needed, by one pass over the whole graph, which fits into memory")
                 return
             self.evaluator.method = "auto"
+        if self._has_single_pass:
+            return
         columns = with_labels(table, self.label_inputs).num_columns
         nodes = self._nodes_of(self._scored(parts))
         self.evaluator.choose(model, self.data.graph, nodes, columns, group, say)
