@@ -109,7 +109,7 @@ def steps() -> str:
     """Return the table of the times of training steps, compared with DGL and PyG."""
     best = best_steps(read("steps"))
     rows = []
-    for (kind, _), line in best.items():
+    for (kind, _), line in sorted(best.items(), key=lambda case: list(KINDS).index(case[0][0])):
         way = line["way"].partition(", ")[2].replace("1 workers", "1 worker")
         rows.append(
             [
@@ -140,4 +140,28 @@ def steps_floor() -> str:
     ]
     heads = ["model", "matrix products, ms", "moving rows, ms", "step, ms", "floor / step"]
     command = "python -m bench.training.steps --rivals FOLDER"
+    return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+@table
+def large_graph() -> str:
+    """Return the table of runs on a large graph within a limit of memory."""
+    lines = newest(read("large_graph"), "graph", "scale", "feature_dtype", "limit_gib")
+    rows = [
+        [
+            f"{line['graph']}, scale {line['scale']:g}",
+            f"{line['num_nodes']:,}",
+            f"{line['num_edges']:,}",
+            f"{line['feature_dtype']}",
+            f"{line['graph_bytes'] / 2**30:.1f}",
+            f"{line['limit_gib']:g}",
+            f"{line['epoch_s']:.0f}",
+            f"{line['evaluate_s']:.0f} ({line['evaluation']})",
+            f"{100 * line['test_accuracy']:.2f} of {100 * line['best_possible_accuracy']:.2f}",
+        ]
+        for line in lines.values()
+    ]
+    heads = ["graph", "nodes", "edges", "features", "files, GiB", "limit, GiB", "epoch, s"]
+    heads += ["evaluation, s", "test accuracy, %"]
+    command = "python -m bench.training.large_graph FOLDER"
     return with_caption(markdown(heads, rows), lines.values(), command)
