@@ -30,7 +30,7 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["train", "--fanouts", "a"], "--fanouts: 'a' is not a list of whole numbers", ""),
         (["train", "--model", "sag"], "'sag' for argument '--model'", ""),
         (["trian", "x"], "there is no command 'trian'", "did you mean train?"),
-        (["train", "--optimizer", "adam"], "--optimizer", "did you mean --optimizer?"),
+        (["train", "--optimiser", "adam"], "--optimiser", "did you mean --optimizer?"),
         (["train", "--dropuot=0.1"], "--dropuot=0.1", "did you mean --dropout?"),
         (["train", "--no-skpi"], "--no-skpi", "did you mean --no-skip?"),
         (["train", "x", "--fanouts", "10", "5"], "5", "commas and no spaces"),
