@@ -52,20 +52,29 @@ class LabelInputs:
                 self.is_input[nodes] = True
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def select(self, nodes: Tensor, share: float) -> Tensor:
+    def select(self, nodes: Tensor, num_seeds: int, share: float) -> Tensor:
         """Select the nodes that have their labels as features in a training step.
 
+        A fixed number of the seeds is selected, so that the others, which the loss contains, are
+        the same part of the seeds on all workers. At least one seed is not selected.
+
         Args:
-            nodes: (n,) int64 on any device.
-            share: probability of a training node to be selected, with random numbers from torch's
-                default generator.
+            nodes: (n,) int64 on any device; the seeds come first.
+            num_seeds: number of seeds, which are training nodes.
+            share: in [0, 1), the part of the seeds that is selected, and the probability of each
+                other training node to be selected. Random numbers are from torch's default
+                generator.
 
         Returns:
             (n,) bool on the device of `nodes`.
         """
         # on the host, so that the selection does not depend on the device
-        is_drawn = (torch.rand(len(nodes)) < share).to(nodes.device)
-        return is_drawn & self._tensors(nodes.device)[1][nodes]
+        numbers = torch.rand(len(nodes))
+        is_drawn = numbers < share
+        num_selected = max(min(round(share * num_seeds), num_seeds - 1), 0)
+        is_drawn[:num_seeds] = False
+        is_drawn[numbers[:num_seeds].argsort(stable=True)[:num_selected]] = True
+        return is_drawn.to(nodes.device) & self._tensors(nodes.device)[1][nodes]
 
     def rows(self, nodes: Tensor, is_selected: Tensor | None = None) -> Tensor:
         """Return the rows of labels, (n, C) float32 on the device of `nodes`.

@@ -67,7 +67,7 @@ def losses(config, data, seed, permuted=None):
     )
     batch = next(iter(loader))
     torch.manual_seed(seed)
-    is_selected = task.label_inputs.select(batch.nodes, config.label_inputs)
+    is_selected = task.label_inputs.select(batch.nodes, 50, config.label_inputs)
     torch.manual_seed(seed)
     logits = task.logits(model, batch)
     loss = task.loss(logits, batch.y)
@@ -96,19 +96,35 @@ def test_a_predicted_node_never_sees_its_own_label(config):
     assert not torch.equal(changed, logits)
 
 
-def test_the_loss_is_the_mean_over_the_expected_number_of_predicted_seeds(config):
+def test_the_loss_is_the_mean_over_the_predicted_seeds(config):
     data = load(config.data)
     logits, predicted, _, loss = losses(config, data, 3)
-    expected = torch.nn.functional.cross_entropy(logits, data.labels[predicted], reduction="sum")
-    torch.testing.assert_close(loss, expected / (50 * 0.5))
-    # without a predicted seed, the loss and its gradients are zero
-    task = NodeTask(config, data)
-    task._is_predicted = torch.zeros(5, dtype=torch.bool)
-    rows = torch.randn(5, data.num_classes, requires_grad=True)
-    loss = task.loss(rows, torch.zeros(5, dtype=torch.int64))
-    loss.backward()
-    assert loss == 0
-    assert not rows.grad.any()
+    expected = torch.nn.functional.cross_entropy(logits, data.labels[predicted])
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.99])
+def test_minibatches_of_one_size_have_as_many_predicted_seeds(config, share):
+    data = load(config.data)
+    labels = LabelInputs(data, data.num_classes, False)
+    seeds, others = data.split["train"][:200], data.split["train"][200:]
+    torch.manual_seed(0)
+    for num_seeds in (1, 2, 7, 200):
+        nodes = torch.cat([seeds[:num_seeds], others])
+        selected = torch.stack([labels.select(nodes, num_seeds, share) for _ in range(400)])
+        numbers = selected[:, :num_seeds].sum(dim=1)
+        assert (numbers == min(round(share * num_seeds), num_seeds - 1)).all()
+        # each seed and each other training node is selected equally often
+        for part in (selected[:, :num_seeds], selected[:, num_seeds:]):
+            mean = part.float().mean().item()
+            assert (part.float().mean(dim=0) - mean).abs().max() < 5 * (0.25 / 400) ** 0.5
+        assert selected[:, num_seeds:].float().mean().item() == pytest.approx(share, abs=0.02)
+
+
+def test_a_minibatch_without_seeds_selects_none_of_them(config):
+    data = load(config.data)
+    labels = LabelInputs(data, data.num_classes, False)
+    assert labels.select(torch.empty(0, dtype=torch.int64), 0, 0.5).shape == (0,)
 
 
 def test_rows_of_labels(config):

@@ -78,31 +78,24 @@ class NodeTask:
         if self.label_inputs is None:
             return model(batch.blocks, batch.x)
         assert batch.x is not None, "the loader has no table"
-        is_selected = self.label_inputs.select(batch.nodes, self.config.label_inputs)
+        num_seeds, share = len(batch.seeds), self.config.label_inputs
+        is_selected = self.label_inputs.select(batch.nodes, num_seeds, share)
         # read by `loss`, which is called next
-        self._is_predicted = ~is_selected[: len(batch.seeds)]
+        self._is_predicted = ~is_selected[:num_seeds]
         return model(batch.blocks, self.label_inputs.extend(batch.x, batch.nodes, is_selected))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Task`."""
         if self.class_weights is not None:
             self.class_weights = self.class_weights.to(logits.device)
-        share: float | Tensor = 1.0
         if self.label_inputs is not None:
-            # divided by the expected number of predicted seeds, so that the mean over workers is
-            # the loss of one worker with all seeds
-            expected = len(labels) * (1 - self.config.label_inputs)
             logits, labels = logits[self._is_predicted], labels[self._is_predicted]
-            if len(labels) == 0:
-                return logits.sum()
-            share = len(labels) / expected
-        loss = compute_loss(
+        return compute_loss(
             logits,
             labels,
             label_smoothing=self.config.label_smoothing,
             class_weights=self.class_weights,
         )
-        return loss if self.label_inputs is None else share * loss
 
     def evaluate(
         self,
