@@ -36,7 +36,8 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         path: .pt2 file, which is written atomically.
 
     Returns:
-        The description in the file: `model`, `task`, `in_features`, `outputs`, `fanouts` (of the
+        The description in the file: `model`, `task`, `in_features`, `label_columns` (those of
+        `in_features` that are labels), `outputs`, `num_tasks` (1 for classes), `fanouts` (of the
         training), `needs_degrees`, `classes` (names, or None), and `largest_difference` of the
         compared outputs.
 
@@ -52,7 +53,9 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         "model": loaded.config.model,
         "task": loaded.config.task,
         "in_features": encoder.in_features,
+        "label_columns": schema.num_outputs if loaded.config.label_inputs else 0,
         "outputs": encoder.out_features,
+        "num_tasks": schema.num_tasks,
         "fanouts": list(loaded.config.fanouts),
         "needs_degrees": needs_degrees(encoder),
         "classes": None if schema.classes is None else list(map(str, schema.classes)),

@@ -41,11 +41,12 @@ def trained(graph, *words):
     return run
 
 
-def serve(graph, *words):
+def serve(graph, *words, data="g"):
     return subprocess.Popen(
         # the script must not find gcnzc
-        [sys.executable, "-I", str(SCRIPT), str(graph / "m.pt2"), str(graph / "g.npz"), *words],
+        [sys.executable, "-I", str(SCRIPT), str(graph / "m.pt2"), str(graph / data), *words],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=dict(os.environ),
     )
@@ -90,7 +91,76 @@ def test_the_example_serves_what_gcnzc_predicts(graph):
             address = process.stdout.readline().split("?")[0]
             with urllib.request.urlopen(f"{address}?nodes=7") as answer:
                 assert json.load(answer)[0]["node"] == 7
-            with pytest.raises(urllib.error.HTTPError, match="400"):
-                urllib.request.urlopen(f"{address}?nodes=200")
+            for wrong in ("200", "-1", "x", ""):
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    urllib.request.urlopen(f"{address}?nodes={wrong}")
         finally:
             process.kill()
+
+
+@pytest.mark.processes
+def test_the_example_reads_quantized_features_and_labels_of_training_nodes(graph):
+    columns = 20  # one and a quarter of the blocks of columns that have one scale
+    draw = np.random.default_rng(1)
+    with np.load(graph / "g.npz") as arrays:
+        features = draw.standard_normal((200, columns), dtype=np.float32)
+        np.savez(graph / "wide.npz", **{**arrays, "node_feat": features})
+    run, layouts = graph / "run-wide", (("bfloat16", "row"), ("int8", "row"), ("int8", "columns"))
+    for number, (dtype, scales) in enumerate(layouts):
+        folder = graph / f"{dtype}-{scales}"
+        gcnzc.prepare(graph / "wide.npz", folder, feature_dtype=dtype, scales=scales)
+        if number == 0:
+            words = [*OPTIONS, "--label-inputs", "0.5", "--out", str(run)]
+            assert main(["train", str(folder), *words]) == 0
+            assert main(["export", str(run), "--out", str(graph / "m.pt2")]) == 0
+        with serve(graph, "--nodes", "0,1,2,3", "--exact", data=folder.name) as process:
+            found = json.loads(process.communicate()[0])
+        best = predict(run, folder, nodes=[0, 1, 2, 3]).probabilities.max(1)
+        assert [line["probability"] for line in found] == pytest.approx(best.tolist(), abs=1e-5)
+
+
+@pytest.mark.processes
+def test_the_example_serves_several_tasks(graph):
+    draw = np.random.default_rng(1)
+    labels = draw.integers(2, size=(200, 4)).astype(np.float32)
+    labels[draw.random((200, 4)) < 0.2] = np.nan
+    with np.load(graph / "g.npz") as arrays:
+        np.savez(graph / "tasks.npz", **{**arrays, "node_label": labels})
+    gcnzc.prepare(graph / "tasks.npz", graph / "tasks")
+    run = graph / "run-tasks"
+    words = [*OPTIONS, "--label-inputs", "0.5", "--out", str(run)]
+    assert main(["train", str(graph / "tasks"), *words]) == 0
+    assert main(["export", str(run), "--out", str(graph / "m.pt2")]) == 0
+    with serve(graph, "--nodes", "5,150", "--exact", data="tasks") as process:
+        found = json.loads(process.communicate()[0])
+    expected = predict(run, nodes=[5, 150]).probabilities
+    assert [line["probabilities"] for line in found] == pytest.approx(expected, abs=1e-5)
+    # a graph with other labels, and one with other features
+    for data, message in (
+        ("g", "labels of 3 columns, not 4"),
+        ("w", "needs 5 columns of features"),
+    ):
+        if data == "w":
+            with np.load(graph / "tasks.npz") as arrays:
+                features = np.zeros((200, 6), np.float32)
+                np.savez(graph / "w.npz", **{**arrays, "node_feat": features})
+            gcnzc.prepare(graph / "w.npz", graph / "w")
+        with serve(graph, "--nodes", "5", data=data) as process:
+            _, err = process.communicate()
+        assert process.returncode == 2
+        assert message in err
+
+
+@pytest.mark.processes
+def test_the_example_explains_errors(graph, tmp_path):
+    (tmp_path / "m.pt2").write_bytes(b"no archive")
+    (tmp_path / "g").symlink_to(graph / "g")
+    for words, data, message in (
+        ([], "none", "there is no prepared folder with a"),
+        (["--nodes", "1"], "g", "m.pt2"),
+    ):
+        with serve(tmp_path, *words, data=data) as process:
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert message in err.splitlines()[-1]
+        assert "Traceback" not in err
