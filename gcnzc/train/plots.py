@@ -35,6 +35,14 @@ STAGES = {
 }
 
 
+# characters of the label of a run; and of one that needs at most half of the width of a panel
+MAX_LABEL, LABEL_OF_HALF_PANEL = 41, 22
+
+
+# characters of a run's name in the title
+MAX_TITLE = 81
+
+
 # lines of one panel; more runs take another row of panels
 RUNS_PER_ROW = 5
 
@@ -75,26 +83,56 @@ def curves(runs: Sequence[Path], out: Path) -> None:
     """
     from matplotlib.ticker import MaxNLocator
 
+    runs = list(dict.fromkeys(runs))
     records = {run: _read_record(run) for run in runs}
+    labels = dict(zip(runs, run_labels(runs), strict=True))
     groups = [runs[begin : begin + RUNS_PER_ROW] for begin in range(0, len(runs), RUNS_PER_ROW)]
     ratios = [3.4 * len(groups), 1.3 + 0.3 * len(runs)]
     figure = new_figure(9, 0.3 + sum(ratios))
     title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
-    figure.suptitle(f"Training: {title}")
+    figure.suptitle(f"Training: {_shorten(title, MAX_TITLE)}")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
     panels = upper.subplots(len(groups), 2, squeeze=False)
     for row, group in zip(panels, groups, strict=True):
         for number, run in enumerate(group):
-            _plot_run(row, records[run], run.name if len(runs) > 1 else "", f"C{number}")
+            _plot_run(row, records[run], labels[run] if len(runs) > 1 else "", f"C{number}")
+        if len(runs) > 1:
+            # one entry of the legend for the dots of all runs
+            row[1].plot([], [], "o", color="grey", label="best epoch")
+        longest = max(len(labels[run]) for run in group)
         for axis in row:
             axis.set_xlabel("epoch")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            # epochs count from 1
+            axis.set_xlim(left=0.5)
             axis.grid(alpha=0.3)
             # above the panel, where it covers no curve
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
-            axis.legend(fontsize="small", ncols=2, **place)
-    _plot_seconds(lower, records)
+            columns = 1 if len(runs) > 1 and longest > LABEL_OF_HALF_PANEL else 2
+            axis.legend(fontsize="small", ncols=columns, **place)
+    _plot_seconds(lower, {labels[run]: lines for run, lines in records.items()})
     save(figure, out)
+
+
+def run_labels(runs: Sequence[Path]) -> list[str]:
+    """Return a short, unique label for each run: its name, and its folder's if names are equal."""
+    paths = [run.absolute().parts for run in runs]
+    depth, most = 1, max(map(len, paths))
+    while depth < most and len({parts[-depth:] for parts in paths}) < len(set(paths)):
+        depth += 1
+    labels = [_shorten("/".join(parts[-depth:]), MAX_LABEL) for parts in paths]
+    # different names may have the same beginning and end
+    repeated = {label for label in labels if labels.count(label) > 1}
+    return [
+        f"{number}: {label}" if label in repeated else label
+        for number, label in enumerate(labels, 1)
+    ]
+
+
+def _shorten(name: str, most: int) -> str:
+    """Replace the middle of a name of more than `most` characters by an ellipsis."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
 
 
 def _title(run: Path) -> str:
@@ -104,6 +142,10 @@ def _title(run: Path) -> str:
 
 
 def _read_record(run: Path) -> list[dict[str, Any]]:
+    if not run.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {run}\n\nhint: give a run folder that `gcnzc train` wrote"
+        )
     lines = record.read(run / "record.jsonl")
     if not lines:
         raise FileNotFoundError(
@@ -130,35 +172,36 @@ def _plot_run(
     loss.set_ylabel("training loss")
     parts = {"valid": "validation"}
     if not name:
-        parts = {"minibatch": "minibatches, with dropout", **parts, "test": "test"}
+        parts = {"minibatch": "training nodes, in training mode", **parts, "test": "test"}
     for number, (part, words) in enumerate(parts.items()):
         key = f"{part}_{metric}"
         seen = [line for line in lines if key in line]
         epochs = [line["epoch"] + 1 for line in seen]
         # a score that is not defined, of labels of one class, is null in the record
         values = [math.nan if line[key] is None else line[key] for line in seen]
+        if not seen:
+            continue
         score.plot(epochs, values, colour if name else f"C{number}", label=name or words)
-        if part == "valid" and values:
+        if part == "valid":
             # the first one, if no score is defined
             best = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
-            # one entry of the legend is enough for the dots of several runs
-            several = "best epoch" if colour == "C0" else None
-            label = several if name else f"best epoch: {epochs[best]}"
             score.plot(epochs[best], values[best], "o", color=score.lines[-1].get_color())
-            score.lines[-1].set_label(label)
+            if not name:
+                score.lines[-1].set_label(f"best epoch: {epochs[best]}")
     limit = lines[0].get("best_possible_accuracy")
     if limit is not None and metric == "accuracy" and not name:
         score.axhline(limit, color="grey", linewidth=1, label="best possible")
     score.set_ylabel(f"validation {shown}" if name else shown)
 
 
-def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]]]) -> None:
-    """Plot a bar per run: the mean seconds of each stage in an epoch."""
+def _plot_seconds(figure: Any, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Plot a bar per run: the mean seconds of each stage in an epoch, by label of the run."""
     axis = figure.subplots()
-    used = {key for lines in records.values() for line in lines for key in STAGES if line.get(key)}
+    typical = [record.typical_lines(lines) for lines in records.values()]
+    used = {key for lines in typical for line in lines for key in STAGES if line.get(key)}
     stages = [(key, f"C{index}") for index, key in enumerate(STAGES) if key in used]
-    for number, all_lines in enumerate(records.values()):
-        lines, left = record.typical_lines(all_lines), 0.0
+    for number, lines in enumerate(typical):
+        left = 0.0
         for key, colour in stages:
             seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
             # matplotlib keeps names with an underscore out of the legend
@@ -168,7 +211,7 @@ def _plot_seconds(figure: Any, records: Mapping[Path, Sequence[Mapping[str, Any]
         whole = sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch (stages overlap)" if number == 0 else "_"
         axis.plot([whole, whole], [number - 0.4, number + 0.4], "k", label=shown)
-    axis.set_yticks(range(len(records)), [run.name for run in records], fontsize="small")
+    axis.set_yticks(range(len(records)), list(records), fontsize="small")
     axis.invert_yaxis()
     axis.set_xlabel("seconds per epoch, mean of all but the first")
     figure.legend(loc="outside lower center", ncols=len(stages) + 1, fontsize="small")

@@ -49,8 +49,10 @@ from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.node import NodeTask
+from gcnzc.train.tracing import warning_of_trace
 from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
 from gcnzc.train.unused_options import unused_options
+from gcnzc.train.weight_average import warning_of_no_average
 
 
 @only_run()
@@ -156,8 +158,9 @@ def train(
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
         steps = config.epochs * len(loader)
-        if message := warning_of_short_warmup(config, steps):
-            reporter.say(f"warning: {message}")
+        for message in (warning_of_short_warmup(config, steps), warning_of_trace(config, steps)):
+            if message:
+                reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
@@ -210,7 +213,16 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
             # clocks and signals differ between workers
             flags = run(all_gather(torch.tensor(flags)), trainer.group).any(dim=0).tolist()
         handle_stop_request(trainer, flags)
+    if trainer.epoch < trainer.config.epochs:
+        patience = trainer.config.patience
+        trainer.reporter.say(
+            f"stopped after epoch {trainer.epoch} (--patience {patience}): the last "
+            f"{'evaluation' if patience == 1 else f'{patience} evaluations'} found no better model "
+            f"than that of epoch {trainer.best['epoch'] + 1}"
+        )
     evaluate_last_epoch(trainer)
+    if message := warning_of_no_average(trainer.config, trainer.best["epoch"], trainer.lines):
+        trainer.reporter.say(f"warning: {message}")
     save(trainer)
     trainer.on_rank_zero(lambda: write_pending(trainer))
     return write_result(trainer)

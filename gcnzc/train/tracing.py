@@ -12,6 +12,7 @@ from gcnzc._files import write_text
 from gcnzc.exchange import Algorithm, AllGatherScalar, run
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.spans import Span, Stage, seconds_outside
+from gcnzc.train.config import TrainConfig
 from gcnzc.train.plots import timeline
 from gcnzc.train.run_folder import (
     TIMELINE,
@@ -82,6 +83,18 @@ def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
 WARM_UP = 10
 
 
+def warning_of_trace(config: TrainConfig, steps: int) -> str:
+    """Return a warning if a run of `steps` steps is too short for --trace; "" otherwise."""
+    shown = max(0, steps - WARM_UP)
+    if shown >= config.trace:
+        return ""
+    effect = f"shows {shown} steps" if shown else "shows nothing"
+    return (
+        f"--trace {config.trace} {effect}: the run has {steps:,} steps, and the first {WARM_UP} "
+        "are not recorded; use more --epochs"
+    )
+
+
 def trace(trainer: "Trainer", spans: Sequence[Span], stages: Sequence[Stage]) -> None:
     """Record the spans of a step if it is traced, and write the trace after the last such step."""
     trainer.steps += 1
@@ -105,7 +118,9 @@ def draw_trace(trainer: "Trainer") -> None:
         attempt = trainer.files.attempt
         attempt(TRACE, lambda: write_trace(spans, trainer.folder / TRACE))
         attempt(TIMELINE, lambda: timeline(spans, trainer.folder / TIMELINE))
-        share = overlap_share(own, "gather", "compute")
-        trainer.reporter.say(
-            f"{share:.0%} of the gather time overlapped with compute; {trainer.folder / TIMELINE}"
-        )
+        shown = f"wrote {trainer.folder / TIMELINE}"
+        # a full-batch run gathers its rows once, before its steps
+        if any(span.name == "gather" for span in own):
+            share = overlap_share(own, "gather", "compute")
+            shown = f"{share:.0%} of the gather time overlapped with compute; {shown}"
+        trainer.reporter.say(shown)

@@ -137,6 +137,32 @@ def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None
     return None if config.average == "none" else WeightAverage(config, model)
 
 
+def warning_of_no_average(
+    config: TrainConfig, best_epoch: int, lines: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a warning if the best model of a run is none of its averages; "" otherwise.
+
+    Args:
+        config: options of the run.
+        best_epoch: epoch of the best model, counted from 0.
+        lines: lines of the record.
+    """
+    # lines of older versions do not say how many weights the average has
+    if all(line.get("averaged", 1) for line in lines if line["epoch"] == best_epoch):
+        return ""
+    first = int(config.average_start * config.epochs) + 1
+    last = lines[-1]["epoch"] + 1
+    why = "no average is better"
+    if last < first:
+        why = f"the run ended after epoch {last}"
+    return (
+        f"--average {config.average} averages the weights from epoch {first} on, and {why}: the "
+        f"best model has the weights of epoch {best_epoch + 1}; use a smaller --average-start"
+        + " or a larger --patience"
+        * (last < first)
+    )
+
+
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: value.detach() for name, value in dense_buffers(model) if value.is_floating_point()

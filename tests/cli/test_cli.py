@@ -229,6 +229,19 @@ def test_plot_draws_two_runs(run, tmp_path, capsys):
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
+def test_plot_of_several_runs_leaves_the_curves_of_each(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    before = (other / "curves.png").read_bytes()
+    assert main(["plot", str(other), str(run)]) == 0
+    assert (other / "curves.png").read_bytes() == before
+    out = json.loads(capsys.readouterr().out)["picture"]
+    assert Path(out) == tmp_path / "comparison.png"
+    assert (tmp_path / "comparison.png").stat().st_size > 1000
+    assert main(["plot", str(tmp_path / "none")]) == 1
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_check_measures_the_machine(capsys):
     assert main(["check", "--megabytes", "16"]) == 0
     line = json.loads(capsys.readouterr().out)

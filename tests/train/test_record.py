@@ -8,7 +8,7 @@ from PIL import Image
 
 from gcnzc.system import files, machine
 from gcnzc.train import record, tensorboard
-from gcnzc.train.plots import curves
+from gcnzc.train.plots import curves, run_labels
 from gcnzc.train.tensorboard import EventFile
 
 LINE = {
@@ -78,6 +78,29 @@ def test_curves_of_one_run_and_of_two_are_drawn(tmp_path):
             pixels = np.asarray(picture.convert("L"))
         assert pixels.shape[1] == 900
         assert (pixels < 200).mean() > 0.01  # something is drawn
+
+
+def test_labels_of_runs_are_short_and_differ(tmp_path):
+    names = [f"{'long-' * 20}{number}-{'name-' * 20}" for number in range(3)]
+    runs = [*(tmp_path / name for name in names), tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    labels = run_labels(runs)
+    assert len(set(labels)) == 5
+    assert max(map(len, labels)) < 50
+    assert run_labels(runs[-2:]) == ["a/run", "b/run"]
+    assert run_labels([tmp_path / "x" / "one", tmp_path / "y" / "two"]) == ["one", "two"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_leave_room_for_the_curves(tmp_path):
+    # constrained layout warns if the labels leave no room, and then shrinks the panels to nothing
+    runs = [tmp_path / f"{'very-long-' * 12}{number}" for number in range(3)]
+    for run in runs:
+        run.mkdir()
+        for epoch in range(3):
+            valid = {"valid_accuracy": 0.4 + epoch / 10}
+            record.append(run / "record.jsonl", LINE | {"epoch": epoch} | valid)
+    curves(runs, tmp_path / "runs.png")
+    curves(runs[:1], tmp_path / "one.png")
 
 
 def test_a_run_without_epochs_has_no_curves(tmp_path):

@@ -216,8 +216,35 @@ def test_every_optimizer_learns(optimizer, config, tmp_path):
 
 
 def test_early_stopping_ends_a_run(config, tmp_path):
-    line = train(replace(config, epochs=60, patience=2, lr=0.05), tmp_path / "run")
-    assert line["epochs"] == line["best_epoch"] + 2 < 60
+    config = replace(config, epochs=60, patience=2, lr=0.05)
+    line = train(config, tmp_path / "run", out := Listener())
+    best = line["best_epoch"]
+    assert line["epochs"] == best + 2 < 60
+    message = f"stopped after epoch {best + 2} (--patience 2): the last 2 evaluations found no "
+    assert out.said[-1] == f"{message}better model than that of epoch {best}"
+    # a resumed run says it again
+    train(replace(config, resume=tmp_path / "run"), tmp_path / "run", again := Listener())
+    assert again.said[-1] == out.said[-1]
+
+
+def test_a_run_without_an_average_says_so(config, tmp_path):
+    swa = replace(config, average="swa", epochs=40, lr=0.05)
+    train(replace(swa, patience=1), tmp_path / "patience", out := Listener())
+    assert "from epoch 31 on, and the run ended after epoch" in out.said[-1]
+    train(replace(swa, epochs=2, average_start=0.0), tmp_path / "all", out := Listener())
+    assert "averages the weights" not in "".join(out.said)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "effect"), [(64, ""), (128, "shows 8 steps"), (1024, "shows nothing")]
+)
+def test_a_run_that_is_too_short_for_a_trace_says_so(batch_size, effect, config, tmp_path):
+    config = replace(config, batch_size=batch_size, trace=10)
+    train(config, tmp_path / "run", out := Listener())
+    found = [line for line in out.said if "--trace" in line]
+    assert len(found) == bool(effect)
+    assert effect in "".join(found)
+    assert (tmp_path / "run" / "timeline.png").exists() == (batch_size < 1024)
 
 
 def test_evaluations_may_be_rare(config, tmp_path):
