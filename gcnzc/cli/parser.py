@@ -86,6 +86,13 @@ def parse(words: Sequence[str]) -> Any:
         _check_used(config, default or TrainConfig())
         if config.is_full_batch:
             _check_given_fanouts(words)
+        elif default is not None and default.is_full_batch and not _value_of("--fanouts", words):
+            raise UsageError(
+                f"--batch-size {config.batch_size} without --fanouts: the options that it "
+                "overrides are those of full-batch training\n\n"
+                "hint: give --fanouts, one number per layer, input layer first; -1 samples all "
+                "neighbours"
+            )
     return config
 
 

@@ -10,7 +10,12 @@ from typing import Literal
 
 import tyro
 
-from gcnzc.train.evaluation_options import EvaluationOptions, Method, check_evaluate_fanouts
+from gcnzc.train.evaluation_options import (
+    EvaluationOptions,
+    Method,
+    check_evaluate_fanouts,
+    check_samples,
+)
 from gcnzc.train.learning_options import (
     AverageOptions,
     LearningRateOptions,
@@ -69,12 +74,17 @@ class TrainConfig(
                 object.__setattr__(self, "fanouts", (-1,) * self.layers)
         if len(self.fanouts) != self.layers:
             given = ",".join(map(str, self.fanouts))
+            hint = f"; use --layers {len(self.fanouts)} with these"
+            what = f"{len(self.fanouts)} fanouts ({given})"
+            if self.fanouts == DEFAULT_FANOUTS:
+                what, hint = f"the {len(self.fanouts)} default fanouts ({given})", ""
             raise ValueError(
-                f"{len(self.fanouts)} fanouts ({given}) for {self.layers} layers\n\n"
-                "hint: --fanouts takes one number per layer, input layer first; use --layers "
-                f"{len(self.fanouts)} with these"
+                f"{what} for {self.layers} layers\n\n"
+                f"hint: give --fanouts one number per layer, input layer first{hint}"
             )
         check_evaluate_fanouts(self.evaluate_fanouts, self.layers)
+        if self.evaluate == "sampled" and not self.evaluate_fanouts:
+            check_samples(self.fanouts)
         if self.warmup_epochs and self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"--warmup-epochs {self.warmup_epochs:g} with --epochs {self.epochs}: the warm-up "
@@ -122,8 +132,8 @@ class EvaluateConfig(CorrectAndSmoothOptions):
 
     run: tyro.conf.Positional[Path]
     """run folder that `gcnzc train` wrote"""
-    data: Path | None = None
-    """folder of another graph to evaluate on; the graph of the run if not given"""
+    data: tyro.conf.Positional[Path | None] = None
+    """folder of a graph with the same features and classes; the graph of the run if not given"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to evaluate; auto takes CUDA if there is a GPU"""
     predictions: Path | None = None

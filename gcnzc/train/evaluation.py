@@ -14,9 +14,9 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
-from gcnzc.train.config import EvaluateConfig
+from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
-from gcnzc.train.evaluation_options import check_evaluate_fanouts
+from gcnzc.train.evaluation_options import check_evaluate_fanouts, check_samples
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
@@ -51,6 +51,8 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         trained = replace(trained, metric=config.metric)
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
+    if config.evaluate == "sampled" and not fanouts:
+        check_samples(trained.fanouts)
     if config.evaluate in ("sampled", "auto"):
         fanouts = fanouts or trained.fanouts
     # the options of the training steps need not fit this graph and machine
@@ -62,8 +64,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         class_weights="none",
         label_smoothing=0.0,
     )
-    source = config.data or trained.data
-    assert source is not None, "read_config has checked"
+    source = config.data or graph_of_run(config.run, trained)
     data = load(source, allow_nan=trained.allow_nan)
     check_features(data, source)
     device = choose_device(config.device)
@@ -98,6 +99,21 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         "best_epoch": best["epoch"] + 1,
         "seconds": time.perf_counter() - begin,
     }
+
+
+def graph_of_run(run: Path, trained: TrainConfig) -> Path:
+    """Return the folder of the graph of a run.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+    """
+    assert trained.data is not None, "read_config has checked"
+    if not trained.data.exists():
+        raise FileNotFoundError(
+            f"the graph of the run in {run} is not at {trained.data}\n\n"
+            "hint: give its folder as DATA, or change to the folder in which the run was started"
+        )
+    return trained.data
 
 
 def check_features(data: Dataset, source: Path) -> None:
@@ -167,7 +183,7 @@ def _check_sizes(
             raise ValueError(
                 f"{source} has {found} {what}, but the model was trained on {trained_on} with "
                 f"{expected}\n\nhint: a model fits only graphs with the same numbers of feature "
-                "columns and classes; without --data the run's own graph is evaluated"
+                "columns and classes; without DATA, the graph of the run is evaluated"
             )
 
 

@@ -27,6 +27,17 @@ class EvaluationOptions(Options):
             check_fanouts(self.evaluate_fanouts)
 
 
+def check_samples(fanouts: tuple[int, ...]) -> None:
+    """Raise a ValueError if fanouts, for an evaluation with sampled neighbours, sample all."""
+    if set(fanouts) == {-1}:
+        raise ValueError(
+            f"--evaluate sampled with fanouts {','.join(map(str, fanouts))}, which sample all "
+            "neighbours\n\n"
+            "hint: give --evaluate-fanouts one number per layer, input layer first; --evaluate "
+            "needed uses all neighbours"
+        )
+
+
 def check_evaluate_fanouts(fanouts: tuple[int, ...], layers: int) -> None:
     """Raise a ValueError unless there is a fanout for each layer, or none at all."""
     if fanouts and len(fanouts) != layers:

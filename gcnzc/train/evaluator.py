@@ -25,7 +25,7 @@ class Evaluator:
 
     Attributes:
         method: "needed", "exact", "sampled" or "auto"; `choose` replaces "auto".
-        fanouts: of "sampled"; without them, "auto" does not sample.
+        fanouts: of "sampled"; "auto" does not sample without them, or if all are -1.
         seed: random seed of "sampled".
     """
 
@@ -57,7 +57,7 @@ class Evaluator:
             return
         number = 0
         if group.rank == 0:
-            memory, can_sample = total_bytes(), bool(self.fanouts)
+            memory, can_sample = total_bytes(), any(number >= 0 for number in self.fanouts)
             choice = choose_evaluation(
                 model, graph, nodes, num_columns, memory, can_sample=can_sample
             )

@@ -193,7 +193,7 @@ def _check(
         if layer > len(model.layers):
             raise ValueError(
                 f"layer is {layer}, but the model has {len(model.layers)} layers\n\n"
-                "hint: the first layer is 1; None returns the logits"
+                f"hint: the layers are numbered from 1 to {len(model.layers)}"
             )
     batch_nodes = limit_batch_nodes(graph, batch_nodes)
     workers = Workers(group or Group())

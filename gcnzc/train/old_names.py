@@ -25,6 +25,8 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
 FLAGS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "train": {"batch_norm": ("norm", "none", "batch")},
 }
+# by command: options that are positional arguments now, which follow all others
+POSITIONAL: Mapping[str, Sequence[str]] = {"evaluate": ("data",)}
 # by command and by present name of the option: old values, and the present ones
 VALUES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "train": {"local_steps": {"usual": "default"}, "delay": {"usual": "default"}},
@@ -47,8 +49,15 @@ def rename_command_line(words: Sequence[str]) -> list[str]:
     command = COMMANDS.get(words[0], words[0])
     options, changed, option = OPTIONS.get(command, {}), [command], ""
     flags: dict[str, str] = {}  # flags as given, by present name of their option
-    for word in words[1:]:
+    positional: list[str] = []
+    following = iter(words[1:])
+    for word in following:
         flag, equals, value = word.partition("=")
+        if flag.removeprefix("--") in POSITIONAL.get(command, ()) and flag.startswith("--"):
+            value = value if equals else next(following, "")
+            # without a value, the option is reported as unknown
+            positional.append(value or word)
+            continue
         if flag.startswith("--"):
             name = flag.removeprefix("--").replace("-", "_")
             no = "no-" if name.startswith("no_") else ""
@@ -71,7 +80,7 @@ def rename_command_line(words: Sequence[str]) -> list[str]:
         else:
             changed.append(_renamed_value(command, option, word))
             option = ""
-    return changed
+    return changed + positional
 
 
 def _negation(flag: str) -> str:

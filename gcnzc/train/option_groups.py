@@ -295,7 +295,7 @@ class ScheduleOptions(Options):
     patience: int = 0
     """stop after this many evaluations without improvement; 0 never stops early"""
     evaluate_every: int = 1
-    """epochs between two evaluations with all neighbours"""
+    """epochs from one evaluation to the next"""
     runs: int = 1
     """train this many times, with the random seeds --seed, --seed + 1, ..., and report the mean and
     the standard deviation of the scores, like OGB's examples; --out has a run folder for each"""

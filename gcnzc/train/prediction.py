@@ -26,7 +26,7 @@ from gcnzc.models.link import LinkModel
 from gcnzc.models.stack import Model
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
-from gcnzc.train.evaluation import check_features, load_best
+from gcnzc.train.evaluation import check_features, graph_of_run, load_best
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, with_labels
 from gcnzc.train.layerwise.scratch import remove_scratch
@@ -110,8 +110,7 @@ def load_model(run: Path, source: Path | None = None, device: str = "auto") -> T
         ValueError: the graph does not fit the model.
     """
     trained = read_config(run)
-    source = source or trained.data
-    assert source is not None, "read_config has checked"
+    source = source or graph_of_run(run, trained)
     schema = read_schema(run, trained)
     data = load(source, allow_nan=trained.allow_nan)
     check_names(schema, data, source)

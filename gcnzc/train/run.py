@@ -10,7 +10,7 @@ same options and on the same machine.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, warning_of_short_warmup
 from gcnzc.train.precision import build_precision
+from gcnzc.train.presets import describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
@@ -114,6 +115,10 @@ def train(
     for message in unused_options(config).values():
         wrong, _, remedy = message.partition("\n\nhint: ")
         reporter.say(f"warning: {wrong}; {remedy}")
+    if config.preset:
+        # a run has all options, also of a preset that a later version does not have any more
+        with suppress(ValueError):
+            reporter.say(describe_published_score(read_preset(config.preset)))
     if config.verify:
         _verify(config.data, group, reporter)
     data = load_shared(config.data, group, allow_nan=config.allow_nan)

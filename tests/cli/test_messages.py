@@ -152,11 +152,11 @@ def test_a_graph_of_another_size_is_reported_with_both_numbers(tmp_path, capsys)
             ("classes", f"has 4 outputs (classes), but the model was trained on {own} with 3"),
         ):
             capsys.readouterr()
-            assert main(["evaluate", str(run), "--data", str(tmp_path / name)]) == 1
+            assert main(["evaluate", str(run), str(tmp_path / name)]) == 1
             err = capsys.readouterr().err
             assert f"error: {tmp_path / name} {words}" in err
             assert "give the model's options" not in err
-        assert main(["evaluate", str(run), "--data", str(own)]) == 0
+        assert main(["evaluate", str(run), str(own)]) == 0
 
 
 def test_an_example_without_arguments_shows_its_usage():

@@ -135,10 +135,10 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
     other = write(tmp_path / "other", order=("a", "c", "b"))
     expected = "column of features 1 is 'c', but the model was trained with 'b'"
     assert expected in error_of(capsys, run, other, "--out", out)
-    assert main(["evaluate", str(run), "--data", str(other)]) == 1
+    assert main(["evaluate", str(run), str(other)]) == 1
     assert expected in capsys.readouterr().err
     renamed = write(tmp_path / "renamed", names=np.where(KINDS == "bee", "asp", KINDS))
-    assert main(["evaluate", str(run), "--data", str(renamed)]) == 1
+    assert main(["evaluate", str(run), str(renamed)]) == 1
     assert "class 1 is 'asp', but the model was trained with 'bee'" in capsys.readouterr().err
     narrow = write(tmp_path / "narrow", order=("a", "b"))
     assert "column of features 2 is 'absent'" in error_of(capsys, run, narrow, "--out", out)
@@ -155,7 +155,8 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
         path = tmp_path / f"{name}.npy"
         assert message in error_of(capsys, run, "--nodes", path, "--out", out)
     assert "no file" in error_of(capsys, run, "--nodes", tmp_path / "no.csv", "--out", out)
-    assert "is not a table" in error_of(capsys, run, "--nodes", "tset", "--out", out)
+    assert "did you mean test?" in error_of(capsys, run, "--nodes", "tset", "--out", out)
+    assert "is not a table" in error_of(capsys, run, "--nodes", tmp_path, "--out", out)
     assert "does not end in a format" in error_of(capsys, run, "--out", tmp_path / "p", status=2)
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("source,target\nn1,n2\n")

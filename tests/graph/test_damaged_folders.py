@@ -94,7 +94,7 @@ COMMANDS = {
     "train with few neighbours": lambda data, run, out: [
         *("train", data, *TRAINING, "--fanouts", "1,1", "--out", out)
     ],
-    "evaluate": lambda data, run, out: ["evaluate", run, "--data", data],
+    "evaluate": lambda data, run, out: ["evaluate", run, data],
     "embed": lambda data, run, out: ["embed", data, out, "--dims", "4"],
     "predict": lambda data, run, out: ["predict", run, data, "--out", f"{out}.csv"],
     "predict test": lambda data, run, out: [

@@ -63,7 +63,12 @@ def test_options_of_the_wrong_type_are_rejected(words, message):
         ({"dropout": 1.0}, "--dropout must be from 0 to below 1, got 1.0"),
         ({"lr": 0.0}, "--lr must be above 0, got 0.0"),
         ({"lr": float("nan")}, "--lr must be finite, got nan"),
-        ({"fanouts": (5, 5)}, r"2 fanouts \(5,5\) for 3 layers"),
+        ({"fanouts": (5, 5)}, r"^2 fanouts \(5,5\) for 3 layers\n\nhint:.* use --layers 2"),
+        ({"layers": 2}, r"^the 3 default fanouts \(15,10,5\) for 2 layers\n\nhint: give .* first$"),
+        (
+            {"evaluate": "sampled", "batch_size": "all"},
+            "fanouts -1,-1,-1, which sample all neighbours\n\nhint: give --evaluate-fanouts",
+        ),
         ({"fanouts": (5, 0, 5)}, "a fanout must be at least 1, or -1 for all neighbours, got 0"),
         ({"hidden": 10**30}, "--hidden must be at most 9223372036854775807, got 10000000"),
         ({"outer_lr": -1.0}, "--outer-lr must be at least 0, got -1.0"),

@@ -202,6 +202,7 @@ def test_every_method_is_recorded_and_scores_alike(task, graph, tmp_path, capsys
 def test_full_batch_runs_evaluate_by_every_method(graph, tmp_path, capsys):
     for method in METHODS:
         words = [*OPTIONS[:2], *OPTIONS[4:], "--batch-size", "all", "--evaluate", method]
+        words += ["--evaluate-fanouts", "4,4"] if method == "sampled" else []
         line, err = line_of(capsys, "train", graph / "g", *words, "--out", tmp_path / method)
         assert line["evaluation"] == ("needed" if method == "auto" else method)
         assert ("one pass over the whole graph" in err) == (method == "auto")
@@ -238,7 +239,7 @@ def test_sampled_evaluation_uses_the_fanouts_of_the_run(graph, tmp_path, capsys)
 def test_a_graph_without_features_is_rejected(graph, tmp_path, capsys):
     line_of(capsys, "train", graph / "g", *OPTIONS, "--out", tmp_path / "run")
     tiny().but(features=None).write(tmp_path / "bare")
-    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "bare")]) == 1
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "bare")]) == 1
     error = capsys.readouterr().err
     assert "has no features, which the model reads" in error
     assert "hint: " in error

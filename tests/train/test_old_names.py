@@ -110,3 +110,16 @@ def test_every_old_name_has_a_present_one():
     assert set(old_names.OPTIONS["train"].values()) < set(TrainConfig.__dataclass_fields__)
     assert not set(old_names.OPTIONS["train"]) & set(TrainConfig.__dataclass_fields__)
     assert set(old_names.OPTIONS["check"].values()) < set(CheckConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("words", "present"),
+    [
+        ("evaluate runs/a --data g", "evaluate runs/a g"),
+        ("evaluate --data=g runs/a --metric rocauc", "evaluate runs/a --metric rocauc g"),
+        ("evaluate runs/a --data", "evaluate runs/a --data"),
+        ("evaluate runs/a g", "evaluate runs/a g"),
+    ],
+)
+def test_the_data_of_an_evaluation_is_positional(words, present):
+    assert old_names.rename_command_line(words.split()) == present.split()

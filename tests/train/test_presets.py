@@ -108,6 +108,11 @@ def test_the_run_folder_has_the_options_and_needs_no_preset(tmp_path, monkeypatc
         (["xyz"], "there is no preset 'xyz'", "`gcnzc presets` lists all"),
         (["tuned/cora-gcn", "--resume", "r"], "--preset tuned/cora-gcn with --resume r", "keeps"),
         (["tuned/cora-gcn", "--config", "c.json"], "has no effect with --config c.json", "one of"),
+        (
+            ["tuned/cora-gcn", "--batch-size", "64"],
+            "--batch-size 64 without --fanouts",
+            "one number",
+        ),
     ],
 )
 def test_wrong_presets_are_rejected(words, message, hint):

@@ -1,5 +1,6 @@
 """The command that predicts classes of nodes and scores of pairs."""
 
+import difflib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,15 @@ def _predict_nodes(
     elif config.nodes in PARTS:
         numbers = part_numbers(loaded.data, config.nodes)
     else:
-        numbers = read_nodes(Path(config.nodes), loaded.node_index)
+        path = Path(config.nodes)
+        if not path.exists():
+            near = difflib.get_close_matches(config.nodes, ("all", *PARTS), 1)
+            suggestion = f"did you mean {near[0]}? " if near else ""
+            raise FileNotFoundError(
+                f"--nodes: there is no file {config.nodes}\n\n"
+                f"hint: {suggestion}give all, train, valid, test or a file of ids"
+            )
+        numbers = read_nodes(path, loaded.node_index)
     found = predict_nodes(loaded, numbers, reporter, config.scratch, config.memory_bytes)
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 

@@ -81,6 +81,15 @@ def read_preset(name: str) -> Preset:
     return Preset(name=name, **values)
 
 
+def describe_published_score(preset: Preset) -> str:
+    """Return one line: the published score, and the graph that it is of."""
+    prepared = f", prepared with {preset.prepare}" if preset.prepare else ""
+    return (
+        f"preset {preset.name}: published test {preset.metric} {preset.score:.4f} ± "
+        f"{preset.deviation:.4f} on {preset.data}{prepared}"
+    )
+
+
 def accept_preset(kind: type[C]) -> type[C]:
     """Decorate the dataclass of the options, so that a preset sets those that are not given."""
     initialize: Callable[..., None] = kind.__init__
