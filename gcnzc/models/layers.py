@@ -6,92 +6,18 @@ chooses the cheaper one for the block. GATv2 always projects first: its scores n
 Notation: S sources, T targets, E edges of a block, H heads, F columns (of a head).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gcnzc.kernels.aggregate import aggregate
-from gcnzc.kernels.aggregate.gat import gat_aggregate
-from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
 from gcnzc.models.autocast import add_linear
 from gcnzc.models.head_projection import project_heads
+from gcnzc.models.hop import BlockHop, Hop
 from gcnzc.sampling.batch import Block
 
 # the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
 # projection; bench/training/aggregate.py measures it
 EDGE_COST = 8
-
-
-@dataclass(frozen=True)
-class Hop:
-    """The edges of one layer, from S sources to T targets; with degrees if the layer needs them."""
-
-    indptr: Tensor  # (T + 1,)
-    indices: Tensor  # (E,) rows of the sources
-    self_index: Tensor | None  # (T,) index of each target among the sources; None: the first T
-    source_norms: Tensor | None = None  # (S,) 1 / sqrt(degree + 1)
-    target_degrees: Tensor | None = None  # (T,) in the graph, without the self loop
-
-    @property
-    def num_targets(self) -> int:
-        """The number of targets, T."""
-        return self.indptr.shape[0] - 1
-
-    def target_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of the targets, given those of the sources."""
-        return rows[: self.num_targets] if self.self_index is None else rows[self.self_index]
-
-    # A subclass may aggregate rows that are not in memory, see gcnzc/train/layerwise.
-
-    def aggregate(
-        self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
-    ) -> Tensor:
-        """Return the scaled sums of the rows of in-neighbours, see `gcnzc.kernels.aggregate`."""
-        return aggregate(self.indptr, self.indices, rows, source_scale, target_scale)
-
-    def gat_aggregate(
-        self,
-        rows_SHF: Tensor,
-        scores: Tensor,
-        target_scores: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
-    ) -> Tensor:
-        """Return GAT's weighted sums, see `gcnzc.kernels.aggregate.gat`."""
-        return gat_aggregate(
-            self.indptr,
-            self.indices,
-            rows_SHF,
-            scores,
-            target_scores,
-            self_index=self.self_index,
-            dropout=dropout,
-            seed=seed,
-        )
-
-    def gatv2_aggregate(
-        self,
-        rows_SHF: Tensor,
-        targets_THF: Tensor,
-        attention_HF: Tensor,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
-    ) -> Tensor:
-        """Return GATv2's weighted sums, see `gcnzc.kernels.aggregate.gatv2`."""
-        return gatv2_aggregate(
-            self.indptr,
-            self.indices,
-            rows_SHF,
-            targets_THF,
-            attention_HF,
-            self_index=self.self_index,
-            dropout=dropout,
-            seed=seed,
-        )
 
 
 class Layer(nn.Module):
@@ -154,10 +80,10 @@ class Layer(nn.Module):
         Returns:
             (T, columns).
         """
-        hop = Hop(block.indptr, block.indices, None)
+        hop = BlockHop(block.indptr, block.indices, None)
         if self.needs_degrees:
             norms = inverse_sqrt_degrees(block.in_degrees, x_source.dtype)
-            hop = Hop(hop.indptr, hop.indices, None, norms, block.in_degrees[: block.num_dst])
+            hop = BlockHop(hop.indptr, hop.indices, None, norms, block.in_degrees[: block.num_dst])
         is_projected = self.should_project_first(
             block.num_src, block.num_dst, block.indices.shape[0]
         )
@@ -195,9 +121,14 @@ class SAGELayer(Layer):
         """See `Layer.compute_targets`."""
         counts = hop.indptr.diff() + 1 if self.self_loops else hop.indptr.diff().clamp(min=1)
         scale = 1 / counts.to(scale_dtype(rows.dtype))
-        mean = hop.aggregate(rows, scale)
+        if self.self_loops or not is_projected:
+            mean, own = hop.aggregate_with_targets(rows, scale)
+        else:
+            mean = hop.aggregate(rows, scale)
         if self.self_loops:
-            mean = mean.addcmul_(hop.target_rows(rows), scale[:, None])
+            mean = mean.addcmul_(own, scale[:, None])
+        # the same rows, but their gradient is added to that of the sums in place
+        x_target = x_target if is_projected else own
         out = add_bias_(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
         return add_linear(out, x_target, self.own.weight)
 
@@ -234,8 +165,9 @@ class GCNLayer(Layer):
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         norms = inverse_sqrt_degrees(hop.target_degrees, rows.dtype)
         num_sampled = hop.indptr.diff().clamp(min=1)
-        total = hop.aggregate(rows, norms * hop.target_degrees / num_sampled, hop.source_norms)
-        total.addcmul_(hop.target_rows(rows), norms.square()[:, None])
+        scale = norms * hop.target_degrees / num_sampled
+        total, own = hop.aggregate_with_targets(rows, scale, hop.source_norms)
+        total.addcmul_(own, norms.square()[:, None])
         if is_projected:
             return add_bias_(total, self.bias)
         return functional.linear(total, self.weight, self.bias)
@@ -271,8 +203,8 @@ class GINLayer(Layer):
         assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
         num_sampled = hop.indptr.diff().clamp(min=1)
         scale = hop.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
-        total = hop.aggregate(rows, scale)
-        total = total.add_(hop.target_rows(rows))
+        total, own = hop.aggregate_with_targets(rows, scale)
+        total = total.add_(own)
         out = add_bias_(total, self.first.bias) if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
 
@@ -397,7 +329,7 @@ class GATLayer(Layer):
         else:
             scores = self._attention_scores(x_source, *attention)
         source_scores, target_scores = scores.split(self.heads, 1)
-        hop = Hop(block.indptr, block.indices, None)
+        hop = BlockHop(block.indptr, block.indices, None)
         return self._combine_rows(
             hop, rows, source_scores, target_scores[: block.num_dst], x_target, is_projected
         )

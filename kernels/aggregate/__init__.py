@@ -285,6 +285,61 @@ class _Aggregate(torch.autograd.Function):
         return None, None, sum_rows(block.indptr, block.targets, grad, b_T, a_S), None, None
 
 
+class _AggregateWithTargets(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, indptr: Tensor, indices: Tensor, x: Tensor, a_S: Tensor | None, b_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(indptr, indices, a_S, b_T)
+        ctx.num_sources = len(x)
+        ctx.set_materialize_grads(False)
+        return sum_rows(indptr, indices, x, a_S, b_T), x[: len(indptr) - 1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Tensor | None, ...]:
+        indptr, indices, a_S, b_T = ctx.saved_tensors
+        if grad is None:
+            if own is None:
+                return (None,) * 5
+            grad = torch.zeros_like(own)
+        block = transpose(indptr, indices, ctx.num_sources)
+        grad_x = sum_rows(block.indptr, block.targets, grad, b_T, a_S)
+        if own is not None:
+            grad_x[: len(own)] += own
+        return None, None, grad_x, None, None
+
+
+def aggregate_with_targets(
+    indptr: Tensor,
+    indices: Tensor,
+    x: Tensor,
+    source_scale: Tensor | None = None,
+    target_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `aggregate`, and the rows of the targets, which are the first T sources.
+
+    The gradient of the rows is added to that of the sums in place. That of `x[:T]` would be padded
+    with zeros to S rows.
+
+    Args:
+        indptr, indices, x, source_scale, target_scale: see `aggregate`; S is at least T.
+
+    Returns:
+        (T, F) sums, and (T, F) rows, a view of `x`.
+
+    Raises:
+        ValueError: a shape, dtype or device does not match.
+    """
+    if len(indptr) - 1 > len(x):
+        raise ValueError(f"aggregate: {len(indptr) - 1} targets, but x has {len(x)} sources")
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        sums = aggregate(indptr, indices, x, source_scale, target_scale)
+        return sums, x[: len(indptr) - 1]
+    _check("aggregate", indptr, indices, x, source_scale, target_scale)
+    return _AggregateWithTargets.apply(indptr.long(), indices, x, source_scale, target_scale)
+
+
 def aggregate(
     indptr: Tensor,
     indices: Tensor,
@@ -311,22 +366,34 @@ def aggregate(
     Raises:
         ValueError: a shape, dtype or device does not match.
     """
-    check_block("aggregate", indptr, indices, x)
+    _check("aggregate", indptr, indices, x, source_scale, target_scale)
+    # indptr is always int64, so that kernels are not compiled a second time for int32
+    return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
+
+
+def _check(
+    name: str,
+    indptr: Tensor,
+    indices: Tensor,
+    x: Tensor,
+    source_scale: Tensor | None,
+    target_scale: Tensor | None,
+) -> None:
+    """Check the arguments of `aggregate`."""
+    check_block(name, indptr, indices, x)
     if x.dim() != 2:
         raise ValueError(
-            f"aggregate: x has shape {tuple(x.shape)}, not (sources, columns)\n\n"
+            f"{name}: x has shape {tuple(x.shape)}, not (sources, columns)\n\n"
             "hint: pass x.flatten(1)"
         )
-    for name, scale, length in (
+    for what, scale, length in (
         ("source_scale", source_scale, len(x)),
         ("target_scale", target_scale, len(indptr) - 1),
     ):
         if scale is not None and scale.shape != (length,):
-            raise ValueError(f"aggregate: {name} has shape {tuple(scale.shape)}, not ({length},)")
+            raise ValueError(f"{name}: {what} has shape {tuple(scale.shape)}, not ({length},)")
         if scale is not None:
-            check_device("aggregate", name, scale, x.device)
-    # indptr is always int64, so that kernels are not compiled a second time for int32
-    return _Aggregate.apply(indptr.long(), indices, x, source_scale, target_scale)
+            check_device(name, what, scale, x.device)
 
 
 def check_device(name: str, what: str, tensor: Tensor, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from numba import njit, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gcnzc.kernels.exponential import expm1_nonpositive
 from gcnzc.kernels.half_precision import KINDS, as_array, narrowed, widened
 from gcnzc.kernels.philox import philox4x32, philox4x32_reference, split_key
 from gcnzc.kernels.threads import parallel_for
@@ -70,7 +71,7 @@ def _scale(p: float) -> float:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin, end):
+def _dropout_numba(x, out, threshold, scale, floor, dropped, has_elu, key_0, key_1, begin, end):
     words = np.empty((4, COUNTERS), np.uint32)
     values = np.empty(COUNTERS, type(scale))
     kind, dropped_element = x.dtype.type(0), narrowed(dropped, x.dtype.type(0))
@@ -89,6 +90,10 @@ def _dropout_numba(x, out, threshold, scale, floor, dropped, key_0, key_1, begin
             # copied first: a loop that reads and writes the same array is not vectorized
             for i in range(count):
                 values[i] = widened(x[position + i])
+            if has_elu:
+                for i in range(count):
+                    value = np.float32(values[i])
+                    values[i] = expm1_nonpositive(value) if value < 0 else value
             for i in range(count):
                 is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
                 is_kept = is_kept and not values[i] <= floor
@@ -156,12 +161,14 @@ def dropout_numba(
     *,
     floor: float = math.nan,
     dropped: float = 0.0,
+    has_elu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """`dropout_reference` on the CPU, for contiguous `x` of a dtype in `KINDS`; `out` may be `x`.
 
     Half precision is multiplied in float32 and rounded once, as torch does. Dropped elements are
-    set to `dropped`, 0 or -0; with -0, no other element of the result is -0.
+    set to `dropped`, 0 or -0; with -0, no other element of the result is -0. With `has_elu`, `x` is
+    not float64, and dropout follows an ELU.
     """
     out = torch.empty_like(x) if out is None else out
     flat, out_flat = as_array(x), as_array(out)
@@ -178,6 +185,7 @@ def dropout_numba(
         scale,
         wide(floor),
         wide(dropped),
+        has_elu,
         key_0,
         key_1,
         threads=threads,
@@ -246,9 +254,11 @@ class _ReluDropout(torch.autograd.Function):
 class _EluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
-        torch.nn.functional.elu_(x)
+        has_elu = x.dtype != torch.float64
+        if not has_elu:
+            torch.nn.functional.elu_(x)
         # dropped elements are -0, so that the backward pass recognizes them
-        dropout_numba(x, p, seed, dropped=-0.0, out=x)
+        dropout_numba(x, p, seed, dropped=-0.0, has_elu=has_elu, out=x)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         ctx.scale = _scale(p)

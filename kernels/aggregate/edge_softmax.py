@@ -27,6 +27,7 @@ from gcnzc.kernels.aggregate import (
     sum_dtype,
     sum_rows,
 )
+from gcnzc.kernels.exponential import exp_nonpositive
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
@@ -56,37 +57,63 @@ def edge_softmax_reference(
     return weight_EH / total_TH[target_of]
 
 
+@njit(nogil=True, cache=True, forceinline=True, error_model="numpy")
+def _softmax_of_target(first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, H):
+    """Compute the softmax of the edges from `first` to `last`, whose weights are `weight`."""
+    max_H[:] = -np.inf
+    total_H[:] = 0
+    for e in range(first, last):
+        source = np.int64(indices[e]) * H
+        for h in range(H):
+            score = score_SH[source + h] + target_H[h]
+            score = score if score > 0 else score * slope
+            weight[(e - first) * H + h] = score
+            max_H[h] = max(max_H[h], score)
+    for e in range(0, len(weight), H):
+        for h in range(H):
+            weight[e + h] -= max_H[h]
+    # all edges and heads in one loop, which is vectorized
+    for i in range(len(weight)):
+        weight[i] = exp_nonpositive(weight[i])
+    for e in range(0, len(weight), H):
+        for h in range(H):
+            total_H[h] += weight[e + h]
+    # not zero: each head has an edge with the weight exp(0)
+    for h in range(H):
+        total_H[h] = 1 / total_H[h]
+    for e in range(0, len(weight), H):
+        for h in range(H):
+            weight[e + h] *= total_H[h]
+
+
 @njit(nogil=True, cache=True)
 def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_heads, begin, end):
     H, row_bytes = num_heads, num_heads * score_SH.itemsize
     max_H = np.empty(H, dtype=weight_EH.dtype)
     # float64: one sum per head costs little, and its rounding error is then negligible
-    total = np.empty(H, dtype=np.float64)
+    total_H = np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        max_H[:] = -np.inf
-        total[:] = 0
-        target_H = score_TH[t * H : (t + 1) * H]
-        for upcoming in range(
-            indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
-        ):
+        first, last = indptr[t], indptr[t + 1]
+        for upcoming in range(first + PREFETCH_EDGES, min(last + PREFETCH_EDGES, len(indices))):
             prefetch_row(score_SH.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
-        for e in range(indptr[t], indptr[t + 1]):
-            s = np.int64(indices[e])
-            source_H = score_SH[s * H : (s + 1) * H]
-            weight_H = weight_EH[e * H : (e + 1) * H]
-            for h in range(H):
-                score = source_H[h] + target_H[h]
-                weight_H[h] = score if score > 0 else score * slope
-                max_H[h] = max(max_H[h], weight_H[h])
-        for e in range(indptr[t], indptr[t + 1]):
-            weight_H = weight_EH[e * H : (e + 1) * H]
-            for h in range(H):
-                weight_H[h] = np.exp(weight_H[h] - max_H[h])
-                total[h] += weight_H[h]
-        for e in range(indptr[t], indptr[t + 1]):
-            weight_H = weight_EH[e * H : (e + 1) * H]
-            for h in range(H):
-                weight_H[h] /= total[h]
+        target_H, weight = score_TH[t * H : (t + 1) * H], weight_EH[first * H : last * H]
+        # with constant numbers of heads, loops over them are vectorized
+        if H == 4:
+            _softmax_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 4
+            )
+        elif H == 8:
+            _softmax_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 8
+            )
+        elif H == 1:
+            _softmax_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 1
+            )
+        else:
+            _softmax_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, H
+            )
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})

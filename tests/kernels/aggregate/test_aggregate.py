@@ -6,7 +6,12 @@ import torch
 from blocks import random_block
 from torch import Tensor
 
-from gcnzc.kernels.aggregate import aggregate, aggregate_reference, sum_triton
+from gcnzc.kernels.aggregate import (
+    aggregate,
+    aggregate_reference,
+    aggregate_with_targets,
+    sum_triton,
+)
 
 WIDTHS = [1, 3, 100, 127, 128, 129, 700]
 HALF = [torch.float16, torch.bfloat16]
@@ -52,6 +57,33 @@ def test_equals_reference(width, pointers, ids):
             strict=True,
         ):
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_sources", [50, 70])
+@pytest.mark.parametrize("used", ["both", "sums", "rows"])
+def test_with_rows_of_targets_equals_the_sum_and_a_slice(num_sources, used):
+    indptr, indices = random_block(num_sources, 50, 9)
+    x = torch.randn(num_sources, 17, requires_grad=True)
+    a, b = torch.rand(num_sources), torch.rand(50)
+    weights = torch.randn(2, 50, 17)
+
+    def gradient(sums, rows):
+        is_used = {"both": (1, 1), "sums": (1, 0), "rows": (0, 1)}[used]
+        outputs = [out for out, each in zip((sums, rows), is_used, strict=True) if each]
+        chosen = [weight for weight, each in zip(weights, is_used, strict=True) if each]
+        return torch.autograd.grad(outputs, x, chosen)[0]
+
+    sums, rows = aggregate_with_targets(indptr, indices, x, a, b)
+    assert rows.data_ptr() == x.data_ptr()
+    expected = aggregate(indptr, indices, x, a, b)
+    assert torch.equal(sums, expected)
+    assert torch.equal(rows, x[:50])
+    assert torch.equal(gradient(sums, rows), gradient(expected, x[:50]))
+    with torch.no_grad():
+        found = aggregate_with_targets(indptr, indices, x, a, b)
+    assert torch.equal(found[0], expected)
+    with pytest.raises(ValueError, match="50 targets, but x has 40 sources"):
+        aggregate_with_targets(indptr, indices, x[:40], a[:40], b)
 
 
 def test_gradient_is_that_of_finite_differences():

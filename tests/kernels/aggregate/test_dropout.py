@@ -66,7 +66,9 @@ def test_elu_dropout_equals_elu_and_dropout(dtype, share):
     expected, leaf.grad = leaf.grad, None
     out = leaf * 1
     assert elu_dropout_(out, share, 9) is out
-    assert torch.equal(out, separate)
+    # the ELU is computed in float32 and not rounded before it is scaled
+    bound = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 4e-7}.get(dtype, 0)
+    torch.testing.assert_close(out, separate, rtol=bound, atol=0)
     (out * weight).sum().backward()
     bound = {torch.bfloat16: 2**-7, torch.float16: 2**-9}.get(dtype, 1e-6)
     torch.testing.assert_close(leaf.grad, expected, rtol=bound, atol=bound)
