@@ -14,8 +14,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as fx_config
 from torch.nn import functional
 
+from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
 from gcnzc.models.hop import Hop
-from gcnzc.models.layers import Layer, inverse_sqrt_degrees, scale_dtype
+from gcnzc.models.layers import Layer
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind

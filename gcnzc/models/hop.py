@@ -5,9 +5,11 @@ Notation: S sources, T targets, E edges, H heads, F columns (of a head).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gcnzc.kernels.aggregate import aggregate, aggregate_with_targets
+from gcnzc.kernels.aggregate.degree_scales import gcn_scales, gcn_scales_reference
 from gcnzc.kernels.aggregate.gat import gat_aggregate
 from gcnzc.kernels.aggregate.gatv2 import gatv2_aggregate
 
@@ -46,6 +48,14 @@ class Hop:
     ) -> tuple[Tensor, Tensor]:
         """Return the results of `aggregate` and `target_rows`."""
         return self.aggregate(rows, target_scale, source_scale), self.target_rows(rows)
+
+    def gcn_scales(self, rows: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the scales of GCN's sums and of the targets' own rows, (T,) each.
+
+        See `gcnzc.kernels.aggregate.degree_scales`.
+        """
+        assert self.target_degrees is not None, "a layer with needs_degrees gets degrees"
+        return gcn_scales_reference(self.indptr, self.target_degrees, rows)
 
     def gat_aggregate(
         self,
@@ -99,3 +109,8 @@ class BlockHop(Hop):
     ) -> tuple[Tensor, Tensor]:
         """See `Hop`."""
         return aggregate_with_targets(self.indptr, self.indices, rows, source_scale, target_scale)
+
+    def gcn_scales(self, rows: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `Hop`."""
+        assert self.target_degrees is not None, "a layer with needs_degrees gets degrees"
+        return gcn_scales(self.indptr, self.target_degrees, rows)

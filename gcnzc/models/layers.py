@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
 from gcnzc.models.autocast import add_linear
 from gcnzc.models.head_projection import project_heads
 from gcnzc.models.hop import BlockHop, Hop
@@ -162,12 +163,9 @@ class GCNLayer(Layer):
         self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
-        norms = inverse_sqrt_degrees(hop.target_degrees, rows.dtype)
-        num_sampled = hop.indptr.diff().clamp(min=1)
-        scale = norms * hop.target_degrees / num_sampled
-        total, own = hop.aggregate_with_targets(rows, scale, hop.source_norms)
-        total.addcmul_(own, norms.square()[:, None])
+        sum_scale, own_scale = hop.gcn_scales(rows.dtype)
+        total, own = hop.aggregate_with_targets(rows, sum_scale, hop.source_norms)
+        total.addcmul_(own, own_scale[:, None])
         if is_projected:
             return add_bias_(total, self.bias)
         return functional.linear(total, self.weight, self.bias)
@@ -420,13 +418,3 @@ def add_bias_(x: Tensor, bias: Tensor) -> Tensor:
     `x` must not be a view: autograd would copy its gradient.
     """
     return x.add_(bias.to(x.dtype))
-
-
-def scale_dtype(rows: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales of rows: float32 for half precision, that of the sums."""
-    return torch.promote_types(rows, torch.float32)
-
-
-def inverse_sqrt_degrees(degrees: Tensor, rows: torch.dtype) -> Tensor:
-    """Return 1 / sqrt(degree + 1), where the 1 is the self loop, as scales of rows of a dtype."""
-    return (degrees + 1).to(scale_dtype(rows)).rsqrt()

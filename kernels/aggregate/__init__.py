@@ -306,7 +306,7 @@ class _AggregateWithTargets(torch.autograd.Function):
         block = transpose(indptr, indices, ctx.num_sources)
         grad_x = sum_rows(block.indptr, block.targets, grad, b_T, a_S)
         if own is not None:
-            grad_x[: len(own)] += own
+            grad_x[: len(own)].add_(own)
         return None, None, grad_x, None, None
 
 

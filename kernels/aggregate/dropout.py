@@ -103,6 +103,16 @@ def _dropout_numba(x, out, threshold, scale, floor, dropped, has_elu, key_0, key
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _relu_dropout_grad(out, grad, grad_x, scale, begin, end):
+    kind, zero = out.dtype.type(0), scale - scale
+    # slices, as below
+    out, grad, grad_x = out[begin:end], grad[begin:end], grad_x[begin:end]
+    for i in range(len(out)):
+        product = widened(grad[i]) * scale
+        grad_x[i] = narrowed(zero if widened(out[i]) <= zero else product, kind)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
     kind, zero = out.dtype.type(0), scale - scale
     # slices, because a loop from `begin` is not vectorized: numba would check for negative indices
@@ -248,7 +258,9 @@ class _ReluDropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # elements that were dropped or rectified are zero in the output, which gives the mask
         (out,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
+        if out.is_cuda or torch.is_grad_enabled():  # a gradient of this gradient is needed
+            return torch.ops.aten.threshold_backward(grad, out, 0.0).mul_(ctx.scale), None, None
+        return _gradient(_relu_dropout_grad, out, grad, ctx.scale), None, None
 
 
 class _EluDropout(torch.autograd.Function):
@@ -268,11 +280,16 @@ class _EluDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (out,) = ctx.saved_tensors
-        wide: Any = np.float64 if out.dtype == torch.float64 else np.float32
-        grad_x = torch.empty_like(out)
-        arrays = (as_array(tensor) for tensor in (out, grad.contiguous(), grad_x))
-        parallel_for(_elu_dropout_grad, out.numel(), *arrays, wide(ctx.scale), grain_size=1 << 15)
-        return grad_x, None, None
+        return _gradient(_elu_dropout_grad, out, grad, ctx.scale), None, None
+
+
+def _gradient(kernel: Any, out: Tensor, grad: Tensor, scale: float) -> Tensor:
+    """Compute the gradient of an activation with dropout on the CPU from its output."""
+    wide: Any = np.float64 if out.dtype == torch.float64 else np.float32
+    grad_x = torch.empty_like(out)
+    arrays = (as_array(tensor) for tensor in (out, grad.contiguous(), grad_x))
+    parallel_for(kernel, out.numel(), *arrays, wide(scale), grain_size=1 << 15)
+    return grad_x
 
 
 def _check_probability(p: float) -> None:

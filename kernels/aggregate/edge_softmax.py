@@ -80,10 +80,10 @@ def _softmax_of_target(first, last, indices, score_SH, target_H, slope, weight, 
             total_H[h] += weight[e + h]
     # not zero: each head has an edge with the weight exp(0)
     for h in range(H):
-        total_H[h] = 1 / total_H[h]
+        max_H[h] = 1 / total_H[h]
     for e in range(0, len(weight), H):
         for h in range(H):
-            weight[e + h] *= total_H[h]
+            weight[e + h] *= max_H[h]
 
 
 @njit(nogil=True, cache=True)
@@ -97,7 +97,7 @@ def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_hea
         for upcoming in range(first + PREFETCH_EDGES, min(last + PREFETCH_EDGES, len(indices))):
             prefetch_row(score_SH.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
         target_H, weight = score_TH[t * H : (t + 1) * H], weight_EH[first * H : last * H]
-        # with constant numbers of heads, loops over them are vectorized
+        # with a constant number of heads, the loops over them are unrolled
         if H == 4:
             _softmax_of_target(
                 first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 4
@@ -106,44 +106,64 @@ def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_hea
             _softmax_of_target(
                 first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 8
             )
-        elif H == 1:
-            _softmax_of_target(
-                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 1
-            )
         else:
             _softmax_of_target(
                 first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, H
             )
 
 
-@njit(nogil=True, cache=True, fastmath={"contract"})
+@njit(nogil=True, cache=True, forceinline=True, fastmath={"contract"})
+def _grad_of_target(
+    first, last, indices, score_SH, target_H, slope, weight, grad, out, out_H, total_H, sum_H, H
+):
+    """Compute the gradients of the scores of one target, given those of its weights, `grad`."""
+    total_H[:] = 0
+    sum_H[:] = 0
+    for e in range(0, len(weight), H):
+        for h in range(H):
+            total_H[h] += np.float64(weight[e + h]) * grad[e + h]
+    for e in range(first, last):
+        source, row = np.int64(indices[e]) * H, (e - first) * H
+        for h in range(H):
+            value = weight[row + h] * (grad[row + h] - total_H[h])
+            if not score_SH[source + h] + target_H[h] > 0:
+                value *= slope
+            out[row + h] = value
+            sum_H[h] += value
+    for h in range(H):
+        out_H[h] = sum_H[h]
+
+
+@njit(nogil=True, cache=True)
 def _edge_softmax_grad(
     indptr, indices, score_SH, score_TH, slope, weight_EH, grad_EH, out_EH, out_TH, num_heads,
     begin, end,
 ):  # fmt: skip
     H, row_bytes = num_heads, num_heads * score_SH.itemsize
-    total, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
+    total_H, sum_H = np.empty(H, dtype=np.float64), np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
-        total[:] = 0
-        sum_H[:] = 0
-        target_H = score_TH[t * H : (t + 1) * H]
-        for upcoming in range(
-            indptr[t] + PREFETCH_EDGES, min(indptr[t + 1] + PREFETCH_EDGES, len(indices))
-        ):
+        first, last = indptr[t], indptr[t + 1]
+        for upcoming in range(first + PREFETCH_EDGES, min(last + PREFETCH_EDGES, len(indices))):
             prefetch_row(score_SH.ctypes.data + indices[upcoming] * row_bytes, row_bytes)
-        for e in range(indptr[t], indptr[t + 1]):
-            for h in range(H):
-                total[h] += np.float64(weight_EH[e * H + h]) * grad_EH[e * H + h]
-        for e in range(indptr[t], indptr[t + 1]):
-            s = np.int64(indices[e])
-            source_H = score_SH[s * H : (s + 1) * H]
-            for h in range(H):
-                grad = weight_EH[e * H + h] * (grad_EH[e * H + h] - total[h])
-                if not source_H[h] + target_H[h] > 0:
-                    grad *= slope
-                out_EH[e * H + h] = grad
-                sum_H[h] += grad
-        out_TH[t * H : (t + 1) * H] = sum_H
+        target_H, out_H = score_TH[t * H : (t + 1) * H], out_TH[t * H : (t + 1) * H]
+        weight, grad = weight_EH[first * H : last * H], grad_EH[first * H : last * H]
+        out = out_EH[first * H : last * H]
+        # with a constant number of heads, the loops over them are unrolled
+        if H == 4:
+            _grad_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, grad, out, out_H,
+                total_H, sum_H, 4,
+            )  # fmt: skip
+        elif H == 8:
+            _grad_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, grad, out, out_H,
+                total_H, sum_H, 8,
+            )  # fmt: skip
+        else:
+            _grad_of_target(
+                first, last, indices, score_SH, target_H, slope, weight, grad, out, out_H,
+                total_H, sum_H, H,
+            )  # fmt: skip
 
 
 # not specialized for the alignment of a block's arrays: it may differ between minibatches, as they

@@ -9,8 +9,9 @@ from torch import Tensor
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
+from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
 from gcnzc.models.hop import Hop
-from gcnzc.models.layers import Layer, inverse_sqrt_degrees, scale_dtype
+from gcnzc.models.layers import Layer
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.layerwise.ranges import (

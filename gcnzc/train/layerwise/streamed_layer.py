@@ -15,8 +15,8 @@ from torch import Tensor
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
+from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees
 from gcnzc.models.hop import Hop
-from gcnzc.models.layers import inverse_sqrt_degrees
 from gcnzc.models.stack import Model
 from gcnzc.train.layerwise.layer import FullLayer, gathered_rows
 from gcnzc.train.layerwise.ranges import (

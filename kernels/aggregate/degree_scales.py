@@ -1,0 +1,61 @@
+"""Scales of rows from degrees, of the GCN layer: Kipf and Welling, 2017.
+
+`norm = 1 / sqrt(degree + 1)`, where the 1 is the self loop. The sum of the `k` sampled
+in-neighbours of a target of degree `d` is multiplied by `d / k`.
+
+Notation: S sources, T targets.
+"""
+
+import math
+
+import torch
+from numba import njit
+from torch import Tensor
+
+
+def inverse_sqrt_degrees(degrees: Tensor, rows: torch.dtype) -> Tensor:
+    """Return 1 / sqrt(degree + 1), where the 1 is the self loop, as scales of rows of a dtype."""
+    return (degrees + 1).to(scale_dtype(rows)).rsqrt()
+
+
+def scale_dtype(rows: torch.dtype) -> torch.dtype:
+    """Return the dtype of scales of rows: float32 for half precision, that of the sums."""
+    return torch.promote_types(rows, torch.float32)
+
+
+def gcn_scales_reference(
+    indptr: Tensor, degrees: Tensor, rows: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Reference for `gcn_scales`, in operations of torch alone."""
+    norms = inverse_sqrt_degrees(degrees, rows)
+    num_sampled = indptr.diff().clamp(min=1)
+    return norms * degrees / num_sampled, norms.square()
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _gcn_scales(indptr, degrees, sums, own):
+    kind = sums.dtype.type
+    for t in range(len(degrees)):
+        degree = kind(degrees[t])
+        norm = kind(1) / kind(math.sqrt(kind(degrees[t] + 1)))
+        sums[t] = norm * degree / kind(max(indptr[t + 1] - indptr[t], 1))
+        own[t] = norm * norm
+
+
+def gcn_scales(indptr: Tensor, degrees: Tensor, rows: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the scales of the targets' sums and of their own rows.
+
+    Args:
+        indptr: (T + 1,) int32 or int64, the CSC pointers of the sampled edges.
+        degrees: (T,) int64 in-degrees of the targets in the whole graph.
+        rows: dtype of the rows.
+
+    Returns:
+        (T,) `norm * d / k` and (T,) `norm**2`, float64 for rows of float64, otherwise float32.
+    """
+    if degrees.device.type != "cpu":
+        return gcn_scales_reference(indptr, degrees, rows)
+    # one short loop: threads of torch would wait for one another at the end of each operation
+    sums, own = (torch.empty(len(degrees), dtype=scale_dtype(rows)) for _ in range(2))
+    _gcn_scales(*(each.numpy() for each in (indptr.long(), degrees.long(), sums, own)))
+    return sums, own
