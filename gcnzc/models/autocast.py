@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def compute_dtype(parameters: torch.dtype, device: torch.device) -> torch.dtype:
@@ -35,6 +36,12 @@ def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def normalize(norm: nn.Module, x: Tensor) -> Tensor:
     """Return `norm(x)` with the dtype of `x`.
 
-    On a GPU, autocast computes layer normalization in float32.
+    On a GPU, autocast computes layer normalization in float32. Batch normalization of a single row,
+    such as that of a last minibatch of one seed, has no variance in training: it uses the running
+    statistics, which do not change.
     """
+    if isinstance(norm, nn.BatchNorm1d) and norm.training and x.shape[0] == 1:
+        return functional.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
+        ).to(x.dtype)
     return norm(x).to(x.dtype)

@@ -177,7 +177,7 @@ def _check_sizes(
     Raises:
         ValueError: a number differs.
     """
-    for what, size_of in (("feature columns", _num_columns), ("outputs (classes)", _num_outputs)):
+    for what, size_of in (("outputs (classes)", _num_outputs), ("feature columns", _num_columns)):
         found, expected = size_of(here), size_of(there)
         if found != expected and None not in (found, expected):
             raise ValueError(

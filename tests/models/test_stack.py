@@ -302,3 +302,20 @@ def test_a_model_of_a_hundred_layers_has_gradients_at_its_first_layer():
     x = torch.randn(60, 7)[batch.nodes]
     functional.cross_entropy(model(batch.blocks, x), torch.arange(60) % 3).backward()
     assert model.layers[0].weight.grad.abs().max() > 1e-8
+
+
+def test_batch_normalization_of_one_row_uses_the_running_statistics():
+    graph = random_graph(300, 1500)
+    model = gnn.SAGE(7, 4, 3, num_layers=2, norm="batch", output_linear=True, dropout=0.0)
+    x, sampler = torch.randn(300, 7), Sampler(graph, [5, 5])
+    for step in range(3):
+        batch = sampler.sample(torch.arange(100) + 100 * step, epoch=0)
+        model(batch.blocks, x[batch.nodes])
+    # the last minibatch of an epoch may have one seed
+    batch = sampler.sample(torch.tensor([5]), epoch=0)
+    before = {name: value.clone() for name, value in model.norms[-1].named_buffers()}
+    out = model(batch.blocks, x[batch.nodes])
+    functional.cross_entropy(out, torch.tensor([1])).backward()
+    assert model.norms[-1].weight.grad.isfinite().all()
+    for name, value in model.norms[-1].named_buffers():
+        assert torch.equal(value, before[name]), name
