@@ -204,11 +204,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.in_epoch:
         trainer.loader.load_state_dict(state["loader"])
     _set_random_states(trainer, state)
-    if trainer.is_rank_zero:
-        # the checkpoint has all lines, so this also repairs a damaged file
-        record.rewrite(trainer.folder / RECORD, trainer.lines)
-        record.keep(trainer.folder / WORKERS, state["worker_lines"])
     trainer.worker_lines = state["worker_lines"]
+    trainer.on_rank_zero(lambda: _restore_records(trainer))
     if len(state["rng"]) == trainer.group.world_size:
         trainer.group.choices = Choices(state.get("choices", {}))
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
@@ -218,6 +215,12 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
         if is_finished
         else f"resuming {trainer.folder} {where}"
     )
+
+
+def _restore_records(trainer: Trainer) -> None:
+    # the checkpoint has all lines, so this also repairs a damaged file
+    record.rewrite(trainer.folder / RECORD, trainer.lines)
+    record.keep(trainer.folder / WORKERS, trainer.worker_lines)
 
 
 def _restore_stats(trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
