@@ -189,7 +189,7 @@ def _check_label_inputs(config: TrainConfig, num_seeds: int) -> None:
     # not batch * (1 - share) < 1, which is rounded to below 1 for 10 nodes and a share of 0.9
     if batch * config.label_inputs > batch - 1:
         raise ValueError(
-            f"--label-inputs {config.label_inputs:g} leaves less than one of the {batch:,} "
+            f"--label-inputs {config.label_inputs} leaves less than one of the {batch:,} "
             "training nodes of a minibatch to predict\n\nhint: use a smaller one; 0.5 is common"
         )
 
