@@ -52,7 +52,15 @@ def gcn_scales(indptr: Tensor, degrees: Tensor, rows: torch.dtype) -> tuple[Tens
 
     Returns:
         (T,) `norm * d / k` and (T,) `norm**2`, float64 for rows of float64, otherwise float32.
+
+    Raises:
+        ValueError: the numbers of targets differ.
     """
+    if len(degrees) != len(indptr) - 1:
+        raise ValueError(
+            f"{len(degrees)} degrees for {len(indptr) - 1} targets\n\n"
+            "hint: Block.in_degrees has the in-degrees of all sources, the targets first"
+        )
     if degrees.device.type != "cpu":
         return gcn_scales_reference(indptr, degrees, rows)
     # one short loop: threads of torch would wait for one another at the end of each operation

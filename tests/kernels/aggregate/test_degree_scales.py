@@ -18,3 +18,9 @@ def test_scales_of_gcn_equal_the_reference(rows, num_targets, pointers):
     for mine, other in zip(found, expected, strict=True):
         assert mine.dtype == other.dtype
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_target_has_a_degree(count):
+    with pytest.raises(ValueError, match=f"{count} degrees for 3 targets"):
+        gcn_scales(torch.tensor([0, 1, 2, 3]), torch.ones(count, dtype=torch.int64), torch.float32)
