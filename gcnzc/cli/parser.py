@@ -122,6 +122,10 @@ def check_outputs(config: Any) -> None:
     so breaks long paths.
     """
     try:
+        if isinstance(config, TrainConfig) and config.out and config.out.is_file():
+            raise ValueError(
+                f"--out: {config.out} is a file\n\nhint: give a new folder, or leave --out out"
+            )
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
             path = config.predictions
@@ -159,6 +163,12 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
         raise UsageError(
             f"--preset {preset} with --resume {resumed}\n\n"
             "hint: a resumed run keeps its options; leave --preset out"
+        )
+    out = _value_of("--out", words)
+    if resumed and out and Path(out).resolve() != Path(resumed).resolve():
+        raise UsageError(
+            f"--out {out} with --resume {resumed}\n\n"
+            "hint: a resumed run continues in its folder; leave --out out"
         )
     if resumed:
         return _read_resumed(Path(resumed))

@@ -198,7 +198,7 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
         if here != there:
             raise ValueError(
                 f"{source} is a checkpoint of another model: {name} is {there} there and {here} "
-                "here\n\nhint: give the model's options (--model, --layers, --hidden, --heads, "
-                "--norm) and the graph that it was trained with"
+                "here\n\nhint: the options in the run's config.json, or its graph, have changed "
+                "since the training; restore them from a copy"
             )
     model.load_state_dict(dict(saved))

@@ -153,7 +153,9 @@ def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, A
         # a score that is not defined is null
         values = [math.nan if result[key] is None else float(result[key]) for result in results]
         line[key] = statistics.fmean(values)
-        line[f"{key}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        # `statistics.stdev` does not accept NaN
+        is_defined = len(values) > 1 and not math.isnan(line[key])
+        line[f"{key}_std"] = statistics.stdev(values) if is_defined else None
     keys = ("run", "seed", "best_epoch", "epochs", "epoch_s", *scores)
     line["epoch_s"] = statistics.fmean(result["epoch_s"] for result in results)
     line["results"] = [{key: result[key] for key in keys} for result in results]
@@ -168,8 +170,10 @@ def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, A
 def format_summary(line: Mapping[str, Any]) -> str:
     """Return the sentence that summarizes the test scores of several runs."""
     key = f"test_{line['metric']}"
+    deviation = line[f"{key}_std"]
     return (
-        f"test {line['metric']} {line[key]:.4f} ± {line[f'{key}_std']:.4f}, mean and standard "
+        f"test {line['metric']} {line[key]:.4f} ± "
+        f"{math.nan if deviation is None else deviation:.4f}, mean and standard "
         f"deviation of {line['runs']} runs, each with the model of its best validation "
         f"{line['metric']}; all scores in {Path(line['run']) / SUMMARY}"
     )

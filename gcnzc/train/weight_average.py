@@ -62,7 +62,12 @@ class WeightAverage:
         """
         begin = self.config.average_start * self.config.epochs
         is_ema = self.config.average == "ema"
-        if epoch < self.epochs or (not is_ema and epoch + 1 <= begin):
+        if epoch < self.epochs:
+            return
+        if not is_ema and epoch + 1 <= begin:
+            # a run that resumes with more --epochs averages anew
+            self.averaged.n_averaged.zero_()
+            self.buffers = {}
             return
         self.epochs = epoch + 1
         share = 1 - self.config.average_decay**self.steps

@@ -34,6 +34,7 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["train", "--dropuot=0.1"], "--dropuot=0.1", "did you mean --dropout?"),
         (["train", "--no-skpi"], "--no-skpi", "did you mean --no-skip?"),
         (["train", "x", "--fanouts", "10", "5"], "5", "commas and no spaces"),
+        (["train", "--resume", "r", "--out", "x"], "--out x with --resume r", "leave --out out"),
         (["cache-forecast", "x", "--batches", "5"], "--batches must be even, got 5", "two equal"),
         (["quux"], "there is no command 'quux'", "`gcnzc --help` lists the commands"),
         (["--epochs", "3", "train", "x"], "--epochs is before the command", "gcnzc train --epochs"),
@@ -171,3 +172,12 @@ def test_an_example_without_arguments_shows_its_usage():
     assert done.stderr.startswith("usage: ")
     assert "required: archive" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_instead_of_a_run_folder_is_reported(tmp_path, capsys):
+    make(tmp_path / "raw", "planted", Shape(60, 300, 4, 3), seed=0)
+    prepare(tmp_path / "raw", tmp_path / "g")
+    (tmp_path / "file").touch()
+    words = ["train", str(tmp_path / "g"), *TRAINING, "--out", str(tmp_path / "file")]
+    assert main(words) == 2
+    assert f"--out: {tmp_path / 'file'} is a file" in capsys.readouterr().err

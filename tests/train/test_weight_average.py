@@ -143,3 +143,24 @@ def test_two_workers_resume_bit_for_bit(optimizer, config, tmp_path):
         assert torch.equal(other["best"]["model"][name], value), name
     for name, value in one["model"].items():
         assert torch.equal(other["model"][name], value), name
+
+
+def test_a_run_that_is_extended_averages_anew():
+    model = Small()
+    swa = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=2), model)
+    for epoch in range(2):
+        swa.end_epoch(epoch)
+    assert swa.updates == 1
+    # resumed with more epochs: the average begins after epoch 4
+    longer = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=8), model)
+    longer.load_state_dicts([swa.state_dict()])
+    longer.end_epoch(2)
+    assert longer.updates == 0
+    assert run(longer.evaluated(), Group()) is model
+    for epoch in range(3, 5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(epoch)
+        longer.end_epoch(epoch)
+    assert longer.updates == 1
+    assert all((value == 4).all() for value in run(longer.evaluated(), Group()).parameters())
