@@ -3,6 +3,7 @@
 The .pt2 file also has a JSON object, `gcnzc.json`, which says what the program reads and returns.
 """
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         "classes": None if schema.classes is None else list(map(str, schema.classes)),
         "largest_difference": _compare(program, encoder, loaded),
     }
+    # torch aborts the process if it cannot write to a file
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files={DESCRIPTION: json.dumps(description)})
     with replacing(path) as partial:
-        torch.export.save(program, partial, extra_files={DESCRIPTION: json.dumps(description)})
+        partial.write_bytes(buffer.getbuffer())
     return description
 
 

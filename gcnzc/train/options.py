@@ -337,7 +337,9 @@ def check_writable(name: str, path: Path | None) -> None:
         )
     check_regular(path)
     folder = path.parent
-    for place in (folder, folder.parent):
+    # where a symbolic link leads to
+    target = path.resolve().parent
+    for place in (target, target.parent):
         if path.exists() and (place / "meta.json").exists():
             raise ValueError(
                 f"{option_name(name)}: {path} is a file of the prepared graph {place}\n\n"

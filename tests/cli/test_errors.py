@@ -150,6 +150,8 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
         monkeypatch.setitem(commands.COMMANDS, command, lambda *_: pytest.fail("the work began"))
     missing, pipe = tmp_path / "missing", tmp_path / "pipe.npy"
     os.mkfifo(pipe)
+    link = tmp_path / "link.npy"
+    link.symlink_to(graph / "features.npy")
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
@@ -164,6 +166,8 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
             ["evaluate", run, "--predictions", graph / "features.npy"],
             "is a file of the prepared graph",
         ),
+        (["evaluate", run, "--predictions", link], "link.npy is a file of the prepared graph"),
+        (["embed-nodes", run, "--out", link], "link.npy is a file of the prepared graph"),
         (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
         (["cost", graph, "--picture", tmp_path / "x"], "does not end in an image format"),

@@ -45,6 +45,7 @@ FILES = {
         "p.npy",
         lambda run, out: ["embed-nodes", run, "--out", out, "--scratch", out.parent / "scratch"],
     ),
+    "export": ("p.pt2", lambda run, out: ["export", run, "--out", out]),
     "plot": ("p.png", lambda run, out: ["plot", run, "--out", out]),
 }
 RUNS = {
