@@ -110,4 +110,9 @@ def _system_message(error: OSError) -> str:
         return f"no space left on {where}\n\nhint: free space on it, or write to another disk"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{text}\n\nhint: choose a path that this user may write to"
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename is not None:
+        return (
+            f"{error.filename} is not a folder, since a file is in its place\n\n"
+            "hint: choose another path, or rename the file"
+        )
     return f"{text}\n\nhint: check the path and the disk"

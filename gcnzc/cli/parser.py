@@ -171,7 +171,15 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
             "hint: a resumed run continues in its folder; leave --out out"
         )
     if resumed:
-        return _read_resumed(Path(resumed))
+        kept = _read_resumed(Path(resumed))
+        batch_size = _value_of("--batch-size", words)
+        # before the options are parsed, since --fanouts may not fit another batch size
+        if batch_size and (batch_size == "all") != kept.is_full_batch:
+            raise UsageError(
+                f"the run in {resumed} has --batch-size {kept.batch_size}, not {batch_size}\n\n"
+                "hint: a resumed run keeps its options; start another with --out"
+            )
+        return kept
     if path:
         return _read_options(Path(path), preset)
     try:

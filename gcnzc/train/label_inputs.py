@@ -27,29 +27,31 @@ class LabelInputs:
     input label are 0.
 
     Args:
-        data: the graph; if its labels have another number of tasks, no node has an input label.
+        data: the graph; if its training part is empty, no node has an input label.
         num_columns: C.
         is_multi_task: whether the columns are tasks; otherwise they are classes.
+
+    Raises:
+        ValueError: the training nodes have labels of more classes, or of other tasks.
     """
 
     def __init__(self, data: Dataset, num_columns: int, is_multi_task: bool) -> None:
         self.num_columns = num_columns
         nodes, labels = data.split["train"], data.labels
-        fits = labels.ndim == 2 and labels.shape[1] == num_columns
+        if len(nodes):
+            _check_labels(labels[nodes], num_columns, is_multi_task)
         self.is_input = torch.zeros(data.graph.num_nodes, dtype=torch.bool)
         if not is_multi_task:
             # classes, or the number of columns for nodes without an input label
             self.values = torch.full((data.graph.num_nodes,), num_columns)
-            if labels.ndim == 1:
-                classes = labels[nodes].clamp(max=num_columns)
-                self.values[nodes] = classes
-                self.is_input[nodes] = classes < num_columns
+            if len(nodes):
+                self.values[nodes] = labels[nodes]
         else:
             self.values = torch.zeros(data.graph.num_nodes, num_columns)
-            if fits:
+            if len(nodes):
                 known = labels[nodes].float()
                 self.values[nodes] = torch.where(known.isnan(), 0.0, 2 * known - 1)
-                self.is_input[nodes] = True
+        self.is_input[nodes] = True
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def select(self, nodes: Tensor, num_seeds: int, share: float) -> Tensor:
@@ -99,6 +101,23 @@ class LabelInputs:
         if device not in self._on_device:
             self._on_device[device] = self.values.to(device), self.is_input.to(device)
         return self._on_device[device]
+
+
+def _check_labels(labels: Tensor, num_columns: int, is_multi_task: bool) -> None:
+    """Check that the labels of the training nodes, (n,) or (n, T), are those that a model reads."""
+    if is_multi_task:
+        fits = labels.ndim == 2 and labels.shape[1] == num_columns
+        expected = f"{num_columns} tasks"
+    else:
+        fits = labels.ndim == 1 and int(labels.max()) < num_columns
+        expected = f"{num_columns} classes"
+    if not fits:
+        found = f"{labels.shape[1]} tasks" if labels.ndim == 2 else f"class {int(labels.max())}"
+        raise ValueError(
+            f"the model reads labels of {expected} as features, but the graph's training nodes "
+            f"have labels of {found}\n\n"
+            "hint: use a graph with the labels of the run, or one without labels"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,7 +150,11 @@ def _read_record(run: Path) -> list[dict[str, Any]]:
     if not lines:
         raise FileNotFoundError(
             f"no epochs in {run / 'record.jsonl'}\n\n"
-            f"hint: `gcnzc train --out {run}` writes one line per epoch"
+            + (
+                f"hint: `gcnzc train --resume {run}` trains the first epoch"
+                if (run / run_folder.CONFIG).is_file()
+                else "hint: give a run folder that `gcnzc train` wrote"
+            )
         )
     if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
         raise ValueError(

@@ -28,6 +28,9 @@ TrainOne: TypeAlias = Callable[[TrainConfig, Path], Mapping[str, Any]]
 # what all runs have in common
 COMMON = ("data", "task", "model", "parameters", "metric", "workers", "device")
 
+# what each run's result must have
+SUMMARIZED = {"best_epoch", "epoch_s", "epochs", "run", "seed"}
+
 
 def train_runs(
     config: TrainConfig, folder: Path, reporter: Reporter | None = None
@@ -107,7 +110,12 @@ def _finished_result(config: TrainConfig, run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     result = files.read_json(path)
-    options = result.get("options", {})
+    options = result.get("options")
+    if not isinstance(options, dict) or not result.keys() >= SUMMARIZED:
+        raise ValueError(
+            f"{path} is damaged\n\nhint: delete it; the same command then writes it again from "
+            "the checkpoint of the run"
+        )
     is_finished = options.get("epochs") == config.epochs and not result.get("unsaved")
     return result if is_finished else None
 
@@ -156,7 +164,7 @@ def summarize(folder: Path, results: Sequence[Mapping[str, Any]]) -> dict[str, A
         # `statistics.stdev` does not accept NaN
         is_defined = len(values) > 1 and not math.isnan(line[key])
         line[f"{key}_std"] = statistics.stdev(values) if is_defined else None
-    keys = ("run", "seed", "best_epoch", "epochs", "epoch_s", *scores)
+    keys = (*sorted(SUMMARIZED), *scores)
     line["epoch_s"] = statistics.fmean(result["epoch_s"] for result in results)
     line["results"] = [{key: result[key] for key in keys} for result in results]
     line["unsaved"] = {

@@ -116,6 +116,22 @@ def test_features_without_columns_are_rejected(graph, tmp_path, capsys):
     assert not (tmp_path / "empty").exists()
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(run, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    words = ["embed-nodes", run, "--out", tmp_path / "rows.npy", "--scratch"]
+    for folder in (file, file / "in"):
+        text = answer_of(capsys, [*words, folder], 1)
+        assert re.search(rf"error: {file}(/in)? is not a folder", text)
+        assert "hint: choose another path" in text
+
+
+def test_a_resumed_run_keeps_its_kind_of_batch_size(run, capsys):
+    text = answer_of(capsys, ["train", "--resume", run, "--batch-size", "all"], 2)
+    assert "has --batch-size 32, not all" in text
+    assert "hint: a resumed run keeps its options" in text
+
+
 @pytest.mark.parametrize("words", [["--debug", "info"], ["info", "--debug"]])
 def test_debug_shows_the_traceback(words, tmp_path, capsys):
     assert main([*words, str(tmp_path / "missing")]) == 1

@@ -100,6 +100,17 @@ def test_folders_and_options_that_do_not_fit_several_runs(graph, tmp_path, capsy
         _, err = train(capsys, *given, status=1)
         assert expected in err
         assert "\nhint: " in err
+    # deleting a damaged result is the remedy
+    result = out / "seed-1" / "result.json"
+    whole = result.read_text()
+    for damaged in ("{}", '{"options": 1}', whole.replace('"seed": 1', '"sed": 1')):
+        result.write_text(damaged)
+        _, err = train(capsys, "--resume", out, status=1)
+        assert f"{result} is damaged" in err
+        assert "hint: delete it" in err
+    result.unlink()
+    line, _ = train(capsys, "--resume", out)
+    assert json.loads(whole)["test_accuracy"] == line["results"][1]["test_accuracy"]
     assert main(["evaluate", str(out)]) == 1
     assert f"such as {out}/seed-0" in capsys.readouterr().err
     assert main(["train", str(graph), "--runs", "0"]) == 2

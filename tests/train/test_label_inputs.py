@@ -143,9 +143,29 @@ def test_rows_of_labels(config):
     several = torch.tensor([[1.0, 0.0, math.nan]]).repeat(data.graph.num_nodes, 1)
     tasks = LabelInputs(replace(data, labels=several), 3, True)
     assert tasks.rows(nodes[[0, 3]]).tolist() == [[0, 0, 0], [1, -1, 0]]
-    # a graph without such labels has none as features
-    assert not LabelInputs(data, 3, True).rows(nodes).any()
+    # a graph without labels has none as features
+    empty = torch.empty(0, dtype=torch.int64)
+    unlabelled = replace(
+        data,
+        labels=torch.full_like(data.labels, -1),
+        split=dict.fromkeys(("train", "valid", "test"), empty),
+    )
+    for is_multi_task in (False, True):
+        assert not LabelInputs(unlabelled, 3, is_multi_task).rows(nodes).any()
     assert isinstance(with_labels(data.table, None), FeatureTable)
+
+
+def test_label_inputs_reject_labels_of_other_classes_or_tasks(config, tmp_path):
+    data = load(config.data)
+    several = torch.ones(data.graph.num_nodes, 2)
+    for labels, columns, is_multi_task, message in (
+        (data.labels, 2, False, "labels of 2 classes .* labels of class 2"),
+        (data.labels, 3, True, "labels of 3 tasks .* labels of class 2"),
+        (several, 3, True, "labels of 3 tasks .* labels of 2 tasks"),
+        (several, 3, False, "labels of 3 classes .* labels of 2 tasks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LabelInputs(replace(data, labels=labels), columns, is_multi_task)
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])

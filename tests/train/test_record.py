@@ -104,9 +104,13 @@ def test_long_names_leave_room_for_the_curves(tmp_path):
 
 
 def test_a_run_without_epochs_has_no_curves(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no epochs in(.|\n)*hint: "):
+    with pytest.raises(FileNotFoundError, match=r"no epochs in(.|\n)*hint: give a run folder"):
         curves([tmp_path], tmp_path / "x.png")
     assert list(tmp_path.iterdir()) == []
+    # of a run that was stopped in its first epoch
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=rf"hint: `gcnzc train --resume {tmp_path}`"):
+        curves([tmp_path], tmp_path / "x.png")
 
 
 def test_tensorboard_events_are_written_if_it_is_installed(tmp_path):
