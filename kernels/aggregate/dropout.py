@@ -6,10 +6,14 @@ element's position, computed by Philox, so that threads and vector lanes generat
 the backward pass recomputes the mask instead of storing it, and the CPU and a GPU drop the same
 elements.
 
+An element needs only as many random bits as distinguish its probability: 4 for a multiple of 1/16,
+such as 0.5, 8 for a multiple of 1/256, and 16 for others, so that Philox is computed for fewer
+counters. A counter gives 128 bits.
+
 Elements are numbered in row-major order of their indices, whatever the strides of the tensor, in
-chunks of 1024. A chunk has 128 counters, each of which gives eight 16-bit halves of words: element
-`e` of a chunk uses half `e // 128` of counter `e % 128`, so that neighbours in a row use
-neighbouring counters.
+chunks of 128 counters: with fields of 16 bits 1024 elements, with 4 bits 4096. Element `e` of a
+chunk uses field `e // 128` of counter `e % 128`, from the low bits of its first word on, so that
+neighbours in a row use neighbouring counters.
 """
 
 import math
@@ -20,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from numba import njit, uint64
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,13 +36,14 @@ from gcnzc.kernels.threads import parallel_for
 COUNTERS = 128  # counters of a chunk
 
 
-HALVES = 8  # 16-bit halves of a counter's four words
+COUNTER_BITS = 128  # random bits of a counter: four words of 32 bits
 
 
-CHUNK = COUNTERS * HALVES  # elements of a chunk
+# probabilities are rounded to multiples of 1 / NUM_LEVELS
+MOST_BITS = 16
 
 
-NUM_LEVELS = 1 << 16  # an element is dropped if its half is below p * NUM_LEVELS
+NUM_LEVELS = 1 << MOST_BITS
 
 
 def dropout_reference(x: Tensor, p: float, seed: int, floor: float = math.nan) -> Tensor:
@@ -45,33 +51,49 @@ def dropout_reference(x: Tensor, p: float, seed: int, floor: float = math.nan) -
 
     Both must match it bit for bit. Elements at or below `floor` are set to zero.
     """
-    positions = torch.arange(x.numel())
-    counters = (positions // CHUNK) * COUNTERS + positions % COUNTERS
-    halves = positions % CHUNK // COUNTERS
+    positions = np.arange(x.numel())
+    bits, threshold = _field(p)
+    chunk = chunk_elements(bits)
+    counters = (positions // chunk) * COUNTERS + positions % COUNTERS
+    first_bits = positions % chunk // COUNTERS * bits
     words = np.stack(philox4x32_reference(*_counter(counters), *split_key(seed)))
-    shifts = halves.numpy() % 2 * 16
-    random_bits = words[halves.numpy() // 2, positions.numpy()] >> shifts & 0xFFFF
-    is_kept = torch.from_numpy(random_bits >= _threshold(p)).view(x.shape).to(x.device)
+    fields = words[first_bits // 32, positions] >> (first_bits % 32) & (1 << bits) - 1
+    is_kept = torch.from_numpy(fields >= threshold).view(x.shape).to(x.device)
     # written so that a floor of NaN has no effect, and kept NaN elements stay NaN
     return torch.where(is_kept & ~(x <= floor), x * _scale(p), 0.0)
 
 
-def _counter(counters: Tensor) -> tuple[Any, Any, int, int]:
-    numbers = counters.numpy().astype(np.uint64)
+def _counter(counters: NDArray[np.int64]) -> tuple[Any, Any, int, int]:
+    numbers = counters.astype(np.uint64)
     return numbers & np.uint64(0xFFFFFFFF), numbers >> np.uint64(32), 0, 0
 
 
-def _threshold(p: float) -> int:
+def _num_dropped_levels(p: float) -> int:
     return round(p * NUM_LEVELS)
+
+
+def _field(p: float) -> tuple[int, int]:
+    """Return the random bits per element, and the threshold below which they drop the element."""
+    levels = _num_dropped_levels(p)
+    for bits in (4, 8):
+        if levels % (1 << MOST_BITS - bits) == 0:
+            return bits, levels >> MOST_BITS - bits
+    return MOST_BITS, levels
+
+
+def chunk_elements(bits: int) -> int:
+    """Return the number of elements of a chunk, with fields of `bits` bits."""
+    return COUNTERS * COUNTER_BITS // bits
 
 
 def _scale(p: float) -> float:
     # from the rounded probability, so that the expected value is exact
-    return NUM_LEVELS / (NUM_LEVELS - _threshold(p))
+    return NUM_LEVELS / (NUM_LEVELS - _num_dropped_levels(p))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _dropout_numba(x, out, threshold, scale, floor, dropped, has_elu, key_0, key_1, begin, end):
+def _dropout_numba(x, out, bits, threshold, scale, floor, dropped, elu, key_0, key_1, begin, end):
+    num_fields, ones = COUNTER_BITS // bits, np.uint32((1 << bits) - 1)
     words = np.empty((4, COUNTERS), np.uint32)
     values = np.empty(COUNTERS, type(scale))
     kind, dropped_element = x.dtype.type(0), narrowed(dropped, x.dtype.type(0))
@@ -82,30 +104,34 @@ def _dropout_numba(x, out, threshold, scale, floor, dropped, has_elu, key_0, key
             low, high = number & uint64(0xFFFFFFFF), number >> uint64(32)
             c0, c1, c2, c3 = philox4x32(low, high, uint64(0), uint64(0), key_0, key_1)
             words[0, i], words[1, i], words[2, i], words[3, i] = c0, c1, c2, c3
-        for half in range(HALVES):
-            position = chunk * CHUNK + half * COUNTERS
-            row = words[half // 2]
-            shift = np.uint32(16 * (half % 2))
-            count = min(COUNTERS, len(x) - position)
+        for field in range(num_fields):
+            position = (chunk * num_fields + field) * COUNTERS
+            row = words[field * bits // 32]
+            shift = np.uint32(field * bits % 32)
+            # slices, because numba would check indices from `position` for negative ones, and LLVM
+            # would not vectorize the loops
+            given = x[position : position + COUNTERS]
+            result = out[position : position + COUNTERS]
             # copied first: a loop that reads and writes the same array is not vectorized
-            for i in range(count):
-                values[i] = widened(x[position + i])
-            if has_elu:
-                for i in range(count):
+            for i in range(len(given)):
+                values[i] = widened(given[i])
+            # None or True, so that numba removes the branch at compile time
+            if elu is not None:
+                for i in range(len(given)):
                     value = np.float32(values[i])
                     values[i] = expm1_nonpositive(value) if value < 0 else value
-            for i in range(count):
-                is_kept = (row[i] >> shift) & np.uint32(0xFFFF) >= threshold
-                is_kept = is_kept and not values[i] <= floor
+            for i in range(len(result)):
+                # without branches, so that it is vectorized, too
+                is_dropped = ((row[i] >> shift) & ones < threshold) | (values[i] <= floor)
                 # with a `dropped` of -0, the subtraction turns a kept -0 into 0
                 kept = narrowed(values[i] * scale - dropped, kind)
-                out[position + i] = kept if is_kept else dropped_element
+                result[i] = dropped_element if is_dropped else kept
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _relu_dropout_grad(out, grad, grad_x, scale, begin, end):
     kind, zero = out.dtype.type(0), scale - scale
-    # slices, as below
+    # slices, as above
     out, grad, grad_x = out[begin:end], grad[begin:end], grad_x[begin:end]
     for i in range(len(out)):
         product = widened(grad[i]) * scale
@@ -115,7 +141,7 @@ def _relu_dropout_grad(out, grad, grad_x, scale, begin, end):
 @njit(nogil=True, cache=True, error_model="numpy")
 def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
     kind, zero = out.dtype.type(0), scale - scale
-    # slices, because a loop from `begin` is not vectorized: numba would check for negative indices
+    # slices, as above
     out, grad, grad_x = out[begin:end], grad[begin:end], grad_x[begin:end]
     for i in range(len(out)):
         value = widened(out[i])
@@ -134,6 +160,7 @@ def _dropout_triton(
     threshold,
     scale: tl.float64,  # without the type, Triton would round it to float32
     COUNTERS: tl.constexpr,
+    BITS: tl.constexpr,
     RELU: tl.constexpr,
     WIDE: tl.constexpr,  # float64 for float64 elements, else float32
 ):
@@ -144,18 +171,19 @@ def _dropout_triton(
     low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     factor = tl.full([COUNTERS], scale, WIDE)
     c0, c1, c2, c3 = tl.philox(seed, low, high, zero, zero)
-    for half in tl.static_range(8):
-        if half // 2 == 0:
+    FIELDS: tl.constexpr = 128 // BITS
+    for field in tl.static_range(FIELDS):
+        if field * BITS // 32 == 0:
             word = c0
-        elif half // 2 == 1:
+        elif field * BITS // 32 == 1:
             word = c1
-        elif half // 2 == 2:
+        elif field * BITS // 32 == 2:
             word = c2
         else:
             word = c3
-        position = chunk * (8 * COUNTERS) + half * COUNTERS + i
+        position = (chunk * FIELDS + field) * COUNTERS + i
         mask = position < count
-        random_bits = (word.to(tl.uint32) >> (16 * (half % 2))) & 0xFFFF
+        random_bits = (word.to(tl.uint32) >> (field * BITS % 32)) & ((1 << BITS) - 1)
         value = tl.load(x + position, mask=mask)
         result = tl.where(random_bits >= threshold, (value * factor).to(value.dtype), 0.0)
         if RELU:
@@ -184,22 +212,23 @@ def dropout_numba(
     flat, out_flat = as_array(x), as_array(out)
     key_0, key_1 = (np.uint64(word) for word in split_key(seed))
     wide: Any = np.float64 if x.dtype == torch.float64 else np.float32
-    threshold, scale = np.uint32(_threshold(p)), wide(_scale(p))
-    num_chunks = -(-len(flat) // CHUNK)
+    bits, threshold = _field(p)
+    num_chunks = -(-len(flat) // chunk_elements(bits))
     parallel_for(
         _dropout_numba,
         num_chunks,
         flat,
         out_flat,
-        threshold,
-        scale,
+        bits,
+        np.uint32(threshold),
+        wide(_scale(p)),
         wide(floor),
         wide(dropped),
-        has_elu,
+        True if has_elu else None,
         key_0,
         key_1,
         threads=threads,
-        grain_size=64,
+        grain_size=(1 << 16) // chunk_elements(bits),
     )
     return out
 
@@ -209,14 +238,14 @@ def dropout_triton(
 ) -> Tensor:
     """`dropout_reference` in Triton, for contiguous tensors; `out` may be `x`."""
     out = torch.empty_like(x) if out is None else out
-    num_chunks = triton.cdiv(x.numel(), CHUNK)
+    bits, threshold = _field(p)
+    num_chunks = triton.cdiv(x.numel(), chunk_elements(bits))
     with torch.cuda.device_of(x):
-        threshold, scale = _threshold(p), _scale(p)
         wide = tl.float64 if x.dtype == torch.float64 else tl.float32
         # Triton expects the 64 bits as a signed integer
         signed_seed = seed - 2**64 if seed >= 2**63 else seed
         _dropout_triton[(num_chunks,)](
-            x, out, x.numel(), signed_seed, threshold, scale, COUNTERS, relu, wide
+            x, out, x.numel(), signed_seed, threshold, _scale(p), COUNTERS, bits, relu, wide
         )
     return out
 
@@ -293,7 +322,7 @@ def _gradient(kernel: Any, out: Tensor, grad: Tensor, scale: float) -> Tensor:
 
 
 def _check_probability(p: float) -> None:
-    if not 0 <= p < 1 or _threshold(p) == NUM_LEVELS:
+    if not 0 <= p < 1 or _num_dropped_levels(p) == NUM_LEVELS:
         raise ValueError(f"the dropout probability is {p}\n\nhint: use a number from 0 to below 1")
 
 

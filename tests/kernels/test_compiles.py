@@ -18,11 +18,17 @@ CASES = [
         "_dropout_triton",
         {"x": f"*{dtype}", "out": f"*{dtype}", "count": "i64", "seed": "i64"}
         | {"threshold": "i32", "scale": "fp64"},
-        {"COUNTERS": 128, "RELU": relu, "WIDE": "fp64" if dtype == "fp64" else "fp32"},
+        {
+            "COUNTERS": 128,
+            "BITS": bits,
+            "RELU": relu,
+            "WIDE": "fp64" if dtype == "fp64" else "fp32",
+        },
         ["ld.global", "st.global", "mul.hi.u32"],
     )
     for dtype in ("fp32", "fp64", "fp16", "bf16")
     for relu in (False, True)
+    for bits in (4, 16)
 ]
 
 PROGRAM = """

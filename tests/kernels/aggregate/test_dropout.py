@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gcnzc.kernels.aggregate.dropout import (
-    CHUNK,
+    chunk_elements,
     dropout,
     dropout_numba,
     dropout_reference,
@@ -13,11 +13,16 @@ from gcnzc.kernels.aggregate.dropout import (
     relu_dropout_,
 )
 
-SIZES = [(1,), (127,), (128, 1), (CHUNK - 1,), (CHUNK,), (3, CHUNK // 2 + 5), (40, 257)]
+# chunks have 1024, 2048 or 4096 elements
+SIZES = [(1,), (127,), (128, 1), (1023,), (1024,), (2, 2053), (40, 257)]
+
+
+def test_chunks_have_as_many_elements_as_fields_of_random_bits():
+    assert [chunk_elements(bits) for bits in (16, 8, 4)] == [1024, 2048, 4096]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3125, 0.34765625, 0.5, 0.9, 2**-16])
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_reference_numba_and_triton_agree(size, share, dtype, device):
@@ -101,7 +106,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(threads):
     assert torch.equal(dropout_numba(x, 0.3, 5, threads), dropout_reference(x, 0.3, 5))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.6875, 0.75, 129 / 256])
 def test_the_dropped_share_and_the_mean_are_as_expected(share):
     out = dropout(torch.ones(2000, 1000), share, 1)
     # five standard errors of 2 million draws
@@ -119,6 +124,16 @@ def test_seeds_drop_different_elements():
     kept = [dropout(torch.ones(100, 1000), 0.5, seed) != 0 for seed in (0, 1, 2**32)]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert (kept[one] == kept[other]).double().mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 65 / 256, 0.3])
+def test_elements_are_dropped_independently_of_each_other(share):
+    dropped = (dropout(torch.ones(1 << 18), share, 3) == 0).double() - share
+    # distances within a field, of the fields of a counter, and of chunks
+    for distance in (1, 2, 127, 128, 129, 256, 512, 1024, 2048, 4096, 8192):
+        product = dropped[distance:] * dropped[:-distance]
+        error = 5 * share * (1 - share) / len(product) ** 0.5
+        assert abs(product.mean().item()) < error, distance
 
 
 def test_only_kept_elements_have_a_gradient():
