@@ -99,7 +99,7 @@ class SAGE(_ModelWithoutHeads):
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers.
         activation: "relu" or "elu".
-        init: "pyg" or "dgl": initialize the layers as the layers of this library do.
+        init: "pyg" or "dgl": initialize the layers as those of the named library.
         self_loops: include a node in the mean of its in-neighbours, as if the graph had one more
             self loop at every node. With sampling, the mean is over the sampled in-neighbours and
             the node itself. Only for SAGE: the other models include it anyway.
@@ -108,8 +108,8 @@ class SAGE(_ModelWithoutHeads):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a number of layers or columns is below 1, a dropout is outside [0, 1), `norm`,
-            `jumping` or `activation` has an unknown value, or an option is given without one that
-            it needs.
+            `jumping`, `activation` or `init` has an unknown value, or an option is given without
+            one that it needs.
     """
 
     layer_class = SAGELayer
@@ -172,8 +172,8 @@ class GAT(Model):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a number of layers, columns or heads is below 1, a dropout is outside [0, 1),
-            `norm`, `jumping` or `activation` has an unknown value, or an option is given without
-            one that it needs.
+            `norm`, `jumping`, `activation` or `init` has an unknown value, or an option is given
+            without one that it needs.
     """
 
     layer_class: Callable[..., GATLayer | GATv2Layer] = GATLayer

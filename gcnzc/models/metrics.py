@@ -20,6 +20,7 @@ def compute_loss(
     *,
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
+    known_per_seed: float | None = None,
 ) -> Tensor:
     """Return the mean loss over the seeds.
 
@@ -31,9 +32,12 @@ def compute_loss(
             the sum of the weighted losses is divided by S, not by the sum of the weights, so that
             the mean over ranks equals the loss of one rank with all seeds. With several tasks,
             weights of the label 1. None: all weights are 1.
+        known_per_seed: for (S, C) labels, the mean number of known labels of a training node, K:
+            the sum of the losses is divided by S K, so that the mean over ranks equals the loss of
+            one rank with all seeds. None: it is divided by the number of known labels.
 
     Returns:
-        () cross-entropy, or binary cross-entropy over the labels that are not NaN.
+        () cross-entropy, or binary cross-entropy over the labels that are not NaN; 0 if all are.
     """
     if labels.ndim == 1:
         if class_weights is None:
@@ -47,7 +51,10 @@ def compute_loss(
     losses = functional.binary_cross_entropy_with_logits(
         logits, targets, reduction="none", pos_weight=class_weights
     )
-    return torch.where(known, losses, 0.0).sum() / known.sum().clamp(min=1)
+    total = torch.where(known, losses, 0.0).sum()
+    if known_per_seed is None:
+        return total / known.sum().clamp(min=1)
+    return total / (len(labels) * known_per_seed)
 
 
 def score(
@@ -73,12 +80,18 @@ def score(
               classes that are labels or predictions.
 
     Returns:
-        Values in [0, 1] by metric and name of the split. The accuracy of (M,) labels is included
-        with every metric.
+        Values in [0, 1] by metric and name of the split; NaN if no task has both labels. The
+        accuracy of (M,) labels is included with every metric.
 
     Raises:
-        ValueError: the metric ranks nodes, and a value of `logits` is NaN or infinite.
+        ValueError: the metric is unknown, or does not fit the labels; or it ranks nodes, and a
+            value of `logits` is NaN or infinite.
     """
+    if metric not in (*RANKING, *F1) and (metric != "accuracy" or labels.ndim == 2):
+        raise ValueError(
+            f"the metric {metric} does not fit labels of shape {tuple(labels.shape)}\n\n"
+            f"hint: use {', '.join((*RANKING, *F1))}, or accuracy for classes"
+        )
     parts = {name: rows for name, rows in parts.items() if len(rows)}
     result = {}
     if labels.ndim == 1:
@@ -209,14 +222,21 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
         and `hits@10`, the shares of edges with at most that rank.
 
     Raises:
-        ValueError: the metric is unknown, or does not match the shape of the negatives; or a score
-            is NaN or infinite.
+        ValueError: the metric is unknown, or does not match the shape of the negatives; there are
+            no positives or no negatives; or a score is NaN or infinite.
     """
+    if not len(positives) or not negatives.numel():
+        raise ValueError(
+            f"{len(positives):,} positive and {negatives.numel():,} negative pairs\n\n"
+            "hint: a score needs at least one of each"
+        )
+    k = metric.removeprefix("hits@")
+    is_hits = k != metric and k.isdecimal() and int(k) > 0
     _check_finite("positives", positives)
     _check_finite("negatives", negatives)
     result = {"auc": auc(positives, negatives)}
-    if metric.startswith("hits@"):
-        result[metric] = hits(positives, negatives.flatten(), int(metric.removeprefix("hits@")))
+    if is_hits:
+        result[metric] = hits(positives, negatives.flatten(), int(k))
     elif metric == "mrr" and negatives.ndim == 2:
         positions = ranks(positives, negatives)
         result["mrr"] = (1 / positions).mean().item()

@@ -18,7 +18,7 @@ JUMPING = ("none", "sum", "cat")
 
 
 class Model(nn.Module):
-    """A stack of message-passing layers; normalization, activation and dropout follow each layer.
+    """A stack of message-passing layers with optional normalization, residuals and projections.
 
     Without `output_linear`, the last layer computes the logits: no normalization, activation or
     dropout follows it. The options are those of Luo et al., "Classic GNNs are Strong Baselines",
@@ -50,7 +50,9 @@ class Model(nn.Module):
         init: initialization of the layers as in "pyg" or "dgl"; see `initialization`.
 
     Raises:
-        ValueError: a dropout probability is outside [0, 1), or options are incompatible.
+        TypeError: an argument has the wrong type.
+        ValueError: a number of layers or columns is below 1, a dropout probability is outside
+            [0, 1), an option has an unknown value, or options are incompatible.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from gcnzc._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from gcnzc.train.config import TrainConfig
+    from gcnzc.train.config import EvaluateConfig, TrainConfig
     from gcnzc.train.embedding import embed_nodes
     from gcnzc.train.evaluation import evaluate
     from gcnzc.train.prediction import predict, predict_links
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gcnzc.train.run import train
 
 __all__ = [
+    "EvaluateConfig",
     "TrainConfig",
     "embed_nodes",
     "evaluate",
@@ -25,7 +26,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
-        "gcnzc.train.config": ("TrainConfig",),
+        "gcnzc.train.config": ("EvaluateConfig", "TrainConfig"),
         "gcnzc.train.embedding": ("embed_nodes",),
         "gcnzc.train.evaluation": ("evaluate",),
         "gcnzc.train.prediction": ("predict", "predict_links"),

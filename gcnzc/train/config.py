@@ -137,26 +137,27 @@ class EvaluateConfig(CorrectAndSmoothOptions):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to evaluate; auto takes CUDA if there is a GPU"""
     predictions: Path | None = None
-    """also write the logits of all nodes to this .npy; with --correct-and-smooth, the probabilities
-    of the classes"""
+    """also write the logits of all nodes to this .npy file; with --correct-and-smooth, class
+    probabilities, and in link prediction, the embeddings of all nodes"""
     metric: Metric = "as-is"
     """node classification: metric to compute; as-is: that of the run"""
     evaluate: Method = "exact"
     """nodes for which hidden layers are computed: all nodes (exact), those that the evaluated nodes
-    depend on (needed), or sampled neighbours of the evaluated nodes (sampled); auto chooses needed
-    or exact by predicted cost and memory, and prints why"""
+    depend on (needed), or sampled neighbours of the evaluated nodes (sampled); auto chooses the
+    cheaper one of needed and exact, or sampled if layer outputs would take more than half of RAM
+    plus swap, and prints why"""
     evaluate_fanouts: Fanouts = ()
-    """--evaluate sampled: neighbours sampled per node, one number per layer, input layer first; by
-    default those of the run"""
+    """--evaluate sampled or auto: neighbours sampled per node, one number per layer, input layer
+    first; by default those of the run"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.evaluate_fanouts:
             check_fanouts(self.evaluate_fanouts)
-            if self.evaluate != "sampled":
+            if self.evaluate not in ("sampled", "auto"):
                 raise ValueError(
                     f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"
-                    "hint: only --evaluate sampled uses it"
+                    "hint: only --evaluate sampled or auto uses it"
                 )
         for name in ("predictions", "correct_and_smooth"):
             if getattr(self, name) and self.evaluate != "exact":

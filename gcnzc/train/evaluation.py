@@ -34,11 +34,16 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         reporter: shows the progress; None shows nothing.
 
     Returns:
-        The scores of each split, and the epoch of the model.
+        The values of the JSON line of `gcnzc evaluate`: the scores by split and metric, such as
+        `test_accuracy`; `run`, `data`, `metric`, `evaluation` (the method), `best_epoch` (of the
+        model, from 1), `seconds`, and with Correct & Smooth the chosen options,
+        `correct_and_smooth`.
 
     Raises:
         FileNotFoundError: the folder has no run.
-        ValueError: the graph does not fit the model.
+        ValueError: the graph does not fit the model, or Correct & Smooth is given for a run of link
+            prediction.
+        OSError: the file of the predictions cannot be written.
     """
     reporter = reporter or NullReporter()
     trained = read_config(config.run)

@@ -15,11 +15,11 @@ class EvaluationOptions(Options):
     evaluate: Method = "needed"
     """nodes for which hidden layers are computed in an evaluation: those that the evaluated nodes
     depend on (needed), all nodes (exact), or sampled neighbours of the evaluated nodes (sampled);
-    auto chooses the cheaper one of needed and exact, or sampled if the rows of hidden layers would
-    take more than half of the memory, and prints why"""
+    auto chooses the cheaper one of needed and exact, or sampled if layer outputs would take more
+    than half of RAM plus swap, and prints why"""
     evaluate_fanouts: Fanouts = ()
-    """--evaluate sampled: neighbours sampled per node, one number per layer, input layer first; by
-    default those of --fanouts"""
+    """--evaluate sampled or auto: neighbours sampled per node, one number per layer, input layer
+    first; by default those of --fanouts"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

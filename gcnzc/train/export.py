@@ -28,7 +28,7 @@ TOLERANCE = 1e-3
 
 
 def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
-    """Export the best model of a run, compare it with the model on a minibatch, and write it.
+    """Export the best model of a run, compare it with the model on two minibatches, and write it.
 
     In link prediction, the encoder is exported, whose outputs are the decoder's inputs.
 

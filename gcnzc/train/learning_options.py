@@ -33,7 +33,8 @@ class LearningRateOptions(Options):
 
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     """learning rate after the warm-up: constant; decay to 0 at the end of the run along a cosine,
-    or linearly; or multiplied by --step-factor every --step-epochs (step)"""
+    or linearly; or multiplied by --step-factor every --step-epochs, counted from the start of the
+    run (step)"""
     warmup_epochs: float = 0.0
     """epochs at the start of the run in which the learning rate increases linearly to --lr"""
     step_epochs: float = 10.0

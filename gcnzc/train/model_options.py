@@ -22,8 +22,8 @@ class ModelOptions(Options):
     """GAT and GATv2: attention heads of the last layer; 0: as many as --heads; not with
     --output-linear"""
     self_loops: bool = False
-    """SAGE: include a node in the mean of its in-neighbours, as if the graph had a self loop at
-    every node; the other models always include it"""
+    """SAGE: include a node in the mean of its in-neighbours, as if the graph had one more
+    self loop at every node; the other models always include it"""
     dropout: float = 0.5
     """dropout rate of the hidden features"""
     input_dropout: float = 0.0
@@ -42,7 +42,7 @@ class ModelOptions(Options):
     itself, as it was before normalization"""
     skip: bool = True
     """GAT and GATv2: --no-skip omits the linear skip connection that each layer has by default;
-    with --residual, layers have no skip connection"""
+    --residual replaces the skip connection and the bias"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False

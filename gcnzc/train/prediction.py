@@ -213,8 +213,8 @@ def predict_nodes(
     if loaded.config.task == "link":
         raise ValueError(
             "this is a link-prediction run, and predicts scores of pairs\n\n"
-            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc evaluate RUN "
-            "--predictions FILE.npy` writes the embedding of every node"
+            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc embed-nodes RUN "
+            "--out FILE.npy` writes the embeddings of nodes"
         )
     with feature_rows(loaded) as table:
         logits = _outputs(loaded, loaded.model, table, numbers, reporter, scratch, memory)

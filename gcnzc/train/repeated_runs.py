@@ -45,8 +45,9 @@ def train_runs(
 
     Returns:
         For each score, such as `test_accuracy`, the mean over the runs, each at its best validation
-        epoch, and `test_accuracy_std`, the sample standard deviation (None for one run); `seeds`;
-        and `results`, the scores of each run. `unsaved` maps the names of files that could not be
+        epoch, and `test_accuracy_std`, the sample standard deviation; `seeds`;
+        and `results`, the scores of each run. The mean is NaN if a score is not defined; the
+        deviation is None then, and for one run. `unsaved` maps the names of files that could not be
         written to the cause.
 
     Raises:

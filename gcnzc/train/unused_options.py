@@ -47,7 +47,7 @@ READ_WITH: Mapping[str, Choices] = {
     "cache_sharded": _CACHED,
     "label_smoothing": _NODE,
     "class_weights": _NODE,
-    "evaluate_fanouts": {"evaluate": ("sampled",)},
+    "evaluate_fanouts": {"evaluate": ("sampled", "auto")},
     "step_epochs": _STEP,
     "step_factor": _STEP,
     "average_decay": {"average": ("ema",)},

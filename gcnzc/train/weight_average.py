@@ -64,10 +64,12 @@ class WeightAverage:
         is_ema = self.config.average == "ema"
         if epoch < self.epochs:
             return
-        if not is_ema and epoch + 1 <= begin:
-            # a run that resumes with more --epochs averages anew
+        if not is_ema and self.epochs - self.updates + 1 <= begin:
+            # a run that resumes with more --epochs averages anew; the average has the last
+            # `updates` epochs
             self.averaged.n_averaged.zero_()
             self.buffers = {}
+        if not is_ema and epoch + 1 <= begin:
             return
         self.epochs = epoch + 1
         share = 1 - self.config.average_decay**self.steps

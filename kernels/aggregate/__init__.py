@@ -320,7 +320,8 @@ def aggregate_with_targets(
     """Return `aggregate`, and the rows of the targets, which are the first T sources.
 
     The gradient of the rows is added to that of the sums in place. That of `x[:T]` would be padded
-    with zeros to S rows.
+    with zeros to S rows. With bfloat16 and float16, both are rounded before they are added, and the
+    sum again, as torch adds gradients.
 
     Args:
         indptr, indices, x, source_scale, target_scale: see `aggregate`; S is at least T.

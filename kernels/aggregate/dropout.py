@@ -340,9 +340,11 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
         through the elements that are not zeroed.
 
     Raises:
-        ValueError: p is outside [0, 1), or rounds to 1.
+        ValueError: p is outside [0, 1), or rounds to 1; or `x` is not floating point.
     """
     _check_probability(p)
+    if not x.is_floating_point():
+        raise ValueError(f"dropout of {x.dtype}\n\nhint: convert to floating point, x.float()")
     return _Dropout.apply(x, p, seed)
 
 
@@ -356,7 +358,7 @@ def relu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
         seed: as for `dropout`.
 
     Returns:
-        `x`; a new tensor if `x` is not contiguous.
+        `x`; a new tensor if `x` is not contiguous and p is not 0.
 
     Raises:
         ValueError: p is outside [0, 1), or rounds to 1.
@@ -381,7 +383,7 @@ def elu_dropout_(x: Tensor, p: float, seed: int) -> Tensor:
         seed: as for `dropout`.
 
     Returns:
-        `x`; a new tensor if `x` is not contiguous, or on a GPU.
+        `x`; if p is not 0, a new tensor if `x` is not contiguous, or on a GPU.
 
     Raises:
         ValueError: p is outside [0, 1), or rounds to 1.

@@ -78,7 +78,7 @@ def _softmax_of_target(first, last, indices, score_SH, target_H, slope, weight, 
     for e in range(0, len(weight), H):
         for h in range(H):
             total_H[h] += weight[e + h]
-    # not zero: each head has an edge with the weight exp(0)
+    # not zero if the target has edges, since the largest score has the weight exp(0)
     for h in range(H):
         max_H[h] = 1 / total_H[h]
     for e in range(0, len(weight), H):

@@ -140,11 +140,41 @@ def test_scores_that_are_not_finite_have_no_rank(metric):
         score(torch.full((2, 2), torch.nan), torch.tensor([0, 1]), {"a": torch.arange(2)}, "rocauc")
 
 
-@pytest.mark.parametrize(("metric", "rows"), [("f1", 2), ("mrr", 1)])
-def test_metrics_that_do_not_match_the_labels_are_rejected(metric, rows):
+def test_losses_of_shares_have_the_mean_of_the_whole_with_unknown_labels():
+    logits, labels = torch.randn(50, 3), torch.randint(2, (50, 3)).float()
+    labels[torch.rand(50, 3) < 0.3] = torch.nan
+    options = {"class_weights": torch.tensor([1.0, 2.0, 0.5]), "known_per_seed": 2.1}
+    whole = compute_loss(logits, labels, **options)
+    shares = [slice(0, 17), slice(17, 50)]
+    losses = [compute_loss(logits[rows], labels[rows], **options) for rows in shares]
+    mean = (17 * losses[0] + 33 * losses[1]) / 50
+    torch.testing.assert_close(mean, whole)
+    # without unknown labels, it is torch's mean over all elements
+    labels = torch.randint(2, (50, 3)).float()
+    expected = functional.binary_cross_entropy_with_logits(logits, labels)
+    torch.testing.assert_close(compute_loss(logits, labels, known_per_seed=3.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("metric", "rows"), [("f1", 2), ("mrr", 1), ("hits@0", 1), ("hits@x", 1), ("hits@-1", 2)]
+)
+def test_metrics_of_pairs_that_are_unknown_are_rejected(metric, rows):
     negatives = torch.randn((3, 4)[:rows])
-    with pytest.raises(ValueError, match=f"the metric {metric}"):
+    with pytest.raises(ValueError, match=rf"{metric}(?s:.*)hint: "):
         score_pairs(torch.randn(3), negatives, metric)
+
+
+@pytest.mark.parametrize("shapes", [(0, 4), (4, 0)])
+def test_pairs_of_one_kind_alone_have_no_score(shapes):
+    with pytest.raises(ValueError, match=r"hint: a score needs at least one of each"):
+        score_pairs(*map(torch.randn, shapes), "hits@1")
+
+
+def test_metrics_of_nodes_that_do_not_fit_the_labels_are_rejected():
+    logits = torch.randn(4, 3)
+    for labels, metric in ((torch.arange(4) % 3, "f1"), (torch.ones(4, 3), "accuracy")):
+        with pytest.raises(ValueError, match=rf"the metric {metric} does not fit(?s:.*)hint: use"):
+            score(logits, labels, {"test": torch.arange(4)}, metric)
 
 
 @pytest.mark.parametrize("metric", ["f1_micro", "f1_macro", "average_precision"])

@@ -192,7 +192,7 @@ def test_every_method_is_recorded_and_scores_alike(task, graph, tmp_path, capsys
     expected, _ = line_of(capsys, "evaluate", run)
     assert expected["evaluation"] == "exact"
     for method in METHODS:
-        words = ["--evaluate-fanouts", "-1,-1"] if method == "sampled" else []
+        words = ["--evaluate-fanouts", "-1,-1"] if method in ("auto", "sampled") else []
         found, err = line_of(capsys, "evaluate", run, "--evaluate", method, *words)
         assert found.keys() == expected.keys()
         assert ("evaluation: " in err) == (method == "auto")

@@ -157,6 +157,12 @@ def test_a_run_that_is_extended_averages_anew():
     longer.end_epoch(2)
     assert longer.updates == 0
     assert run(longer.evaluated(), Group()) is model
+    # or already in the next epoch, so that no epoch before it is averaged
+    next_one = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
+    next_one.load_state_dicts([swa.state_dict()])
+    for epoch in range(2, 4):
+        next_one.end_epoch(epoch)
+        assert next_one.updates == epoch - 1
     for epoch in range(3, 5):
         with torch.no_grad():
             for parameter in model.parameters():

@@ -55,6 +55,11 @@ class NodeTask:
         self.class_weights: Tensor | None = None
         if config.class_weights == "balanced":
             self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
+        # of several columns of labels
+        self.known_per_seed: float | None = None
+        if data.labels.ndim == 2:
+            num_known = int((~torch.isnan(data.labels[self.seeds])).sum())
+            self.known_per_seed = num_known / len(self.seeds)
         # several tasks have one logit each
         self.num_outputs = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
         self.label_inputs: LabelInputs | None = None
@@ -95,6 +100,7 @@ class NodeTask:
             labels,
             label_smoothing=self.config.label_smoothing,
             class_weights=self.class_weights,
+            known_per_seed=self.known_per_seed,
         )
 
     def evaluate(
