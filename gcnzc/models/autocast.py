@@ -5,18 +5,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def compute_dtype(parameters: torch.dtype, device: torch.device) -> torch.dtype:
+def compute_dtype(parameter_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the rows of a model: that of its parameters, or of `torch.autocast`.
 
     Autocast does not change models of float64.
 
     Args:
-        parameters: dtype of the parameters.
+        parameter_dtype: dtype of the parameters.
         device: of the rows.
     """
-    if parameters != torch.float64 and torch.is_autocast_enabled(device.type):
+    if parameter_dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    return parameters
+    return parameter_dtype
 
 
 def add_linear(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -39,6 +39,13 @@ def normalize(norm: nn.Module, x: Tensor) -> Tensor:
     On a GPU, autocast computes layer normalization in float32. Batch normalization of a single row,
     such as that of a last minibatch of one seed, has no variance in training: it uses the running
     statistics, which do not change.
+
+    Args:
+        norm: batch or layer normalization of the columns.
+        x: (n, columns) rows.
+
+    Returns:
+        (n, columns).
     """
     if isinstance(norm, nn.BatchNorm1d) and norm.training and x.shape[0] == 1:
         return functional.batch_norm(

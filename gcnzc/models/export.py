@@ -15,7 +15,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
-from gcnzc.models.hop import Hop
+from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.layers import Layer
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.batch import Batch
@@ -84,11 +84,11 @@ def export_arguments(model: Model, batch: Batch, x: Tensor) -> tuple[Any, ...]:
     )
 
 
-class _PlainHop(Hop):
-    """The edges of a block, aggregated by torch's operations."""
+class _PlainLayerEdges(LayerEdges):
+    """In-edges of a block's targets, aggregated by torch's operations."""
 
     def target_rows(self, rows: Tensor) -> Tensor:
-        """See `Hop`."""
+        """See `LayerEdges`."""
         return _first(rows, self.num_targets)
 
     def _targets(self) -> Tensor:
@@ -99,7 +99,7 @@ class _PlainHop(Hop):
     def aggregate(
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
-        """See `Hop`."""
+        """See `LayerEdges`."""
         # summed in float32 and rounded once, as by the kernels
         wide = rows.to(scale_dtype(rows.dtype))
         scaled = wide if source_scale is None else wide * source_scale[:, None]
@@ -116,7 +116,7 @@ class _PlainHop(Hop):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> Tensor:
-        """See `Hop`."""
+        """See `LayerEdges`."""
         own = functional.leaky_relu(
             _first(scores, self.num_targets) + target_scores, NEGATIVE_SLOPE
         )
@@ -132,7 +132,7 @@ class _PlainHop(Hop):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> Tensor:
-        """See `Hop`."""
+        """See `LayerEdges`."""
         sums = rows_SHF[self.indices] + targets_THF[self._targets()]
         own = _first(rows_SHF, self.num_targets) + targets_THF
         scores, own_scores = (
@@ -184,19 +184,19 @@ class _PlainModel(nn.Module):
         for index, module in enumerate(model.layers):
             layer = cast(Layer, module)
             source, x = x, model.transform_input(index, x)
-            hop = _PlainHop(indptr[index], indices[index], None)
-            x_target = _first(x, hop.num_targets)
+            edges = _PlainLayerEdges(indptr[index], indices[index], None)
+            x_target = _first(x, edges.num_targets)
             if layer.needs_degrees:
                 norms = inverse_sqrt_degrees(degrees[index], x.dtype)
-                own = _first(degrees[index], hop.num_targets)
-                hop = _PlainHop(hop.indptr, hop.indices, None, norms, own)
+                own = _first(degrees[index], edges.num_targets)
+                edges = _PlainLayerEdges(edges.indptr, edges.indices, None, norms, own)
             is_smaller = layer.heads * layer.out_features < layer.in_features
             # heads are projected first: torch.export cannot trace `project_heads`
             is_projected = is_smaller or layer.must_project_first or layer.has_scores
             rows = layer.project(x) if is_projected else x
-            out = layer.compute_targets(hop, rows, layer.scores(x), x_target, is_projected)
+            out = layer.compute_targets(edges, rows, layer.scores(x), x_target, is_projected)
             if model.pre_activation:
-                x_target = _first(source, hop.num_targets)
+                x_target = _first(source, edges.num_targets)
             x = model.transform_output(index, out, x_target)
             if model.jumping != "none" or index == last:
                 outputs.append(_first(x, num_seeds))

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
 from gcnzc.models.autocast import add_linear
 from gcnzc.models.head_projection import project_heads
-from gcnzc.models.hop import BlockHop, Hop
+from gcnzc.models.layer_edges import BlockEdges, LayerEdges
 from gcnzc.sampling.batch import Block
 
 # the cost of aggregating one column of one edge, divided by the cost of one multiply-add of a
@@ -57,12 +57,12 @@ class Layer(nn.Module):
         return x[:, :0]
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """Aggregate the rows of in-neighbours, and return the outputs of the targets.
 
         Args:
-            hop: the edges; its indices refer to `rows`.
+            edges: the edges; its indices refer to `rows`.
             rows: (S, in_features), or the messages of the sources if `is_projected`.
             scores: (S, heads), results of `scores`; (S, 0) without attention.
             x_target: (T, in_features).
@@ -81,15 +81,17 @@ class Layer(nn.Module):
         Returns:
             (T, columns).
         """
-        hop = BlockHop(block.indptr, block.indices, None)
+        edges = BlockEdges(block.indptr, block.indices, None)
         if self.needs_degrees:
             norms = inverse_sqrt_degrees(block.in_degrees, x_source.dtype)
-            hop = BlockHop(hop.indptr, hop.indices, None, norms, block.in_degrees[: block.num_dst])
+            edges = BlockEdges(
+                edges.indptr, edges.indices, None, norms, block.in_degrees[: block.num_dst]
+            )
         is_projected = self.should_project_first(
             block.num_src, block.num_dst, block.indices.shape[0]
         )
         rows = self.project(x_source) if is_projected else x_source
-        return self.compute_targets(hop, rows, self.scores(x_source), x_target, is_projected)
+        return self.compute_targets(edges, rows, self.scores(x_source), x_target, is_projected)
 
 
 class SAGELayer(Layer):
@@ -117,15 +119,15 @@ class SAGELayer(Layer):
         return functional.linear(x, self.neighbours.weight)
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        counts = hop.indptr.diff() + 1 if self.self_loops else hop.indptr.diff().clamp(min=1)
+        counts = edges.indptr.diff() + 1 if self.self_loops else edges.indptr.diff().clamp(min=1)
         scale = 1 / counts.to(scale_dtype(rows.dtype))
         if self.self_loops or not is_projected:
-            mean, own = hop.aggregate_with_targets(rows, scale)
+            mean, own = edges.aggregate_with_targets(rows, scale)
         else:
-            mean = hop.aggregate(rows, scale)
+            mean = edges.aggregate(rows, scale)
         if self.self_loops:
             mean = mean.addcmul_(own, scale[:, None])
         # the same rows, but their gradient is added to that of the sums in place
@@ -160,11 +162,11 @@ class GCNLayer(Layer):
         return functional.linear(x, self.weight)
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        sum_scale, own_scale = hop.gcn_scales(rows.dtype)
-        total, own = hop.aggregate_with_targets(rows, sum_scale, hop.source_norms)
+        sum_scale, own_scale = edges.gcn_scales(rows.dtype)
+        total, own = edges.aggregate_with_targets(rows, sum_scale, edges.source_norms)
         total.addcmul_(own, own_scale[:, None])
         if is_projected:
             return add_bias_(total, self.bias)
@@ -195,13 +197,13 @@ class GINLayer(Layer):
         return functional.linear(x, self.first.weight)
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        assert hop.target_degrees is not None, "a layer with needs_degrees gets degrees"
-        num_sampled = hop.indptr.diff().clamp(min=1)
-        scale = hop.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
-        total, own = hop.aggregate_with_targets(rows, scale)
+        assert edges.target_degrees is not None, "a layer with needs_degrees gets degrees"
+        num_sampled = edges.indptr.diff().clamp(min=1)
+        scale = edges.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
+        total, own = edges.aggregate_with_targets(rows, scale)
         total = total.add_(own)
         out = add_bias_(total, self.first.bias) if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
@@ -271,15 +273,15 @@ class GATLayer(Layer):
         return x @ torch.cat(vectors).t()
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         target_scores = self._attention_scores(x_target, self.target_attention)
-        return self._combine_rows(hop, rows, scores, target_scores, x_target, is_projected)
+        return self._combine_rows(edges, rows, scores, target_scores, x_target, is_projected)
 
     def _combine_rows(
         self,
-        hop: Hop,
+        edges: LayerEdges,
         rows: Tensor,
         scores: Tensor,
         target_scores: Tensor,
@@ -288,7 +290,7 @@ class GATLayer(Layer):
     ) -> Tensor:
         """Compute the targets as `compute_targets` does, given their terms of the scores."""
         row_heads = self.heads if is_projected else 1  # heads in one row
-        out_THF = hop.gat_aggregate(
+        out_THF = edges.gat_aggregate(
             rows.view(rows.shape[0], row_heads, -1),
             scores,
             target_scores,
@@ -327,9 +329,9 @@ class GATLayer(Layer):
         else:
             scores = self._attention_scores(x_source, *attention)
         source_scores, target_scores = scores.split(self.heads, 1)
-        hop = BlockHop(block.indptr, block.indices, None)
+        edges = BlockEdges(block.indptr, block.indices, None)
         return self._combine_rows(
-            hop, rows, source_scores, target_scores[: block.num_dst], x_target, is_projected
+            edges, rows, source_scores, target_scores[: block.num_dst], x_target, is_projected
         )
 
 
@@ -389,11 +391,11 @@ class GATv2Layer(Layer):
         return self.source(x)
 
     def compute_targets(
-        self, hop: Hop, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
+        self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
         assert is_projected, "a layer with must_project_first gets projected rows"
-        out_THF = hop.gatv2_aggregate(
+        out_THF = edges.gatv2_aggregate(
             rows.view(rows.shape[0], self.heads, -1),
             self.target(x_target).view(x_target.shape[0], self.heads, -1),
             self.attention,

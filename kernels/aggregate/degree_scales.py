@@ -13,21 +13,29 @@ from numba import njit
 from torch import Tensor
 
 
-def inverse_sqrt_degrees(degrees: Tensor, rows: torch.dtype) -> Tensor:
-    """Return 1 / sqrt(degree + 1), where the 1 is the self loop, as scales of rows of a dtype."""
-    return (degrees + 1).to(scale_dtype(rows)).rsqrt()
+def inverse_sqrt_degrees(degrees: Tensor, row_dtype: torch.dtype) -> Tensor:
+    """Return 1 / sqrt(degree + 1), where the 1 is the self loop.
+
+    Args:
+        degrees: (n,) int64 in-degrees.
+        row_dtype: dtype of the rows that are scaled.
+
+    Returns:
+        (n,) of `scale_dtype(row_dtype)`.
+    """
+    return (degrees + 1).to(scale_dtype(row_dtype)).rsqrt()
 
 
-def scale_dtype(rows: torch.dtype) -> torch.dtype:
+def scale_dtype(row_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scales of rows: float32 for half precision, that of the sums."""
-    return torch.promote_types(rows, torch.float32)
+    return torch.promote_types(row_dtype, torch.float32)
 
 
 def gcn_scales_reference(
-    indptr: Tensor, degrees: Tensor, rows: torch.dtype
+    indptr: Tensor, degrees: Tensor, row_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Reference for `gcn_scales`, in operations of torch alone."""
-    norms = inverse_sqrt_degrees(degrees, rows)
+    norms = inverse_sqrt_degrees(degrees, row_dtype)
     num_sampled = indptr.diff().clamp(min=1)
     return norms * degrees / num_sampled, norms.square()
 
@@ -42,13 +50,13 @@ def _gcn_scales(indptr, degrees, sums, own):
         own[t] = norm * norm
 
 
-def gcn_scales(indptr: Tensor, degrees: Tensor, rows: torch.dtype) -> tuple[Tensor, Tensor]:
+def gcn_scales(indptr: Tensor, degrees: Tensor, row_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute the scales of the targets' sums and of their own rows.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers of the sampled edges.
         degrees: (T,) int64 in-degrees of the targets in the whole graph.
-        rows: dtype of the rows.
+        row_dtype: dtype of the rows.
 
     Returns:
         (T,) `norm * d / k` and (T,) `norm**2`, float64 for rows of float64, otherwise float32.
@@ -62,8 +70,8 @@ def gcn_scales(indptr: Tensor, degrees: Tensor, rows: torch.dtype) -> tuple[Tens
             "hint: Block.in_degrees has the in-degrees of all sources, the targets first"
         )
     if degrees.device.type != "cpu":
-        return gcn_scales_reference(indptr, degrees, rows)
+        return gcn_scales_reference(indptr, degrees, row_dtype)
     # one short loop: threads of torch would wait for one another at the end of each operation
-    sums, own = (torch.empty(len(degrees), dtype=scale_dtype(rows)) for _ in range(2))
+    sums, own = (torch.empty(len(degrees), dtype=scale_dtype(row_dtype)) for _ in range(2))
     _gcn_scales(*(each.numpy() for each in (indptr.long(), degrees.long(), sums, own)))
     return sums, own

@@ -10,7 +10,7 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees, scale_dtype
-from gcnzc.models.hop import Hop
+from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.layers import Layer
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
@@ -120,10 +120,10 @@ class FullLayer:
         if self.aggregated_row_of is not None:
             indices, own = self.aggregated_row_of[indices], self.aggregated_row_of[ids].long()
         degrees = indptr.diff() if self.layer.needs_degrees else None
-        hop = Hop(indptr, indices, own, self.norms, degrees)
+        edges = LayerEdges(indptr, indices, own, self.norms, degrees)
         x_target = self.inputs(ids)
         out = self.layer.compute_targets(
-            hop, self.aggregated.rows, self.scores, x_target, self.is_projected
+            edges, self.aggregated.rows, self.scores, x_target, self.is_projected
         )
         return out, x_target
 
@@ -147,10 +147,10 @@ class FullLayer:
                 inverse_sqrt_degrees(block.in_degrees, rows.dtype),
                 block.in_degrees[: len(ids)],
             )
-        hop = Hop(block.indptr, block.indices, None, norms, degrees)
+        edges = LayerEdges(block.indptr, block.indices, None, norms, degrees)
         x_target = self.inputs(ids)
         scores = self.scores[at].to(self.device)
-        return self.layer.compute_targets(hop, rows, scores, x_target, True), x_target
+        return self.layer.compute_targets(edges, rows, scores, x_target, True), x_target
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Return the layer's input rows of nodes, on its device."""

@@ -1,8 +1,8 @@
 """Compute one layer of a model for many nodes, with the rows of layers on disk, in bounded memory.
 
-A range of targets is aggregated piece by piece: the rows of the in-neighbours of a piece are
-gathered into memory. Linear layers are computed for the whole range, so that outputs are rounded as
-in memory.
+A range of targets is aggregated in chunks: the rows of the in-neighbours of a chunk are gathered
+into memory. Linear layers are computed for the whole range, so that outputs are rounded as in
+memory.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees
-from gcnzc.models.hop import Hop
+from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.stack import Model
 from gcnzc.train.layerwise.layer import FullLayer, gathered_rows
 from gcnzc.train.layerwise.ranges import (
@@ -97,12 +97,12 @@ class StreamedLayer(FullLayer):
         """Return the layer's outputs for nodes, and their input rows."""
         indptr, indices = self.edges_of(ids, is_range)
         degrees = indptr.diff() if self.layer.needs_degrees else None
-        # a marker: the norms of each piece are computed from its degrees
+        # a marker: the norms of each chunk are computed from its degrees
         norms = torch.empty(0, dtype=self.dtype) if degrees is not None else None
-        hop = _StreamedHop(indptr, indices, ids, norms, degrees, self)
+        edges = _ChunkedLayerEdges(indptr, indices, ids, norms, degrees, self)
         x_target = self.inputs(ids)
         out = self.layer.compute_targets(
-            hop, self.aggregated.rows, self.scores, x_target, self.is_projected
+            edges, self.aggregated.rows, self.scores, x_target, self.is_projected
         )
         return out, x_target
 
@@ -163,22 +163,25 @@ class _Compact:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some consecutive targets of a hop, with the edges and distinct sources of these alone."""
+class _Chunk:
+    """Consecutive targets of a layer, with only their in-edges and distinct sources."""
 
     targets: slice
     ids: Tensor  # (S,) node ids of the sources
-    hop: Hop  # its indices refer to `ids`
+    edges: LayerEdges  # its indices refer to `ids`
 
 
 @dataclass(frozen=True)
-class _StreamedHop(Hop):
-    """Edges whose indices are node ids, and whose rows are gathered piece by piece."""
+class _ChunkedLayerEdges(LayerEdges):
+    """In-edges of one layer's targets, whose rows are gathered for one chunk of targets at a time.
+
+    The indices are node ids.
+    """
 
     source: StreamedLayer | None = None
 
     def target_rows(self, rows: Tensor) -> Tensor:
-        """See `Hop`; `rows` are not read."""
+        """See `LayerEdges`; `rows` are not read."""
         assert self.source is not None, "as constructed"
         assert self.self_index is not None, "as constructed"
         parts = self.self_index.split(self.source.max_rows)
@@ -187,13 +190,13 @@ class _StreamedHop(Hop):
     def aggregate(
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
-        """See `Hop`; `rows` are not read."""
+        """See `LayerEdges`; `rows` are not read."""
         assert self.source is not None, "as constructed"
         parts = []
-        for piece in self._pieces():
-            norms = None if source_scale is None else self.source.norms_of(piece.ids)
-            own_rows, scale = self.source.rows_of(piece.ids), target_scale[piece.targets]
-            parts.append(piece.hop.aggregate(own_rows, scale, norms))
+        for chunk in self._chunks():
+            norms = None if source_scale is None else self.source.norms_of(chunk.ids)
+            own_rows, scale = self.source.rows_of(chunk.ids), target_scale[chunk.targets]
+            parts.append(chunk.edges.aggregate(own_rows, scale, norms))
         return _joined(parts)
 
     def gat_aggregate(
@@ -205,13 +208,13 @@ class _StreamedHop(Hop):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> Tensor:
-        """See `Hop`; `rows_SHF` and `scores` are not read."""
+        """See `LayerEdges`; `rows_SHF` and `scores` are not read."""
         assert self.source is not None, "as constructed"
         parts = []
-        for piece in self._pieces():
-            own_rows = self.source.rows_of(piece.ids).view(-1, *rows_SHF.shape[1:])
-            own_scores, targets = self.source.scores_of(piece.ids), target_scores[piece.targets]
-            parts.append(piece.hop.gat_aggregate(own_rows, own_scores, targets))
+        for chunk in self._chunks():
+            own_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
+            own_scores, targets = self.source.scores_of(chunk.ids), target_scores[chunk.targets]
+            parts.append(chunk.edges.gat_aggregate(own_rows, own_scores, targets))
         return _joined(parts)
 
     def gatv2_aggregate(
@@ -223,17 +226,17 @@ class _StreamedHop(Hop):
         dropout: float = 0.0,
         seed: int = 0,
     ) -> Tensor:
-        """See `Hop`; `rows_SHF` are not read."""
+        """See `LayerEdges`; `rows_SHF` are not read."""
         assert self.source is not None, "as constructed"
         parts = []
-        for piece in self._pieces():
-            own_rows = self.source.rows_of(piece.ids).view(-1, *rows_SHF.shape[1:])
-            targets = targets_THF[piece.targets]
-            parts.append(piece.hop.gatv2_aggregate(own_rows, targets, attention_HF))
+        for chunk in self._chunks():
+            own_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
+            targets = targets_THF[chunk.targets]
+            parts.append(chunk.edges.gatv2_aggregate(own_rows, targets, attention_HF))
         return _joined(parts)
 
-    def _pieces(self) -> Iterator[_Piece]:
-        """Yield pieces whose sources fit into memory, but of one target at least."""
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Yield chunks of targets whose source rows fit into memory, but of at least one target."""
         assert self.source is not None, "as constructed"
         assert self.self_index is not None, "as constructed"
         # the edges and targets up to each target bound the number of distinct sources
@@ -244,11 +247,12 @@ class _StreamedHop(Hop):
             end = int(torch.searchsorted(ends, limit, right=True)) - 1
             end = min(max(end, begin + 1), count)
             bounds = self.indptr[begin : end + 1]
-            edges = self.indices[int(bounds[0]) : int(bounds[-1])]
+            indices = self.indices[int(bounds[0]) : int(bounds[-1])]
             own = self.self_index[begin:end]
-            ids, index = self.source.compact(torch.cat([edges.long(), own.long()]))
-            hop = Hop(bounds - bounds[0], index[: len(edges)], index[len(edges) :].long())
-            yield _Piece(slice(begin, end), ids, hop)
+            ids, index = self.source.compact(torch.cat([indices.long(), own.long()]))
+            num_edges = len(indices)
+            edges = LayerEdges(bounds - bounds[0], index[:num_edges], index[num_edges:].long())
+            yield _Chunk(slice(begin, end), ids, edges)
             begin = end
 
 
