@@ -18,7 +18,8 @@ LOG2_E = 1.4426950408889634
 # ln 2 in two parts: a product of the first one, of 9 bits, with an integer is exact
 LN2_HIGH, LN2_LOW = 0.693359375, -2.1219444005469057e-4
 
-# of (exp(r) - 1 - r) / r**2, highest power first: the polynomial through the Chebyshev nodes
+# Coefficients, highest power first, of the polynomial that interpolates (exp(r) - 1 - r) / r**2 at
+# the six Chebyshev nodes of [-a, a], where a = 1.001 * ln(2) / 2.
 COEFFICIENTS = (
     0.000198910799,
     0.00139337312,
@@ -29,14 +30,14 @@ COEFFICIENTS = (
 )
 
 # smallest float32 argument with a normal result; those below give 0
-LEAST = -87.3365
+MIN_ARGUMENT = -87.3365
 
 BIAS, MANTISSA_BITS = 127, 23
 
 
 @intrinsic
 def exp_nonpositive(_typing: Any, x: Any) -> Any:
-    """Compute exp(x) of a float32 or float64 x <= 0 or NaN; for float64, the C library does.
+    """Return exp(x) for x <= 0 or NaN. float32 uses the polynomial, float64 `llvm.exp`.
 
     The relative error of a float32 result is below 2e-7. Results below 1.2e-38, which are not
     normal numbers of float32, are 0.
@@ -68,22 +69,22 @@ def _reduce(builder: Any, value: Any) -> tuple[Any, Any]:
     """Return exp(r) - 1 and 2**n for `value` = n ln 2 + r."""
     nearest = _call(builder, "rint", FLOAT, builder.fmul(value, FLOAT(LOG2_E)))
     # not of arguments that are too small, or NaN, whose conversion to an integer is undefined
-    is_normal = builder.fcmp_ordered(">=", value, FLOAT(LEAST))
-    count = builder.select(is_normal, nearest, FLOAT(0.0))
-    r = _call(builder, "fmuladd", FLOAT, count, FLOAT(-LN2_HIGH), value)
-    r = _call(builder, "fmuladd", FLOAT, count, FLOAT(-LN2_LOW), r)
-    power = FLOAT(COEFFICIENTS[0])
+    is_normal = builder.fcmp_ordered(">=", value, FLOAT(MIN_ARGUMENT))
+    n = builder.select(is_normal, nearest, FLOAT(0.0))
+    r = _call(builder, "fmuladd", FLOAT, n, FLOAT(-LN2_HIGH), value)
+    r = _call(builder, "fmuladd", FLOAT, n, FLOAT(-LN2_LOW), r)
+    polynomial = FLOAT(COEFFICIENTS[0])
     for coefficient in COEFFICIENTS[1:]:
-        power = _call(builder, "fmuladd", FLOAT, power, r, FLOAT(coefficient))
-    small = _call(builder, "fmuladd", FLOAT, power, builder.fmul(r, r), r)
+        polynomial = _call(builder, "fmuladd", FLOAT, polynomial, r, FLOAT(coefficient))
+    small = _call(builder, "fmuladd", FLOAT, polynomial, builder.fmul(r, r), r)
     # 2**n, by its bits
-    exponent = builder.add(builder.fptosi(count, INT32), INT32(BIAS))
+    exponent = builder.add(builder.fptosi(n, INT32), INT32(BIAS))
     return small, builder.bitcast(builder.shl(exponent, INT32(MANTISSA_BITS)), FLOAT)
 
 
 def _with_limit(builder: Any, value: Any, result: Any, limit: float) -> Any:
     """Return `result`, or `limit` if `value` is too small."""
-    is_small = builder.fcmp_ordered("<", value, FLOAT(LEAST))
+    is_small = builder.fcmp_ordered("<", value, FLOAT(MIN_ARGUMENT))
     return builder.select(is_small, FLOAT(limit), result)
 
 

@@ -26,24 +26,22 @@ from gcnzc.kernels.memory import LINE_BYTES, prefetch
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-PREFETCH_BYTES = (
-    8192  # bytes of rows prefetched before they are summed; see bench/training/aggregate.py
-)
+# Rows are prefetched ahead of their sum, but so few that they stay in the L1 cache until then, and
+# that a core can wait for them at once.
+PREFETCH_BYTES, PREFETCH_ROWS = 8192, 16
 
+# below 4096 targets plus edges, starting a thread costs more than it saves
+GRAIN_SIZE = 4096
 
-PREFETCH_ROWS = 16  # rows prefetched, at most
+# the loads of several edges of a target overlap in a GPU program, as one load takes hundreds of
+# cycles
+EDGES = 8
 
+# wider rows are divided among GPU programs, which bounds the registers of each
+BLOCK = 128
 
-GRAIN_SIZE = 4096  # fewest targets and edges for a thread
-
-
-EDGES = 8  # edges that a GPU program loads at once
-
-
-BLOCK = 128  # columns of a GPU program
-
-
-VECTOR_BYTES = 16  # the widest load of a GPU lane
+# no load of a GPU lane is wider
+VECTOR_BYTES = 16
 
 
 # page faults of newly allocated memory would take most of the time of a sum, so the memory of

@@ -31,10 +31,11 @@ from gcnzc.kernels.exponential import exp_nonpositive
 from gcnzc.kernels.structure.transpose import transpose
 from gcnzc.kernels.threads import parallel_for
 
-PREFETCH_EDGES = 16  # edges ahead for which scores are prefetched
+# scores are prefetched for as many edges ahead as a core can wait for at once
+PREFETCH_EDGES = 16
 
-
-EDGES = 32  # edges that a GPU program loads at once
+# the loads of several edges of a target overlap in a GPU program
+EDGES = 32
 
 
 def edge_softmax_reference(
@@ -58,7 +59,9 @@ def edge_softmax_reference(
 
 
 @njit(nogil=True, cache=True, forceinline=True, error_model="numpy")
-def _softmax_of_target(first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, H):
+def _softmax_of_target(
+    first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, inverse_H, H
+):  # fmt: skip
     """Compute the softmax of the edges from `first` to `last`, whose weights are `weight`."""
     max_H[:] = -np.inf
     total_H[:] = 0
@@ -80,16 +83,16 @@ def _softmax_of_target(first, last, indices, score_SH, target_H, slope, weight, 
             total_H[h] += weight[e + h]
     # not zero if the target has edges, since the largest score has the weight exp(0)
     for h in range(H):
-        max_H[h] = 1 / total_H[h]
+        inverse_H[h] = 1 / total_H[h]
     for e in range(0, len(weight), H):
         for h in range(H):
-            weight[e + h] *= max_H[h]
+            weight[e + h] *= inverse_H[h]
 
 
 @njit(nogil=True, cache=True)
 def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_heads, begin, end):
     H, row_bytes = num_heads, num_heads * score_SH.itemsize
-    max_H = np.empty(H, dtype=weight_EH.dtype)
+    max_H, inverse_H = np.empty(H, dtype=weight_EH.dtype), np.empty(H, dtype=weight_EH.dtype)
     # float64: one sum per head costs little, and its rounding error is then negligible
     total_H = np.empty(H, dtype=np.float64)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
@@ -100,16 +103,19 @@ def _edge_softmax(indptr, indices, score_SH, score_TH, slope, weight_EH, num_hea
         # with a constant number of heads, the loops over them are unrolled
         if H == 4:
             _softmax_of_target(
-                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 4
-            )
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H,
+                inverse_H, 4,
+            )  # fmt: skip
         elif H == 8:
             _softmax_of_target(
-                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, 8
-            )
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H,
+                inverse_H, 8,
+            )  # fmt: skip
         else:
             _softmax_of_target(
-                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H, H
-            )
+                first, last, indices, score_SH, target_H, slope, weight, max_H, total_H,
+                inverse_H, H,
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True, forceinline=True, fastmath={"contract"})
@@ -184,7 +190,7 @@ def _edge_softmax_triton(
     max_H = tl.full([HEADS], float("-inf"), SUM)
     total_H = tl.zeros([HEADS], SUM)
     # the scores are read again in every pass, so that a target may have any number of edges
-    for round in tl.static_range(3):
+    for pass_index in tl.static_range(3):
         for begin in range(first, last, EDGES):
             edge = begin + tl.arange(0, EDGES)
             edge_mask = edge < last
@@ -194,11 +200,11 @@ def _edge_softmax_triton(
             score = tl.load(score_SH + offsets, mask=mask, other=0.0) + target_H[None, :]
             score = tl.where(score > 0, score, score * exact_slope)
             score = tl.where(edge_mask[:, None], score, float("-inf"))
-            if round == 0:
+            if pass_index == 0:
                 max_H = tl.maximum(max_H, tl.max(score, 0))
             else:
                 numerator = tl.exp(score - max_H[None, :])
-                if round == 1:
+                if pass_index == 1:
                     total_H += tl.sum(numerator, 0)
                 else:
                     out = weight_EH + edge[:, None] * num_heads + heads[None, :]
@@ -221,7 +227,7 @@ def _edge_softmax_grad_triton(
     exact_slope = tl.full([1, 1], slope, SUM)
     total_H = tl.zeros([HEADS], SUM)
     out_H = tl.zeros([HEADS], SUM)
-    for round in tl.static_range(2):
+    for pass_index in tl.static_range(2):
         for begin in range(first, last, EDGES):
             edge = begin + tl.arange(0, EDGES)
             edge_mask = edge < last
@@ -229,7 +235,7 @@ def _edge_softmax_grad_triton(
             offsets = edge[:, None] * num_heads + heads[None, :]
             weight = tl.load(weight_EH + offsets, mask=mask, other=0.0)
             grad = tl.load(grad_EH + offsets, mask=mask, other=0.0)
-            if round == 0:
+            if pass_index == 0:
                 total_H += tl.sum(weight * grad, 0)
             else:
                 s = tl.load(indices + edge, mask=edge_mask, other=0).to(tl.int64)
@@ -245,7 +251,18 @@ def _edge_softmax_grad_triton(
 def edge_softmax_forward(
     indptr: Tensor, indices: Tensor, score_SH: Tensor, score_TH: Tensor, slope: float
 ) -> Tensor:
-    """Compute `edge_softmax` of contiguous float32 or float64 scores, without a gradient."""
+    """Compute `edge_softmax` without a gradient.
+
+    Args:
+        indptr: (T + 1,) int64, the CSC pointers: the first edge of each target.
+        indices: (E,) int32 or int64 sources in [0, S).
+        score_SH: (S, H) float32 or float64, contiguous.
+        score_TH: (T, H) of the same dtype and device, contiguous.
+        slope: negative slope of the LeakyReLU.
+
+    Returns:
+        (E, H) with the dtype of the scores.
+    """
     num_targets, num_heads = score_TH.shape
     if score_SH.is_cuda:
         weight_EH = score_SH.new_empty(len(indices), num_heads)
@@ -293,6 +310,11 @@ def edge_softmax_backward(
     grad_EH: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of `edge_softmax`.
+
+    Args:
+        indptr, indices, score_SH, score_TH, slope: as in `edge_softmax_forward`.
+        weight_EH: (E, H), the result of `edge_softmax_forward`.
+        grad_EH: (E, H), the gradient of the weights, contiguous.
 
     Returns:
         The gradient of each edge's score (E, H), and of `score_TH` (T, H), its sum over in-edges.

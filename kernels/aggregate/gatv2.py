@@ -463,15 +463,15 @@ def gatv2_aggregate(
         self_loops: add one self loop per target, and ignore the self loops of the block.
         self_index: (T,) int32 or int64, the index in [0, S) of each target among the sources, for
             its self loop; target t is source t if None. The values are checked on the CPU only.
-        dropout: probability of an attention weight to be zeroed, after the softmax.
+        dropout: probability in [0, 1) of an attention weight to be zeroed, after the softmax.
         seed: 64-bit seed of the dropout.
 
     Returns:
         (T, H, F) with the dtype of `x`; zeros for a target without edges.
 
     Raises:
-        ValueError: a shape, dtype or device does not match; or, on the CPU, an element of
-            `self_index` is outside [0, S).
+        ValueError: a shape, dtype or device does not match; on the CPU, an element of
+            `self_index` is outside [0, S); or `dropout` is outside [0, 1), or rounds to 1.
     """
     check_block("gatv2_aggregate", indptr, indices, x)
     if x.dim() != 3:

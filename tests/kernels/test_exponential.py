@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from gcnzc.kernels.exponential import LEAST, exp_nonpositive, expm1_nonpositive
+from gcnzc.kernels.exponential import MIN_ARGUMENT, exp_nonpositive, expm1_nonpositive
 
 
 @njit
@@ -27,7 +27,7 @@ def negative_floats(first, last):
 
 @pytest.mark.parametrize(
     ("function", "reference", "first", "last", "error"),
-    [(exp, np.exp, -1e-38, LEAST, 1.2e-7), (expm1, np.expm1, -1e-37, -1e30, 1.2e-7)],
+    [(exp, np.exp, -1e-38, MIN_ARGUMENT, 1.2e-7), (expm1, np.expm1, -1e-37, -1e30, 1.2e-7)],
 )
 def test_results_are_those_of_float64(function, reference, first, last, error):
     x = negative_floats(first, last)
