@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, chunk_rows
-from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, node_dtype
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -155,7 +155,7 @@ def random_split(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict
         ValueError: there are fewer nodes than splits, or the shares exceed 1.
     """
     # rounding the ends of the splits, not their sizes, assigns all nodes if the shares add up to 1
-    ends = np.round(np.cumsum([shares[part] for part in PARTS]) * num_nodes).astype(np.int64)
+    ends = np.round(np.cumsum([shares[part] for part in SPLITS]) * num_nodes).astype(np.int64)
     sizes = np.maximum(1, np.diff(ends, prepend=0))
     # the largest split gives up the nodes that were added to empty ones
     sizes[sizes.argmax()] -= max(0, sizes.sum() - num_nodes)
@@ -172,5 +172,5 @@ def random_split(seed: int, num_nodes: int, shares: Mapping[str, float]) -> dict
     bounds = np.cumsum(sizes)
     return {
         part: np.sort(ids).astype(np.int64)
-        for part, ids in zip(PARTS, np.split(order[: bounds[-1]], bounds[:-1]), strict=True)
+        for part, ids in zip(SPLITS, np.split(order[: bounds[-1]], bounds[:-1]), strict=True)
     }

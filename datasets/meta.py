@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets.rows import CODES
-from gcnzc.datasets.source import METRICS, PARTS, max_classes, node_dtype
+from gcnzc.datasets.source import METRICS, SPLITS, max_classes, node_dtype
 
 FORMAT = "gcnzc-graph"
 VERSION = 1
@@ -103,7 +103,7 @@ _FEATURES: Mapping[str, _Rule] = {
 }
 _SPLIT: Mapping[str, _Rule] = {
     "name": _TEXT,
-    **dict.fromkeys(PARTS, _COUNT),
+    **dict.fromkeys(SPLITS, _COUNT),
     "dropped_without_label": _optional(_OBJECT),
 }
 _OPTIONS: Mapping[str, _Rule] = {
@@ -117,7 +117,7 @@ _LINKS: Mapping[str, _Rule] = {
     "metric": _Rule(
         '"auc", "mrr" or "hits@K"', (str,), pattern=re.compile(r"auc|mrr|hits@[1-9]\d*")
     ),
-    **dict.fromkeys(PARTS, _COUNT),
+    **dict.fromkeys(SPLITS, _COUNT),
 }
 _FILE: Mapping[str, _Rule] = {
     "shape": _optional(_SIZES),
@@ -277,7 +277,7 @@ def _expected_arrays(meta: Table) -> dict[str, tuple[tuple[int | None, ...], tup
     }
     if num_tasks != 1:
         expected["labels.npy"] = ((num_nodes, num_tasks), ("<i8", "<f4"))
-    for part in PARTS:
+    for part in SPLITS:
         expected[f"split/{part}.npy"] = ((meta["split"][part],), ("<i8",))
     if fields is not None and fields["kind"] == "sparse":
         indices = meta["files"].get("features_indices.npy", {}).get("shape") or [None]
@@ -294,9 +294,9 @@ def _expected_arrays(meta: Table) -> dict[str, tuple[tuple[int | None, ...], tup
             expected["features_scales.npy"] = ((count,), ("<f4",))
     links = meta.get("links")
     if links is not None:
-        for part in PARTS:
+        for part in SPLITS:
             expected[f"links/{part}.npy"] = ((2, links[part]), ids)
-        for part in PARTS[1:]:
+        for part in SPLITS[1:]:
             rows = links[part] if links["metric"] == "mrr" else 2
             expected[f"links/{part}_negatives.npy"] = ((rows, None), ids)
     return expected

@@ -11,7 +11,7 @@ import numpy as np
 
 from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import PARTS
+from gcnzc.datasets.source import SPLITS
 from gcnzc.datasets.table_options import NodeTable
 from gcnzc.datasets.tables import MISSING, Table, Texts
 
@@ -96,8 +96,8 @@ def _find_masks(table: Table, taken: set[str | None]) -> dict[str, str]:
             )
         if part is not None:
             masks[part] = column
-    if masks and len(masks) < len(PARTS):
-        missing = ", ".join(part for part in PARTS if part not in masks)
+    if masks and len(masks) < len(SPLITS):
+        missing = ", ".join(part for part in SPLITS if part not in masks)
         raise ValueError(
             f"{table.path} has masks {', '.join(masks.values())}, but none of {missing}\n\n"
             "hint: train, valid and test in [nodes] name the columns of masks"
@@ -234,12 +234,12 @@ def read_parts(
                 )
             parts.append(part)
         of_row = np.array(parts, object)[codes]
-        return {part: np.flatnonzero(of_row == part) for part in PARTS}
+        return {part: np.flatnonzero(of_row == part) for part in SPLITS}
     if not columns.masks:
         return None
     return {
         part: np.flatnonzero(_mask(table, columns.masks[part], *texts[columns.masks[part]]))
-        for part in PARTS
+        for part in SPLITS
     }
 
 

@@ -43,7 +43,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import (
     METRICS,
-    PARTS,
+    SPLITS,
     EdgeDefaults,
     Metric,
     Source,
@@ -186,7 +186,7 @@ class OgbGraph:
         folder = self.folder / "split" / self.split_name
         if (folder / "split_dict.pt").is_file():
             return _read_split_dict(folder / "split_dict.pt")
-        return {part: csvgz.read_column(folder / f"{part}.csv.gz") for part in PARTS}
+        return {part: csvgz.read_column(folder / f"{part}.csv.gz") for part in SPLITS}
 
     def _refuse_other_kinds(self) -> None:
         for path, kind in OTHER_KINDS.items():
@@ -291,16 +291,16 @@ class OgbGraph:
 def _read_split_dict(path: Path) -> dict[str, Array]:
     """Read a pickled dict of arrays; other pickled objects are rejected."""
     split = pickled.load(path)
-    if not isinstance(split, Mapping) or not set(PARTS) <= set(split):
+    if not isinstance(split, Mapping) or not set(SPLITS) <= set(split):
         raise ValueError(
-            f"{path} is not a dict of {', '.join(PARTS)}\n\nhint: download the dataset again"
+            f"{path} is not a dict of {', '.join(SPLITS)}\n\nhint: download the dataset again"
         )
-    if any(isinstance(split[part], Mapping) for part in PARTS):
+    if any(isinstance(split[part], Mapping) for part in SPLITS):
         raise ValueError(
             f"{path} has splits for several node types: the dataset is heterogeneous\n\n"
             "hint: homogeneous node property datasets are supported"
         )
-    return {part: np.asarray(split[part]) for part in PARTS}
+    return {part: np.asarray(split[part]) for part in SPLITS}
 
 
 def _read_task(path: Path, folder: str, name: str | None) -> Task | None:

@@ -25,7 +25,7 @@ import torch
 from gcnzc.datasets import csvgz, pickled
 from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph, Task
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import PARTS, EdgeDefaults, EdgeSplitArrays
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
 from gcnzc.datasets.store import atomic_folder
 
 
@@ -86,7 +86,7 @@ class OgbLinkGraph(OgbGraph):
 
     def split(self) -> dict[str, Array]:
         """Return empty node splits."""
-        return {part: np.empty(0, np.int64) for part in PARTS}
+        return {part: np.empty(0, np.int64) for part in SPLITS}
 
     def links(self) -> EdgeSplitArrays:
         """Read the edge split as stored; `clean_edge_split` validates it.
@@ -96,10 +96,10 @@ class OgbLinkGraph(OgbGraph):
             ValueError: a file has no edges, or its negatives do not fit the metric.
         """
         folder = self.folder / "split" / self.split_name
-        fields = {part: _read_part(folder / f"{part}.pt") for part in PARTS}
+        fields = {part: _read_part(folder / f"{part}.pt") for part in SPLITS}
         edges, negatives = {}, {}
         ranked = "target_node_neg" in fields["test"]
-        for part in PARTS:
+        for part in SPLITS:
             path, arrays = folder / f"{part}.pt", fields[part]
             if "edge" in arrays:
                 edges[part] = _array(arrays, "edge", path).T
@@ -228,7 +228,7 @@ def write(
         csvgz.write(folder / "raw/num-edge-list.csv.gz", [np.array([[len(edge_index[0])]])])
         if features is not None:
             csvgz.write(folder / "raw/node-feat.csv.gz", [features])
-        for part in PARTS:
+        for part in SPLITS:
             edges = np.asarray(links.edges[part], np.int64)
             negatives = links.negatives.get(part)
             fields: dict[str, Array]

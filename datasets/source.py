@@ -14,7 +14,7 @@ from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import CHUNK_BYTES, Allocate, Array, Progress, Rows
 
 Metric: TypeAlias = Literal["accuracy", "rocauc"]
-PARTS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 # OGB's metric names, and the ones used here
 METRICS: Mapping[str, Metric] = {"acc": "accuracy", "accuracy": "accuracy", "rocauc": "rocauc"}
 
@@ -177,9 +177,9 @@ def clean_edge_split(links: EdgeSplitArrays, num_nodes: int, where: str) -> Edge
         check_ends(ids.reshape(-1), num_nodes, f"{where}: the {what}")
         return np.ascontiguousarray(ids, dtype)
 
-    edges = {part: clean(links.edges[part], f"{part} edges", 2, "(2, edges)") for part in PARTS}
+    edges = {part: clean(links.edges[part], f"{part} edges", 2, "(2, edges)") for part in SPLITS}
     negatives = {}
-    for part in PARTS[1:]:
+    for part in SPLITS[1:]:
         rows, shape = 2, "(2, pairs)"
         if links.metric == "mrr":
             rows = edges[part].shape[1]
@@ -312,7 +312,7 @@ def clean_split(
     labelled = has_label(labels)
     owner = np.zeros(len(labels), np.uint8)  # 1 + index of the split of each node
     clean, num_dropped = {}, {}
-    for number, part in enumerate(PARTS, start=1):
+    for number, part in enumerate(SPLITS, start=1):
         ids = np.asarray(split[part]).reshape(-1)
         if _is_mask(ids, len(labels)):
             raise ValueError(
@@ -357,14 +357,14 @@ def _check_once(ids: Array, owner: Array, number: int, where: str) -> None:
     if taken.any():
         node = int(ids[np.flatnonzero(taken)[0]])
         raise ValueError(
-            f"{where}: node {node} is in the {PARTS[owner[node] - 1]} split and in the "
-            f"{PARTS[number - 1]} split ({np.count_nonzero(taken):,} overlapping nodes)\n\n"
+            f"{where}: node {node} is in the {SPLITS[owner[node] - 1]} split and in the "
+            f"{SPLITS[number - 1]} split ({np.count_nonzero(taken):,} overlapping nodes)\n\n"
             "hint: train, valid and test must be disjoint"
         )
     owner[ids] = number
     if np.count_nonzero(owner == number) != len(ids):
         values, counts = np.unique(ids, return_counts=True)
         raise ValueError(
-            f"{where}: the {PARTS[number - 1]} split contains node {values[counts > 1][0]} twice"
+            f"{where}: the {SPLITS[number - 1]} split contains node {values[counts > 1][0]} twice"
             "\n\nhint: the ids of a split must be unique"
         )

@@ -61,7 +61,7 @@ from gcnzc.datasets.rows import (
     rows_from_codes,
     rows_from_csr,
 )
-from gcnzc.datasets.source import PARTS, EdgeSplitArrays
+from gcnzc.datasets.source import SPLITS, EdgeSplitArrays
 
 # errors of a full disk, an exhausted quota, and the limit for the size of a file
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -396,7 +396,7 @@ def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
         csr,
         codes,
         arrays["labels.npy"],
-        {part: arrays[f"split/{part}.npy"] for part in PARTS},
+        {part: arrays[f"split/{part}.npy"] for part in SPLITS},
         _links(arrays, meta["links"]) if meta.get("links") else None,
     )
 
@@ -411,8 +411,8 @@ def _check_ends(folder: Path, indptr: Array, count: int, front: str = "") -> Non
 
 def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
     return EdgeSplitArrays(
-        {part: arrays[f"links/{part}.npy"] for part in PARTS},
-        {part: arrays[f"links/{part}_negatives.npy"] for part in PARTS[1:]},
+        {part: arrays[f"links/{part}.npy"] for part in SPLITS},
+        {part: arrays[f"links/{part}_negatives.npy"] for part in SPLITS[1:]},
         fields["metric"],
         fields["name"],
     )

@@ -29,7 +29,7 @@ from gcnzc.datasets.rows import (
     no_progress,
     rows_from_array,
 )
-from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, node_dtype
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, node_dtype
 from gcnzc.datasets.table_options import NodeTable, read_options
 from gcnzc.datasets.tables import Table, Texts
 
@@ -153,7 +153,7 @@ class TableGraph:
     def split(self) -> dict[str, Array]:
         """See `Source.split`; without nodes if there are no parts."""
         if self._parts is None:
-            return {part: np.empty(0, np.int64) for part in PARTS}
+            return {part: np.empty(0, np.int64) for part in SPLITS}
         numbers = self._numbering.number_of_row
         if numbers is None:
             return self._parts

@@ -137,10 +137,10 @@ def collectives() -> str:
     lines = timed_collectives()
     rows = []
     for link, count, kind in sorted({key[:3] for key in lines}):
-        mine = {key[3]: line for key, line in lines.items() if key[:3] == (link, count, kind)}
+        selected = {key[3]: line for key, line in lines.items() if key[:3] == (link, count, kind)}
         gains = {
             num_bytes: (1 / line["tuned_of_builtin"], line["tuned"])
-            for num_bytes, line in mine.items()
+            for num_bytes, line in selected.items()
         }
         low, high = (
             min(gains, key=lambda size: gains[size][0]),
@@ -155,7 +155,7 @@ def collectives() -> str:
                 LINKS[link],
                 count,
                 f"`{kind}`",
-                f"{in_bytes(min(mine))} to {in_bytes(max(mine))}",
+                f"{in_bytes(min(selected))} to {in_bytes(max(selected))}",
                 *shown,
                 f"{middle:.2f}",
             ]

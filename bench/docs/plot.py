@@ -64,14 +64,14 @@ def loader(lines: Sequence[Line]) -> Figure:
     counts = [sum(line["on"] == each for line in cases) for each in processors]
     panels = figure.subplots(len(processors), 1, sharex=True, height_ratios=counts)
     for panel, on in zip(panels, processors, strict=True):
-        mine = sorted(
+        selected = sorted(
             (line for line in cases if line["on"] == on), key=lambda line: line["seeds_per_s"]
         )
         names = {"ours": "gcnzc", "dgl": "DGL", "pyg": "PyG", "graphbolt": "GraphBolt"}
         bars = panel.barh(
-            [f"{names.get(line['system'], line['system'])}: {line['way']}" for line in mine],
-            [line["seeds_per_s"] for line in mine],
-            color=["C0" if line["system"] == "ours" else "C7" for line in mine],
+            [f"{names.get(line['system'], line['system'])}: {line['way']}" for line in selected],
+            [line["seeds_per_s"] for line in selected],
+            color=["C0" if line["system"] == "ours" else "C7" for line in selected],
         )
         panel.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize="small")
         panel.set_title(on, fontsize="medium", loc="left")
@@ -96,13 +96,13 @@ def gather_cpu(lines: Sequence[Line]) -> Figure:
     pages = sorted({line["table_pages"] for line in drawn})
     for panel, size in zip(figure.subplots(1, len(pages), sharey=True), pages, strict=True):
         for method in sorted({line["way"] for line in drawn}):
-            mine = sorted(
+            selected = sorted(
                 (line for line in drawn if (line["way"], line["table_pages"]) == (method, size)),
                 key=lambda line: line["row_bytes"],
             )
             panel.plot(
-                [line["row_bytes"] for line in mine],
-                [line["share_of_copy"] for line in mine],
+                [line["row_bytes"] for line in selected],
+                [line["share_of_copy"] for line in selected],
                 label=method.replace("gather,", "gcnzc,"),
                 marker=".",
                 color="C7" if "torch" in method else "C0" if "two" in method else "C1",
@@ -130,9 +130,9 @@ def aggregate_cpu(lines: Sequence[Line]) -> Figure:
     for panel, kind in zip(panels, kinds, strict=True):
         columns = sorted({c["columns"] for c in cases if c["what"] == kind})
         for number, method in enumerate(methods):
-            mine = [c for c in cases if (c["way"], c["what"]) == (method, kind)]
-            positions = [columns.index(c["columns"]) + number * width for c in mine]
-            panel.bar(positions, [c["median_s"] * 1e3 for c in mine], width, color=f"C{number}")
+            selected = [c for c in cases if (c["way"], c["what"]) == (method, kind)]
+            positions = [columns.index(c["columns"]) + number * width for c in selected]
+            panel.bar(positions, [c["median_s"] * 1e3 for c in selected], width, color=f"C{number}")
         panel.set_xticks([index + 0.4 - width / 2 for index in range(len(columns))], columns)
         panel.set_title(kind, fontsize="medium")
         panel.set_xlabel("columns")
@@ -151,17 +151,17 @@ def accuracy(lines: Sequence[Line]) -> Figure:
     names = sorted({(c["graph"], c["model"]) for c in cases}, reverse=True)
     samplers = {"gcnzc": "sampled by gcnzc", "dgl": "sampled by DGL", "none": "full batch"}
     for number, (sampler, label) in enumerate(samplers.items()):
-        mine = [c for c in cases if c["sampler"] == sampler]
-        heights = [names.index((c["graph"], c["model"])) + 0.25 * (1 - number) for c in mine]
+        selected = [c for c in cases if c["sampler"] == sampler]
+        heights = [names.index((c["graph"], c["model"])) + 0.25 * (1 - number) for c in selected]
         axes.errorbar(
-            [c["test_percent"] for c in mine],
+            [c["test_percent"] for c in selected],
             heights,
-            xerr=[c["spread_percent"] for c in mine],
+            xerr=[c["spread_percent"] for c in selected],
             fmt="o",
             markersize=4,
             label=label,
         )
-        targets = [c["target_percent"] for c in mine]
+        targets = [c["target_percent"] for c in selected]
         axes.plot(targets, heights, "k|", label=None if number else "target")
     axes.set_yticks(range(len(names)), [f"{graph}, {model}" for graph, model in names])
     axes.set_xlabel("test accuracy in percent (tolokers: ROC AUC in percent)")
@@ -221,16 +221,16 @@ def depth(lines: Sequence[Line]) -> Figure:
     figure = new_figure(title, cases, 8, 4)
     scores, memory = figure.subplots(1, 2)
     for kind, label in LAYER_KINDS.items():
-        mine = sorted((c for c in cases if c["kind"] == kind), key=lambda line: line["layers"])
-        layers = [line["layers"] for line in mine]
+        selected = sorted((c for c in cases if c["kind"] == kind), key=lambda line: line["layers"])
+        layers = [line["layers"] for line in selected]
         scores.errorbar(
             layers,
-            [line["test_percent"] for line in mine],
-            yerr=[line["spread_percent"] for line in mine],
+            [line["test_percent"] for line in selected],
+            yerr=[line["spread_percent"] for line in selected],
             marker=".",
             label=label.replace("`", ""),
         )
-        memory.plot(layers, [line["peak_memory_bytes"] / 2**20 for line in mine], marker=".")
+        memory.plot(layers, [line["peak_memory_bytes"] / 2**20 for line in selected], marker=".")
     scores.axhline(75, color="black", linewidth=1, linestyle=":", label="target of 100 layers")
     scores.set_ylabel("test accuracy in percent")
     memory.set_ylabel("peak memory of the process in MiB")
@@ -279,11 +279,11 @@ def collectives(lines: Sequence[Line]) -> Figure:
     panels = list(figure.subplots(rows, 2, sharex=True, sharey=True).flat)
     for panel, kind in zip(panels, kinds, strict=False):
         for number, (link, label) in enumerate(links.items()):
-            mine = [c for c in cases if (c["link"], c["kind"]) == (link, kind)]
-            mine.sort(key=lambda line: line["num_bytes"])
+            selected = [c for c in cases if (c["link"], c["kind"]) == (link, kind)]
+            selected.sort(key=lambda line: line["num_bytes"])
             panel.plot(
-                [c["num_bytes"] for c in mine],
-                [1 / c["tuned_of_builtin"] for c in mine],
+                [c["num_bytes"] for c in selected],
+                [1 / c["tuned_of_builtin"] for c in selected],
                 color=f"C{number}",
                 marker=".",
                 label=label,
@@ -383,10 +383,10 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
     for axis in panels[len(graphs) :]:
         axis.set_axis_off()
     for axis, graph in zip(panels, graphs, strict=False):
-        mine = [case for case in cases if case["graph"] == graph]
-        shares = sorted({case["share"] for case in mine})
-        for number, ranking in enumerate(sorted({case["ranking"] for case in mine})):
-            points = {case["share"]: case for case in mine if case["ranking"] == ranking}
+        selected = [case for case in cases if case["graph"] == graph]
+        shares = sorted({case["share"] for case in selected})
+        for number, ranking in enumerate(sorted({case["ranking"] for case in selected})):
+            points = {case["share"]: case for case in selected if case["ranking"] == ranking}
             predicted = [points[share]["predicted"] for share in shares]
             measured = [points[share]["measured"] for share in shares]
             line, mark = ("-", "x") if number == 0 else ("--", "+")

@@ -43,17 +43,17 @@ def gather_budgets() -> str:
     ]
     rows = []
     for launch in dict.fromkeys(line["launch"] for line in lines):
-        mine = sorted((line for line in lines if line["launch"] == launch), key=_arch)
+        selected = sorted((line for line in lines if line["launch"] == launch), key=_arch)
         rows.append(
             [
                 launch.removeprefix("gather "),
-                per_arch(mine, "registers"),
-                per_arch(mine, "spill_store_bytes"),
-                per_arch(mine, "shared_bytes"),
-                per_arch(mine, "barriers"),
-                per_arch(mine, "widest_load_bytes"),
-                per_arch(mine, "load_bytes_in_flight"),
-                per_arch(mine, "load_bytes_in_flight_per_multiprocessor"),
+                per_arch(selected, "registers"),
+                per_arch(selected, "spill_store_bytes"),
+                per_arch(selected, "shared_bytes"),
+                per_arch(selected, "barriers"),
+                per_arch(selected, "widest_load_bytes"),
+                per_arch(selected, "load_bytes_in_flight"),
+                per_arch(selected, "load_bytes_in_flight_per_multiprocessor"),
             ]
         )
     heads = [
@@ -75,17 +75,20 @@ def kernel_budgets() -> str:
     lines = budget_lines()
     rows = []
     for kernel in sorted({kernel for _, kernel, _ in lines}):
-        mine = [line for (_, name, _), line in lines.items() if name == kernel]
-        archs = sorted({line["arch"] for line in mine})
+        selected = [line for (_, name, _), line in lines.items() if name == kernel]
+        archs = sorted({line["arch"] for line in selected})
         largest = [
-            max((line for line in mine if line["arch"] == arch), key=lambda line: line["registers"])
+            max(
+                (line for line in selected if line["arch"] == arch),
+                key=lambda line: line["registers"],
+            )
             for arch in archs
         ]
-        spills = [line["launch"] for line in mine if line["spill_store_bytes"]]
+        spills = [line["launch"] for line in selected if line["spill_store_bytes"]]
         rows.append(
             [
                 f"`{kernel}`",
-                len({line["launch"] for line in mine}),
+                len({line["launch"] for line in selected}),
                 per_arch(largest, "registers"),
                 len(spills) or None,
                 per_arch(largest, "shared_bytes"),
@@ -115,18 +118,18 @@ def bytes_in_flight() -> str:
     columns = sorted({key[2] for key in lines})
     rows = []
     for link, latency_s in dict.fromkeys(key[:2] for key in lines):
-        mine = [line for key, line in lines.items() if key[:2] == (link, latency_s)]
+        selected = [line for key, line in lines.items() if key[:2] == (link, latency_s)]
         cells = []
         for each in columns:
-            of_width = [line for line in mine if line["columns"] == each]
+            of_width = [line for line in selected if line["columns"] == each]
             worst = max(of_width, key=lambda x: (x["programs"], x["multiprocessors"]))
             cells.append(f"{worst['programs']}, {worst['multiprocessors']}")
         rows.append(
             [
-                f"{link} ({mine[0]['source']})",
-                significant(mine[0]["link_bytes_per_s"] / 1e9),
+                f"{link} ({selected[0]['source']})",
+                significant(selected[0]["link_bytes_per_s"] / 1e9),
                 f"{latency_s * 1e6:g}",
-                significant(mine[0]["needed_bytes"] / 1e3),
+                significant(selected[0]["needed_bytes"] / 1e3),
                 *cells,
             ]
         )

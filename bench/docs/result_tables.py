@@ -456,19 +456,20 @@ def bus_requests() -> str:
     layouts = list(dict.fromkeys(layout for _, _, layout in lines))
     rows = []
     for name, dtype in dict.fromkeys((name, dtype) for name, dtype, _ in lines):
-        mine = {layout: lines[name, dtype, layout] for layout in layouts}
+        selected = {layout: lines[name, dtype, layout] for layout in layouts}
         shown = (
-            f"{line['requests_per_row']:.2f}, {line['efficiency']:.1%}" for line in mine.values()
+            f"{line['requests_per_row']:.2f}, {line['efficiency']:.1%}"
+            for line in selected.values()
         )
-        chosen = next(layout for layout, line in mine.items() if line["chosen"])
-        one = mine[chosen]
+        chosen = next(layout for layout, line in selected.items() if line["chosen"])
+        one = selected[chosen]
         rows.append(
             [
                 name,
                 dtype,
                 one["row_bytes"],
                 *shown,
-                f"{mine['pitched']['memory']:+.1%}",
+                f"{selected['pitched']['memory']:+.1%}",
                 f"{one['pitch_bytes']} B apart, {chosen}",
             ]
         )

@@ -32,11 +32,11 @@ def faults() -> str:
     lines = read("faults")
     rows = []
     for fault in sorted({line["fault"] for line in lines}):
-        mine = [line for line in lines if line["fault"] == fault]
-        failed = [number for number, line in enumerate(mine) if not line["passed"]]
-        since = len(mine) - failed[-1] - 1 if failed else len(mine)
-        last = f"`{mine[failed[-1]]['commit']}`" if failed else None
-        rows.append([fault, len(mine), len(failed), last, since])
+        selected = [line for line in lines if line["fault"] == fault]
+        failed = [number for number, line in enumerate(selected) if not line["passed"]]
+        since = len(selected) - failed[-1] - 1 if failed else len(selected)
+        last = f"`{selected[failed[-1]]['commit']}`" if failed else None
+        rows.append([fault, len(selected), len(failed), last, since])
     heads = ["fault", "runs of 4 workers", "failed", "last failure at", "runs since"]
     return with_caption(markdown(heads, rows), lines, "python -m bench.robustness.faults")
 

@@ -47,10 +47,10 @@ def efficiencies(shares: Efficiencies, out: Path) -> None:
     seen = set()
     for axis, (layout, points) in zip(panels, shares.curves.items(), strict=True):
         for unit_bytes, (colour, _) in UNITS.items():
-            mine = [point for point in points if gcd(point[0], 16) == unit_bytes]
-            if mine:
+            selected = [point for point in points if gcd(point[0], 16) == unit_bytes]
+            if selected:
                 seen.add(unit_bytes)
-                axis.plot(*zip(*mine, strict=True), ".", color=colour, markersize=2.5)
+                axis.plot(*zip(*selected, strict=True), ".", color=colour, markersize=2.5)
         for name, share in shares.roofs.items():
             axis.axhline(share, color="grey", linewidth=1, linestyle="--")
             axis.text(4, share, name, color="grey", fontsize="x-small", va="bottom")
@@ -178,7 +178,7 @@ def _merge_equal(times: StepTimes, methods: Sequence[str]) -> list[list[str]]:
                 zip(curves[method], curves[group[0]], strict=True)
                 for curves in times.curves.values()
             )
-            if all(abs(mine[1] / its[1] - 1) < 0.02 for points in pairs for mine, its in points):
+            if all(abs(one[1] / other[1] - 1) < 0.02 for points in pairs for one, other in points):
                 group.append(method)
                 break
         else:

@@ -15,7 +15,7 @@ from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_to_dict, option_name
-from gcnzc.train.output_files import Unsaved, unsaved
+from gcnzc.train.output_files import Unsaved, format_unsaved_error
 from gcnzc.train.progress import Reporter
 from gcnzc.train.repeated_runs import TrainOne, format_summary, repeat
 from gcnzc.train.resume import FREE_ON_RESUME
@@ -45,7 +45,7 @@ def _train_several(config: TrainConfig, reporter: Reporter, runner: Any) -> int:
     reporter.say(format_summary(line))
     print_json(line)
     if line["unsaved"]:
-        raise Unsaved(unsaved(folder, line["unsaved"]))
+        raise Unsaved(format_unsaved_error(folder, line["unsaved"]))
     return 0
 
 

@@ -355,17 +355,17 @@ class StallMonitor:
         while True:
             record = path[rank]
             peer, sequence, number = _find_peer(record.need, path), *record.need[1:3]
-            theirs = path.get(peer) or self._read(peer)
-            if theirs is None:
+            other = path.get(peer) or self._read(peer)
+            if other is None:
                 return ""
-            if difference := _find_difference((rank, peer), record, theirs):
+            if difference := _find_difference((rank, peer), record, other):
                 return difference
-            if theirs.has_made(sequence, number) or sequence in theirs.busy:
+            if other.has_made(sequence, number) or sequence in other.busy:
                 return ""
             if peer in path:
                 ranks = list(path)
                 return self._confirm({each: path[each] for each in ranks[ranks.index(peer) :]})
-            path[peer], rank = theirs, peer
+            path[peer], rank = other, peer
 
     def _confirm(self, cycle: "dict[int, _Record]") -> str:
         """Describe a cycle of waits, once all its ranks have waited at the same time.
@@ -433,10 +433,10 @@ def _find_peer(need: Need, path: dict[int, _Record]) -> int:
     return next(missing, need.peer) if need.is_for_all else need.peer
 
 
-def _find_difference(ranks: tuple[int, int], own: _Record, theirs: _Record) -> str:
+def _find_difference(ranks: tuple[int, int], own: _Record, other: _Record) -> str:
     """Describe the first difference of two ranks' requests; empty if there is none."""
     for name, headers in own.sequences.items():
-        others = {each.number: each for each in theirs.sequences.get(name, ())}
+        others = {each.number: each for each in other.sequences.get(name, ())}
         for each in headers:
             if each.number in others and (
                 difference := find_difference(ranks, name, each, others[each.number])

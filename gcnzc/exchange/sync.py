@@ -120,19 +120,19 @@ def synchronize_buffers(model: nn.Module) -> Algorithm[None]:
     floating = [pair for pair in buffers if pair[1].dtype.is_floating_point]
     own = [tensor.detach().clone() for _, tensor in floating]
     yield from broadcast(buffers)
-    copies = [(name, mine) for (name, _), mine in zip(floating, own, strict=True)]
+    copies = [(name, value) for (name, _), value in zip(floating, own, strict=True)]
     for same_dtype in group_by_dtype(copies):
         names = {name for name, _ in same_dtype}
         tensors = [tensor for name, tensor in floating if name in names]
-        first, mine = (
+        first, local = (
             torch.cat([each.reshape(-1) for each in part])
             for part in (tensors, [each for _, each in same_dtype])
         )
         base = first.masked_fill(~first.isfinite(), 0)
-        is_finite = mine.isfinite()
+        is_finite = local.isfinite()
         # average differences, since the rounded mean of equal values may differ from the value
-        difference = torch.where(is_finite, mine - base, 0)
-        sums = torch.cat([difference, is_finite.to(mine.dtype)])
+        difference = torch.where(is_finite, local - base, 0)
+        sums = torch.cat([difference, is_finite.to(local.dtype)])
         yield Mean(sums)
         mean, share = sums.chunk(2)
         _write(torch.where(share > 0, base + mean / share, first), tensors)

@@ -21,7 +21,7 @@ from gcnzc.datasets.rows import (
     rows_from_codes,
     rows_from_csr,
 )
-from gcnzc.datasets.source import PARTS, EdgeDefaults, Metric, check_ends, node_dtype
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, check_ends, node_dtype
 from gcnzc.graph.edge_values import (
     names_of_values,
     values_of_dgl,
@@ -170,15 +170,15 @@ def from_arrays(
             "hint: labels= takes the class of each node, -1 for none; splits= takes the node ids "
             'or masks of "train", "valid" and "test"'
         )
-    is_multi_task = values is not None and values.ndim == 2 and values.shape[1] > 1
+    is_multi_label = values is not None and values.ndim == 2 and values.shape[1] > 1
     return ArrayGraph(
         name,
         count,
         ends,
         rows,
         np.full(count, -1) if values is None else values,
-        dict.fromkeys(PARTS, np.empty(0, np.int64)) if splits is None else _parts(splits, count),
-        metric or ("rocauc" if is_multi_task else "accuracy"),
+        dict.fromkeys(SPLITS, np.empty(0, np.int64)) if splits is None else _parts(splits, count),
+        metric or ("rocauc" if is_multi_label else "accuracy"),
         "given",
         found.get("default"),
         mapping=found.get("mapping"),
@@ -345,13 +345,13 @@ def from_attributes(
 def _masks(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the masks of the parts among attributes; None unless there are all three."""
     masks = _found_masks(attributes)
-    return masks if set(masks) == set(PARTS) else None
+    return masks if set(masks) == set(SPLITS) else None
 
 
 def _missing_masks(attributes: Mapping[str, Any]) -> list[str]:
     """Return the parts without a mask if other parts have one."""
     masks = _found_masks(attributes)
-    return [part for part in PARTS if part not in masks] if masks else []
+    return [part for part in SPLITS if part not in masks] if masks else []
 
 
 def _describe_missing_masks(found: Mapping[str, Any]) -> str:
@@ -435,14 +435,14 @@ def _parts(splits: Any, num_nodes: int) -> dict[str, Array]:
                 f"splits has the word {str(unknown)!r}\n\n"
                 "hint: train, valid (or val) and test; an empty word is for nodes in none of them"
             )
-        return {part: np.flatnonzero(names == part) for part in PARTS}
+        return {part: np.flatnonzero(names == part) for part in SPLITS}
     named = {part_of(key): value for key, value in splits.items()}
-    if set(named) != set(PARTS) or len(named) < len(splits):
+    if set(named) != set(SPLITS) or len(named) < len(splits):
         raise ValueError(
             f"splits has {', '.join(map(str, splits)) or 'nothing'}\n\n"
             'hint: it has "train", "valid" and "test"'
         )
-    return {part: _ids(named[part], part, num_nodes) for part in PARTS}
+    return {part: _ids(named[part], part, num_nodes) for part in SPLITS}
 
 
 def _ids(given: Any, part: str, num_nodes: int) -> Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcnzc.datasets.rows import Array
-from gcnzc.datasets.source import PARTS, EdgeSplitArrays, clean_edge_split
+from gcnzc.datasets.source import SPLITS, EdgeSplitArrays, clean_edge_split
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives
@@ -98,7 +98,7 @@ def split_edges(
     training_graph = Graph(indptr, graph.indices.numpy()[is_training], check=False)
 
     sorted_graph = with_sorted_columns(graph)
-    counts = [edges[part].shape[1] for part in PARTS[1:]]
+    counts = [edges[part].shape[1] for part in SPLITS[1:]]
     negatives = sample_negatives(
         sorted_graph.indptr.numpy(),
         sorted_graph.indices.numpy(),
@@ -110,7 +110,7 @@ def split_edges(
         shares.seed,
         EPOCH,
     )
-    negatives_of = dict(zip(PARTS[1:], np.split(negatives, counts[:1], axis=1), strict=True))
+    negatives_of = dict(zip(SPLITS[1:], np.split(negatives, counts[:1], axis=1), strict=True))
     name = f"valid {shares.valid:g}, test {shares.test:g}, seed {shares.seed}"
     split = EdgeSplitArrays(edges, negatives_of, "auc", name)
     return with_sorted_columns(training_graph), clean_edge_split(split, num_nodes, where)
@@ -119,7 +119,7 @@ def split_edges(
 def _assign_splits(
     num_pairs: int, shares: EdgeShares, random: np.random.Generator, where: str
 ) -> Array:
-    """Assign each pair of nodes to a split: (G,) uint8 indices into `PARTS`."""
+    """Assign each pair of nodes to a split: (G,) uint8 indices into `SPLITS`."""
     valid, test = int(num_pairs * shares.valid), int(num_pairs * shares.test)
     if valid == 0 or test == 0:
         raise ValueError(
@@ -150,4 +150,4 @@ def _collect_split_edges(
         is_reversed = random.integers(0, 2, len(pairs_G), dtype=np.bool_)
         both = np.where(is_reversed, both[::-1], both)
     pair = np.searchsorted(pairs_G, both.min(axis=0) * num_nodes + both.max(axis=0))
-    return {part: both[:, part_G[pair] == index] for index, part in enumerate(PARTS)}
+    return {part: both[:, part_G[pair] == index] for index, part in enumerate(SPLITS)}

@@ -26,7 +26,7 @@ from gcnzc.datasets.rows import (
     stored_dtype,
 )
 from gcnzc.datasets.source import (
-    PARTS,
+    SPLITS,
     EdgeDefaults,
     EdgeSplitArrays,
     Source,
@@ -372,7 +372,7 @@ def read_graph(
     links = None
     if isinstance(source, OgbLinkGraph):
         links = clean_edge_split(source.links(), source.num_nodes, where)
-    split, num_dropped = source.split(), dict.fromkeys(PARTS, 0)
+    split, num_dropped = source.split(), dict.fromkeys(SPLITS, 0)
     # a graph without labels and splits serves for predictions and for link prediction
     has_parts = any(len(ids) for ids in split.values())
     is_labelled = has_parts or bool(has_label(labels).any())
@@ -404,7 +404,7 @@ def read_graph(
         "best_accuracy": source.best_accuracy,
         "split": {
             "name": source.split_name,
-            **{part: len(split[part]) for part in PARTS},
+            **{part: len(split[part]) for part in SPLITS},
             "dropped_without_label": num_dropped,
         },
         "options": edge_options,

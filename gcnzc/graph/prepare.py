@@ -9,7 +9,7 @@ import numpy as np
 from gcnzc.datasets import names, store
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
-    PARTS,
+    SPLITS,
     EdgeSplitArrays,
     Metric,
     Source,
@@ -295,10 +295,10 @@ def _edge_split_metadata(links: EdgeSplitArrays, graph: Graph) -> dict[str, Any]
     A held-out edge counts once if the graph contains it or its reverse.
     """
     about: dict[str, Any] = {"name": links.name, "metric": links.metric}
-    about |= {part: links.edges[part].shape[1] for part in PARTS}
+    about |= {part: links.edges[part].shape[1] for part in SPLITS}
     sorted_graph = with_sorted_columns(graph)
     arrays = sorted_graph.indptr.numpy(), sorted_graph.indices.numpy()
-    for part in PARTS[1:]:
+    for part in SPLITS[1:]:
         src, dst = links.edges[part]
         is_in_graph = are_edges(*arrays, src, dst) | are_edges(*arrays, dst, src)
         about[f"{part}_in_graph"] = int(is_in_graph.sum())

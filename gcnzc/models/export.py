@@ -73,7 +73,14 @@ def export_arguments(model: Model, batch: Batch, x: Tensor) -> tuple[Any, ...]:
     Args:
         model: the model that was exported.
         batch: the minibatch.
-        x: (S, in_features) features of `batch.nodes`.
+        x: (S, in_features) features of `batch.nodes`, on the device of the program.
+
+    Returns:
+        `x`, `indptr`, `indices` and `degrees`, see `export_model`: call the program's module with
+        `*arguments`.
+
+    Raises:
+        RuntimeError: a layer needs in-degrees, and a block has no graph, see `Block.in_degrees`.
     """
     blocks = batch.blocks
     return (
@@ -117,11 +124,11 @@ class _PlainLayerEdges(LayerEdges):
         seed: int = 0,
     ) -> Tensor:
         """See `LayerEdges`."""
-        own = functional.leaky_relu(
+        self_scores = functional.leaky_relu(
             _first(scores, self.num_targets) + target_scores, NEGATIVE_SLOPE
         )
         of_edges = scores[self.indices] + target_scores[self._targets()]
-        return self._combine(rows_SHF, functional.leaky_relu(of_edges, NEGATIVE_SLOPE), own)
+        return self._combine(rows_SHF, functional.leaky_relu(of_edges, NEGATIVE_SLOPE), self_scores)
 
     def gatv2_aggregate(
         self,
@@ -134,30 +141,30 @@ class _PlainLayerEdges(LayerEdges):
     ) -> Tensor:
         """See `LayerEdges`."""
         sums = rows_SHF[self.indices] + targets_THF[self._targets()]
-        own = _first(rows_SHF, self.num_targets) + targets_THF
-        scores, own_scores = (
+        self_sums = _first(rows_SHF, self.num_targets) + targets_THF
+        scores, self_scores = (
             (functional.leaky_relu(part, NEGATIVE_SLOPE) * attention_HF).sum(2)
-            for part in (sums, own)
+            for part in (sums, self_sums)
         )
-        return self._combine(rows_SHF, scores, own_scores)
+        return self._combine(rows_SHF, scores, self_scores)
 
-    def _combine(self, rows_SHF: Tensor, scores_EH: Tensor, own_TH: Tensor) -> Tensor:
+    def _combine(self, rows_SHF: Tensor, scores_EH: Tensor, self_scores_TH: Tensor) -> Tensor:
         """Return the sums of rows, weighted by the softmax over in-edges and the target itself."""
         dtype = rows_SHF.dtype
-        rows_SHF, scores_EH, own_TH = (
-            each.to(scale_dtype(dtype)) for each in (rows_SHF, scores_EH, own_TH)
+        rows_SHF, scores_EH, self_scores_TH = (
+            each.to(scale_dtype(dtype)) for each in (rows_SHF, scores_EH, self_scores_TH)
         )
-        targets, heads = self._targets(), own_TH.shape[1]
+        targets, heads = self._targets(), self_scores_TH.shape[1]
         # the block's own self loops are ignored, as by the kernels
         is_loop = self.indices == targets
         scores_EH = scores_EH.masked_fill(is_loop[:, None], -torch.inf)
         index = targets[:, None].expand(-1, heads)
         # subtracted for the range of the exponential
-        largest = own_TH.scatter_reduce(0, index, scores_EH, "amax")
+        largest = self_scores_TH.scatter_reduce(0, index, scores_EH, "amax")
         weights = (scores_EH - largest[targets]).exp()
-        own = (own_TH - largest).exp()
-        total = own.index_add(0, targets, weights)
-        out = own[:, :, None] * _first(rows_SHF, self.num_targets)
+        self_weights = (self_scores_TH - largest).exp()
+        total = self_weights.index_add(0, targets, weights)
+        out = self_weights[:, :, None] * _first(rows_SHF, self.num_targets)
         out = out.index_add(0, targets, weights[:, :, None] * rows_SHF[self.indices])
         return (out / total[:, :, None]).to(dtype)
 
@@ -188,8 +195,8 @@ class _PlainModel(nn.Module):
             x_target = _first(x, edges.num_targets)
             if layer.needs_degrees:
                 norms = inverse_sqrt_degrees(degrees[index], x.dtype)
-                own = _first(degrees[index], edges.num_targets)
-                edges = _PlainLayerEdges(edges.indptr, edges.indices, None, norms, own)
+                target_degrees = _first(degrees[index], edges.num_targets)
+                edges = _PlainLayerEdges(edges.indptr, edges.indices, None, norms, target_degrees)
             is_smaller = layer.heads * layer.out_features < layer.in_features
             # heads are projected first: torch.export cannot trace `project_heads`
             is_projected = is_smaller or layer.must_project_first or layer.has_scores

@@ -49,7 +49,14 @@ class Layer(nn.Module):
         return project_first < aggregate_first
 
     def project(self, x: Tensor) -> Tensor:
-        """Project rows (n, in_features) to messages (n, heads * out_features)."""
+        """Project rows to the messages that are aggregated.
+
+        Args:
+            x: (n, in_features).
+
+        Returns:
+            (n, heads * out_features), the heads one after the other.
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement project()")
 
     def scores(self, x: Tensor) -> Tensor:
@@ -115,7 +122,7 @@ class SAGELayer(Layer):
         self.own.reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
-        """Return W x."""
+        """Return W x, see `Layer.project`."""
         return functional.linear(x, self.neighbours.weight)
 
     def compute_targets(
@@ -125,13 +132,13 @@ class SAGELayer(Layer):
         counts = edges.indptr.diff() + 1 if self.self_loops else edges.indptr.diff().clamp(min=1)
         scale = 1 / counts.to(scale_dtype(rows.dtype))
         if self.self_loops or not is_projected:
-            mean, own = edges.aggregate_with_targets(rows, scale)
+            mean, target_rows = edges.aggregate_with_targets(rows, scale)
         else:
             mean = edges.aggregate(rows, scale)
         if self.self_loops:
-            mean = mean.addcmul_(own, scale[:, None])
+            mean = mean.addcmul_(target_rows, scale[:, None])
         # the same rows, but their gradient is added to that of the sums in place
-        x_target = x_target if is_projected else own
+        x_target = x_target if is_projected else target_rows
         out = add_bias_(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
         return add_linear(out, x_target, self.own.weight)
 
@@ -158,16 +165,16 @@ class GCNLayer(Layer):
         nn.init.zeros_(self.bias)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return W x."""
+        """Return W x, see `Layer.project`."""
         return functional.linear(x, self.weight)
 
     def compute_targets(
         self, edges: LayerEdges, rows: Tensor, scores: Tensor, x_target: Tensor, is_projected: bool
     ) -> Tensor:
         """See `Layer.compute_targets`."""
-        sum_scale, own_scale = edges.gcn_scales(rows.dtype)
-        total, own = edges.aggregate_with_targets(rows, sum_scale, edges.source_norms)
-        total.addcmul_(own, own_scale[:, None])
+        sum_scale, target_scale = edges.gcn_scales(rows.dtype)
+        total, target_rows = edges.aggregate_with_targets(rows, sum_scale, edges.source_norms)
+        total.addcmul_(target_rows, target_scale[:, None])
         if is_projected:
             return add_bias_(total, self.bias)
         return functional.linear(total, self.weight, self.bias)
@@ -193,7 +200,7 @@ class GINLayer(Layer):
         self.second.reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
-        """Return W1 x."""
+        """Return W1 x, see `Layer.project`."""
         return functional.linear(x, self.first.weight)
 
     def compute_targets(
@@ -203,8 +210,8 @@ class GINLayer(Layer):
         assert edges.target_degrees is not None, "a layer with needs_degrees gets degrees"
         num_sampled = edges.indptr.diff().clamp(min=1)
         scale = edges.target_degrees.to(scale_dtype(rows.dtype)) / num_sampled
-        total, own = edges.aggregate_with_targets(rows, scale)
-        total = total.add_(own)
+        total, target_rows = edges.aggregate_with_targets(rows, scale)
+        total = total.add_(target_rows)
         out = add_bias_(total, self.first.bias) if is_projected else self.first(total)
         return self.second(functional.relu(out, inplace=True))
 
@@ -259,7 +266,7 @@ class GATLayer(Layer):
             self.skip.reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
-        """Return W x, with the heads concatenated."""
+        """Return W x of all heads, see `Layer.project`."""
         return functional.linear(x, self.weight.flatten(0, 1))
 
     def scores(self, x: Tensor) -> Tensor:
@@ -387,7 +394,7 @@ class GATv2Layer(Layer):
             self.skip.reset_parameters()
 
     def project(self, x: Tensor) -> Tensor:
-        """Return W x + b of the sources, with the heads concatenated."""
+        """Return W x + b of the sources and all heads, see `Layer.project`."""
         return self.source(x)
 
     def compute_targets(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gcnzc.models.checks import check_probability
 from gcnzc.models.stack import Model
 from gcnzc.sampling.batch import Block
 
@@ -37,7 +38,7 @@ class HadamardMLP(nn.Module):
         dropout: probability of a hidden element to be zeroed in training.
 
     Raises:
-        ValueError: there are no layers.
+        ValueError: there are no layers, or the dropout probability is outside [0, 1).
     """
 
     def __init__(self, columns: int, num_layers: int = 3, dropout: float = 0.0) -> None:
@@ -48,7 +49,7 @@ class HadamardMLP(nn.Module):
             )
         widths = [columns] * num_layers + [1]
         self.layers = nn.ModuleList(nn.Linear(*ends) for ends in pairwise(widths))
-        self.dropout = dropout
+        self.dropout = check_probability("dropout", dropout)
 
     def reset_parameters(self) -> None:
         """Reset all parameters, with random numbers from torch's default generator."""
@@ -104,8 +105,8 @@ class LinkModel(nn.Module):
 
         Args:
             rows: (S, D) embeddings from the encoder, on any device.
-            sources: rows of the sources, of any shape, on the device of `rows`.
-            targets: rows of the targets, of a shape that broadcasts with that of `sources`.
+            sources: int64 row indices, of any shape, on the device of `rows`.
+            targets: int64 row indices, of a shape that broadcasts with that of `sources`.
 
         Returns:
             The logits on the CPU, of the broadcast shape.

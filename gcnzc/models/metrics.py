@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# metrics of one column of logits per task, which order nodes
-RANKING = ("rocauc", "average_precision")
+from gcnzc._moved import renamed_arguments
 
+# metrics that order the nodes by one column of logits, and have no value for several classes
+RANKING = ("rocauc", "average_precision")
 
 F1 = ("f1_micro", "f1_macro")
 
@@ -26,12 +27,12 @@ def compute_loss(
 
     Args:
         logits: (S, C).
-        labels: (S,) int64 classes; or (S, C) of 0, 1 or NaN for unknown, one task per column.
+        labels: (S,) int64 classes; or (S, C) of 0, 1 or NaN for unknown, C label columns.
         label_smoothing: see `torch.nn.functional.cross_entropy`; not used for (S, C) labels.
         class_weights: (C,) weights of the classes, whose mean over the training nodes should be 1:
             the sum of the weighted losses is divided by S, not by the sum of the weights, so that
-            the mean over ranks equals the loss of one rank with all seeds. With several tasks,
-            weights of the label 1. None: all weights are 1.
+            the mean over ranks equals the loss of one rank with all seeds. With label
+            columns, weights of the label 1. None: all weights are 1.
         known_per_seed: for (S, C) labels, the mean number of known labels of a training node, K:
             the sum of the losses is divided by S K, so that the mean over ranks equals the loss of
             one rank with all seeds. None: it is divided by the number of known labels.
@@ -57,31 +58,33 @@ def compute_loss(
     return total / (len(labels) * known_per_seed)
 
 
+@renamed_arguments({"parts": "splits"})
 def score(
-    logits: Tensor, labels: Tensor, parts: Mapping[str, Tensor], metric: str
+    logits: Tensor, labels: Tensor, splits: Mapping[str, Tensor], metric: str
 ) -> dict[str, dict[str, float]]:
     """Compute node-classification metrics of each split, as OGB's evaluators and scikit-learn do.
 
-    Labels that are not known are left out of every metric. The predicted label of a task is 1 if
-    its logit is above 0.
+    Labels that are not known are left out of every metric. In a label column, the
+    predicted label is 1 if the logit is above 0.
 
     Args:
         logits: (M, C) on the CPU.
-        labels: (M,) int64 classes; or (M, T) of 0, 1 or NaN for unknown, one task per column.
-        parts: rows of `logits` by name of the split; empty splits are omitted from the result.
+        labels: (M,) int64 classes; or (M, T) of 0, 1 or NaN for unknown, T label columns.
+        splits: row indices of `logits` by name of the split; empty splits are omitted from the
+            result.
         metric: one of
 
             - `accuracy`, of classes;
-            - `rocauc`, the area under the ROC curve: the mean over the tasks that have both labels,
-              or of two classes;
+            - `rocauc`, the area under the ROC curve: the mean over the label columns that have
+              both labels, or of two classes;
             - `average_precision`, for the same labels, and the same mean;
-            - `f1_micro`: the F1 score of all tasks together; for classes, it is the accuracy;
-            - `f1_macro`: the mean of the F1 scores of the tasks that have a known label, or of the
-              classes that are labels or predictions.
+            - `f1_micro`: the F1 score of all label columns together; for classes, the accuracy;
+            - `f1_macro`: the mean of the F1 scores of the label columns that have a known label, or
+              of the classes that are labels or predictions.
 
     Returns:
-        Values in [0, 1] by metric and name of the split; NaN if no task has both labels. The
-        accuracy of (M,) labels is included with every metric.
+        Values in [0, 1] by metric and name of the split; NaN if no label column has both labels.
+        The accuracy of (M,) labels is included with every metric.
 
     Raises:
         ValueError: the metric is unknown, or does not fit the labels; or it ranks nodes, and a
@@ -92,42 +95,42 @@ def score(
             f"the metric {metric} does not fit labels of shape {tuple(labels.shape)}\n\n"
             f"hint: use {', '.join((*RANKING, *F1))}, or accuracy for classes"
         )
-    parts = {name: rows for name, rows in parts.items() if len(rows)}
+    splits = {name: rows for name, rows in splits.items() if len(rows)}
     result = {}
     if labels.ndim == 1:
         is_correct = (logits.argmax(dim=1) == labels).double()
-        result["accuracy"] = {name: is_correct[rows].mean().item() for name, rows in parts.items()}
+        result["accuracy"] = {name: is_correct[rows].mean().item() for name, rows in splits.items()}
     if metric in RANKING:
         if labels.ndim == 1:
             logits, labels = logits[:, 1:2] - logits[:, 0:1], labels[:, None].float()
         measure = _roc_area if metric == "rocauc" else _average_precision
         result[metric] = {
-            name: _mean_of_tasks(logits[rows], labels[rows], measure)
-            for name, rows in parts.items()
+            name: _mean_over_columns(logits[rows], labels[rows], measure)
+            for name, rows in splits.items()
         }
     elif metric in F1:
         result[metric] = {
-            name: _f1(logits[rows], labels[rows], metric) for name, rows in parts.items()
+            name: _f1(logits[rows], labels[rows], metric) for name, rows in splits.items()
         }
     return result
 
 
-def _mean_of_tasks(
+def _mean_over_columns(
     logits: Tensor, labels: Tensor, measure: Callable[[Tensor, Tensor], float]
 ) -> float:
-    # OGB excludes tasks whose labels are all equal from the mean, since they have no ranking
+    # OGB excludes columns whose labels are all equal from the mean, since they have no ranking
     values = []
-    for task in range(labels.shape[1]):
-        known = ~torch.isnan(labels[:, task])
-        truth = labels[known, task]
+    for column in range(labels.shape[1]):
+        known = ~torch.isnan(labels[:, column])
+        truth = labels[known, column]
         if len(truth) and truth.min() != truth.max():
-            _check_finite("logits", logits[known, task])
-            values.append(measure(truth, logits[known, task]))
+            _check_finite("logits", logits[known, column])
+            values.append(measure(truth, logits[known, column]))
     return sum(values) / len(values) if values else math.nan
 
 
 def _f1(logits: Tensor, labels: Tensor, metric: str) -> float:
-    """Return the F1 score 2 TP / (2 TP + FP + FN), of all tasks together or as their mean."""
+    """Return the F1 score 2 TP / (2 TP + FP + FN), of all columns together or as their mean."""
     if labels.ndim == 1:
         predicted = functional.one_hot(logits.argmax(dim=1), logits.shape[1]).bool()
         truth = functional.one_hot(labels, logits.shape[1]).bool()
@@ -143,7 +146,7 @@ def _f1(logits: Tensor, labels: Tensor, metric: str) -> float:
         both, either = both.sum(), either.sum()
     else:
         both, either = both[has_score], either[has_score]
-    # as in scikit-learn, a task without positive labels and predictions has the score 0
+    # as in scikit-learn, a column without positive labels and predictions has the score 0
     return (2 * both / either.clamp(min=1)).mean().item()
 
 

@@ -162,8 +162,14 @@ class Model(nn.Module):
     def transform_input(self, index: int, x: Tensor) -> Tensor:
         """Return the rows that layer `index` reads: with `pre_norm`, the normalized rows.
 
-        With `pre_activation`, activation and dropout follow the normalization. The index of the
-        output projection is the number of layers.
+        With `pre_activation`, activation and dropout follow the normalization.
+
+        Args:
+            index: index of the layer; that of the output projection is the number of layers.
+            x: (n, columns) rows, the outputs of the previous layer or of `transform_features`.
+
+        Returns:
+            (n, columns); `x` itself if `transforms_inputs` is False.
         """
         if self.pre_activation:
             # the activation may overwrite its input

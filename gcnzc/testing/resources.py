@@ -155,15 +155,15 @@ def resources_of(kernels: Sequence[Any]) -> list[KernelResources]:
     for instruction in parse(text):
         instructions[bisect.bisect(bounds, instruction.address)].append(instruction)
     found = []
-    for kernel, code, (_, report), mine in zip(
+    for kernel, code, (_, report), parsed in zip(
         kernels, codes, assembled, instructions, strict=True
     ):
-        if len(mine) != len(code) // _INSTRUCTION_BYTES:
+        if len(parsed) != len(code) // _INSTRUCTION_BYTES:
             raise RuntimeError(
-                f"{len(mine)} of {len(code) // _INSTRUCTION_BYTES} instructions of "
+                f"{len(parsed)} of {len(code) // _INSTRUCTION_BYTES} instructions of "
                 f"{kernel.metadata.name} were read\n\nhint: use the nvdisasm of Triton's wheel"
             )
-        widest, in_flight = measure_loads(mine)
+        widest, in_flight = measure_loads(parsed)
         found.append(
             KernelResources(
                 name=kernel.metadata.name,
@@ -173,7 +173,7 @@ def resources_of(kernels: Sequence[Any]) -> list[KernelResources]:
                 spill_store_bytes=_number(r"(\d+) bytes spill stores", report),
                 spill_load_bytes=_number(r"(\d+) bytes spill loads", report),
                 shared_bytes=kernel.metadata.shared,
-                barriers=sum(each.operation.startswith("BAR.") for each in mine),
+                barriers=sum(each.operation.startswith("BAR.") for each in parsed),
                 widest_load_bytes=widest,
                 load_bytes_in_flight=in_flight,
             )

@@ -9,14 +9,14 @@ def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
 
     Args:
         labels: labels of the training nodes: (S,) int64 classes; or (S, T) of 0, 1 or NaN for
-            unknown, one task per column.
+            unknown, T label columns.
         num_classes: C, the number of classes; not used for (S, T) labels.
 
     Returns:
         For classes, (C,) float32: the weight of a class is inversely proportional to its number of
         nodes, and the mean weight of all nodes is 1; a class without a node has weight 0. For
-        tasks, (T,) float32 weights of the label 1: the number of zeros divided by the number of
-        ones; 1 if a task has no zeros or no ones.
+        label columns, (T,) float32 weights of the label 1: the number of zeros divided by the
+        number of ones; 1 if a column has no zeros or no ones.
     """
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=num_classes).double()

@@ -6,7 +6,7 @@ the training nodes are propagated and added to the predictions; then the labels 
 nodes replace their predictions, and are propagated as well. Only labels of training nodes are read;
 the parameters are chosen by the score on the validation split.
 
-Notation: N nodes, C classes or tasks, K training nodes.
+Notation: N nodes, C classes or label columns, K training nodes.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ class CorrectedScores:
     """The result of Correct & Smooth.
 
     Attributes:
-        probabilities: (N, C) float32 class probabilities, or those of label 1 of each task; those
-            of the model if their validation score is at least as good. Smoothed rows need not sum
-            to 1.
+        probabilities: (N, C) float32 class probabilities, or those of label 1 in each label column;
+            those of the model if their validation score is at least as good. Smoothed rows need not
+            sum to 1.
         scores: of `probabilities` on the validation and test splits.
         choice: the chosen parameters, `is_used`, and the scores before and after.
     """
@@ -128,7 +128,16 @@ def smooth(
 ) -> Tensor:
     """Propagate predictions, after those of the training nodes are replaced by their labels.
 
-    The arguments are those of `correct`; the result is between 0 and 1.
+    Args:
+        propagate: of the graph.
+        predicted: (N, C) float32 probabilities.
+        labels: (K, C) float32 of 0, 1 or NaN for unknown: the labels of the training nodes.
+        nodes: (K,) int64 training nodes.
+        steps: number of propagations; 0 returns `predicted`.
+        alpha: weight of the neighbours.
+
+    Returns:
+        (N, C), between 0 and 1 after at least one step.
     """
     if steps == 0:
         return predicted
@@ -155,12 +164,12 @@ def correct_and_smooth(
     labels = data.labels[nodes]
     truth = labels.float() if labels.ndim == 2 else functional.one_hot(labels, logits.shape[1])
     truth, propagate = truth.float(), Propagation(data.graph)
-    parts = {name: data.split[name] for name in ("valid", "test")}
+    splits = {name: data.split[name] for name in ("valid", "test")}
 
     def scores_of(rows: Tensor) -> Scores:
-        return score(_as_logits(rows, data.labels.ndim), data.labels, parts, task.metric)
+        return score(_as_logits(rows, data.labels.ndim), data.labels, splits, task.metric)
 
-    own = score(logits, data.labels, parts, task.metric)
+    before = score(logits, data.labels, splits, task.metric)
     best: tuple[float, Tensor, Scores, dict[str, Any]] | None = None
     # without propagations, their weight has no effect
     first_alphas = options.correct_alpha[: None if options.correct_steps else 1]
@@ -180,18 +189,18 @@ def correct_and_smooth(
         progress(done + 1, len(pairs))
     assert best is not None, "the options have at least one value"
     valid, rows, found, chosen = best
-    is_used = valid > own[task.metric]["valid"]
+    is_used = valid > before[task.metric]["valid"]
     choice = {
         "is_used": is_used,
         **chosen,
         "correct_steps": options.correct_steps,
         "smooth_steps": options.smooth_steps,
         "error_scale": options.error_scale,
-        "before": own[task.metric],
+        "before": before[task.metric],
         "after": found[task.metric],
     }
     if not is_used:
-        rows, found = predicted, own
+        rows, found = predicted, before
     return CorrectedScores(rows, found, choice)
 
 
@@ -200,6 +209,6 @@ def _as_logits(rows: Tensor, axes: int) -> Tensor:
 
     Args:
         rows: (N, C) probabilities, or the sums of probabilities and errors.
-        axes: 2 if the columns are tasks, whose label is 1 above 0.5.
+        axes: of the labels; 2 for label columns, whose label is 1 above 0.5.
     """
     return rows - 0.5 if axes == 2 else rows

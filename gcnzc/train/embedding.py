@@ -13,7 +13,7 @@ from gcnzc.train.prediction import (
     TrainedModel,
     check_finite,
     feature_rows,
-    ids_of,
+    get_node_ids,
     load_model,
 )
 from gcnzc.train.progress import NullReporter, Reporter
@@ -59,10 +59,15 @@ def embed_nodes(
         scratch, memory: see `gcnzc.inference`.
         reporter: shows the progress; None shows nothing.
 
+    Returns:
+        The ids of all N nodes, and their rows, (N, D) float32.
+
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
+        TypeError: `layer` or `memory` is not an integer.
         ValueError: the graph does not fit the model, there is no such layer, an output is not
-            finite, or the scratch folder has rows of another computation.
+            finite, `memory` is below 2**20 or given without `scratch`, or the scratch folder has
+            rows of another computation.
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -100,4 +105,4 @@ def embed_loaded(
             memory=memory,
         )
     check_finite(rows)
-    return NodeEmbeddings(ids_of(loaded.data, None), rows.numpy(), layer, loaded.epoch)
+    return NodeEmbeddings(get_node_ids(loaded.data, None), rows.numpy(), layer, loaded.epoch)

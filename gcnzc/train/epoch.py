@@ -50,7 +50,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
     precision = trainer.precision
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
-        stack.enter_context(precision.enabled())
+        stack.enter_context(precision.enable_tf32())
         # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
@@ -118,7 +118,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 trainer.epoch_stats.peer_hits += trainer.table.peer_hits(in_place)
             trace(trainer, batch.spans + waits + overlapped, stages)
             began = trainer.now()
-            advance(step + 1, steps, trainer.epoch_stats.shown)
+            advance(step + 1, steps, trainer.epoch_stats.format_progress)
             handle_stop_request(trainer, trainer.optimizer.received_signals)
 
 
@@ -240,7 +240,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
     own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
     model, averaged = trainer.model, {}
     if trainer.average is not None:
-        model = run(trainer.average.evaluated(), trainer.group)
+        model = run(trainer.average.build_evaluated_model(), trainer.group)
         averaged = {"averaged": trainer.average.updates}
     trainer.group.set_status(trainer.steps, f"evaluation in epoch {epoch + 1}")
     title = f"evaluate {epoch + 1}/{trainer.config.epochs}"

@@ -63,7 +63,14 @@ class EpochStats:
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
-        """Add the loss and accuracy of one minibatch; `seeds` are on the host."""
+        """Add the loss and accuracy of one minibatch.
+
+        Args:
+            logits: (B, C) of classes or label columns, or (B,) of pairs of nodes, on any device.
+            loss: (), the mean over the minibatch.
+            labels: (B,) classes, (B, C) label columns, or (B,) labels of pairs, 0 or 1.
+            seeds: (S,) int64 on the host, see `seeds_checksum`; B, or fewer in link prediction.
+        """
         self.loss += loss.double() * len(labels)
         if labels.ndim == 1:
             # one logit per pair of nodes, or one per class
@@ -106,7 +113,7 @@ class EpochStats:
             tallies.append(tally)
         return tallies
 
-    def shown(self) -> str:
+    def format_progress(self) -> str:
         """Format the statistics for the progress bar."""
         times = self.seconds.all()
         spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gcnzc.datasets.source import PARTS
+from gcnzc.datasets.source import SPLITS
 from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import load
@@ -79,12 +79,12 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     best = load_best(model, config.run, source, trained.data)
     begin = time.perf_counter()
     with feature_table(data, trained.features, device, Group()) as table:
-        task.choose_evaluation(model, table, Group(), reporter.say, parts=PARTS)
+        task.choose_evaluation(model, table, Group(), reporter.say, splits=SPLITS)
         with reporter.task("evaluate") as bar:
             if task.evaluator.method == "exact":
                 outputs, scores = task.outputs(model, table, device, bar)
             else:
-                scores = task.evaluate(model, table, device, bar, parts=PARTS)
+                scores = task.evaluate(model, table, device, bar, splits=SPLITS)
     line: dict[str, Any] = {}
     if config.correct_and_smooth:
         with reporter.task("correct and smooth") as bar:
@@ -223,7 +223,7 @@ def _num_outputs(state: Mapping[str, Any]) -> int | None:
 def flatten_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Flatten scores by metric and split to keys such as `valid_accuracy`."""
     return {
-        f"{part}_{metric}": value
+        f"{split}_{metric}": value
         for metric, values in scores.items()
-        for part, value in values.items()
+        for split, value in values.items()
     }

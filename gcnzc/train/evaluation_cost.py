@@ -20,7 +20,7 @@ from gcnzc.train.layerwise.ranges import BATCH_NODES, degrees_of, limit_batch_no
 # the cost of finding and renumbering one edge, in multiply-adds: that of aggregating 8 columns
 INDEX_COST = 8 * EDGE_COST
 
-# fraction of the memory that the rows of layers may use
+# half of the memory remains for the features, the graph and the minibatches
 MEMORY_SHARE = 0.5
 
 
@@ -85,7 +85,7 @@ def choose_evaluation(
     return Choice(method, reason)
 
 
-def warning_of_memory(
+def format_memory_warning(
     model: Model, graph: Graph, nodes: Tensor | None, num_columns: int, memory_bytes: int
 ) -> str:
     """Return a warning if the rows of an evaluation exceed the memory, otherwise "".

@@ -12,7 +12,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
-from gcnzc.train.evaluation_cost import choose_evaluation, warning_of_memory
+from gcnzc.train.evaluation_cost import choose_evaluation, format_memory_warning
 from gcnzc.train.inference import Progress, inference
 from gcnzc.train.sampled_inference import sampled_inference
 
@@ -50,8 +50,8 @@ class Evaluator:
         not on free memory, so that a run that is resumed on this machine makes the same choice.
         """
         if group.rank == 0 and self.method in ("needed", "exact"):
-            evaluated = None if self.method == "exact" else nodes
-            if message := warning_of_memory(model, graph, evaluated, num_columns, total_bytes()):
+            evaluated, memory = None if self.method == "exact" else nodes, total_bytes()
+            if message := format_memory_warning(model, graph, evaluated, num_columns, memory):
                 say(message)
         if self.method != "auto":
             return

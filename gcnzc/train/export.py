@@ -17,13 +17,14 @@ from gcnzc.models.stack import Model
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.prediction import TrainedModel, feature_rows
 
-# name of the description in the .pt2 file
+# `examples/serve_exported.py` and other readers of the .pt2 file find the description by its name
 DESCRIPTION = "gcnzc.json"
 
-# nodes whose outputs are compared
+# few nodes suffice to compare all operations of the program, and take little time on large graphs
 CHECKED_NODES = 256
 
-# largest accepted difference, divided by the largest output
+# The program sums in another order than the kernels, so outputs differ by rounding. A larger
+# difference, relative to the largest output, is a defect.
 TOLERANCE = 1e-3
 
 
@@ -38,9 +39,9 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
 
     Returns:
         The description in the file: `model`, `task`, `in_features`, `label_columns` (those of
-        `in_features` that are labels), `outputs`, `num_tasks` (1 for classes), `fanouts` (of the
-        training), `needs_degrees`, `classes` (names, or None), and `largest_difference` of the
-        compared outputs.
+        `in_features` that are labels), `outputs`, `num_tasks` (label columns; 1 for classes),
+        `fanouts` (of the training), `needs_degrees`, `classes` (names, or None), and
+        `largest_difference` of the compared outputs.
 
     Raises:
         RuntimeError: the outputs of the program differ from those of the model.
@@ -56,7 +57,7 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         "in_features": encoder.in_features,
         "label_columns": schema.num_outputs if loaded.config.label_inputs else 0,
         "outputs": encoder.out_features,
-        "num_tasks": schema.num_tasks,
+        "num_tasks": schema.num_label_columns,
         "fanouts": list(loaded.config.fanouts),
         "needs_degrees": needs_degrees(encoder),
         "classes": None if schema.classes is None else list(map(str, schema.classes)),

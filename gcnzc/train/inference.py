@@ -32,7 +32,7 @@ from gcnzc.train.layerwise.fingerprint import (
     fingerprint_of_model,
     fingerprint_of_table,
 )
-from gcnzc.train.layerwise.layer import FullLayer, gathered_rows
+from gcnzc.train.layerwise.layer import FullLayer, gather_rows
 from gcnzc.train.layerwise.ranges import (
     BATCH_NODES,
     Span,
@@ -280,7 +280,7 @@ class _Computation:
             # frees the rows of the previous layer
             table, row_of = _table_of(rows), row_index(targets, given.graph)
             if self.has_jumping and not is_last:
-                self._keep(table, row_of)
+                self._store_outputs(table, row_of)
         return table.rows
 
     def _first_layer(self) -> int:
@@ -355,16 +355,16 @@ class _Computation:
         else:
             self.workers.distribute(rows, shares)
 
-    def _keep(self, table: FeatureTable, row_of: Tensor | None) -> None:
-        """Keep the outputs of a hidden layer, from which the logits are computed."""
+    def _store_outputs(self, table: FeatureTable, row_of: Tensor | None) -> None:
+        """Store the outputs of a hidden layer, from which the logits are computed."""
         if self.scratch is not None:
             self.earlier_tables.append((table, row_of))
             return
         spans = self.shares[-1][self.workers.rank]
-        for kept, (begin, end) in zip(self.earlier, spans, strict=True):
+        for outputs, (begin, end) in zip(self.earlier, spans, strict=True):
             ids = ids_of_range(self.needed[-1], begin, end)
             at = ids if row_of is None else row_of[ids].long()
-            kept.append(table.rows[at].to(self.given.device))
+            outputs.append(table.rows[at].to(self.given.device))
 
     def _earlier(self, number: int, ids: Tensor) -> list[Tensor]:
         """Return the outputs of the earlier layers for a range of the last one."""
@@ -372,7 +372,7 @@ class _Computation:
             return self.earlier[number]
         device, dtype = self.given.device, parameter_dtype(self.given.model)
         return [
-            gathered_rows(table, ids if row_of is None else row_of[ids], device, dtype)
+            gather_rows(table, ids if row_of is None else row_of[ids], device, dtype)
             for table, row_of in self.earlier_tables
         ]
 
@@ -390,7 +390,7 @@ class _Computation:
             for begin, end in shares[workers.rank]:
                 if not (isinstance(rows, StoredRows) and rows.has(begin, end)):
                     ids = ids_of_range(nodes, begin, end)
-                    x = gathered_rows(given.table, ids, given.device, parameter_dtype(model))
+                    x = gather_rows(given.table, ids, given.device, parameter_dtype(model))
                     rows.write(begin, end, model.transform_features(x))
                 work.report_progress()
             if isinstance(rows, StoredRows):

@@ -6,7 +6,7 @@ labels as additional features, and only the other training nodes are predicted. 
 the loss depends on the label of the same node. When the model is evaluated, all training nodes have
 their labels as features; labels of other nodes are never features.
 
-Notation: N nodes, n nodes of a minibatch, D features, C classes or tasks.
+Notation: N nodes, n nodes of a minibatch, D features, C classes or label columns.
 """
 
 from dataclasses import dataclass
@@ -22,26 +22,27 @@ from gcnzc.graph.dataset import Dataset
 class LabelInputs:
     """The labels of the training nodes of a graph, as additional features.
 
-    A label of a class is a row of C elements, which are 0 but for the 1 of the class. Labels of
-    tasks are 1 and -1 for the labels 1 and 0, and 0 for an unknown label. Rows of nodes without an
-    input label are 0.
+    A label of a class is a row of C elements, which are 0 but for the 1 of the class. Label
+    columns are 1 and -1 for the labels 1 and 0, and 0 for an unknown label. Rows of nodes without
+    an input label are 0.
 
     Args:
-        data: the graph; if its training part is empty, no node has an input label.
+        data: the graph; if its training split is empty, no node has an input label.
         num_columns: C.
-        is_multi_task: whether the columns are tasks; otherwise they are classes.
+        is_multi_label: whether these are label columns; otherwise they are classes.
 
     Raises:
-        ValueError: the training nodes have labels of more classes, or of other tasks.
+        ValueError: the training nodes have labels of more classes, or in another number of
+            columns.
     """
 
-    def __init__(self, data: Dataset, num_columns: int, is_multi_task: bool) -> None:
+    def __init__(self, data: Dataset, num_columns: int, is_multi_label: bool) -> None:
         self.num_columns = num_columns
         nodes, labels = data.split["train"], data.labels
         if len(nodes):
-            _check_labels(labels[nodes], num_columns, is_multi_task)
+            _check_labels(labels[nodes], num_columns, is_multi_label)
         self.is_input = torch.zeros(data.graph.num_nodes, dtype=torch.bool)
-        if not is_multi_task:
+        if not is_multi_label:
             # classes, or the number of columns for nodes without an input label
             self.values = torch.full((data.graph.num_nodes,), num_columns)
             if len(nodes):
@@ -103,16 +104,16 @@ class LabelInputs:
         return self._on_device[device]
 
 
-def _check_labels(labels: Tensor, num_columns: int, is_multi_task: bool) -> None:
+def _check_labels(labels: Tensor, num_columns: int, is_multi_label: bool) -> None:
     """Check that the labels of the training nodes, (n,) or (n, T), are those that a model reads."""
-    if is_multi_task:
+    if is_multi_label:
         fits = labels.ndim == 2 and labels.shape[1] == num_columns
-        expected = f"{num_columns} tasks"
+        expected = f"{num_columns} columns"
     else:
         fits = labels.ndim == 1 and int(labels.max()) < num_columns
         expected = f"{num_columns} classes"
     if not fits:
-        found = f"{labels.shape[1]} tasks" if labels.ndim == 2 else f"class {int(labels.max())}"
+        found = f"{labels.shape[1]} columns" if labels.ndim == 2 else f"class {int(labels.max())}"
         raise ValueError(
             f"the model reads labels of {expected} as features, but the graph's training nodes "
             f"have labels of {found}\n\n"
@@ -162,6 +163,6 @@ class LabelledTable(FeatureTable):
         return rows if out is None else out.copy_(rows)
 
 
-def with_labels(table: FeatureTable, labels: LabelInputs | None) -> FeatureTable:
+def append_labels(table: FeatureTable, labels: LabelInputs | None) -> FeatureTable:
     """Return a table whose rows end in labels; the table itself without label inputs."""
     return table if labels is None else LabelledTable(table.rows, table=table, labels=labels)

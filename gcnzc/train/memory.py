@@ -16,7 +16,7 @@ from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.option_groups import LOCAL
-from gcnzc.train.precision import HALF
+from gcnzc.train.precision import AUTOCAST_DTYPES
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def footprint_of(
         raise RuntimeError(_refusal("more bytes for its weights than 64 bits can count")) from error
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # mixed precision has features and outputs of 16 bits
-    item = HALF.get(config.precision, next(model.parameters()).dtype).itemsize
+    item = AUTOCAST_DTYPES.get(config.precision, next(model.parameters()).dtype).itemsize
     inner = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
     states = 1 if inner == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))

@@ -150,7 +150,7 @@ def warmup_steps(config: OptimizerOptions, steps: int) -> int | None:
     return max(1, round(number * steps if number < 1 else number))
 
 
-def warning_of_short_warmup(config: OptimizerOptions, steps: int) -> str:
+def format_warmup_warning(config: OptimizerOptions, steps: int) -> str:
     """Return a warning if the warm-up is too short to estimate the variance; else "".
 
     Args:

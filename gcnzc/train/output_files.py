@@ -83,7 +83,7 @@ class OutputFiles:
         if not is_ours and self._config_time is not None:
             is_ours = _time_of(self.folder / CONFIG) == self._config_time
         if not is_ours:
-            raise ValueError(moved(self.folder))
+            raise ValueError(format_moved_error(self.folder))
 
     def causes(self) -> dict[str, str]:
         """Return the names of the files that are not up to date, with the cause."""
@@ -98,7 +98,7 @@ def _time_of(path: Path) -> int | None:
         return None
 
 
-def moved(folder: Path) -> str:
+def format_moved_error(folder: Path) -> str:
     """Return the message that a run folder is gone."""
     return (
         f"the run folder {folder} was moved or removed while the run was training\n\n"
@@ -107,7 +107,7 @@ def moved(folder: Path) -> str:
     )
 
 
-def unsaved(folder: Path, causes: Mapping[str, str]) -> str:
+def format_unsaved_error(folder: Path, causes: Mapping[str, str]) -> str:
     """Return the message that the files in `causes` could not be written."""
     names = ", ".join(f"{folder / name} ({cause})" for name, cause in causes.items())
     return (

@@ -69,9 +69,9 @@ def new_figure(width: float, height: float) -> "Figure":
 def curves(runs: Sequence[Path], out: Path) -> None:
     """Plot loss and scores by epoch, and the seconds of each stage per epoch.
 
-    Of one run, the scores of all parts are drawn; of several runs, those of the validation part. A
-    dot marks the epoch of the best model. Sampling and gathering overlap with compute, so a bar may
-    be longer than the whole epoch, which a black line shows.
+    Of one run, the scores of all splits are drawn; of several runs, those of the validation split.
+    A dot marks the epoch of the best model. Sampling and gathering overlap with compute, so a bar
+    may be longer than the whole epoch, which a black line shows.
 
     Args:
         runs: run folders with a record.jsonl of at least one line.
@@ -167,18 +167,19 @@ def _read_record(run: Path) -> list[dict[str, Any]]:
 def _plot_run(
     panels: "Sequence[Axes]", lines: Sequence[Mapping[str, Any]], name: str, colour: str
 ) -> None:
-    """Plot the loss and the scores of one run; without a name, the scores of all parts."""
+    """Plot the loss and the scores of one run; without a name, the scores of all splits."""
     loss, score = panels
     metric = lines[0]["metric"]
     shown = SHOWN_METRICS.get(metric, metric)
     loss.plot([line["epoch"] + 1 for line in lines], [line["loss"] for line in lines], colour)
     loss.lines[-1].set_label(name or "training")
     loss.set_ylabel("training loss")
-    parts = {"valid": "validation"}
+    curve_labels = {"valid": "validation"}
     if not name:
-        parts = {"minibatch": "training nodes, in training mode", **parts, "test": "test"}
-    for number, (part, words) in enumerate(parts.items()):
-        key = f"{part}_{metric}"
+        minibatch = {"minibatch": "training nodes, in training mode"}
+        curve_labels = {**minibatch, **curve_labels, "test": "test"}
+    for number, (split, words) in enumerate(curve_labels.items()):
+        key = f"{split}_{metric}"
         seen = [line for line in lines if key in line]
         epochs = [line["epoch"] + 1 for line in seen]
         # a score that is not defined, of labels of one class, is null in the record
@@ -186,7 +187,7 @@ def _plot_run(
         if not seen:
             continue
         score.plot(epochs, values, colour if name else f"C{number}", label=name or words)
-        if part == "valid":
+        if split == "valid":
             # the first one, if no score is defined
             best = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
             score.plot(epochs[best], values[best], "o", color=score.lines[-1].get_color())
@@ -239,8 +240,8 @@ def timeline(spans: Sequence[Span], out: Path) -> None:
         if name not in present:
             continue
         for number, lane in enumerate(lanes):
-            mine = [span for span in spans if (span.name, span.lane) == (name, lane)]
-            parts = [(1e3 * (s.begin_s - origin_s), 1e3 * (s.end_s - s.begin_s)) for s in mine]
+            selected = [span for span in spans if (span.name, span.lane) == (name, lane)]
+            parts = [(1e3 * (s.begin_s - origin_s), 1e3 * (s.end_s - s.begin_s)) for s in selected]
             axis.broken_barh(
                 parts, (number - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.4
             )

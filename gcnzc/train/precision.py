@@ -17,8 +17,8 @@ from gcnzc.system.machine import cpu_flags
 
 PrecisionName: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
 
-# the dtypes of mixed precision
-HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# the values of --precision that use `torch.autocast`: TF32 is a setting of float32 products instead
+AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # processor flags of /proc/cpuinfo, of which one shows fast matrix products: of x86, and of ARM
 FAST_FLAGS = {
@@ -47,7 +47,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         check_precision(name, device)
         self.name, self.device = name, device
-        self.dtype = HALF.get(name)
+        self.dtype = AUTOCAST_DTYPES.get(name)
         """dtype of the model's rows; None without autocast"""
         self.scaler: torch.amp.GradScaler | None = None
         if name == "fp16":
@@ -57,8 +57,8 @@ class Precision:
             self.scaler.scale(torch.zeros((), device=device))
 
     @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Enable TF32 for the matrix products of training steps, and restore torch's setting."""
+    def enable_tf32(self) -> Iterator[None]:
+        """Enable TF32 for matrix products inside the `with`, if the precision is "tf32"."""
         if self.name != "tf32":
             yield
             return
@@ -135,8 +135,8 @@ class Precision:
         is_valid = states.ndim == 2 and states.shape[1] == 2 and len(states) > 0
         if not is_valid or not states.isfinite().all() or not (states[:, 0] > 0).all():
             raise ValueError("the states of GradScaler have invalid values")
-        own = states[rank] if len(states) == world_size else states.amin(0)
-        scale, steps = own.tolist()
+        state = states[rank] if len(states) == world_size else states.amin(0)
+        scale, steps = state.tolist()
         self.scaler.load_state_dict(
             self.scaler.state_dict() | {"scale": scale, "_growth_tracker": int(steps)}
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gcnzc.datasets.names import as_integers
 from gcnzc.datasets.numbering import KnownNodes
-from gcnzc.datasets.source import PARTS
+from gcnzc.datasets.source import SPLITS
 from gcnzc.exchange import Group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
@@ -28,7 +28,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import check_features, graph_of_run, load_best
 from gcnzc.train.inference import inference
-from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise.scratch import remove_scratch
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
@@ -37,7 +37,7 @@ from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks.link import build_link_model
 
 Array = NDArray[Any]
-# outputs that are checked at once
+# outputs are checked in chunks of rows: they may be mapped from a file larger than the memory
 CHECKED_ROWS = 1 << 16
 
 
@@ -46,12 +46,12 @@ class NodePredictions:
     """Predictions for nodes.
 
     Attributes:
-        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, as int64 or
-            text; otherwise the numbers of the nodes.
-        classes: (M,) predicted classes, by name if they have names; for multi-task models, (M, C)
-            zeros and ones.
-        probabilities: (M, C) float32 class probabilities; for multi-task models, the probability of
-            label 1.
+        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, int64 or str;
+            otherwise the int64 node indices (0 to N - 1).
+        classes: (M,) predicted classes, int64, or str if the classes have names; for multi-label
+            models, (M, C) int64 zeros and ones.
+        probabilities: (M, C) float32 class probabilities; for multi-label models, the probability
+            of label 1.
         columns: C names of the columns of `probabilities`.
         epoch: the model's, from 1.
     """
@@ -148,21 +148,25 @@ def predict(
         scratch, memory: see `gcnzc.inference`.
         reporter: shows the progress; None shows nothing.
 
+    Returns:
+        The classes and probabilities of the M nodes, in the order of `nodes`.
+
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
+        TypeError: `memory` is not an integer.
         ValueError: the graph does not fit the model, a node is unknown, the run is of link
-            prediction, an output is not finite, or the scratch folder has rows of another
-            computation.
+            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
+            or the scratch folder has rows of another computation.
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
-    numbers: Array | None = None
+    indices: Array | None = None
     if isinstance(nodes, str):
-        numbers = None if nodes == "all" else part_numbers(loaded.data, nodes)
+        indices = None if nodes == "all" else split_indices(loaded.data, nodes)
     elif nodes is not None:
-        numbers = _numbers(loaded, nodes)
+        indices = _node_indices(loaded, nodes)
     folder = None if scratch is None else Path(scratch)
-    return predict_nodes(loaded, numbers, reporter or NullReporter(), folder, memory)
+    return predict_nodes(loaded, indices, reporter or NullReporter(), folder, memory)
 
 
 def predict_links(
@@ -185,11 +189,15 @@ def predict_links(
         scratch, memory: see `gcnzc.inference`.
         reporter: shows the progress; None shows nothing.
 
+    Returns:
+        The scores of the M pairs, in the order of `pairs`.
+
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
+        TypeError: `memory` is not an integer.
         ValueError: the graph does not fit the model, a node is unknown, the run is not of link
-            prediction, an output is not finite, or the scratch folder has rows of another
-            computation.
+            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
+            or the scratch folder has rows of another computation.
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -197,19 +205,26 @@ def predict_links(
         raise ValueError(
             f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
         )
-    sources, targets = (_numbers(loaded, part) for part in pairs)
+    sources, targets = (_node_indices(loaded, ids) for ids in pairs)
     folder = None if scratch is None else Path(scratch)
     return predict_pairs(loaded, sources, targets, reporter or NullReporter(), folder, memory)
 
 
 def predict_nodes(
     loaded: TrainedModel,
-    numbers: Array | None,
+    nodes: Array | None,
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
 ) -> NodePredictions:
-    """Predict the classes of nodes by their (M,) numbers; of all nodes if None."""
+    """Predict the classes of nodes with a loaded model, see `predict`.
+
+    Args:
+        loaded: the model, and the graph of N nodes.
+        nodes: (M,) int64 node indices (0 to N - 1); None for all nodes.
+        reporter: shows the progress.
+        scratch, memory: see `gcnzc.inference`.
+    """
     if loaded.config.task == "link":
         raise ValueError(
             "this is a link-prediction run, and predicts scores of pairs\n\n"
@@ -217,10 +232,10 @@ def predict_nodes(
             "--out FILE.npy` writes the embeddings of nodes"
         )
     with feature_rows(loaded) as table:
-        logits = _outputs(loaded, loaded.model, table, numbers, reporter, scratch, memory)
+        logits = _outputs(loaded, loaded.model, table, nodes, reporter, scratch, memory)
     check_finite(logits)
     schema = loaded.schema
-    if schema.num_tasks > 1:
+    if schema.is_multi_label:
         probabilities = logits.sigmoid()
         classes: Array = (logits > 0).long().numpy()
     else:
@@ -230,7 +245,7 @@ def predict_nodes(
             classes = np.array(schema.classes, dtype=str)[classes]
     columns = list(map(str, schema.classes or range(schema.num_outputs)))
     return NodePredictions(
-        ids_of(loaded.data, numbers), classes, probabilities.numpy(), columns, loaded.epoch
+        get_node_ids(loaded.data, nodes), classes, probabilities.numpy(), columns, loaded.epoch
     )
 
 
@@ -242,7 +257,14 @@ def predict_pairs(
     scratch: Path | None = None,
     memory: int | None = None,
 ) -> LinkPredictions:
-    """Predict the scores of pairs of nodes by their (M,) numbers."""
+    """Predict the scores of pairs of nodes with a loaded model, see `predict_links`.
+
+    Args:
+        loaded: the model, and the graph of N nodes.
+        sources, targets: (M,) int64 node indices (0 to N - 1).
+        reporter: shows the progress.
+        scratch, memory: see `gcnzc.inference`.
+    """
     if loaded.config.task != "link":
         raise ValueError(
             "this is a node-classification run, and predicts classes of nodes\n\n"
@@ -260,7 +282,7 @@ def predict_pairs(
     ends = torch.from_numpy(places.reshape(2, -1))
     scores = loaded.model.scores(rows, ends[0], ends[1])
     check_finite(scores)
-    ids = [ids_of(loaded.data, part) for part in (sources, targets)]
+    ids = [get_node_ids(loaded.data, nodes) for nodes in (sources, targets)]
     return LinkPredictions(ids[0], ids[1], scores.numpy(), loaded.epoch)
 
 
@@ -271,16 +293,16 @@ def feature_rows(loaded: TrainedModel) -> Iterator[FeatureTable]:
     labels = None
     if loaded.config.label_inputs:
         schema = loaded.schema
-        labels = LabelInputs(loaded.data, schema.num_outputs, schema.num_tasks > 1)
+        labels = LabelInputs(loaded.data, schema.num_outputs, schema.is_multi_label)
     with feature_table(loaded.data, where, loaded.device, Group()) as table:
-        yield with_labels(table, labels)
+        yield append_labels(table, labels)
 
 
 def _outputs(
     loaded: TrainedModel,
     encoder: Model,
     table: FeatureTable,
-    numbers: Array | None,
+    indices: Array | None,
     reporter: Reporter,
     scratch: Path | None,
     memory: int | None,
@@ -288,8 +310,8 @@ def _outputs(
     """Return the (M, C) outputs of nodes, which may be given several times."""
     graph, device = loaded.data.graph, loaded.device
     nodes, places = None, None
-    if numbers is not None:
-        nodes, places = np.unique(numbers, return_inverse=True)
+    if indices is not None:
+        nodes, places = np.unique(indices, return_inverse=True)
     with reporter.task("predict") as bar:
         rows = inference(
             encoder,
@@ -304,8 +326,8 @@ def _outputs(
     return rows if places is None else rows[torch.from_numpy(places.reshape(-1))]
 
 
-def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
-    """Return the numbers of nodes by their ids."""
+def _node_indices(loaded: TrainedModel, nodes: Any) -> Array:
+    """Return the (M,) int64 node indices (0 to N - 1) of nodes, given their ids."""
     ids = nodes.cpu().numpy() if isinstance(nodes, Tensor) else np.asarray(nodes)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuUO"):
         raise ValueError(
@@ -313,8 +335,8 @@ def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
             "hint: ids are a vector of integers or texts"
         )
     texts = np.array([str(each) for each in ids.tolist()], object)
-    numbers = loaded.node_index.numbers_of(texts)
-    wrong = np.flatnonzero(numbers < 0)
+    indices = loaded.node_index.numbers_of(texts)
+    wrong = np.flatnonzero(indices < 0)
     if len(wrong):
         raise ValueError(
             f"{loaded.data.folder} has no node {texts[wrong[0]]!r} (place {wrong[0]}); it has "
@@ -322,7 +344,7 @@ def _numbers(loaded: TrainedModel, nodes: Any) -> Array:
             "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder; "
             "without that file they are the numbers from 0"
         )
-    return numbers
+    return indices
 
 
 def delete_scratch(folder: Path | None) -> None:
@@ -331,36 +353,40 @@ def delete_scratch(folder: Path | None) -> None:
         remove_scratch(folder)
 
 
-def part_numbers(data: Dataset, part: str) -> Array:
-    """Return the numbers of the nodes of a part.
+def split_indices(data: Dataset, split: str) -> Array:
+    """Return the (M,) int64 node indices (0 to N - 1) of a split.
 
     Raises:
-        ValueError: there is no such part, or it has no nodes.
+        ValueError: there is no such split, or it has no nodes.
     """
-    if part not in PARTS or len(data.split[part]) == 0:
+    if split not in SPLITS or len(data.split[split]) == 0:
         raise ValueError(
-            f"{data.name} has no {part} nodes\n\n"
-            "hint: the parts are train, valid and test, as far as the graph has them; without "
+            f"{data.name} has no {split} nodes\n\n"
+            "hint: the splits are train, valid and test, as far as the graph has them; without "
             "nodes, all are predicted"
         )
-    return data.split[part].numpy()
+    return data.split[split].numpy()
 
 
-def ids_of(data: Dataset, numbers: Array | None) -> Array:
-    """Return the (M,) ids of nodes by their numbers, of all nodes if None: int64 or text."""
+def get_node_ids(data: Dataset, indices: Array | None) -> Array:
+    """Return the (M,) ids of nodes, int64 or str.
+
+    Args:
+        data: the graph, with N nodes.
+        indices: (M,) int64 node indices (0 to N - 1); None for all nodes.
+    """
     ids = data.node_ids
     if ids is None:
-        return np.arange(data.graph.num_nodes) if numbers is None else numbers
+        return np.arange(data.graph.num_nodes) if indices is None else indices
     integers = as_integers(ids)
     values = np.array(ids, dtype=str) if integers is None else integers
-    return values if numbers is None else values[numbers]
+    return values if indices is None else values[indices]
 
 
 def check_finite(outputs: Tensor) -> None:
     """Raise a ValueError if an output is NaN or infinite."""
-    # outputs may be mapped from a file that is larger than the memory
-    parts = outputs.reshape(len(outputs), -1).split(CHECKED_ROWS)
-    wrong = sum(int((~torch.isfinite(part)).any(dim=1).sum()) for part in parts)
+    chunks = outputs.reshape(len(outputs), -1).split(CHECKED_ROWS)
+    wrong = sum(int((~torch.isfinite(chunk)).any(dim=1).sum()) for chunk in chunks)
     if wrong:
         raise ValueError(
             f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SUFFIXES = (".csv", ".csv.gz", ".parquet", ".npy")
-# rows that are written at once
+# rows are converted to text in chunks: the text of all takes several times their memory
 CHUNK_ROWS = 1 << 16
 
 
@@ -51,7 +51,7 @@ def check_file_output(name: str, path: Path, suffix: str, reader: str) -> None:
 
 
 def read_nodes(path: Path, known: KnownNodes) -> Array:
-    """Read the (M,) numbers of nodes from a file of ids: a column `node` or `id`, or .npy.
+    """Read the (M,) int64 node indices of a file of ids: a column `node` or `id`, or .npy.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -71,7 +71,10 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
 
 
 def read_pairs(path: Path, known: KnownNodes) -> tuple[Array, Array]:
-    """Read the (M,) numbers of sources and targets: columns `source` and `target`, or (2, M) .npy.
+    """Read pairs of nodes from a file of ids: columns `source` and `target`, or (2, M) .npy.
+
+    Returns:
+        (M,) int64 node indices (0 to N - 1) of the sources, and (M,) of the targets.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -108,21 +111,22 @@ def _load_npy(path: Path) -> Array:
 
 def _of_array(path: Path, ids: Array, known: KnownNodes) -> Array:
     texts = np.array([str(each) for each in ids.tolist()], object)
-    numbers = known.numbers_of(texts)
-    wrong = np.flatnonzero(numbers < 0)
+    indices = known.numbers_of(texts)
+    wrong = np.flatnonzero(indices < 0)
     if len(wrong):
         raise ValueError(
             f"{path}, row {wrong[0]}: no node has the id {texts[wrong[0]]!r}; there are "
             f"{known.count or 0:,} nodes\n\nhint: ids are those of the graph's source"
         )
-    return numbers
+    return indices
 
 
 def write_nodes(path: Path, found: NodePredictions, with_probabilities: bool) -> list[str]:
     """Write predictions for nodes atomically, and return the names of the columns.
 
-    Columns are `node`, `class` (of several tasks `class_0`, ...), and with probabilities `p_NAME`
-    for each class or task. A .npy file is a structured array of `node`, `class` and `probability`.
+    Columns are `node`, `class` (of label columns `class_0`, ...), and with probabilities `p_NAME`
+    for each class or label column. A .npy file is a structured array of `node`, `class` and
+    `probability`.
     """
     columns: dict[str, Array] = {"node": found.nodes}
     if found.classes.ndim == 1:

@@ -37,9 +37,9 @@ def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
     """Return the progress line that is printed after an epoch."""
     metric = line["metric"]
     words = [f"epoch {line['epoch'] + 1}/{epochs}", f"loss {line['loss']:.4f}"]
-    for part in ("minibatch", "valid", "test"):
-        if f"{part}_{metric}" in line:
-            words.append(f"{part} {line[f'{part}_{metric}']:.4f}")
+    for name in ("minibatch", "valid", "test"):
+        if f"{name}_{metric}" in line:
+            words.append(f"{name} {line[f'{name}_{metric}']:.4f}")
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
     words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
     return "  ".join(words)

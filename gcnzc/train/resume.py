@@ -19,7 +19,7 @@ from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.graph_files import check_files
 from gcnzc.train.old_names import rename_options
 from gcnzc.train.options import config_to_dict
-from gcnzc.train.output_files import moved
+from gcnzc.train.output_files import format_moved_error
 from gcnzc.train.run_folder import (
     BEST,
     CHECKPOINT,
@@ -120,7 +120,7 @@ def _lock_folder(trainer: Trainer, launch: record.Launch | None, stack: ExitStac
     folder, expected = trainer.folder, launch.folder if launch is not None else None
     is_same = expected is None or files.folder_identity(folder) == expected
     if not is_same and not is_of_launch(folder, launch):
-        raise ValueError(moved(folder))
+        raise ValueError(format_moved_error(folder))
     if not trainer.config.resume:
         folder.mkdir(parents=True, exist_ok=True)
     # first, so that an error names the launcher and not its worker, which it would replace

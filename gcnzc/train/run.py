@@ -32,7 +32,7 @@ from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.only_run import only_run
-from gcnzc.train.optimizers import build_method, warning_of_short_warmup
+from gcnzc.train.optimizers import build_method, format_warmup_warning
 from gcnzc.train.precision import build_precision
 from gcnzc.train.presets import describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
@@ -50,10 +50,10 @@ from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.node import NodeTask
-from gcnzc.train.tracing import warning_of_trace
+from gcnzc.train.tracing import format_trace_warning
 from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
 from gcnzc.train.unused_options import unused_options
-from gcnzc.train.weight_average import warning_of_no_average
+from gcnzc.train.weight_average import format_average_warning
 
 
 @only_run()
@@ -163,7 +163,7 @@ def train(
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
         steps = config.epochs * len(loader)
-        for message in (warning_of_short_warmup(config, steps), warning_of_trace(config, steps)):
+        for message in (format_warmup_warning(config, steps), format_trace_warning(config, steps)):
             if message:
                 reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
@@ -210,7 +210,7 @@ def _cuda_devices(device: torch.device) -> list[int]:
 
 def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
     """Train the remaining epochs, and return the result of the run; see `train`."""
-    while trainer.epoch < trainer.config.epochs and not out_of_patience(trainer):
+    while trainer.epoch < trainer.config.epochs and not is_out_of_patience(trainer):
         train_epoch(trainer, stopped)
         finish_epoch(trainer)
         flags = [stopped.is_set(), trainer.is_checkpoint_due()]
@@ -226,14 +226,14 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
             f"than that of epoch {trainer.best['epoch'] + 1}"
         )
     evaluate_last_epoch(trainer)
-    if message := warning_of_no_average(trainer.config, trainer.best["epoch"], trainer.lines):
+    if message := format_average_warning(trainer.config, trainer.best["epoch"], trainer.lines):
         trainer.reporter.say(f"warning: {message}")
     save(trainer)
     trainer.on_rank_zero(lambda: write_pending(trainer))
     return write_result(trainer)
 
 
-def out_of_patience(trainer: Trainer) -> bool:
+def is_out_of_patience(trainer: Trainer) -> bool:
     """Whether the last `patience` evaluations found no better model."""
     if not trainer.config.patience or not trainer.best:
         return False

@@ -16,11 +16,11 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train.layerwise.layer import gathered_rows
+from gcnzc.train.layerwise.layer import gather_rows
 from gcnzc.train.layerwise.ranges import assign_equal_ranges
 from gcnzc.train.layerwise.workers import MemoryRows, Workers
 
-# nodes of a minibatch
+# independent of the number of workers, as minibatches determine how outputs are rounded
 SAMPLED_NODES = 1024
 
 
@@ -62,17 +62,17 @@ def sampled_inference(
     columns = model.out_features
     rows = MemoryRows(workers.empty(parameter_dtype(model), len(nodes), columns))
     shares = assign_equal_ranges(len(nodes), SAMPLED_NODES, workers.count)
-    own = shares[workers.rank]
-    done, total = 0, sum(end - begin for begin, end in own)
+    spans = shares[workers.rank]
+    done, total = 0, sum(end - begin for begin, end in spans)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), joint_work(workers.group) as work:
-            for begin, end in own:
+            for begin, end in spans:
                 # a minibatch must not have a node twice
                 seeds, places = nodes[begin:end].unique(return_inverse=True)
                 batch = sampler.sample(seeds, epoch=0)
-                x = gathered_rows(table, batch.nodes, device, parameter_dtype(model))
+                x = gather_rows(table, batch.nodes, device, parameter_dtype(model))
                 logits = model([block.to(device) for block in batch.blocks], x)
                 rows.write(begin, end, logits[places.to(device)])
                 done += end - begin

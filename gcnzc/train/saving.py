@@ -12,7 +12,7 @@ from gcnzc.exchange.sync import all_gather, all_gather_scalar, flat_buffers
 from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
 from gcnzc.train.options import config_to_dict
-from gcnzc.train.output_files import unsaved
+from gcnzc.train.output_files import format_unsaved_error
 from gcnzc.train.plots import curves
 from gcnzc.train.run_folder import (
     BEST,
@@ -186,7 +186,9 @@ def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
     trainer.on_rank_zero(lambda: _write_interrupted(trainer))
     epoch = min(trainer.epoch + 1, trainer.config.epochs)
     if any(run(all_gather_scalar(len(trainer.files.failures)), trainer.group)):
-        message = unsaved(trainer.folder, trainer.files.causes()) if trainer.is_rank_zero else ""
+        message = ""
+        if trainer.is_rank_zero:
+            message = format_unsaved_error(trainer.folder, trainer.files.causes())
         raise Interrupted(
             f"stopped in epoch {epoch}; {message or 'worker 0 could not write all files'}"
         )

@@ -1,4 +1,4 @@
-"""What the model of a run reads and predicts: its features, and its classes or tasks."""
+"""What the model of a run reads and predicts: its features, and its classes or label columns."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,14 +11,19 @@ from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.run_folder import SCHEMA
 
+# fields whose keys in the file have another name, as in prepared folders
+STORED_KEYS = {"num_label_columns": "num_tasks"}
+FIELDS = {key: field for field, key in STORED_KEYS.items()}
+
 
 @dataclass(frozen=True)
 class Schema:
     """Numbers and names of the inputs and outputs of a model."""
 
     num_classes: int
-    """of each task"""
-    num_tasks: int
+    """of each label column"""
+    num_label_columns: int
+    """1 for classes"""
     features: Sequence[str] | None = None
     """names of the columns of features; None if they have none"""
     classes: Sequence[str] | None = None
@@ -26,20 +31,26 @@ class Schema:
 
     @property
     def num_outputs(self) -> int:
-        """The columns of the logits: classes, or tasks if there are several."""
-        return self.num_classes if self.num_tasks == 1 else self.num_tasks
+        """The columns of the logits: classes, or label columns if there are several."""
+        return self.num_classes if self.num_label_columns == 1 else self.num_label_columns
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether nodes have several labels, each 0 or 1, instead of a class."""
+        return self.num_label_columns > 1
 
 
 def schema_of(data: Dataset) -> Schema:
     """Return the schema of models that are trained on a graph."""
-    num_tasks = 1 if data.labels.ndim == 1 else data.labels.shape[1]
+    num_label_columns = 1 if data.labels.ndim == 1 else data.labels.shape[1]
     names = data.names
-    return Schema(data.num_classes, num_tasks, names.features, names.classes)
+    return Schema(data.num_classes, num_label_columns, names.features, names.classes)
 
 
 def write_schema(run: Path, data: Dataset) -> None:
     """Write the schema of a new run to its folder."""
-    files.write_json(run / SCHEMA, dataclasses.asdict(schema_of(data)))
+    fields = dataclasses.asdict(schema_of(data))
+    files.write_json(run / SCHEMA, {STORED_KEYS.get(key, key): fields[key] for key in fields})
 
 
 def read_schema(run: Path, trained: TrainConfig) -> Schema:
@@ -53,8 +64,9 @@ def read_schema(run: Path, trained: TrainConfig) -> Schema:
     if not path.is_file():
         assert trained.data is not None, "read_config has checked"
         return schema_of(load(trained.data, allow_nan=trained.allow_nan))
+    stored = files.read_json(path)
     try:
-        return Schema(**files.read_json(path))
+        return Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
     except TypeError as error:
         raise ValueError(
             f"{path} is damaged: {error}\n\nhint: was it edited? Restore it from a copy"
@@ -81,9 +93,12 @@ def check_names(schema: Schema, data: Dataset, source: Path) -> None:
             continue
         longer = max(len(trained), len(here))
         number = next(i for i in range(longer) if trained[i : i + 1] != here[i : i + 1])
-        mine, theirs = (str((*each[number : number + 1], "absent")[0]) for each in (here, trained))
+        found, expected = (
+            str((*each[number : number + 1], "absent")[0]) for each in (here, trained)
+        )
         raise ValueError(
-            f"{source}: {what} {number} is {mine!r}, but the model was trained with {theirs!r}\n\n"
+            f"{source}: {what} {number} is {found!r}, but the model was trained with "
+            f"{expected!r}\n\n"
             f"hint: prepare the graph again with {key} in the order of the run, which "
             f"{SCHEMA} in its folder lists"
         )

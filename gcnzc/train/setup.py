@@ -28,7 +28,7 @@ from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.full_batch import build_full_batch_loader
 from gcnzc.train.options import parse_cache_size
-from gcnzc.train.precision import HALF
+from gcnzc.train.precision import AUTOCAST_DTYPES
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
 from gcnzc.tune import profiles
@@ -207,7 +207,7 @@ def build_loader(
     group = group or Group()
     if not isinstance(config.batch_size, int):
         # the features of each step are then converted once
-        dtype = HALF.get(config.precision, torch.float32)
+        dtype = AUTOCAST_DTYPES.get(config.precision, torch.float32)
         return build_full_batch_loader(config, data, task.seeds, table, device, dtype)
     return Loader(
         data.graph,

@@ -83,7 +83,7 @@ def gather_spans(own: Sequence[Span], rank: int) -> Algorithm[list[Span]]:
 WARM_UP = 10
 
 
-def warning_of_trace(config: TrainConfig, steps: int) -> str:
+def format_trace_warning(config: TrainConfig, steps: int) -> str:
     """Return a warning if a run of `steps` steps is too short for --trace; "" otherwise."""
     shown = max(0, steps - WARM_UP)
     if shown >= config.trace:

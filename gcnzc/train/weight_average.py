@@ -78,13 +78,14 @@ class WeightAverage:
             self.averaged.update_parameters(self.model)
         self.steps = 0
         for name, value in _floating_buffers(self.model).items():
-            mine = self.buffers.setdefault(name, value.clone())
-            mine.lerp_(value, share)
+            averaged = self.buffers.setdefault(name, value.clone())
+            averaged.lerp_(value, share)
 
-    def evaluated(self) -> Algorithm[nn.Module]:
-        """Return the averaged model: the mean over the workers, which local steps let differ.
+    def build_evaluated_model(self) -> Algorithm[nn.Module]:
+        """Build the model that is evaluated: the mean of the averages of all workers.
 
-        Before the average has begun, this is the model that is trained. A collective operation.
+        The averages differ after local steps. Before the average has begun, the model that is
+        trained is returned. A collective operation.
         """
         if not self.updates:
             return self.model
@@ -122,15 +123,15 @@ class WeightAverage:
             count = len(state["parameters"])
             if count != len(parameters):
                 raise ValueError(f"an average of {count} parameters, not {len(parameters)}")
-        for number, mine in enumerate(parameters):
-            values = [state["parameters"][number].to(mine.device) for state in states]
-            if any(value.shape != mine.shape for value in values):
+        for number, averaged in enumerate(parameters):
+            values = [state["parameters"][number].to(averaged.device) for state in states]
+            if any(value.shape != averaged.shape for value in values):
                 raise ValueError(f"the average of parameter {number} has another shape")
             # differences, because the rounded mean of equal values may differ from them
             mean = values[0].clone()
             for value in values[1:]:
                 mean += (value - values[0]) / len(values)
-            mine.copy_(mean)
+            averaged.copy_(mean)
         self.averaged.n_averaged.fill_(first["updates"])
         here = _floating_buffers(self.model)
         self.buffers = {
@@ -144,7 +145,7 @@ def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None
     return None if config.average == "none" else WeightAverage(config, model)
 
 
-def warning_of_no_average(
+def format_average_warning(
     config: TrainConfig, best_epoch: int, lines: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return a warning if the best model of a run is none of its averages; "" otherwise.

@@ -295,16 +295,18 @@ class _AggregateWithTargets(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, own: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_targets: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         indptr, indices, a_S, b_T = ctx.saved_tensors
         if grad is None:
-            if own is None:
+            if grad_targets is None:
                 return (None,) * 5
-            grad = torch.zeros_like(own)
+            grad = torch.zeros_like(grad_targets)
         block = transpose(indptr, indices, ctx.num_sources)
         grad_x = sum_rows(block.indptr, block.targets, grad, b_T, a_S)
-        if own is not None:
-            grad_x[: len(own)].add_(own)
+        if grad_targets is not None:
+            grad_x[: len(grad_targets)].add_(grad_targets)
         return None, None, grad_x, None, None
 
 

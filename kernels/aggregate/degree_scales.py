@@ -41,13 +41,13 @@ def gcn_scales_reference(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _gcn_scales(indptr, degrees, sums, own):
+def _gcn_scales(indptr, degrees, sums, targets):
     kind = sums.dtype.type
     for t in range(len(degrees)):
         degree = kind(degrees[t])
         norm = kind(1) / kind(math.sqrt(kind(degrees[t] + 1)))
         sums[t] = norm * degree / kind(max(indptr[t + 1] - indptr[t], 1))
-        own[t] = norm * norm
+        targets[t] = norm * norm
 
 
 def gcn_scales(indptr: Tensor, degrees: Tensor, row_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -72,6 +72,6 @@ def gcn_scales(indptr: Tensor, degrees: Tensor, row_dtype: torch.dtype) -> tuple
     if degrees.device.type != "cpu":
         return gcn_scales_reference(indptr, degrees, row_dtype)
     # one short loop: threads of torch would wait for one another at the end of each operation
-    sums, own = (torch.empty(len(degrees), dtype=scale_dtype(row_dtype)) for _ in range(2))
-    _gcn_scales(*(each.numpy() for each in (indptr.long(), degrees.long(), sums, own)))
-    return sums, own
+    sums, targets = (torch.empty(len(degrees), dtype=scale_dtype(row_dtype)) for _ in range(2))
+    _gcn_scales(*(each.numpy() for each in (indptr.long(), degrees.long(), sums, targets)))
+    return sums, targets

@@ -12,7 +12,7 @@ from gcnzc import Loader, load, prepare
 from gcnzc.features.table import FeatureTable
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
 from gcnzc.train.tasks.node import NodeTask
@@ -135,14 +135,14 @@ def test_rows_of_labels(config):
     assert not rows[:3].any()
     assert torch.equal(rows[3:].argmax(1), data.labels[nodes[3:]])
     assert (rows[3:].sum(1) == 1).all()
-    table = with_labels(data.table, labels)
+    table = append_labels(data.table, labels)
     assert table.num_columns == data.table.num_columns + data.num_classes
     assert torch.equal(table.gather(nodes)[:, -data.num_classes :], rows)
     assert torch.equal(table.gather(nodes)[:, : -data.num_classes], data.table.gather(nodes))
-    # labels of tasks: 1, -1, and 0 for unknown
+    # label columns: 1, -1, and 0 for unknown
     several = torch.tensor([[1.0, 0.0, math.nan]]).repeat(data.graph.num_nodes, 1)
-    tasks = LabelInputs(replace(data, labels=several), 3, True)
-    assert tasks.rows(nodes[[0, 3]]).tolist() == [[0, 0, 0], [1, -1, 0]]
+    columns = LabelInputs(replace(data, labels=several), 3, True)
+    assert columns.rows(nodes[[0, 3]]).tolist() == [[0, 0, 0], [1, -1, 0]]
     # a graph without labels has none as features
     empty = torch.empty(0, dtype=torch.int64)
     unlabelled = replace(
@@ -150,22 +150,22 @@ def test_rows_of_labels(config):
         labels=torch.full_like(data.labels, -1),
         split=dict.fromkeys(("train", "valid", "test"), empty),
     )
-    for is_multi_task in (False, True):
-        assert not LabelInputs(unlabelled, 3, is_multi_task).rows(nodes).any()
-    assert isinstance(with_labels(data.table, None), FeatureTable)
+    for is_multi_label in (False, True):
+        assert not LabelInputs(unlabelled, 3, is_multi_label).rows(nodes).any()
+    assert isinstance(append_labels(data.table, None), FeatureTable)
 
 
-def test_label_inputs_reject_labels_of_other_classes_or_tasks(config, tmp_path):
+def test_label_inputs_reject_labels_of_other_classes_or_columns(config, tmp_path):
     data = load(config.data)
     several = torch.ones(data.graph.num_nodes, 2)
-    for labels, columns, is_multi_task, message in (
+    for labels, columns, is_multi_label, message in (
         (data.labels, 2, False, "labels of 2 classes .* labels of class 2"),
-        (data.labels, 3, True, "labels of 3 tasks .* labels of class 2"),
-        (several, 3, True, "labels of 3 tasks .* labels of 2 tasks"),
-        (several, 3, False, "labels of 3 classes .* labels of 2 tasks"),
+        (data.labels, 3, True, "labels of 3 columns .* labels of class 2"),
+        (several, 3, True, "labels of 3 columns .* labels of 2 columns"),
+        (several, 3, False, "labels of 3 classes .* labels of 2 columns"),
     ):
         with pytest.raises(ValueError, match=message):
-            LabelInputs(replace(data, labels=labels), columns, is_multi_task)
+            LabelInputs(replace(data, labels=labels), columns, is_multi_label)
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])
@@ -193,19 +193,19 @@ def test_label_inputs_extend_features_of_every_dtype(dtype, graph, config, tmp_p
         again = evaluate(EvaluateConfig(run=tmp_path / "run", evaluate=method))
         assert again["test_accuracy"] == pytest.approx(line["test_accuracy"], abs=0.02)
     data = load(tmp_path / "graph")
-    table = with_labels(data.table, LabelInputs(data, 3, False))
+    table = append_labels(data.table, LabelInputs(data, 3, False))
     assert table.dtype == torch.float32
     assert table.gather(torch.arange(5)).shape == (5, 7)
 
 
 def test_columns_of_labels_train_with_every_metric(tmp_path):
     random = np.random.default_rng(0)
-    count, tasks = 400, 3
+    count, columns = 400, 3
     features = random.standard_normal((count, 6)).astype(np.float32)
-    labels = (features[:, :tasks] + 0.3 * random.standard_normal((count, tasks)) > 0).astype(
+    labels = (features[:, :columns] + 0.3 * random.standard_normal((count, columns)) > 0).astype(
         np.float32
     )
-    labels[random.random((count, tasks)) < 0.2] = np.nan
+    labels[random.random((count, columns)) < 0.2] = np.nan
     order = random.permutation(count)
     np.savez(
         tmp_path / "g.npz",

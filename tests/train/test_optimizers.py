@@ -14,7 +14,7 @@ from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, resize_state
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.optimizers import build_method, warmup_steps, warning_of_short_warmup
+from gcnzc.train.optimizers import build_method, format_warmup_warning, warmup_steps
 from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.run import train
 
@@ -179,11 +179,11 @@ def test_invalid_options_are_rejected(options, message):
 
 def test_a_warm_up_too_short_for_the_variance_is_warned_of():
     for optimizer in ONE_BIT:
-        short = warning_of_short_warmup(TrainConfig(optimizer=optimizer), 6)
+        short = format_warmup_warning(TrainConfig(optimizer=optimizer), 6)
         assert short.startswith(f"{optimizer} has a warm-up of 1 of 6 steps")
-        assert not warning_of_short_warmup(TrainConfig(optimizer=optimizer), 100)
-    assert not warning_of_short_warmup(TrainConfig(optimizer="adam"), 6)
-    assert not warning_of_short_warmup(TrainConfig(optimizer="onebit-adam", warmup="auto"), 6)
+        assert not format_warmup_warning(TrainConfig(optimizer=optimizer), 100)
+    assert not format_warmup_warning(TrainConfig(optimizer="adam"), 6)
+    assert not format_warmup_warning(TrainConfig(optimizer="onebit-adam", warmup="auto"), 6)
 
 
 def test_fragments_may_be_modules_or_named():

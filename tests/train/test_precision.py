@@ -103,7 +103,7 @@ def test_runs_learn_as_in_float32_and_are_evaluated_in_float32(
     assert found["valid_accuracy"] > 0.6
     assert found["valid_accuracy"] == pytest.approx(expected["valid_accuracy"], abs=0.08)
     assert found["options"]["precision"] == name
-    dtype = precision.HALF[name]
+    dtype = precision.AUTOCAST_DTYPES[name]
     # full-batch features are converted once, others are gathered as they are stored
     features = dtype if choice == "full batch" else torch.float32
     assert seen.training == {(features, dtype)}
@@ -311,11 +311,11 @@ def test_tf32_is_enabled_only_within_steps(monkeypatch):
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     fast, default = (Precision(name, CPU) for name in ("tf32", "float32"))
-    with default.enabled():
+    with default.enable_tf32():
         assert matmul.allow_tf32 == before
 
     def fail_within():
-        with fast.enabled():
+        with fast.enable_tf32():
             # new in torch 2.9
             assert getattr(matmul, "fp32_precision", "tf32") == "tf32"
             raise Stopped
@@ -338,7 +338,7 @@ def test_tf32_is_enabled_in_old_versions_of_torch(monkeypatch):
     monkeypatch.setattr(precision, "check_precision", lambda name, device: None)
     monkeypatch.setattr(torch.backends.cuda, "matmul", OldMatmul())
     fast = Precision("tf32", CPU)
-    with fast.enabled():
+    with fast.enable_tf32():
         assert torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32
 

@@ -21,7 +21,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models import GIN, SAGE
 from gcnzc.train import inference as inference_module
 from gcnzc.train.inference import inference
-from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise import journal, ranges, stored_rows
 from gcnzc.train.layerwise import scratch as scratch_module
 
@@ -406,7 +406,7 @@ def test_label_inputs_are_read_and_identified(small, tmp_path):
     tables = []
     for offset in (0, 1):
         data = SimpleNamespace(graph=graph, labels=(labels + offset) % 3, split=split)
-        tables.append(with_labels(FeatureTable(x), LabelInputs(data, 3, False)))
+        tables.append(append_labels(FeatureTable(x), LabelInputs(data, 3, False)))
     model = SAGE(8, 8, 3)
     found = inference(model, graph, tables[0], scratch=tmp_path, **small)
     assert torch.equal(found, inference(model, graph, tables[0], batch_nodes=7))

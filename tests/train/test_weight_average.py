@@ -66,17 +66,17 @@ def test_the_averages_are_those_of_their_definitions():
         swa.end_epoch(epoch)
         swa.end_epoch(epoch)  # of a run whose last epoch is evaluated later
         if epoch < 2:
-            assert run(swa.evaluated(), Group()) is model
+            assert run(swa.build_evaluated_model(), Group()) is model
     expected, statistic = weights[0], statistics[0]
     for value in weights[1:]:
         expected = 0.9 * expected + 0.1 * value
     for value in statistics[1:]:
         statistic = statistic.lerp(value, 1 - 0.9**3)
-    found = run(ema.evaluated(), Group())
+    found = run(ema.build_evaluated_model(), Group())
     torch.testing.assert_close(found[0].weight, expected)
     torch.testing.assert_close(found[1].running_mean, statistic)
     assert ema.updates == 12
-    found = run(swa.evaluated(), Group())
+    found = run(swa.build_evaluated_model(), Group())
     torch.testing.assert_close(found[0].weight, (by_epoch[2] + by_epoch[3]) / 2)
     torch.testing.assert_close(found[1].running_mean, (statistics[2] + statistics[3]) / 2)
     assert swa.updates == 2
@@ -92,7 +92,7 @@ def test_workers_with_other_weights_evaluate_their_mean():
         averages.append(WeightAverage(TrainConfig(average="ema"), model))
         averages[-1].end_step()
         averages[-1].end_epoch(0)
-    found = lockstep([each.evaluated() for each in averages]).results
+    found = lockstep([each.build_evaluated_model() for each in averages]).results
     mean = sum(model[0].weight for model in models) / 3
     for each in found:
         torch.testing.assert_close(each[0].weight, mean)
@@ -100,7 +100,7 @@ def test_workers_with_other_weights_evaluate_their_mean():
     # the same for a run that resumes with one worker
     one = WeightAverage(TrainConfig(average="ema"), Small())
     one.load_state_dicts([each.state_dict() for each in averages])
-    torch.testing.assert_close(run(one.evaluated(), Group())[0].weight, mean)
+    torch.testing.assert_close(run(one.build_evaluated_model(), Group())[0].weight, mean)
     with pytest.raises(ValueError, match="another shape"):
         one.load_state_dicts([{**one.state_dict(), "parameters": [torch.zeros(1)] * 4}])
     with pytest.raises(ValueError, match="an average of 1 parameters"):
@@ -156,7 +156,7 @@ def test_a_run_that_is_extended_averages_anew():
     longer.load_state_dicts([swa.state_dict()])
     longer.end_epoch(2)
     assert longer.updates == 0
-    assert run(longer.evaluated(), Group()) is model
+    assert run(longer.build_evaluated_model(), Group()) is model
     # or already in the next epoch, so that no epoch before it is averaged
     next_one = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
     next_one.load_state_dicts([swa.state_dict()])
@@ -169,4 +169,5 @@ def test_a_run_that_is_extended_averages_anew():
                 parameter.fill_(epoch)
         longer.end_epoch(epoch)
     assert longer.updates == 1
-    assert all((value == 4).all() for value in run(longer.evaluated(), Group()).parameters())
+    found = run(longer.build_evaluated_model(), Group())
+    assert all((value == 4).all() for value in found.parameters())

@@ -9,14 +9,14 @@ from typing import Literal
 import tyro
 
 from gcnzc.cli.output import print_json
-from gcnzc.datasets.source import PARTS
+from gcnzc.datasets.source import SPLITS
 from gcnzc.train.prediction import (
     TrainedModel,
     delete_scratch,
     load_model,
-    part_numbers,
     predict_nodes,
     predict_pairs,
+    split_indices,
 )
 from gcnzc.train.prediction_files import read_nodes, read_pairs, write_links, write_nodes
 from gcnzc.train.progress import Reporter
@@ -84,20 +84,20 @@ def _predict_nodes(
     config: PredictConfig, loaded: TrainedModel, reporter: Reporter
 ) -> tuple[int, list[str]]:
     if config.nodes == "all":
-        numbers = None
-    elif config.nodes in PARTS:
-        numbers = part_numbers(loaded.data, config.nodes)
+        nodes = None
+    elif config.nodes in SPLITS:
+        nodes = split_indices(loaded.data, config.nodes)
     else:
         path = Path(config.nodes)
         if not path.exists():
-            near = difflib.get_close_matches(config.nodes, ("all", *PARTS), 1)
+            near = difflib.get_close_matches(config.nodes, ("all", *SPLITS), 1)
             suggestion = f"did you mean {near[0]}? " if near else ""
             raise FileNotFoundError(
                 f"--nodes: there is no file {config.nodes}\n\n"
                 f"hint: {suggestion}give all, train, valid, test or a file of ids"
             )
-        numbers = read_nodes(path, loaded.node_index)
-    found = predict_nodes(loaded, numbers, reporter, config.scratch, config.memory_bytes)
+        nodes = read_nodes(path, loaded.node_index)
+    found = predict_nodes(loaded, nodes, reporter, config.scratch, config.memory_bytes)
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
 

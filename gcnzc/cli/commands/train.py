@@ -15,7 +15,7 @@ from gcnzc.train import run as train_run
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import format_rate
-from gcnzc.train.output_files import Unsaved, unsaved
+from gcnzc.train.output_files import Unsaved, format_unsaved_error
 from gcnzc.train.progress import Reporter
 from gcnzc.train.record import Launch
 
@@ -68,7 +68,7 @@ def train_command(config: TrainConfig, reporter: Reporter, group: Group | None =
         reporter.say(line)
     print_json(result)
     if result["unsaved"]:
-        raise Unsaved(unsaved(folder, result["unsaved"]))
+        raise Unsaved(format_unsaved_error(folder, result["unsaved"]))
 
 
 def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:

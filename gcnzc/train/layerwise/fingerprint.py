@@ -1,4 +1,4 @@
-"""Checksums of models, graphs and features, by which stored rows are recognized as theirs."""
+"""Checksums of models, graphs and features, which identify the rows stored for them."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model
 from gcnzc.train.label_inputs import LabelledTable
 
-# bytes of a tensor that are read at once
+# tensors are read in chunks, which threads checksum in parallel, and of which few are in memory
 CHUNK_BYTES = 1 << 24
 
 

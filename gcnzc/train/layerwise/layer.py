@@ -66,7 +66,13 @@ class FullLayer:
         self.norms: Tensor | None = None
 
     def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: Workers) -> None:
-        """Compute the projected rows, attention scores and norms of `sources` or of all nodes."""
+        """Compute the projected rows, attention scores and norms of the sources.
+
+        Args:
+            sources: (S,) int64 ids of the nodes that are sources; None for all nodes.
+            batch_nodes: maximum number of nodes that are computed at a time.
+            workers: the workers among which the sources are divided.
+        """
         if not (self.is_projected or self.is_in_place):
             return
         num_rows = self.table.num_rows
@@ -104,7 +110,15 @@ class FullLayer:
             self.aggregated = FeatureTable(projected)
 
     def outputs(self, ids: Tensor, *, is_range: bool) -> Tensor:
-        """Compute the output rows of nodes `ids`, which are consecutive if `is_range`."""
+        """Compute the output rows of nodes.
+
+        Args:
+            ids: (T,) int64 node ids.
+            is_range: whether the ids are consecutive numbers.
+
+        Returns:
+            (T, columns) on the device of the model.
+        """
         aggregate: Callable[[Tensor, bool], tuple[Tensor, Tensor]] = (
             self.aggregate_in_place if self.is_in_place else self._aggregate_gathered
         )
@@ -114,13 +128,23 @@ class FullLayer:
         return self.model.transform_output(self.index, out, x_target)
 
     def aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
-        """Return the layer's outputs for nodes, and their input rows."""
+        """Aggregate the rows of in-neighbours from the table, without gathering them first.
+
+        Args:
+            ids, is_range: see `outputs`.
+
+        Returns:
+            (T, columns) outputs of the layer, and (T, in_features) input rows of the nodes.
+        """
         indptr, indices = self.edges_of(ids, is_range)
-        own = ids
+        self_index = ids
         if self.aggregated_row_of is not None:
-            indices, own = self.aggregated_row_of[indices], self.aggregated_row_of[ids].long()
+            indices, self_index = (
+                self.aggregated_row_of[indices],
+                self.aggregated_row_of[ids].long(),
+            )
         degrees = indptr.diff() if self.layer.needs_degrees else None
-        edges = LayerEdges(indptr, indices, own, self.norms, degrees)
+        edges = LayerEdges(indptr, indices, self_index, self.norms, degrees)
         x_target = self.inputs(ids)
         out = self.layer.compute_targets(
             edges, self.aggregated.rows, self.scores, x_target, self.is_projected
@@ -128,7 +152,11 @@ class FullLayer:
         return out, x_target
 
     def edges_of(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
-        """Return the in-edges of nodes in CSC format, see `in_edges`."""
+        """Return the in-edges of nodes in CSC format, see `in_edges`.
+
+        Args:
+            ids, is_range: see `outputs`.
+        """
         return in_edges(self.graph, slice(int(ids[0]), int(ids[-1]) + 1) if is_range else ids)
 
     def _aggregate_gathered(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
@@ -153,17 +181,33 @@ class FullLayer:
         return self.layer.compute_targets(edges, rows, scores, x_target, True), x_target
 
     def inputs(self, ids: Tensor) -> Tensor:
-        """Return the layer's input rows of nodes, on its device."""
+        """Return the layer's input rows of nodes.
+
+        Args:
+            ids: (T,) int64 node ids.
+
+        Returns:
+            (T, in_features) on the device of the model.
+        """
         return self.model.transform_input(self.index, self._rows(self.table, self.row_of, ids))
 
     def _rows(self, table: FeatureTable, row_of: Tensor | None, ids: Tensor) -> Tensor:
         at = ids if row_of is None else row_of[ids]
-        return gathered_rows(table, at, self.device, self.dtype)
+        return gather_rows(table, at, self.device, self.dtype)
 
 
-def gathered_rows(
+def gather_rows(
     table: FeatureTable, at: Tensor, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Gather rows of a table, and convert them to the dtype and device of a model."""
+    """Gather rows of a table, and convert them to the dtype and device of a model.
+
+    Args:
+        table: (n, columns) rows.
+        at: (B,) integer row indices.
+        device, dtype: of the model.
+
+    Returns:
+        (B, columns).
+    """
     is_zero_copy = device.type == "cuda" and not table.is_sparse and table.rows.is_pinned()
     return table.gather(at.to(device if is_zero_copy else table.device)).to(device, dtype)

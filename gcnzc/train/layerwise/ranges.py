@@ -2,6 +2,8 @@
 
 Ranges must not depend on the number of workers, nor on where rows are stored, because they
 determine how outputs are rounded.
+
+Notation: N nodes, M requested nodes, T targets, E edges.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +33,18 @@ def limit_batch_nodes(graph: Graph, batch_nodes: int) -> int:
 def needed_nodes(
     graph: Graph, num_layers: int, nodes: Tensor | None, batch_nodes: int
 ) -> list[Tensor | None]:
-    """Return each layer's source nodes, input layer first, then `nodes`; None means all nodes."""
+    """Return the nodes whose rows are needed to compute the outputs of some nodes.
+
+    Args:
+        graph: the whole graph.
+        num_layers: number of layers.
+        nodes: (M,) int64 node ids; None for all nodes.
+        batch_nodes: maximum number of nodes whose in-edges are read at a time.
+
+    Returns:
+        The sorted int64 ids of each layer's sources, input layer first, then `nodes`. None stands
+        for all nodes.
+    """
     needed = [nodes]
     for _ in range(num_layers):
         targets = needed[0]
@@ -46,7 +59,16 @@ def needed_nodes(
 
 
 def ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]:
-    """Yield ranges of `ids`, or of all nodes, with bounded numbers of nodes and edges."""
+    """Yield ranges of nodes, with bounded numbers of nodes and edges.
+
+    Args:
+        graph: the whole graph.
+        ids: (T,) int64 node ids; None for all nodes.
+        batch_nodes: maximum number of nodes of a range.
+
+    Yields:
+        Begin and end of each range, as positions in `ids`.
+    """
     ends = _offsets(graph, ids)
     begin, count = 0, len(ends) - 1
     while begin < count:
@@ -59,19 +81,45 @@ def ranges(graph: Graph, ids: Tensor | None, batch_nodes: int) -> Iterator[Span]
 def assign_ranges(
     graph: Graph, ids: Tensor | None, batch_nodes: int, num_workers: int
 ) -> list[list[Span]]:
-    """Assign ranges of nodes to workers, with about equal sums of nodes and edges."""
+    """Assign ranges of nodes to workers, with about equal sums of nodes and edges.
+
+    Args:
+        graph, ids, batch_nodes: see `ranges`.
+        num_workers: number of workers.
+
+    Returns:
+        The ranges of each worker, in ascending order.
+    """
     ends, spans = _offsets(graph, ids), list(ranges(graph, ids, batch_nodes))
     return divide_spans(spans, [e - b + int(ends[e] - ends[b]) for b, e in spans], num_workers)
 
 
 def assign_equal_ranges(count: int, size: int, num_workers: int) -> list[list[Span]]:
-    """Assign the ranges of `size` rows among `count` rows to workers, about as many to each."""
+    """Assign ranges of rows to workers, about as many rows to each.
+
+    Args:
+        count: number of rows.
+        size: rows of a range; the last one may have fewer.
+        num_workers: number of workers.
+
+    Returns:
+        The ranges of each worker, in ascending order.
+    """
     spans = [(at, min(at + size, count)) for at in range(0, count, size)]
     return divide_spans(spans, [end - begin for begin, end in spans], num_workers)
 
 
 def divide_spans(spans: Sequence[Span], costs: Sequence[int], num_workers: int) -> list[list[Span]]:
-    """Divide consecutive spans into one consecutive group per worker, of about equal cost."""
+    """Divide consecutive spans into one consecutive group per worker, of about equal cost.
+
+    Args:
+        spans: the spans, in ascending order.
+        costs: positive cost of each span.
+        num_workers: number of workers.
+
+    Returns:
+        The spans of each worker.
+    """
     shares: list[list[Span]] = [[] for _ in range(num_workers)]
     before, total = 0, sum(costs)
     for span, cost in zip(spans, costs, strict=True):
@@ -89,7 +137,15 @@ def _offsets(graph: Graph, ids: Tensor | None) -> Tensor:
 
 
 def in_edges(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
-    """Return the in-edges of nodes in CSC format: indptr, and the node ids of the sources."""
+    """Return the in-edges of nodes in CSC format.
+
+    Args:
+        graph: the whole graph.
+        ids: (T,) int64 node ids, or a slice of consecutive ones.
+
+    Returns:
+        (T + 1,) int64 offsets, and (E,) node ids of the sources, with the dtype of `graph.indices`.
+    """
     if isinstance(ids, slice):
         bounds = graph.indptr[ids.start : ids.stop + 1]
         return bounds - bounds[0], graph.indices[int(bounds[0]) : int(bounds[-1])]
@@ -100,17 +156,30 @@ def in_edges(graph: Graph, ids: Tensor | slice) -> tuple[Tensor, Tensor]:
 
 
 def degrees_of(graph: Graph, ids: Tensor) -> Tensor:
-    """Return the in-degrees of nodes, int64."""
+    """Return the (T,) int64 in-degrees of nodes, given their (T,) int64 ids."""
     return graph.indptr[ids + 1] - graph.indptr[ids]
 
 
 def ids_of_range(nodes: Tensor | None, begin: int, end: int) -> Tensor:
-    """Return the node ids of a range of `nodes`, or of all nodes."""
+    """Return the (end - begin,) int64 node ids of a range of nodes.
+
+    Args:
+        nodes: (M,) int64 node ids; None for all nodes.
+        begin, end: positions in `nodes`.
+    """
     return torch.arange(begin, end) if nodes is None else nodes[begin:end]
 
 
 def row_index(ids: Tensor | None, graph: Graph) -> Tensor | None:
-    """Return (N,) positions of nodes in `ids`, or None if `ids` is None (all nodes in order)."""
+    """Return the position of each node in `ids`.
+
+    Args:
+        ids: (M,) int64 node ids; None for all nodes in order.
+        graph: the whole graph.
+
+    Returns:
+        (N,) positions with the dtype of `graph.indices`, 0 for other nodes; None if `ids` is None.
+    """
     if ids is None:
         return None
     row_of = torch.zeros(graph.num_nodes, dtype=graph.indices.dtype)

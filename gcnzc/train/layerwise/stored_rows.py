@@ -78,7 +78,7 @@ class StoredRows:
         return self.name in self.journal.finished
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether the rows of a range are computed and on the disk."""
+        """Whether the rows from `begin` to before `end` are computed and on the disk."""
         return self.is_finished or (begin, end) in self.journal.spans.get(self.name, ())
 
     def write(self, begin: int, end: int, values: Tensor) -> None:
@@ -127,7 +127,19 @@ class StoredRows:
         self._pending, self._pending_bytes, self._synced_at = [], 0, time.monotonic()
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Read the rows of a range."""
+        """Read the rows of a range.
+
+        Args:
+            begin: first row.
+            end: last row + 1.
+
+        Returns:
+            (end - begin, num_columns) on the host.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file ends before the range does.
+        """
         out = torch.empty(end - begin, self.num_columns, dtype=self.dtype)
         if out.numel():
             rest = bytes_of(out)

@@ -18,7 +18,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.kernels.aggregate.degree_scales import inverse_sqrt_degrees
 from gcnzc.models.layer_edges import LayerEdges
 from gcnzc.models.stack import Model
-from gcnzc.train.layerwise.layer import FullLayer, gathered_rows
+from gcnzc.train.layerwise.layer import FullLayer, gather_rows
 from gcnzc.train.layerwise.ranges import (
     assign_equal_ranges,
     degrees_of,
@@ -56,7 +56,7 @@ class StreamedLayer(FullLayer):
         self._compact = _Compact(graph.num_nodes)
 
     def prepare_sources(self, sources: Tensor | None, batch_nodes: int, workers: Workers) -> None:
-        """Compute the projected rows and attention scores of `sources` or of all nodes."""
+        """See `FullLayer.prepare_sources`; norms are computed for each chunk instead."""
         has_scores = self.layer.has_scores and (self.is_projected or self.is_in_place)
         count = self.graph.num_nodes if sources is None else len(sources)
         self.scores = torch.empty(count, 0, dtype=self.dtype)
@@ -94,7 +94,7 @@ class StreamedLayer(FullLayer):
             self.aggregated, self.aggregated_row_of = tables[0], row_index(sources, self.graph)
 
     def aggregate_in_place(self, ids: Tensor, is_range: bool) -> tuple[Tensor, Tensor]:
-        """Return the layer's outputs for nodes, and their input rows."""
+        """See `FullLayer.aggregate_in_place`; the rows of one chunk at a time are gathered."""
         indptr, indices = self.edges_of(ids, is_range)
         degrees = indptr.diff() if self.layer.needs_degrees else None
         # a marker: the norms of each chunk are computed from its degrees
@@ -121,12 +121,12 @@ class StreamedLayer(FullLayer):
         """
         at = ids if self.aggregated_row_of is None else self.aggregated_row_of[ids]
         if len(ids) <= self.max_rows:
-            return gathered_rows(self.aggregated, at, self.device, self.dtype)
+            return gather_rows(self.aggregated, at, self.device, self.dtype)
         # deleted with its last reference
         with tempfile.TemporaryFile(dir=self.scratch.folder) as file:
             for begin in range(0, len(at), self.max_rows):
                 part = at[begin : begin + self.max_rows]
-                rows = gathered_rows(self.aggregated, part, self.device, self.dtype)
+                rows = gather_rows(self.aggregated, part, self.device, self.dtype)
                 file.write(bytes_of(rows))
             file.flush()
             return map_rows(file.fileno(), len(at), self.aggregated.num_columns, self.dtype)
@@ -195,9 +195,9 @@ class _ChunkedLayerEdges(LayerEdges):
         parts = []
         for chunk in self._chunks():
             norms = None if source_scale is None else self.source.norms_of(chunk.ids)
-            own_rows, scale = self.source.rows_of(chunk.ids), target_scale[chunk.targets]
-            parts.append(chunk.edges.aggregate(own_rows, scale, norms))
-        return _joined(parts)
+            chunk_rows, scale = self.source.rows_of(chunk.ids), target_scale[chunk.targets]
+            parts.append(chunk.edges.aggregate(chunk_rows, scale, norms))
+        return _concatenate(parts)
 
     def gat_aggregate(
         self,
@@ -212,10 +212,10 @@ class _ChunkedLayerEdges(LayerEdges):
         assert self.source is not None, "as constructed"
         parts = []
         for chunk in self._chunks():
-            own_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
-            own_scores, targets = self.source.scores_of(chunk.ids), target_scores[chunk.targets]
-            parts.append(chunk.edges.gat_aggregate(own_rows, own_scores, targets))
-        return _joined(parts)
+            chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
+            chunk_scores, targets = self.source.scores_of(chunk.ids), target_scores[chunk.targets]
+            parts.append(chunk.edges.gat_aggregate(chunk_rows, chunk_scores, targets))
+        return _concatenate(parts)
 
     def gatv2_aggregate(
         self,
@@ -230,10 +230,10 @@ class _ChunkedLayerEdges(LayerEdges):
         assert self.source is not None, "as constructed"
         parts = []
         for chunk in self._chunks():
-            own_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
+            chunk_rows = self.source.rows_of(chunk.ids).view(-1, *rows_SHF.shape[1:])
             targets = targets_THF[chunk.targets]
-            parts.append(chunk.edges.gatv2_aggregate(own_rows, targets, attention_HF))
-        return _joined(parts)
+            parts.append(chunk.edges.gatv2_aggregate(chunk_rows, targets, attention_HF))
+        return _concatenate(parts)
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield chunks of targets whose source rows fit into memory, but of at least one target."""
@@ -248,13 +248,14 @@ class _ChunkedLayerEdges(LayerEdges):
             end = min(max(end, begin + 1), count)
             bounds = self.indptr[begin : end + 1]
             indices = self.indices[int(bounds[0]) : int(bounds[-1])]
-            own = self.self_index[begin:end]
-            ids, index = self.source.compact(torch.cat([indices.long(), own.long()]))
+            targets = self.self_index[begin:end]
+            ids, index = self.source.compact(torch.cat([indices.long(), targets.long()]))
             num_edges = len(indices)
             edges = LayerEdges(bounds - bounds[0], index[:num_edges], index[num_edges:].long())
             yield _Chunk(slice(begin, end), ids, edges)
             begin = end
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate rows, without a copy of a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -19,7 +19,8 @@ Scores: TypeAlias = dict[str, dict[str, float]]  # metric -> split -> value
 
 Progress: TypeAlias = Callable[[int, int], object]
 
-# the splits that are scored after an epoch
+# The validation split selects the best model, and the test split is reported for it. The training
+# split is not scored after an epoch, as its nodes would have to be computed as well.
 EVALUATED = ("valid", "test")
 
 
@@ -38,10 +39,26 @@ class Task(Protocol):
         """Build a model on the CPU, with initial weights from torch's generator."""
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Compute the logits of a minibatch, one row per label."""
+        """Compute the logits of a minibatch.
+
+        Args:
+            model: a model of `model`, on the device of the minibatch.
+            batch: S seed nodes, or P pairs of nodes in link prediction.
+
+        Returns:
+            (S, C) of nodes, or (P,) of pairs.
+        """
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss: a scalar, the mean over the minibatch."""
+        """Compute the mean loss over the minibatch; a call follows each call of `logits`.
+
+        Args:
+            logits: (S, C) or (P,) floating point, the result of `logits`.
+            labels: (S,) int64 classes, (S, C) of 0, 1 or NaN for unknown; or (P,) of pairs, 0 or 1.
+
+        Returns:
+            () on the device of the logits.
+        """
 
     def evaluate(
         self,
@@ -51,7 +68,7 @@ class Task(Protocol):
         progress: Progress,
         group: Group | None = None,
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> Scores:
         """Score the model on splits, by the method of `evaluator`.
 
@@ -66,7 +83,7 @@ class Task(Protocol):
         group: Group,
         say: Callable[[str], object],
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> None:
         """Choose the method of `evaluator` for splits if it is "auto", and say why.
 
@@ -93,13 +110,15 @@ def build_evaluator(config: TrainConfig) -> Evaluator:
     return Evaluator(config.evaluate, config.evaluate_fanouts or config.fanouts, config.seed)
 
 
-def agreed_scores(scores: Scores, group: Group | None) -> Scores:
-    """Return the scores of worker 0 on all workers.
+def broadcast_scores(scores: Scores, group: Group | None) -> Scores:
+    """Broadcast the scores of worker 0 to all workers.
 
     The outputs are the same on all workers, but sums of them may differ between processor models.
     """
     if group is None or group.world_size == 1:
         return scores
-    values = [value for parts in scores.values() for value in parts.values()]
-    agreed = iter([run(all_gather_scalar(float(value)), group)[0] for value in values])
-    return {metric: {part: next(agreed) for part in parts} for metric, parts in scores.items()}
+    values = [value for by_split in scores.values() for value in by_split.values()]
+    first = iter([run(all_gather_scalar(float(value)), group)[0] for value in values])
+    return {
+        metric: {split: next(first) for split in by_split} for metric, by_split in scores.items()
+    }

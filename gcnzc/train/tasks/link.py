@@ -22,7 +22,7 @@ from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
     Scores,
-    agreed_scores,
+    broadcast_scores,
     build_evaluator,
 )
 
@@ -98,7 +98,7 @@ class LinkTask:
         progress: Progress,
         group: Group | None = None,
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> Scores:
         """See `Task`."""
         nodes = self._evaluated_nodes()
@@ -107,7 +107,7 @@ class LinkTask:
         )
         place = torch.zeros(self.data.graph.num_nodes, dtype=torch.int64)
         place[nodes] = torch.arange(len(nodes))
-        return agreed_scores(self._scores(model, rows, place), group)
+        return broadcast_scores(self._scores(model, rows, place), group)
 
     def choose_evaluation(
         self,
@@ -116,7 +116,7 @@ class LinkTask:
         group: Group,
         say: Callable[[str], object],
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> None:
         """See `Task`."""
         nodes = self._evaluated_nodes()
@@ -135,26 +135,26 @@ class LinkTask:
         rows = inference(
             model.encoder, self.data.graph, table, device, progress=progress, group=group
         )
-        return rows, agreed_scores(self._scores(model, rows, torch.arange(len(rows))), group)
+        return rows, broadcast_scores(self._scores(model, rows, torch.arange(len(rows))), group)
 
     def _evaluated_nodes(self) -> Tensor:
         """Return the (M,) int64 ids of the nodes of all validation and test pairs, sorted."""
         seen = torch.zeros(self.data.graph.num_nodes, dtype=torch.bool)
-        for part in ("valid", "test"):
-            for ids in (self.links.edges[part], self.links.negatives[part]):
+        for split in ("valid", "test"):
+            for ids in (self.links.edges[split], self.links.negatives[split]):
                 seen[ids.flatten().long()] = True
         return seen.nonzero().flatten()
 
     def _scores(self, model: LinkModel, rows: Tensor, place: Tensor) -> Scores:
         result: Scores = {}
-        for part in ("valid", "test"):
-            sources, targets = (place[ends.long()] for ends in self.links.edges[part])
-            others = place[self.links.negatives[part].long()]
+        for split in ("valid", "test"):
+            sources, targets = (place[ends.long()] for ends in self.links.edges[split])
+            others = place[self.links.negatives[split].long()]
             ends = (sources[:, None], others) if self.metric == "mrr" else others
             positives = model.scores(rows, sources, targets)
             negatives = model.scores(rows, *ends)
             for name, value in score_pairs(positives, negatives, self.metric).items():
-                result.setdefault(name, {})[part] = value
+                result.setdefault(name, {})[split] = value
         return result
 
 

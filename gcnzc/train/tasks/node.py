@@ -18,12 +18,12 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
 from gcnzc.train.full_batch import compute_logits
 from gcnzc.train.inference import inference
-from gcnzc.train.label_inputs import LabelInputs, with_labels
+from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
     Scores,
-    agreed_scores,
+    broadcast_scores,
     build_evaluator,
 )
 
@@ -32,14 +32,14 @@ class NodeTask:
     """The classes of nodes; a `Task`.
 
     Raises:
-        ValueError: no node of the training part has a label, or the labels do not match an option.
+        ValueError: no node of the training split has a label, or the labels do not match an option.
     """
 
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         if len(data.split["train"]) == 0:
             hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
-        _check_tasks(data)
+        _check_label_columns(data)
         metric = data.metric if config.metric == "as-is" else config.metric
         _check_metric(metric, data)
         if data.labels.ndim == 2 and config.label_smoothing:
@@ -60,7 +60,7 @@ class NodeTask:
         if data.labels.ndim == 2:
             num_known = int((~torch.isnan(data.labels[self.seeds])).sum())
             self.known_per_seed = num_known / len(self.seeds)
-        # several tasks have one logit each
+        # each label column has one logit
         self.num_outputs = data.num_classes if data.labels.ndim == 1 else data.labels.shape[1]
         self.label_inputs: LabelInputs | None = None
         if config.label_inputs:
@@ -79,7 +79,7 @@ class NodeTask:
         return build_encoder(self.config, self.data, self.num_outputs, label_columns)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """See `Task`."""
+        """See `Task.logits`."""
         if self.label_inputs is None:
             return model(batch.blocks, batch.x)
         assert batch.x is not None, "the loader has no table"
@@ -111,23 +111,23 @@ class NodeTask:
         progress: Progress,
         group: Group | None = None,
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> Scores:
         """See `Task`; labels that are features are not scored."""
         data = self.data
-        parts = self._scored(parts)
-        nodes = self._nodes_of(parts)
-        sizes = [len(data.split[name]) for name in parts]
-        rows = dict(zip(parts, torch.arange(len(nodes)).split(sizes), strict=True))
+        splits = self._scored(splits)
+        nodes = self._nodes_of(splits)
+        sizes = [len(data.split[name]) for name in splits]
+        rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
         if self._has_single_pass:
             assert self.whole_graph is not None, "as `_has_single_pass` says"
             logits = compute_logits(model, self.whole_graph, nodes)
         else:
-            table = with_labels(table, self.label_inputs)
+            table = append_labels(table, self.label_inputs)
             logits = self.evaluator.outputs(
                 model, data.graph, table, device, nodes, progress, group
             )
-        return agreed_scores(score(logits, data.labels[nodes], rows, self.metric), group)
+        return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
 
     def choose_evaluation(
         self,
@@ -136,7 +136,7 @@ class NodeTask:
         group: Group,
         say: Callable[[str], object],
         *,
-        parts: Sequence[str] = EVALUATED,
+        splits: Sequence[str] = EVALUATED,
     ) -> None:
         """See `Task`."""
         if self.evaluator.method == "auto" and self.whole_graph is not None:
@@ -147,8 +147,8 @@ class NodeTask:
             self.evaluator.method = "auto"
         if self._has_single_pass:
             return
-        columns = with_labels(table, self.label_inputs).num_columns
-        nodes = self._nodes_of(self._scored(parts))
+        columns = append_labels(table, self.label_inputs).num_columns
+        nodes = self._nodes_of(self._scored(splits))
         self.evaluator.choose(model, self.data.graph, nodes, columns, group, say)
 
     @property
@@ -157,11 +157,11 @@ class NodeTask:
         has_rows = self.whole_graph is not None and self.label_inputs is None
         return has_rows and self.evaluator.method == "needed"
 
-    def _scored(self, parts: Sequence[str]) -> list[str]:
-        return [name for name in parts if name != "train" or self.label_inputs is None]
+    def _scored(self, splits: Sequence[str]) -> list[str]:
+        return [name for name in splits if name != "train" or self.label_inputs is None]
 
-    def _nodes_of(self, parts: Sequence[str]) -> Tensor:
-        return torch.cat([self.data.split[name] for name in parts])
+    def _nodes_of(self, splits: Sequence[str]) -> Tensor:
+        return torch.cat([self.data.split[name] for name in splits])
 
     def outputs(
         self,
@@ -171,16 +171,16 @@ class NodeTask:
         progress: Progress,
         group: Group | None = None,
     ) -> tuple[Tensor, Scores]:
-        """See `Task`; the training part is scored as well, unless its labels are features."""
-        data, parts = self.data, self.data.split
+        """See `Task`; the training split is scored as well, unless its labels are features."""
+        data, splits = self.data, self.data.split
         if self.label_inputs is not None:
-            parts = {name: parts[name] for name in ("valid", "test")}
-        table = with_labels(table, self.label_inputs)
+            splits = {name: splits[name] for name in ("valid", "test")}
+        table = append_labels(table, self.label_inputs)
         logits = inference(model, data.graph, table, device, progress=progress, group=group)
-        return logits, agreed_scores(score(logits, data.labels, parts, self.metric), group)
+        return logits, broadcast_scores(score(logits, data.labels, splits, self.metric), group)
 
 
-def _check_tasks(data: Dataset) -> None:
+def _check_label_columns(data: Dataset) -> None:
     """Raise a ValueError if a column of labels has other classes than 0 and 1."""
     if data.labels.ndim == 2 and bool((data.labels > 1).any()):
         raise ValueError(
