@@ -6,6 +6,7 @@ are equal on all workers.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class WeightAverage:
             epoch: counted from 0; an epoch that was added before is not added again. The buffers of
                 the model are equal on all workers.
         """
-        begin = self.config.average_start * self.config.epochs
+        begin = _epochs_before(self.config)
         is_ema = self.config.average == "ema"
         if epoch < self.epochs:
             return
@@ -158,7 +159,7 @@ def format_average_warning(
     # lines of older versions do not say how many weights the average has
     if all(line.get("averaged", 1) for line in lines if line["epoch"] == best_epoch):
         return ""
-    first = int(config.average_start * config.epochs) + 1
+    first = _epochs_before(config) + 1
     last = lines[-1]["epoch"] + 1
     why = "no average is better"
     if last < first:
@@ -169,6 +170,12 @@ def format_average_warning(
         + " or a larger --patience"
         * (last < first)
     )
+
+
+def _epochs_before(config: TrainConfig) -> int:
+    """Return the number of epochs before those that SWA averages."""
+    # 0.29 * 100 is slightly less than 29
+    return math.floor(config.average_start * config.epochs + 1e-9)
 
 
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
