@@ -146,7 +146,8 @@ def _elu_dropout_grad(out, grad, grad_x, scale, begin, end):
     for i in range(len(out)):
         value = widened(out[i])
         is_dropped = value == zero and math.copysign(scale, value) < zero
-        factor = scale if value > zero else value + scale
+        # a rounded output may be below -scale
+        factor = scale if value > zero else max(value + scale, zero)
         grad_x[i] = narrowed(zero if is_dropped else widened(grad[i]) * factor, kind)
 
 

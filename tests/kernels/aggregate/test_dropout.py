@@ -82,6 +82,16 @@ def test_elu_dropout_equals_elu_and_dropout(dtype, share):
         assert torch.equal(leaf.grad == 0, dropped)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_saturated_elu_with_dropout_is_not_negative(dtype):
+    # the rounded output of a large negative input may be below -scale
+    for share in (0.1, 0.3, 0.5, 0.7):
+        leaf = torch.full((4096,), -20.0, dtype=dtype, requires_grad=True)
+        elu_dropout_(leaf * 1, share, 0).float().sum().backward()
+        assert leaf.grad.min() >= 0
+        assert leaf.grad.max() <= 2**-7
+
+
 def test_elu_dropout_keeps_nan_and_rejects_a_leaf():
     x = torch.full((1000,), float("nan"), requires_grad=True)
     out = elu_dropout_(x * 1, 0.5, 0)
