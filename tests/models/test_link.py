@@ -28,6 +28,8 @@ def test_dot_and_mlp_by_hand():
     assert HadamardMLP(4, 1)(source, target).shape == (7,)
     with pytest.raises(ValueError, match="a decoder of 0 layers"):
         HadamardMLP(4, 0)
+    with pytest.raises(ValueError, match="dropout"):
+        HadamardMLP(4, 2, dropout=2.0)
 
 
 def test_a_batch_gets_logits_for_its_seeds(model):

@@ -31,17 +31,24 @@ def evaluator():
 
 def test_accuracy_equals_ogb(evaluator):
     logits, labels = torch.randn(500, 7), torch.randint(7, (500,))
-    parts = {"valid": torch.arange(100), "test": torch.arange(100, 500), "none": torch.arange(0)}
-    mine = score(logits, labels, parts, "accuracy")
+    splits = {"valid": torch.arange(100), "test": torch.arange(100, 500), "none": torch.arange(0)}
+    mine = score(logits, labels, splits, "accuracy")
     assert set(mine) == {"accuracy"}
     assert set(mine["accuracy"]) == {"valid", "test"}
     for name in ("valid", "test"):
-        rows = parts[name]
+        rows = splits[name]
         given = {"y_true": labels[rows, None], "y_pred": logits[rows].argmax(1, keepdim=True)}
         assert mine["accuracy"][name] == pytest.approx(evaluator("ogbn-arxiv").eval(given)["acc"])
 
 
-def test_rocauc_of_many_tasks_equals_ogb(evaluator):
+def test_the_old_name_of_the_splits_warns():
+    logits, labels, splits = torch.randn(9, 3), torch.randint(3, (9,)), {"valid": torch.arange(9)}
+    with pytest.warns(DeprecationWarning, match="argument parts of score is now splits"):
+        old = score(logits, labels, parts=splits, metric="accuracy")
+    assert old == score(logits, labels, splits=splits, metric="accuracy")
+
+
+def test_rocauc_of_many_label_columns_equals_ogb(evaluator):
     logits = torch.randn(300, 112)
     labels = torch.randint(2, (300, 112)).float()
     labels[:, 5] = 1  # a task with one outcome counts for nothing
@@ -178,7 +185,7 @@ def test_metrics_of_nodes_that_do_not_fit_the_labels_are_rejected():
 
 
 @pytest.mark.parametrize("metric", ["f1_micro", "f1_macro", "average_precision"])
-def test_metrics_of_tasks_equal_scikit_learn(metric):
+def test_metrics_of_label_columns_equal_scikit_learn(metric):
     torch.manual_seed(1)
     logits, labels = torch.randn(300, 6), torch.randint(2, (300, 6)).float()
     rows = {"test": torch.arange(300)}

@@ -163,7 +163,7 @@ def test_balanced_classes_contribute_alike_to_the_loss():
     torch.testing.assert_close(compute_loss(logits, labels, label_smoothing=0.1), plain)
 
 
-def test_balanced_tasks_weight_their_ones():
+def test_balanced_label_columns_weight_their_ones():
     nan = math.nan
     labels = torch.tensor([[1, 0, 1.0], [0, 0, nan], [0, nan, 1]])
     weights = balanced_weights(labels, 2)

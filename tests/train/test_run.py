@@ -284,7 +284,7 @@ def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
     assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
 
 
-def test_many_tasks_with_missing_labels_are_trained(config, tmp_path):
+def test_many_label_columns_with_missing_labels_are_trained(config, tmp_path):
     source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
     # one task a class, one in five labels unknown
     tasks = np.eye(4, dtype=np.float32)[source.labels()]
