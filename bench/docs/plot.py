@@ -144,7 +144,7 @@ def aggregate_cpu(lines: Sequence[Line]) -> Figure:
 
 
 def accuracy(lines: Sequence[Line]) -> Figure:
-    """Draw the mean and standard deviation of test accuracies over seeds, and the targets."""
+    """Draw the mean and standard deviation of test accuracies over runs, and the targets."""
     cases = newest([c for c in lines if "test_percent" in c], "graph", "model", "sampler")
     figure = new_figure("Test accuracy: mean, standard deviation, target", cases, 8, 6)
     axes: Axes = figure.subplots()
@@ -171,7 +171,7 @@ def accuracy(lines: Sequence[Line]) -> Figure:
 
 
 def presets(lines: Sequence[Line]) -> Figure:
-    """Draw the scores of presets, mean and standard deviation over seeds, beside published ones."""
+    """Draw the scores of presets, mean and standard deviation over runs, beside published ones."""
     cases = sorted(newest(lines, "preset"), key=lambda case: case["preset"], reverse=True)
     figure = new_figure(
         "Test scores of presets, and the published ones", cases, 8, 1.5 + len(cases) / 3

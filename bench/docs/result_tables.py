@@ -348,17 +348,17 @@ def link_prediction() -> str:
     rows = []
     titles = {
         "gcnzc": "`gcnzc train --task link`",
-        "gcnzc, as PyG": "the same with PyG's negatives and exclusions",
+        "gcnzc, as PyG": "`gcnzc train --task link`, with PyG's negatives and exclusions",
         "pyg": "PyG's `LinkNeighborLoader` and layers",
-        "pyg, drawn": "the same, normalized over the sampled nodes",
-        "gcnzc, chance": "gcnzc, edges shuffled",
+        "pyg, drawn": "PyG, with batch normalization over fewer nodes",
+        "gcnzc, chance": "`gcnzc train --task link`, on random edges",
     }
     for method, title in titles.items():
         values = [100 * line["test_auc"] for (each, _), line in lines.items() if each == method]
         mean = sum(values) / len(values)
         deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
         rows.append([title, f"{mean:.2f} ± {deviation:.2f}", len(values)])
-    text = markdown(["method", "test AUC, %", "seeds"], rows)
+    text = markdown(["method", "test AUC, %", "runs"], rows)
     return with_caption(
         text, lines.values(), "python -m bench.training.link_prediction --rivals FOLDER"
     )

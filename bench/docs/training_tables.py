@@ -44,7 +44,7 @@ def presets() -> str:
                 f"{line['epoch_s']:.3g}",
             ]
         )
-    heads = ["preset", "split", "test, %", "published, %", "difference", "seeds", "epochs"]
+    heads = ["preset", "split", "test, %", "published, %", "difference", "runs", "epochs"]
     heads.append("seconds per epoch")
     command = "python -m bench.training.presets PRESET"
     return with_caption(markdown(heads, rows), lines.values(), command)
@@ -70,7 +70,7 @@ def precision() -> str:
             ]
         )
     heads = ["preset", "precision", "float32, %", "mixed, %", "difference, points (95 % interval)"]
-    heads += ["seeds", "epochs", "speed-up of an epoch"]
+    heads += ["runs", "epochs", "speed-up of an epoch"]
     command = "python -m bench.training.precision PRESET"
     return with_caption(markdown(heads, rows), lines.values(), command)
 

@@ -13,7 +13,7 @@ library's own formats of the graph are built before, GCN's normalization is cach
 can do so, and self loops are added to the graphs of DGL, whose layers do not add them.
 
 PyG is measured with each of its formats of the graph: the edge list, `torch_geometric.EdgeIndex`
-sorted by destination with all caches, and torch's sparse CSR matrix.
+sorted by target with all caches, and torch's sparse CSR matrix.
 """
 
 import argparse

@@ -7,7 +7,7 @@
 trains a two-layer GraphSAGE model with batch normalization and an MLP decoder on the product of two
 embeddings, keeps the model with the best validation AUC, and tests it with all neighbours. Methods:
 
-    gcnzc           the defaults of `gcnzc train --task link`: target edges are excluded from
+    gcnzc           the defaults of `gcnzc train --task link`: seed edges are excluded from
                     message passing, and negative samples are never edges
     gcnzc, as PyG   --exclude none --no-strict-negatives, the behaviour of PyG's loader
     gcnzc, chance   as `gcnzc`, on random edges, which cannot be predicted; an AUC above 0.5 by
