@@ -41,7 +41,7 @@ class Generated:
     num_classes: int
     node_labels: Array  # (N,) integers in [0, num_classes)
     parts: Mapping[str, Array]  # "train", "valid", "test": node ids, ascending
-    edge_chunks: "Chunks[Array]"  # (2, n) int64 sources and destinations, E columns in total
+    edge_chunks: "Chunks[Array]"  # (2, n) int64 sources and targets, E columns in total
     features: Rows
     best_accuracy: float | None = None  # upper bound for the accuracy of any model, if known
     origin: dict[str, Any] = field(default_factory=dict)  # generator and parameters

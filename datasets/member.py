@@ -195,11 +195,11 @@ class Member:
         return Rows(num_rows, num_columns, self.dtype, chunks, self.where)
 
     def edges(self, num_nodes: int, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
-        """Read and validate a (2, E) array as sources and destinations, see `Source.edges`."""
+        """Read and validate a (2, E) array as sources and targets, see `Source.edges`."""
         if len(self.shape) != 2 or self.shape[0] != 2 or self.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.where} has shape {self.shape} and type {self.dtype}\n\n"
-                "hint: edges are (2, edges) integers: sources, then destinations"
+                "hint: edges are (2, edges) integers: sources, then targets"
             )
         num_edges = self.shape[1]
         dtype = node_dtype(num_nodes)

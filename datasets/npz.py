@@ -1,6 +1,6 @@
 """Read a dataset from an `.npz` archive of plain arrays.
 
-- `edge_index`: (2, E) sources and destinations;
+- `edge_index`: (2, E) sources and targets;
 - `node_label`: (N,), -1 for no label;
 - features: `node_feat` (N, D), or the CSR arrays `feat_data`, `feat_indices`, `feat_indptr` and
   `feat_shape`;
@@ -59,7 +59,7 @@ class NpzGraph:
         if self.num_edges == 0:
             raise ValueError(
                 f"{path} has no edges: edge_index has shape {self._edges.shape}\n\n"
-                "hint: edges are (2, edges) integers: sources, then destinations"
+                "hint: edges are (2, edges) integers: sources, then targets"
             )
         known = catalog.find(self.name, None if name else (self.num_nodes, self.num_edges))
         self._known = known

@@ -387,7 +387,7 @@ def write(
 
     Args:
         path: the folder; must not exist.
-        edge_index: (2, E), or the pair of (E,) sources and (E,) destinations; memory-mapped or not.
+        edge_index: (2, E), or the pair of (E,) sources and (E,) targets; memory-mapped or not.
         labels: (N,) or (N, T) integers or floating point; -1 or NaN for no label.
         split: node ids of "train", "valid" and "test".
         features: (N, D), memory-mapped or not, or `Rows`.

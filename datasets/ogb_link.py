@@ -198,7 +198,7 @@ def write(
 
     Args:
         path: the folder; must not exist.
-        edge_index: (2, E) sources and destinations of the message-passing edges.
+        edge_index: (2, E) sources and targets of the message-passing edges.
         num_nodes: N.
         links: the edge split with its negatives.
         features: (N, D).

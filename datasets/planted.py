@@ -58,7 +58,7 @@ from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import node_dtype
 
 LEVEL_RATIO = 1.1  # ratio of adjacent weights: finer than the spread of degrees of equal weights
-LARGEST_SHARE = 0.1  # limit for a node's expected degree, as a share of the nodes
+LARGEST_SHARE = 0.1  # limit for a node's expected degree, as a fraction of the nodes
 # limit for S * K: all test nodes of a graph of ogbn-arxiv's size, and in larger graphs enough nodes
 # for a standard error of 0.2 %
 MAX_POSTERIOR_VALUES = 1 << 23

@@ -24,9 +24,9 @@ class EdgeSplitArrays:
     """Training, validation and test edges for link prediction, with negative edges, as arrays.
 
     Attributes:
-        edges: "train", "valid" and "test": (2, E of the split) sources and destinations.
+        edges: "train", "valid" and "test": (2, E of the split) sources and targets.
         negatives: "valid" and "test": (2, Q) pairs of nodes without an edge. If `metric` is mrr,
-            (E of the split, K) negative destinations: row `i` is for the source of edge `i`.
+            (E of the split, K) negative targets: row `i` is for the source of edge `i`.
         metric: "auc", "mrr", or "hits@K" with an integer K.
         name: of the split.
     """
@@ -93,7 +93,7 @@ class Source(Protocol):
         """Return the default edge options; None if unknown, see `guess_edge_defaults`."""
 
     def edges(self, allocate: Allocate, progress: Progress) -> tuple[Array, Array]:
-        """Read the edges: (E,) sources and (E,) destinations in [0, N).
+        """Read the edges: (E,) sources and (E,) targets in [0, N).
 
         The dtype is int32 for fewer than 2**31 nodes, otherwise int64.
         """
@@ -138,7 +138,7 @@ def check_ends(ends: Array, num_nodes: int, where: str, first: int = 0) -> None:
     """Check that node ids are in [0, num_nodes).
 
     Args:
-        ends: (n,) sources or destinations of n consecutive edges.
+        ends: (n,) sources or targets of n consecutive edges.
         num_nodes: N.
         where: name of the file in the message.
         first: index of the first of these edges, for the message.

@@ -85,7 +85,7 @@ class Predictor:
                 f"{model} needs {needed} columns of features, and {folder} has "
                 f"{self.features.columns}"
             )
-        # in-edges by destination: those of node t are indices[indptr[t] : indptr[t + 1]]
+        # in-edges by target: those of node t are indices[indptr[t] : indptr[t + 1]]
         self.indptr = np.load(Path(folder) / "indptr.npy", mmap_mode="r")
         self.indices = np.load(Path(folder) / "indices.npy", mmap_mode="r")
 

@@ -327,7 +327,7 @@ def from_attributes(
         # a mask of one column is the same in all splits
         masks = {part: each[int(split) % len(each)] for part, each in columns.items()}
     elif split is not None:
-        raise ValueError(f"{name} has no split {split}\n\nhint: it has one; leave split out")
+        raise ValueError(f"{name} has no split {split}\n\nhint: it has one; omit split")
     num_nodes = attributes.get("num_nodes")
     graph = from_arrays(
         attributes["edge_index"],

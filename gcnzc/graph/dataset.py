@@ -21,9 +21,9 @@ class EdgeSplit:
     Tensors have the dtype of the graph's `indices` and are on the host.
 
     Attributes:
-        edges: "train", "valid" and "test": (2, E of the split) sources and destinations.
+        edges: "train", "valid" and "test": (2, E of the split) sources and targets.
         negatives: "valid" and "test": (2, Q) pairs of nodes without an edge. If the metric is mrr,
-            (E of the split, K) negative destinations: row `i` is for the source of edge `i`.
+            (E of the split, K) negative targets: row `i` is for the source of edge `i`.
         metric: "auc", "mrr", or "hits@K" with an integer K.
     """
 

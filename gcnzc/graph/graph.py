@@ -104,7 +104,7 @@ class Graph:
         return degrees
 
     def edges(self) -> tuple[Tensor, Tensor]:
-        """Return the (E,) sources and (E,) destinations of all edges, in column order.
+        """Return the (E,) sources and (E,) targets of all edges, in column order.
 
         The sources are `indices` itself, not a copy.
         """
@@ -136,7 +136,7 @@ class Graph:
                 appended, so that the graph contains it twice.
             self_loops: "remove" removes self loops; "add" removes them, then appends one to every
                 column.
-            duplicates: "remove" keeps one of the edges with equal source and destination, and
+            duplicates: "remove" keeps one of the edges with equal source and target, and
                 sorts every column.
 
         Raises:
@@ -185,9 +185,9 @@ class Graph:
         self_loops: Loops = "keep",
         duplicates: Duplicates = "keep",
     ) -> "Graph":
-        """Build a graph from CSR arrays: row `i` has the destinations of the out-edges of node `i`.
+        """Build a graph from CSR arrays: row `i` has the targets of the out-edges of node `i`.
 
-        For example a scipy CSR adjacency matrix with `A[source, destination]`. The sources of each
+        For example a scipy CSR adjacency matrix with `A[source, target]`. The sources of each
         column are in ascending order. See `from_edges` for the options.
         """
         bidirected = check_flag("bidirected", bidirected)
@@ -247,7 +247,7 @@ class Graph:
     ) -> "Graph":
         """Build a graph from the `edge_index` of a `torch_geometric.data.Data`, or its `adj_t`.
 
-        `adj_t` is a `torch_sparse.SparseTensor` or a sparse CSR tensor whose rows are destinations.
+        `adj_t` is a `torch_sparse.SparseTensor` or a sparse CSR tensor whose rows are targets.
         It is used if there is no `edge_index`. See `from_edges` for the options.
 
         Raises:
@@ -265,7 +265,7 @@ class Graph:
             if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
                 raise ValueError(
                     f"data.edge_index is {describe(edge_index)}\n\n"
-                    "hint: a tensor of shape (2, E), sources above destinations"
+                    "hint: a tensor of shape (2, E): row 0 sources, row 1 targets"
                 )
             src, dst = edge_index.cpu()
             return cls.from_edges(

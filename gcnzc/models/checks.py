@@ -17,7 +17,7 @@ def check_compatible(
     """Raise a ValueError if an option has no effect or is not possible with the others."""
     if pre_norm and norm == "none":
         raise ValueError(
-            "pre_norm has no effect with norm none\n\nhint: pass norm='batch' or norm='layer', too"
+            "pre_norm has no effect with norm none\n\nhint: also pass norm='batch' or norm='layer'"
         )
     if pre_norm and pre_activation:
         raise ValueError(
@@ -28,12 +28,12 @@ def check_compatible(
         raise ValueError(
             "pre_activation needs input_linear and output_linear: activation comes before each "
             "layer, and would change the features\n\n"
-            "hint: pass input_linear=True and output_linear=True, too"
+            "hint: also pass input_linear=True and output_linear=True"
         )
     if jumping != "none" and not output_linear:
         raise ValueError(
             f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
-            "many columns as the logits\n\nhint: pass output_linear=True, too"
+            "many columns as the logits\n\nhint: also pass output_linear=True"
         )
 
 
@@ -48,12 +48,10 @@ def resolve_norm(norm: str, batch_norm: bool | None) -> str:
         3,
     )
     if batch_norm and norm not in ("none", "batch"):
-        raise ValueError(f"batch_norm=True contradicts norm={norm!r}\n\nhint: leave batch_norm out")
+        raise ValueError(f"batch_norm=True contradicts norm={norm!r}\n\nhint: omit batch_norm")
     return "batch" if batch_norm else norm
 
 
 def check_probability(name: str, p: float) -> float:
     """Return a dropout probability, which must be in [0, 1)."""
-    return check_number(
-        name, p, lambda value: 0 <= value < 1, "use a probability of at least 0 and less than 1"
-    )
+    return check_number(name, p, lambda value: 0 <= value < 1, "use a probability in [0, 1)")

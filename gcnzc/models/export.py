@@ -1,6 +1,7 @@
 """Export a model as a program of plain torch operations, which runs without gcnzc.
 
-Notation: S sources, T targets, E edges of a block, H heads, F columns of a head.
+Notation: S sources, T targets (destination nodes), E edges of a block, H heads, F columns of a
+head.
 """
 
 import copy
@@ -56,7 +57,8 @@ def export_model(model: Model) -> ExportedProgram:
         [{0: Dim.DYNAMIC} for _ in part] if isinstance(part, list) else {0: Dim.DYNAMIC}
         for part in arguments
     )
-    # without it, programs take no block with a single target or without edges
+    # torch.export would otherwise specialize on sizes 0 and 1, and the program would reject blocks
+    # with a single target or without edges
     any_size = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     with torch.no_grad(), any_size:
         return torch.export.export(program, arguments, dynamic_shapes=shapes)
@@ -107,7 +109,7 @@ class _PlainLayerEdges(LayerEdges):
         self, rows: Tensor, target_scale: Tensor, source_scale: Tensor | None = None
     ) -> Tensor:
         """See `LayerEdges`."""
-        # summed in float32 and rounded once, as by the kernels
+        # summed in float32 and rounded once, as in the kernels
         wide = rows.to(scale_dtype(rows.dtype))
         scaled = wide if source_scale is None else wide * source_scale[:, None]
         zeros = scaled.new_zeros(self.num_targets, rows.shape[1])
@@ -155,11 +157,11 @@ class _PlainLayerEdges(LayerEdges):
             each.to(scale_dtype(dtype)) for each in (rows_SHF, scores_EH, self_scores_TH)
         )
         targets, heads = self._targets(), self_scores_TH.shape[1]
-        # the block's own self loops are ignored, as by the kernels
+        # the block's own self loops are ignored, as in the kernels
         is_loop = self.indices == targets
         scores_EH = scores_EH.masked_fill(is_loop[:, None], -torch.inf)
         index = targets[:, None].expand(-1, heads)
-        # subtracted for the range of the exponential
+        # subtract the maximum to prevent overflow
         largest = self_scores_TH.scatter_reduce(0, index, scores_EH, "amax")
         weights = (scores_EH - largest[targets]).exp()
         self_weights = (self_scores_TH - largest).exp()
@@ -211,12 +213,13 @@ class _PlainModel(nn.Module):
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
-    """Return the first rows; the size of a slice would depend on both sizes in the program."""
+    """Return the first rows."""
+    # `index_select`, because a slice adds a size constraint to the program
     return rows.index_select(0, torch.arange(count, device=rows.device))
 
 
 def _plain_activation(model: Model) -> Callable[[Tensor, float, int], Tensor]:
-    """Return the activation of a model as torch operations, found by its values."""
+    """Return the activation of a model as torch operations, identified by comparing outputs."""
     x = torch.linspace(-4, 4, 17)
     found = model.activate(x.clone(), 0.0, 0)
     for plain in (_relu, _elu):

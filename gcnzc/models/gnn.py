@@ -53,7 +53,7 @@ class _ModelWithoutHeads(Model):
             if layer_class is not SAGELayer:
                 raise ValueError(
                     f"self_loops has no effect on {type(self).__name__}, whose layers include the "
-                    "target itself\n\nhint: leave self_loops out"
+                    "target itself\n\nhint: omit self_loops"
                 )
             layer_class = partial(SAGELayer, self_loops=True)
         super().__init__(
@@ -84,8 +84,8 @@ class SAGE(_ModelWithoutHeads):
         hidden: columns of the hidden layers.
         num_classes: columns of the logits.
         num_layers: number of layers, and of fanouts.
-        dropout: probability of a hidden element to be zeroed in training.
-        input_dropout: probability of a feature to be zeroed in training.
+        dropout: probability that a hidden element is zeroed during training.
+        input_dropout: probability that a feature is zeroed during training.
         norm: "batch" for batch normalization after hidden layers, "layer" for layer normalization,
             or "none".
         pre_norm: normalize the inputs of each layer instead of its outputs.
@@ -94,8 +94,8 @@ class SAGE(_ModelWithoutHeads):
         residual: add a linear projection of each layer's input to its output. With
             `pre_activation`, add the input itself, as it was before normalization.
         input_linear: project the features to `hidden` columns before the first layer.
-        output_linear: compute the logits by a linear projection after the last layer, which then is
-            a hidden layer.
+        output_linear: compute the logits with a linear projection after the last layer, which is
+            then a hidden layer.
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers.
         activation: "relu" or "elu".
@@ -155,12 +155,12 @@ class GAT(Model):
         hidden: columns of each head of the hidden layers.
         num_classes: columns of the logits.
         num_layers: number of layers, and of fanouts.
-        dropout: probability of a hidden element to be zeroed in training.
-        input_dropout: probability of a feature to be zeroed in training.
+        dropout: probability that a hidden element is zeroed during training.
+        input_dropout: probability that a feature is zeroed during training.
         heads: attention heads of each hidden layer.
         output_heads: attention heads of the last layer, which computes the logits. Default:
             `heads`. Not with `output_linear`.
-        attention_dropout: probability of an attention weight to be zeroed in training.
+        attention_dropout: probability that an attention weight is zeroed during training.
         skip: add a linear projection of each layer's input to its output. The layers keep their
             biases.
         residual: add the same projection, or with `pre_activation` the input itself, and omit the
@@ -210,7 +210,7 @@ class GAT(Model):
         if output_heads is not None and output_linear is True:
             raise ValueError(
                 "output_heads has no effect with output_linear, which computes the logits\n\n"
-                "hint: leave output_heads out"
+                "hint: omit output_heads"
             )
         attention_dropout = check_probability("attention_dropout", attention_dropout)
         skip = check_flag("skip", skip)
@@ -252,8 +252,8 @@ class GATv2(GAT):
     """The graph attention network with dynamic attention (GATv2) of Brody et al.
 
     The arguments are those of `GAT`. A score is computed from the projected rows of both ends of an
-    edge, so the ranking of in-neighbours by attention can differ between destination nodes. Sources
-    and destinations have separate projections with biases, as in PyG's `GATv2Conv`; with
+    edge, so the ranking of in-neighbours by attention can differ between targets. Sources and
+    targets have separate projections with biases, as in PyG's `GATv2Conv`; with
     `residual`, they have no biases.
     """
 

@@ -1,4 +1,4 @@
-"""Project the rows of each attention head by the weight of the head.
+"""Project the rows of each attention head with the weight of the head.
 
 Notation: T rows, H heads, K columns of a row, F columns of its projection.
 """
@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 def project_heads(rows_THK: Tensor, weight_HFK: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `rows[t, h] @ weight[h].T + bias[h]` for all rows and heads.
 
-    Batched products of `torch.bmm` are contiguous by head, so that concatenating the heads would
-    copy them, and so would their gradients. Here the products are written in place. Differentiable
-    once.
+    `torch.bmm` returns (H, T, F); concatenating the heads would copy it. This writes (T, H * F)
+    directly, and the gradient of the rows likewise. Differentiable once.
 
     Args:
         rows_THK: (T, H, K).

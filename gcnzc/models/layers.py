@@ -3,7 +3,8 @@
 A layer projects rows and sums them over neighbours. Both orders give the same result, so each layer
 chooses the cheaper one for the block. GATv2 always projects first: its scores need projected rows.
 
-Notation: S sources, T targets, E edges of a block, H heads, F columns (of a head).
+Notation: S sources, T targets (destination nodes), E edges of a block, H heads, F columns (of a
+head).
 """
 
 import torch
@@ -137,7 +138,7 @@ class SAGELayer(Layer):
             mean = edges.aggregate(rows, scale)
         if self.self_loops:
             mean = mean.addcmul_(target_rows, scale[:, None])
-        # the same rows, but their gradient is added to that of the sums in place
+        # use the returned view so that its gradient is accumulated in place
         x_target = x_target if is_projected else target_rows
         out = add_bias_(mean, self.neighbours.bias) if is_projected else self.neighbours(mean)
         return add_linear(out, x_target, self.own.weight)
@@ -226,7 +227,7 @@ class GATLayer(Layer):
         out_features: columns of each head.
         heads: number of heads.
         concatenate: concatenate the outputs of the heads instead of averaging them.
-        dropout: probability of an attention weight to be zeroed in training.
+        dropout: probability that an attention weight is zeroed during training.
         skip: add a linear projection of the target's input to its output.
         bias: add a bias to the output.
     """
@@ -318,17 +319,18 @@ class GATLayer(Layer):
     def forward(self, block: Block, x_source: Tensor, x_target: Tensor) -> Tensor:
         """See `Layer.forward`.
 
-        In full-batch training, rows that are projected first also give the scores, so that wide
-        features are read once. If the input needs a gradient, whose cost per edge and head grows
-        with the columns, rows are projected first if that makes them narrower.
+        In full-batch training, the scores are computed from the projected rows if rows are
+        projected first, so that wide features are read only once. If the input needs a gradient,
+        rows are also projected first if that does not make them wider, because the cost of the
+        gradient per edge and head grows with the columns.
         """
         sizes = (block.num_src, block.num_dst, block.indices.shape[0])
         is_narrower = x_source.requires_grad and self.out_features <= self.in_features
         is_projected = self.should_project_first(*sizes) or (block.is_full_batch and is_narrower)
         rows = self.project(x_source) if is_projected else x_source
         attention = self.source_attention, self.target_attention
-        # one product for the terms of sources and targets: its gradient is added to that of the
-        # input once
+        # one matrix product for the terms of sources and targets, so that its gradient is
+        # accumulated into that of the input once
         if block.is_full_batch and is_projected:
             # (2 heads, heads * out_features): a row has the vector of its head, and zeros elsewhere
             vectors = [torch.block_diag(*each.unbind()) for each in attention]
@@ -353,7 +355,7 @@ class GATv2Layer(Layer):
         out_features: columns of each head.
         heads: number of heads.
         concatenate: concatenate the outputs of the heads instead of averaging them.
-        dropout: probability of an attention weight to be zeroed in training.
+        dropout: probability that an attention weight is zeroed during training.
         skip: add a linear projection of the target's input to its output.
         bias: add a bias to the output and to both projections.
     """
@@ -422,7 +424,7 @@ def random_seed() -> int:
 
 
 def add_bias_(x: Tensor, bias: Tensor) -> Tensor:
-    """Add a bias to `x` in place, in the dtype of `x`, which under autocast is another.
+    """Add a bias to `x` in place, cast to the dtype of `x`, which differs under autocast.
 
     `x` must not be a view: autograd would copy its gradient.
     """

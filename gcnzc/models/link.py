@@ -35,7 +35,7 @@ class HadamardMLP(nn.Module):
     Args:
         columns: D, which is also the width of the hidden layers.
         num_layers: number of linear layers, with ReLU and dropout between them.
-        dropout: probability of a hidden element to be zeroed in training.
+        dropout: probability that a hidden element is zeroed during training.
 
     Raises:
         ValueError: there are no layers, or the dropout probability is outside [0, 1).
@@ -45,7 +45,8 @@ class HadamardMLP(nn.Module):
         super().__init__()
         if num_layers < 1:
             raise ValueError(
-                f"a decoder of {num_layers} layers\n\nhint: use at least one; `Dot` has none"
+                f"num_layers must be at least 1, got {num_layers}\n\n"
+                "hint: `Dot` is a decoder without layers"
             )
         widths = [columns] * num_layers + [1]
         self.layers = nn.ModuleList(nn.Linear(*ends) for ends in pairwise(widths))

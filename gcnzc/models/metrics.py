@@ -23,7 +23,7 @@ def compute_loss(
     class_weights: Tensor | None = None,
     known_per_seed: float | None = None,
 ) -> Tensor:
-    """Return the mean loss over the seeds.
+    """Return the mean loss over the seed nodes.
 
     Args:
         logits: (S, C).
@@ -185,7 +185,7 @@ def auc(positives: Tensor, negatives: Tensor) -> float:
 
 
 def hits(positives: Tensor, negatives: Tensor, k: int) -> float:
-    """Return Hits@K as OGB does: the share of edges that score above the K-th best negative.
+    """Return Hits@K as OGB does: the fraction of edges that score above the K-th best negative.
 
     Args:
         positives: (P,) scores of the edges.
@@ -222,7 +222,7 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
 
     Returns:
         Values in [0, 1] by metric. `auc` is always included; `mrr` also includes `hits@1`, `hits@3`
-        and `hits@10`, the shares of edges with at most that rank.
+        and `hits@10`, the fractions of edges with at most that rank.
 
     Raises:
         ValueError: the metric is unknown, or does not match the shape of the negatives; there are
@@ -245,8 +245,12 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
         result["mrr"] = (1 / positions).mean().item()
         result |= {f"hits@{k}": (positions <= k).float().mean().item() for k in (1, 3, 10)}
     elif metric != "auc":
+        shape = tuple(negatives.shape)
+        cause = f"unknown metric {metric}"
+        if metric == "mrr":
+            cause = f"mrr needs negatives of shape (P, K) for P edges, got {shape}"
         raise ValueError(
-            f"the metric {metric} for negatives of shape {tuple(negatives.shape)}\n\n"
+            f"{cause}\n\n"
             "hint: use auc, hits@K such as hits@50, or mrr with a row of negatives for each edge"
         )
     return result

@@ -33,8 +33,8 @@ class Model(nn.Module):
         num_layers: number of layers, and of fanouts.
         activate: `activate(x, p, seed)` returns the activation of `x` with dropout of probability
             p; it may overwrite `x`.
-        dropout: probability of a hidden element to be zeroed in training.
-        input_dropout: probability of a feature to be zeroed in training.
+        dropout: probability that a hidden element is zeroed during training.
+        input_dropout: probability that a feature is zeroed during training.
         norm: "batch" for batch normalization, "layer" for layer normalization, or "none".
         pre_norm: normalize the inputs of each layer instead of its outputs.
         pre_activation: apply normalization, activation and dropout to the inputs of each layer and
@@ -43,7 +43,7 @@ class Model(nn.Module):
         residual: add a linear projection of each layer's input to its output. With
             `pre_activation`, add the input itself, as it was before normalization.
         input_linear: project the features to `width` columns before the first layer.
-        output_linear: compute the logits by a linear projection after the last layer.
+        output_linear: compute the logits with a linear projection after the last layer.
         jumping: input of the output projection: the output of the last layer ("none"), or the sum
             ("sum") or the concatenation ("cat") of the outputs of all layers: the jumping knowledge
             of Xu et al., 2018.
@@ -141,7 +141,8 @@ class Model(nn.Module):
     def transform_features(self, x: Tensor) -> Tensor:
         """Compute the first layer's input: input dropout, and the projection followed by dropout.
 
-        With `pre_activation`, dropout comes after the activation of the first layer's input only.
+        With `pre_activation`, the projection is not followed by dropout; `transform_input` applies
+        it.
 
         Args:
             x: (n, in_features) in the dtype of the model.
@@ -156,7 +157,7 @@ class Model(nn.Module):
 
     @property
     def transforms_inputs(self) -> bool:
-        """Whether `transform_input` changes rows."""
+        """Whether `transform_input` changes rows: True with `pre_norm` or `pre_activation`."""
         return self.pre_norm or self.pre_activation
 
     def transform_input(self, index: int, x: Tensor) -> Tensor:
@@ -182,8 +183,8 @@ class Model(nn.Module):
         Args:
             index: index of the layer.
             out: (T, columns), the layer's output; it may be overwritten.
-            x_target: (T, columns), rows of the layer's T destination nodes: those that the layer
-                read, or with `pre_activation` the rows before `transform_input`.
+            x_target: (T, columns), rows of the layer's T targets: those that the layer read, or
+                with `pre_activation` the rows before `transform_input`.
         """
         if self.pre_activation:
             return out + x_target if self.adds_input else out

@@ -12,15 +12,15 @@ from gcnzc.system.spans import Span, Stage
 
 @dataclass(frozen=True, repr=False)
 class Block:
-    """The bipartite graph of one layer: sampled in-edges of the destination nodes, as CSC.
+    """The bipartite graph of one layer: sampled in-edges of targets (destination nodes), as CSC.
 
     Attributes:
         indptr: (num_dst + 1,) int64 offsets in `indices`; 64 bits, because a block of full
             neighbourhoods can have more than 2**31 edges.
         indices: (num_edges,) int32 positions of the sources in `nodes`.
-        num_src: number of source nodes.
-        num_dst: number of destination nodes.
-        nodes: (num_src,) int64 node ids in the graph. The first `num_dst` are the destinations.
+        num_src: number of sources.
+        num_dst: number of targets.
+        nodes: (num_src,) int64 node ids in the graph. The first `num_dst` are the targets.
         graph: the graph that the edges were sampled from.
         edge_ids: (num_edges,) int64 positions in `graph.indices`, if the sampler returns them.
         degrees: (num_src,) int64 in-degrees in the whole graph, if the loader computes them.
@@ -89,7 +89,7 @@ class Batch:
         nodes: (B,) int64 node ids: the seeds, then the other nodes in order of first appearance.
         seeds: (S,) int64 ids of the seed nodes, a view of `nodes`.
         blocks: one for each layer, input layer first. The sources of `blocks[0]` are `nodes`, the
-            destinations of `blocks[-1]` are `seeds`.
+            targets of `blocks[-1]` are `seeds`.
         x: (B, D) features of `nodes`.
         y: (S,) or (S, T) labels of the seeds; for link prediction (P,) float32, 1 for edges and 0
             for negatives.

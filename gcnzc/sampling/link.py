@@ -1,10 +1,10 @@
-"""Sample minibatches for link prediction: target edges, negatives and their neighbourhoods.
+"""Sample minibatches for link prediction: seed edges, negatives and their neighbourhoods.
 
-The seeds of a loader are then indices of target edges. Each minibatch has the pairs to score, their
-end nodes as `batch.seeds`, and the sampled neighbourhood of these nodes. The target edges can be
+The seeds of a loader are then indices of seed edges. Each minibatch has the pairs to score, their
+end nodes as `batch.seeds`, and the sampled neighbourhood of these nodes. The seed edges can be
 excluded from the neighbourhood, so that the model does not see the edges that it predicts.
 
-Notation: E target edges, S seeds, P pairs of a minibatch, K negatives for each edge.
+Notation: E seed edges, S seeds, P pairs of a minibatch, K negatives for each edge.
 """
 
 import time
@@ -47,25 +47,25 @@ MAX_NEGATIVES = 2**27 - 1
 class LinkSampler:
     """Sample minibatches for link prediction; pass it as the `sampler` of a `gcnzc.Loader`.
 
-    The loader's `seeds` are indices of target edges, in [0, E). `sample` may be called from several
-    threads at once. The negatives of an edge depend only on the seed, the epoch and the index of
-    the edge, and the neighbours of a node as in `gcnzc.Sampler`; only in-batch negatives depend on
-    the other edges of the minibatch.
+    The loader's `seeds` are indices of seed edges, in [0, E). `sample` may be called from several
+    threads at once. The negatives of an edge depend only on the random seed, the epoch and the
+    index of the edge, and the neighbours of a node as in `gcnzc.Sampler`; only in-batch negatives
+    depend on the other edges of the minibatch.
 
     Args:
         graph: the message-passing graph, on the host. If its columns are not sorted, the sampler
             makes a sorted copy of its `indices`.
-        edges: (2, E) int32 or int64 sources and destinations of the target edges, on the host; they
+        edges: (2, E) int32 or int64 sources and targets of the seed edges, on the host; they
             need not be edges of `graph`.
         fanouts: see `gcnzc.Sampler`.
-        negatives: "uniform" keeps the source of an edge and draws the destination from all nodes;
-            "both" draws both end nodes; "in-batch" pairs the source with the destinations of the
+        negatives: "uniform" keeps the source of an edge and draws the target from all nodes;
+            "both" draws both end nodes; "in-batch" pairs the source with the targets of the
             following edges of the minibatch.
         num_negatives: K. In-batch sampling returns fewer if fewer edges follow.
         strict: reject negatives that are edges of `known` or self loops: draw again, or drop them
             for in-batch negatives.
-        exclude: the edges that are excluded from the blocks: "none", the target edges of the
-            minibatch ("self"), or the target edges and their reverse edges ("reverse"). Neighbours
+        exclude: the edges that are excluded from the blocks: "none", the seed edges of the
+            minibatch ("self"), or the seed edges and their reverse edges ("reverse"). Neighbours
             are sampled uniformly without replacement from the remaining edges. All duplicates of an
             excluded edge are excluded.
         known: graph of the edges that are not valid negatives; `graph` if None.
@@ -127,7 +127,7 @@ class LinkSampler:
 
     @property
     def num_items(self) -> int:
-        """Number of target edges, E; the loader's seeds are in [0, E)."""
+        """Number of seed edges, E; the loader's seeds are in [0, E)."""
         return self.edges.shape[1]
 
     @property
@@ -146,10 +146,10 @@ class LinkSampler:
         self._sampler.pool = pool
 
     def sample(self, seeds: IdsLike, epoch: int) -> Batch:
-        """Sample negatives for target edges and the neighbourhood of all end nodes.
+        """Sample negatives for seed edges and the neighbourhood of all end nodes.
 
         Args:
-            seeds: (S,) indices of target edges, on the host: a tensor, an array or a list.
+            seeds: (S,) indices of seed edges, on the host: a tensor, an array or a list.
             epoch: in [0, 2**32); each epoch has its own negatives and neighbours.
 
         Returns:
@@ -220,7 +220,7 @@ class LinkSampler:
 
 
 def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
-    """Check target edges; return them as (2, E) int64, contiguous, on the host.
+    """Check seed edges; return them as (2, E) int64, contiguous, on the host.
 
     Raises:
         TypeError: `edges` is not a tensor.
@@ -228,17 +228,15 @@ def check_edges(edges: Tensor, num_nodes: int) -> Tensor:
     """
     if isinstance(edges, np.ndarray):
         edges = torch.from_numpy(edges.copy())
-    check_kind(
-        "edges", edges, Tensor, "(2, E) of int32 or int64: row 0 sources, row 1 destinations"
-    )
+    check_kind("edges", edges, Tensor, "(2, E) of int32 or int64: row 0 sources, row 1 targets")
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"edges have shape {tuple(edges.shape)} and dtype {edges.dtype}\n\n"
-            "hint: (2, E) of int32 or int64: row 0 sources, row 1 destinations; transpose OGB's "
+            "hint: (2, E) of int32 or int64: row 0 sources, row 1 targets; transpose OGB's "
             "(E, 2) with .T"
         )
     if edges.shape[1] == 0:
-        raise ValueError("no target edges\n\nhint: is the split empty?")
+        raise ValueError("no seed edges\n\nhint: is the split empty?")
     edges = edges.cpu().long().contiguous()
     least, greatest = (int(bound) for bound in edges.aminmax())
     if least < 0 or greatest >= num_nodes:
@@ -261,9 +259,9 @@ def _sort_columns(graph: Graph, order: bool) -> tuple[Graph, Tensor | None]:
 
 
 def _check_items(seeds: IdsLike, num_items: int) -> Tensor:
-    items = as_ids("seeds", seeds, "the seeds of a LinkSampler are indices of its target edges")
+    items = as_ids("seeds", seeds, "the seeds of a LinkSampler are indices of its seed edges")
     if items.device.type != "cpu":
         raise ValueError(f"seeds is {describe(seeds)} on {items.device}\n\nhint: seeds.cpu()")
-    hint = "indices of target edges; torch.arange(sampler.num_items) for all of them"
-    check_range("seeds", items, num_items, "there are {} target edges", hint)
+    hint = "indices of seed edges; torch.arange(sampler.num_items) for all of them"
+    check_range("seeds", items, num_items, "there are {} seed edges", hint)
     return items

@@ -110,7 +110,7 @@ def available_bytes(
 def total_bytes(proc: Path = Path("/proc"), control_groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory and swap that this process could use on an otherwise idle machine.
 
-    The limits of control groups apply, of versions 1 and 2.
+    The limits of cgroup v1 and v2 apply.
     """
     lines = (proc / "meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}

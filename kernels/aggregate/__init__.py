@@ -100,7 +100,7 @@ def _sum_rows(
     num_edges = len(indices)
     out_bytes = num_cols * item_bytes(kind)
     is_half = item_bytes(kind) == 2
-    # float32 sums of a row, which are rounded to half precision once
+    # float32 sums of a row, which are rounded to bfloat16 or float16 once
     sums = np.empty(num_cols if is_half else 0, dtype=a_S.dtype)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
@@ -140,7 +140,7 @@ def readable_rows(x: Tensor) -> Tensor:
 
 
 def sum_dtype(x: Tensor) -> tuple[torch.dtype, Any]:
-    """Return torch's and Triton's dtype of sums over `x`; float32 for half precision."""
+    """Return torch's and Triton's dtype of sums over `x`; float32 for bfloat16 and float16."""
     if x.dtype == torch.float64:
         return torch.float64, tl.float64
     return torch.float32, tl.float32
@@ -350,8 +350,8 @@ def aggregate(
 ) -> Tensor:
     """Sum the rows of each target's in-neighbours, scaled per source and per target.
 
-    Differentiable once, in `x`. The result does not depend on the number of threads. Half precision
-    is summed in float32 and rounded once.
+    Differentiable once, in `x`. The result does not depend on the number of threads. bfloat16 and
+    float16 inputs are accumulated in float32 and rounded once.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.

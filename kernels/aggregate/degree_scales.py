@@ -27,7 +27,7 @@ def inverse_sqrt_degrees(degrees: Tensor, row_dtype: torch.dtype) -> Tensor:
 
 
 def scale_dtype(row_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales of rows: float32 for half precision, that of the sums."""
+    """Return the dtype of scales of rows: that of the sums, float32 for bfloat16 and float16."""
     return torch.promote_types(row_dtype, torch.float32)
 
 

@@ -205,9 +205,9 @@ def dropout_numba(
 ) -> Tensor:
     """`dropout_reference` on the CPU, for contiguous `x` of a dtype in `KINDS`; `out` may be `x`.
 
-    Half precision is multiplied in float32 and rounded once, as torch does. Dropped elements are
-    set to `dropped`, 0 or -0; with -0, no other element of the result is -0. With `has_elu`, `x` is
-    not float64, and dropout follows an ELU.
+    bfloat16 and float16 are multiplied in float32 and rounded once, as torch does. Dropped elements
+    are set to `dropped`, 0 or -0; with -0, no other element of the result is -0. With `has_elu`,
+    `x` is not float64, and dropout follows an ELU.
     """
     out = torch.empty_like(x) if out is None else out
     flat, out_flat = as_array(x), as_array(out)
@@ -324,7 +324,7 @@ def _gradient(kernel: Any, out: Tensor, grad: Tensor, scale: float) -> Tensor:
 
 def _check_probability(p: float) -> None:
     if not 0 <= p < 1 or _num_dropped_levels(p) == NUM_LEVELS:
-        raise ValueError(f"the dropout probability is {p}\n\nhint: use a number from 0 to below 1")
+        raise ValueError(f"the dropout probability is {p}\n\nhint: use a number in [0, 1)")
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
@@ -332,7 +332,7 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
 
     Args:
         x: floating point, of any shape, on the CPU or a GPU.
-        p: probability of an element to be zeroed, in [0, 1); rounded to a multiple of 2**-16.
+        p: probability that an element is zeroed, in [0, 1); rounded to a multiple of 2**-16.
         seed: 64-bit seed of the mask. Whether an element is zeroed depends on the seed and on its
             position in row-major order, not on the strides of `x`.
 

@@ -128,7 +128,8 @@ def gat_aggregate(
     """Sum the rows of each target's in-neighbours, weighted by attention, per head.
 
     Differentiable once, in `x` and both scores. The result does not depend on the number of
-    threads. Half precision is computed in float32, also the weights, and sums are rounded once.
+    threads. bfloat16 and float16 inputs are accumulated in float32 with float32 weights, and
+    rounded once.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
@@ -141,7 +142,7 @@ def gat_aggregate(
         self_loops: add one self loop per target, and ignore the self loops of the block.
         self_index: (T,) int32 or int64, the index in [0, S) of each target among the sources, for
             its self loop; target t is source t if None. The values are checked on the CPU only.
-        dropout: probability in [0, 1) of an attention weight to be zeroed, after the softmax.
+        dropout: probability in [0, 1) that an attention weight is zeroed, after the softmax.
         seed: 64-bit seed of the dropout.
 
     Returns:
@@ -159,7 +160,7 @@ def gat_aggregate(
         )
     if self_loops:
         indptr, indices = checked_self_loops("gat_aggregate", indptr, indices, x, self_index)
-    # the weights of scores in half precision stay float32
+    # the weights of bfloat16 and float16 scores stay float32
     source, target = (score.to(sum_dtype(score)[0]) for score in (score_source, score_target))
     weight = edge_softmax(indptr, indices, source, target, negative_slope)
     return weighted_spmm(indptr, indices, drop(weight, dropout, seed) if dropout else weight, x)

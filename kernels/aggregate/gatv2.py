@@ -450,7 +450,7 @@ def gatv2_aggregate(
     """Sum the rows of each target's in-neighbours, weighted by the attention of GATv2, per head.
 
     Differentiable once, in `x`, `y` and `a`. The result does not depend on the number of threads.
-    Half precision is computed in float32, also the weights, and sums are rounded once.
+    bfloat16 and float16 inputs are accumulated in float32 with float32 weights, and rounded once.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.
@@ -458,12 +458,12 @@ def gatv2_aggregate(
             reads out of bounds.
         x: (S, H, F) floating point, the projected rows of the sources.
         y: (T, H, F) of the same dtype, the projected rows of the targets for the scores.
-        a: (H, F) of the same dtype, or float32 if that is half precision; the attention vectors.
+        a: (H, F) of the same dtype, or float32 if that is 16-bit; the attention vectors.
         negative_slope: of the LeakyReLU.
         self_loops: add one self loop per target, and ignore the self loops of the block.
         self_index: (T,) int32 or int64, the index in [0, S) of each target among the sources, for
             its self loop; target t is source t if None. The values are checked on the CPU only.
-        dropout: probability in [0, 1) of an attention weight to be zeroed, after the softmax.
+        dropout: probability in [0, 1) that an attention weight is zeroed, after the softmax.
         seed: 64-bit seed of the dropout.
 
     Returns:

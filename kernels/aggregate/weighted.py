@@ -66,7 +66,7 @@ def _weighted_spmm(
     # bytes to the next head's sum; 0 if the heads are summed
     sum_step = num_cols * weight_EH.itemsize if out_heads > 1 else 0
     out_cols = out_heads * num_cols
-    # float32 sums of a target, which are rounded to half precision once
+    # float32 sums of a target, which are rounded to bfloat16 or float16 once
     sums = np.empty(out_cols if is_half else 0, dtype=weight_EH.dtype)
     for t in range(first_target(indptr, begin), first_target(indptr, end)):
         e, last = indptr[t], indptr[t + 1]
@@ -344,7 +344,8 @@ def weighted_spmm(indptr: Tensor, indices: Tensor, weight: Tensor, x: Tensor) ->
     """Sum the rows of each target's in-neighbours, weighted per edge and head.
 
     Differentiable once, in `weight` and `x`. The result does not depend on the number of threads.
-    Half precision is summed in float32 and rounded once; float32 weights are not rounded.
+    bfloat16 and float16 inputs are accumulated in float32 and rounded once; float32 weights are not
+    rounded.
 
     Args:
         indptr: (T + 1,) int32 or int64, the CSC pointers: the first edge of each target.

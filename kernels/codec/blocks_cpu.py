@@ -114,7 +114,7 @@ def _round_to_codes(y, scale, count, constants, uniform, code):
     for k in range(count):
         magnitude = bits[uint64(k)] & np.int32(0x7FFFFFFF)
         size = abs(y[uint64(k)])
-        # the lower code, and the distance from its number as a share of the step to the next
+        # the lower code, and the distance from its number as a fraction of the step to the next
         steps = min(size, min_normal) * steps_per_unit
         low = np.int32(steps)
         share = steps - np.float32(low)

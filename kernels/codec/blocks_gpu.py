@@ -289,7 +289,7 @@ def encode_gpu(
     bits = quotient.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
-    # the lower code, and the distance from its number as a share of the step to the next
+    # the lower code, and the distance from its number as a fraction of the step to the next
     steps = tl.minimum(size, MIN_NORMAL) * STEPS_PER_UNIT
     low = steps.to(tl.int32)
     share = steps - low.to(tl.float32)

@@ -121,7 +121,7 @@ def _round_to_codes(
     magnitude = quotients.abs().clamp(max=float(magnitudes[-1]))
     low = torch.searchsorted(magnitudes, magnitude, right=True) - 1
     high = (low + 1).clamp(max=number_format.max_code)
-    # the distance from the lower number as a share of the step; NaN at the largest number, which
+    # the distance from the lower number as a fraction of the step; NaN at the largest number, which
     # is not rounded up
     share = (magnitude - magnitudes[low]) / (magnitudes[high] - magnitudes[low])
     if uniform is not None:

@@ -1,11 +1,11 @@
-"""Build CSC from an edge list, with a stable counting sort by destination.
+"""Build CSC from an edge list, with a stable counting sort by target.
 
 A plain counting sort writes each edge to a random position, which misses the cache for large
-graphs. Here the edges are first partitioned into buckets of neighbouring destinations, by the high
-bits of the destination, and then each bucket is sorted in the cache. Both steps are stable, so the
+graphs. Here the edges are first partitioned into buckets of neighbouring targets, by the high
+bits of the target, and then each bucket is sorted in the cache. Both steps are stable, so the
 result does not depend on the number of threads.
 
-The temporary memory is two bytes per edge (the low bits of its destination) and one bucket per
+The temporary memory is two bytes per edge (the low bits of its target) and one bucket per
 thread.
 
 Notation: N nodes, E edges, P buckets, S segments of the edge list.
@@ -28,14 +28,14 @@ Array = NDArray[Any]
 VERIFY_HINT = "hint: `gcnzc info DATA --verify` says which file of a prepared folder is damaged"
 
 
-# a segment of an edge list: a function that returns its sources and destinations
+# a segment of an edge list: a function that returns its sources and targets
 Segment = Callable[[], tuple[Array, Array]]
 
 
 SEGMENT_EDGES = 1 << 21  # edges of a segment: far fewer than a graph has, and far more than P
 
 
-LOW_BITS = 16  # low bits of a destination, stored for each edge while it is in its bucket
+LOW_BITS = 16  # low bits of a target, stored for each edge while it is in its bucket
 
 
 # buckets with more than 1 / (BUCKET_SHARE * threads) of the edges are sorted from the edge list
@@ -188,7 +188,7 @@ def build_csc(
 
     Args:
         segments: the edge list in segments, each of which returns (e,) sources and (e,)
-            destinations, int32 or int64. Each is called twice, and once more for every bucket of
+            targets, int32 or int64. Each is called twice, and once more for every bucket of
             columns that is much larger than the others.
         num_nodes: N; nodes are numbered from 0 to N - 1.
         num_without_loops: number of segments, from the first, whose self loops are removed.
@@ -198,7 +198,7 @@ def build_csc(
         `indptr` (N + 1,) int64 and `indices` (E,) int32; int64 for 2**31 nodes or more.
 
     Raises:
-        ValueError: a source or destination is out of range.
+        ValueError: a source or target is out of range.
     """
     shift = min(LOW_BITS, max(0, (num_nodes - 1).bit_length() - 8))
     num_buckets = (num_nodes + (1 << shift) - 1) >> shift

@@ -27,7 +27,7 @@ def csc_order(indptr: Tensor, dst: Tensor) -> Tensor:
 
     Args:
         indptr: (N + 1,) int64 on the host: the offset of each node's column.
-        dst: (E,) int32 or int64 on the host, destinations in [0, N), not checked; may be strided.
+        dst: (E,) int32 or int64 on the host, targets in [0, N), not checked; may be strided.
 
     Returns:
         (E,) int64 positions in the list, in CSC order.

@@ -235,7 +235,7 @@ def test_invalid_options_are_rejected(more, message, graph, edges):
     [
         (torch.zeros(5, 2).long(), r"shape \(5, 2\)"),
         (torch.zeros(2, 5), "torch.float32"),
-        (torch.zeros(2, 0).long(), "no target edges"),
+        (torch.zeros(2, 0).long(), "no seed edges"),
         (torch.tensor([[0], [300]]), "300 nodes"),
         (torch.tensor([[-1], [3]]), "300 nodes"),
     ],
