@@ -62,7 +62,7 @@ def renamed(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         warnings.warn(
-            f"{package}.{name} is now {package}.{names[name]}; the old name goes with 0.3",
+            f"{package}.{name} is now {package}.{names[name]}; the old name will be removed in 0.3",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -82,7 +82,7 @@ def renamed_attribute(old: str, new: str) -> Any:
     def get(self: object) -> Any:
         name = type(self).__name__
         warnings.warn(
-            f"{name}.{old} is now {name}.{new}; the old name goes with 0.3",
+            f"{name}.{old} is now {name}.{new}; the old name will be removed in 0.3",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -112,7 +112,7 @@ def renamed_arguments(
             for old in (old for old in names if old in kwargs):
                 warnings.warn(
                     f"argument {old} of {function.__qualname__} is now {names[old]}; "
-                    "the old name goes with 0.3",
+                    "the old name will be removed in 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )
@@ -147,7 +147,8 @@ class _OldModule(ModuleType):
             value = getattr(importlib.import_module(path), present, None)
             if value is not None:
                 warnings.warn(
-                    f"{self.__name__}.{name} moved to {path}.{present}; the old path goes with 0.3",
+                    f"{self.__name__}.{name} moved to {path}.{present}; the old path will be "
+                    "removed in 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )

@@ -124,7 +124,7 @@ def check_outputs(config: Any) -> None:
     try:
         if isinstance(config, TrainConfig) and config.out and config.out.is_file():
             raise ValueError(
-                f"--out: {config.out} is a file\n\nhint: give a new folder, or leave --out out"
+                f"--out: {config.out} is a file\n\nhint: give a new folder, or omit --out"
             )
         if isinstance(config, EvaluateConfig):
             check_writable("predictions", config.predictions)
@@ -162,13 +162,13 @@ def _defaults(words: Sequence[str]) -> TrainConfig | None:
     if resumed and preset:
         raise UsageError(
             f"--preset {preset} with --resume {resumed}\n\n"
-            "hint: a resumed run keeps its options; leave --preset out"
+            "hint: a resumed run keeps its options; omit --preset"
         )
     out = _value_of("--out", words)
     if resumed and out and Path(out).resolve() != Path(resumed).resolve():
         raise UsageError(
             f"--out {out} with --resume {resumed}\n\n"
-            "hint: a resumed run continues in its folder; leave --out out"
+            "hint: a resumed run continues in its folder; omit --out"
         )
     if resumed:
         kept = _read_resumed(Path(resumed))
@@ -201,7 +201,7 @@ def _value_of(option: str, words: Sequence[str]) -> str:
 
 
 def _read_resumed(folder: Path) -> TrainConfig:
-    """Read the options of the run, or of the several runs, in a folder."""
+    """Read the options of the run or runs in a folder."""
     has_several = (folder / run_folder.RUNS).is_file()
     config = read_runs(folder) if has_several else run_folder.read_config(folder)
     return replace(config, out=None, resume=None, config=None)

@@ -109,7 +109,7 @@ def hit_rates(rates: HitRates, out: Path) -> None:
     axis.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
     axis.minorticks_off()
     axis.set_ylim(0, 1)
-    axis.set_xlabel("size of the feature cache, as a share of all rows")
+    axis.set_xlabel("size of the feature cache, as a fraction of all rows")
     axis.set_ylabel("hit rate")
     axis.set_title(f"{rates.data}: hit rate of the feature cache", fontsize="medium")
     axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""`gcnzc train --runs N`: train with several seeds, in this process or with several workers."""
+"""`gcnzc train --runs N`: train with several random seeds, in this process or with workers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

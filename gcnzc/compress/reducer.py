@@ -76,7 +76,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def mean(self, values: Tensor, extras: int = 0) -> Algorithm[str]:
-        """Replace a vector by its mean over the ranks, or by an approximation of it.
+        """Replace a vector with its mean over the ranks, or with an approximation of it.
 
         Args:
             values: (n + k,), contiguous, on the device; written in place, equal on all ranks.

@@ -23,7 +23,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def shares_of(options: Options, num_items: int) -> Shares:
-    """Return the share of the items that a rank takes."""
+    """Return the fraction of the items that a rank takes."""
     rank, world_size = options.rank, options.world_size
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank {rank} and world_size {world_size}\n\nhint: pass both, or neither")

@@ -73,7 +73,7 @@ class MethodTraffic:
     """The exchanges of a method, averaged over its steps."""
 
     parts: tuple[tuple[float, Method], ...]
-    """pairs of a share of the steps, and the exchange of these steps"""
+    """pairs of a fraction of the steps, and the exchange of these steps"""
     compression: str = ""
     """name of the compression of the last of `parts`; empty if it is not compressed"""
     overlap_share: float = 0.0

@@ -16,7 +16,7 @@ class WarmupDefaults:
     steps: int = 100
     """number of steps if `total_steps` are not known"""
     auto_share: float = 0.25
-    """limit of an automatic warm-up as a share of `total_steps`, if they are known"""
+    """limit of an automatic warm-up as a fraction of `total_steps`, if they are known"""
     auto_intervals: int = 5
     """limit of an automatic warm-up in units of 1 / (1 - beta2) steps"""
 

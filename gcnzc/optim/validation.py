@@ -231,7 +231,7 @@ def check_fraction(name: str, value: object) -> None:
     """
     number = _number(value)
     if number is None or not 0 <= number < 1:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a number of at least 0 and below 1")
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a number in [0, 1)")
 
 
 def check_count(name: str, value: object, least: int = 0) -> None:

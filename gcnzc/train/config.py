@@ -99,7 +99,7 @@ def _check_full_batch(config: TrainConfig) -> None:
     number = "give --batch-size a number, such as 1024"
     for name, value, reason, hint in (
         ("task", "link", "link prediction samples edges and negatives in minibatches", number),
-        ("sampler", "dgl", "nothing is sampled", f"leave --sampler out, or {number}"),
+        ("sampler", "dgl", "nothing is sampled", f"omit --sampler, or {number}"),
         ("features", "cached", "features are gathered only once", "use --features host"),
     ):
         if getattr(config, name) == value:
@@ -113,7 +113,7 @@ def fanouts_message(fanouts: Sequence[object]) -> str:
     """Return the message that fanouts do not fit --batch-size all."""
     return (
         f"--fanouts {','.join(map(str, fanouts))} with --batch-size all: a full-batch step uses "
-        "all neighbours\n\nhint: leave --fanouts out, or give -1 for each layer; to sample "
+        "all neighbours\n\nhint: omit --fanouts, or give -1 for each layer; to sample "
         "neighbours, give --batch-size a number, such as 1024"
     )
 
@@ -135,7 +135,7 @@ class EvaluateConfig(CorrectAndSmoothOptions):
     data: tyro.conf.Positional[Path | None] = None
     """folder of a graph with the same features and classes; the graph of the run if not given"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to evaluate; auto takes CUDA if there is a GPU"""
+    """where to evaluate; auto uses CUDA if there is a GPU"""
     predictions: Path | None = None
     """also write the logits of all nodes to this .npy file; with --correct-and-smooth, class
     probabilities, and in link prediction, the embeddings of all nodes"""

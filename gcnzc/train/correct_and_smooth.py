@@ -24,7 +24,8 @@ from gcnzc.models.metrics import score
 from gcnzc.train.option_groups import CorrectAndSmoothOptions
 from gcnzc.train.tasks.base import Progress, Scores, Task
 
-# larger factors are of nodes that the errors hardly reach, and are not used
+# limit of the factor that scales a node's propagated errors: nodes far from all training nodes have
+# tiny propagated errors, so their factor would explode
 MAX_SCALE = 1000
 
 
@@ -113,7 +114,7 @@ def correct(
     smoothed = propagate(error, steps, alpha, lambda x: x.clamp_(-1.0, 1.0))
     mean = error[nodes].abs().sum() / len(nodes)
     factor = mean / smoothed.abs().sum(dim=1, keepdim=True)
-    # not above the limit, infinite or NaN, which is 0 / 0
+    # 1 if the factor exceeds the limit or is NaN (0 / 0)
     factor = torch.where(factor <= MAX_SCALE, factor, 1.0)
     return predicted + factor * smoothed
 
@@ -205,7 +206,9 @@ def correct_and_smooth(
 
 
 def _as_logits(rows: Tensor, axes: int) -> Tensor:
-    """Convert probabilities to values whose order, largest class and sign are as those of logits.
+    """Shift the probabilities of tasks so that 0 is the decision threshold, as for logits.
+
+    Those of classes are returned unchanged, since only their order matters.
 
     Args:
         rows: (N, C) probabilities, or the sums of probabilities and errors.

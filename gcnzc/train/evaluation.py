@@ -50,7 +50,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     if config.correct_and_smooth and trained.task == "link":
         raise ValueError(
             "--correct-and-smooth is for node classification, and this run is of link prediction"
-            "\n\nhint: leave --correct-and-smooth out"
+            "\n\nhint: omit --correct-and-smooth"
         )
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)

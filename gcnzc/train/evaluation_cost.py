@@ -1,8 +1,8 @@
 """Predict cost and memory of an evaluation, to choose its method.
 
 All nodes and the needed ones give the same outputs up to rounding. The needed nodes are fewer, but
-they must be found, and the edges between them be renumbered, so that all nodes cost less if nearly
-all are needed. Sampled neighbours are chosen if the rows of neither fit into memory.
+finding them and renumbering their edges has a cost. Computing all nodes is therefore cheaper if
+most are needed. Sampled neighbours are chosen if the layer outputs of neither fit into memory.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Cost:
-    """What it costs to compute the outputs of some nodes layer by layer."""
+    """Predicted cost of layer-wise inference."""
 
     num_rows: int  # output rows of all layers
     operations: int  # multiply-adds
-    num_bytes: int  # of the rows of layers that are in memory at once
+    num_bytes: int  # of the layer inputs and outputs that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,22 @@ def choose_evaluation(
     method = "needed" if needed.operations < exact.operations else "exact"
     reason = (
         f"predicted {needed.operations / 1e9:.3g} billion multiply-adds for the "
-        f"{needed.num_rows:,} rows that are needed, {exact.operations / 1e9:.3g} billion for all "
-        f"{exact.num_rows:,}"
+        f"{needed.num_rows:,} layer outputs that are needed, {exact.operations / 1e9:.3g} billion "
+        f"for all {exact.num_rows:,}"
     )
     if can_sample and limit < min(needed.num_bytes, exact.num_bytes):
         method = "sampled"
         reason = (
-            f"exact outputs take {min(needed.num_bytes, exact.num_bytes) / 1e9:.3g} GB of rows, "
-            f"more than {MEMORY_SHARE:.0%} of the memory; `gcnzc predict --scratch` computes them "
-            "with rows on disk"
+            f"layer outputs take {min(needed.num_bytes, exact.num_bytes) / 1e9:.3g} GB without "
+            f"sampling, more than {MEMORY_SHARE:.0%} of the memory; `gcnzc predict --scratch` "
+            "stores them on disk"
         )
     elif method == "exact" and exact.num_bytes > max(limit, needed.num_bytes):
         method = "needed"
         reason = (
-            f"all rows take {exact.num_bytes / 1e9:.3g} GB, more than {MEMORY_SHARE:.0%} of the "
-            f"memory; those that are needed take {needed.num_bytes / 1e9:.3g} GB"
+            f"layer outputs of all nodes take {exact.num_bytes / 1e9:.3g} GB, more than "
+            f"{MEMORY_SHARE:.0%} of the memory; those of the needed nodes take "
+            f"{needed.num_bytes / 1e9:.3g} GB"
         )
     return Choice(method, reason)
 
@@ -88,7 +89,7 @@ def choose_evaluation(
 def format_memory_warning(
     model: Model, graph: Graph, nodes: Tensor | None, num_columns: int, memory_bytes: int
 ) -> str:
-    """Return a warning if the rows of an evaluation exceed the memory, otherwise "".
+    """Return a warning if the layer outputs of an evaluation exceed the memory, otherwise "".
 
     Args:
         model: the model, on any device.
@@ -104,7 +105,7 @@ def format_memory_warning(
     if num_bytes <= memory_bytes:
         return ""
     return (
-        f"warning: the rows of an evaluation take {num_bytes / 1e9:.3g} GB, but there are "
+        f"warning: the layer outputs of an evaluation take {num_bytes / 1e9:.3g} GB, but there are "
         f"{memory_bytes / 1e9:.3g} GB of memory; use --evaluate sampled or auto"
     )
 

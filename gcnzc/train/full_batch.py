@@ -66,7 +66,7 @@ def build_evaluation_loader(
 
 
 def compute_logits(model: Model, loader: FullBatchLoader, nodes: Tensor) -> Tensor:
-    """Compute the logits of nodes by one pass of the model over the whole graph.
+    """Compute the logits of nodes with one pass of the model over the whole graph.
 
     The model runs in evaluation mode; its mode is restored afterwards.
 

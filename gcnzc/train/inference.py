@@ -1,7 +1,7 @@
 """Layer-wise inference: compute the outputs of a model for all nodes, without sampling neighbours.
 
 The nodes are divided into the same ranges for any number of workers, and each range is computed in
-the same way, in memory or with the rows of layers on disk, so that the outputs are bit-identical.
+the same way, with layer outputs in memory or on disk, so that the results are bit-identical.
 
 Notation: N nodes, M requested nodes.
 """
@@ -50,7 +50,7 @@ from gcnzc.train.layerwise.workers import MemoryRows, Workers
 
 Progress: TypeAlias = Callable[[int, int], object]  # called with (done, total)
 
-# the least memory for rows of hidden layers
+# the least memory for layer outputs
 MIN_MEMORY = 1 << 20
 
 
@@ -83,7 +83,7 @@ def inference(
         model: a model on `device`.
         graph: the whole graph, with N nodes.
         table: (N, in_features) features, on the host or on `device`.
-        device: device of the computation; the rows of hidden layers stay on the host.
+        device: device of the computation; layer outputs stay on the host.
         nodes: (M,) int32 or int64 node ids, on the host: a tensor, an array or a list. Hidden
             layers are computed only for the nodes that these depend on. Default: all, in order.
         layer: return the output of this layer, from 1, as the next layer receives it; with
@@ -95,12 +95,12 @@ def inference(
             those that it computes in all layers.
         group: the workers among which the nodes are divided; all pass the same arguments. Default:
             this process only.
-        scratch: folder for the rows of layers, which is created if needed and locked. In the end it
-            has the rows of the last layer, from which the result is mapped; delete it when it is
-            not needed for another call any more. Rows of another model, graph or features are not
-            used.
-        memory: with `scratch`, bytes for the rows of layers in this process at a time, at least
-            2**20: those of the in-neighbours that are aggregated. In addition, memory holds the
+        scratch: folder for layer outputs, which is created if needed and locked. The folder is
+            kept: in the end it has the outputs of the last layer, from which the result is mapped.
+            Delete it when it is not needed for another call any more. Outputs of another model,
+            graph or features are not used.
+        memory: with `scratch`, bytes for layer outputs in this process at a time, at least 2**20:
+            those of the in-neighbours that are aggregated. In addition, memory holds the
             inputs and outputs of one range of `batch_nodes` nodes, and a few bytes for each node of
             the graph. It also holds the input rows of the in-neighbours of one range if the device
             is a GPU, the model has `pre_norm` or `pre_activation`, or the dtype of the features is
@@ -122,8 +122,8 @@ def inference(
     given = _check(model, graph, table, device, nodes, layer, batch_nodes, progress, group)
     if scratch is None and memory is not None:
         raise ValueError(
-            f"memory is {memory}, but there is no folder for the rows that exceed it\n\n"
-            "hint: pass scratch, too, a folder on a disk"
+            f"memory is {memory}, but there is no folder for layer outputs that exceed it\n\n"
+            "hint: also pass scratch, a folder on a disk"
         )
     if scratch is None:
         return _compute(given, None)
@@ -201,7 +201,7 @@ def _check(
 
 
 def _identity_of(given: _Arguments) -> Mapping[str, Any]:
-    """Return what the rows of layers depend on, for `open_scratch`."""
+    """Return what layer outputs depend on, for `open_scratch`."""
     nodes, machine = "all", f"torch {torch.__version__}, {given.device.type}"
     if given.nodes is not None:
         nodes = f"{len(given.nodes)}: {checksum(given.nodes)}"
@@ -255,7 +255,7 @@ class _Computation:
         self.earlier_tables: list[tuple[FeatureTable, Tensor | None]] = []
 
     def outputs(self) -> Tensor:
-        """Compute all layers, and return the rows of the last one."""
+        """Compute all layers, and return the outputs of the last one."""
         given, model = self.given, self.given.model
         first = self._first_layer()
         table, row_of = given.table, None
@@ -277,7 +277,7 @@ class _Computation:
             else:
                 self._compute_layer(index, sources, targets, table, row_of, rows)
             self._remove_inputs(index)
-            # frees the rows of the previous layer
+            # frees the outputs of the previous layer
             table, row_of = _table_of(rows), row_index(targets, given.graph)
             if self.has_jumping and not is_last:
                 self._store_outputs(table, row_of)

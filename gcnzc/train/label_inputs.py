@@ -2,9 +2,9 @@
 
 "Bag of Tricks for Node Classification with Graph Neural Networks",
 https://arxiv.org/abs/2103.13355. In each training step, a random part of the training nodes has its
-labels as additional features, and only the other training nodes are predicted. So no prediction in
-the loss depends on the label of the same node. When the model is evaluated, all training nodes have
-their labels as features; labels of other nodes are never features.
+labels as additional features, and only the other training nodes contribute to the loss, so that no
+prediction in the loss depends on the label of the same node. When the model is evaluated, all
+training nodes have their labels as features; labels of other nodes are never features.
 
 Notation: N nodes, n nodes of a minibatch, D features, C classes or label columns.
 """
@@ -22,9 +22,8 @@ from gcnzc.graph.dataset import Dataset
 class LabelInputs:
     """The labels of the training nodes of a graph, as additional features.
 
-    A label of a class is a row of C elements, which are 0 but for the 1 of the class. Label
-    columns are 1 and -1 for the labels 1 and 0, and 0 for an unknown label. Rows of nodes without
-    an input label are 0.
+    The label of a class is a one-hot vector (C,). Label columns are 1 and -1 for the labels 1 and
+    0, and 0 for an unknown label. Rows of nodes without an input label are 0.
 
     Args:
         data: the graph; if its training split is empty, no node has an input label.
@@ -64,8 +63,8 @@ class LabelInputs:
         Args:
             nodes: (n,) int64 on any device; the seeds come first.
             num_seeds: number of seeds, which are training nodes.
-            share: in [0, 1), the part of the seeds that is selected, and the probability of each
-                other training node to be selected. Random numbers are from torch's default
+            share: in [0, 1), the fraction of the seeds that is selected, and the probability that
+                any other training node is selected. Random numbers are from torch's default
                 generator.
 
         Returns:

@@ -22,7 +22,7 @@ class LossOptions(Options):
         super().__post_init__()
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
-                f"--label-smoothing must be from 0 to below 1, got {self.label_smoothing}\n\n"
+                f"--label-smoothing must be in [0, 1), got {self.label_smoothing}\n\n"
                 "hint: 0.1 is common; 0 turns label smoothing off"
             )
 
@@ -51,7 +51,7 @@ class LearningRateOptions(Options):
             )
         if not 0 < self.step_factor < 1:
             raise ValueError(
-                f"--step-factor must be above 0 and below 1, got {self.step_factor}\n\n"
+                f"--step-factor must be in (0, 1), got {self.step_factor}\n\n"
                 "hint: the default is 0.1"
             )
 
@@ -83,11 +83,11 @@ class AverageOptions(Options):
         super().__post_init__()
         if not 0 < self.average_decay < 1:
             raise ValueError(
-                f"--average-decay must be above 0 and below 1, got {self.average_decay}\n\n"
+                f"--average-decay must be in (0, 1), got {self.average_decay}\n\n"
                 "hint: 0.99 averages about 100 steps, 0.999 about 1000"
             )
         if not 0 <= self.average_start < 1:
             raise ValueError(
-                f"--average-start must be from 0 to below 1, got {self.average_start}\n\n"
+                f"--average-start must be in [0, 1), got {self.average_start}\n\n"
                 "hint: the default is 0.75, the last quarter of the epochs"
             )

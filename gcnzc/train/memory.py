@@ -118,7 +118,7 @@ def _refusal(
 ) -> str:
     remedy = "use a smaller --hidden, --heads or --batch-size, or fewer --workers"
     if is_full_batch:
-        remedy = "use minibatches, by --batch-size 1024, or a smaller --hidden or --heads"
+        remedy = "use minibatches with --batch-size 1024, or a smaller --hidden or --heads"
     amount = "" if needs is None else f"at least {_shown(needs)}, but {who} {_shown(has)}: "
     return f"not enough memory: this run needs {amount}{parts}\n\nhint: {remedy}"
 

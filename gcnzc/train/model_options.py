@@ -41,12 +41,12 @@ class ModelOptions(Options):
     """add a linear projection of each layer's input to its output; with --pre-activation, the input
     itself, as it was before normalization"""
     skip: bool = True
-    """GAT and GATv2: --no-skip omits the linear skip connection that each layer has by default;
-    --residual replaces the skip connection and the bias"""
+    """GAT and GATv2: omit the linear skip connection that each layer has by default; --residual
+    replaces it and the bias"""
     input_linear: bool = False
     """project the features to the hidden size before the first layer"""
     output_linear: bool = False
-    """compute the outputs by a linear projection after the last layer, which is then a hidden
+    """compute the outputs with a linear projection after the last layer, which is then a hidden
     layer"""
     jumping: Literal["none", "sum", "cat"] = "none"
     """input of --output-linear: the output of the last layer (none), or the sum or the
@@ -56,9 +56,9 @@ class ModelOptions(Options):
     init: Literal["pyg", "dgl"] = "pyg"
     """initialization of the message-passing layers: that of PyG's or of DGL's layers"""
     label_inputs: float = 0.0
-    """node classification: share of the training nodes that have their labels as input features in
-    a training step, which predicts the other training nodes; in evaluation, all training nodes have
-    their labels as features. 0: no labels are features; 0.5 is common"""
+    """node classification: fraction of the training nodes whose labels are input features in a
+    training step; the loss is over the other training nodes. In evaluation, the labels of all
+    training nodes are features. 0: no labels are features; 0.5 is common"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,23 +68,23 @@ class ModelOptions(Options):
         for name in ("dropout", "input_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
-                    f"{option_name(name)} must be from 0 to below 1, got {getattr(self, name)}\n\n"
-                    "hint: it is the probability that a value is dropped; 0 turns dropout off"
+                    f"{option_name(name)} must be in [0, 1), got {getattr(self, name)}\n\n"
+                    "hint: it is the probability that a value is zeroed; 0 turns dropout off"
                 )
         if not 0 <= self.label_inputs < 1:
             raise ValueError(
-                f"--label-inputs must be from 0 to below 1, got {self.label_inputs}\n\n"
-                "hint: 0.5 is common; the other training nodes are predicted"
+                f"--label-inputs must be in [0, 1), got {self.label_inputs}\n\n"
+                "hint: 0.5 is common; the loss is over the other training nodes"
             )
         if self.output_heads and self.output_linear:
             raise ValueError(
                 f"--output-heads {self.output_heads} has no effect with --output-linear, which "
-                "computes the logits\n\nhint: leave --output-heads out"
+                "computes the logits\n\nhint: omit --output-heads"
             )
         if self.pre_norm and self.norm == "none":
             raise ValueError(
                 "--pre-norm has no effect with --norm none\n\n"
-                "hint: choose --norm batch or --norm layer, too"
+                "hint: also choose --norm batch or --norm layer"
             )
         if self.pre_norm and self.pre_activation:
             raise ValueError(

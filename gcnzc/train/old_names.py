@@ -139,7 +139,8 @@ def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
             for name in options.keys() - present.keys():
                 other = OPTIONS[command].get(name) or FLAGS[command][name][0]
                 warnings.warn(
-                    f"option {name} of {kind.__name__} is now {other}; the old name goes with 0.3",
+                    f"option {name} of {kind.__name__} is now {other}; the old name will be "
+                    "removed in 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )

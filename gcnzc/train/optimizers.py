@@ -90,7 +90,7 @@ def build_method(
         config: options of the run.
         model: on this worker's device.
         group: all workers.
-        steps: steps of the whole run; --warmup may be a share of them.
+        steps: steps of the whole run; --warmup may be a fraction of them.
         signals: number of flags that are sent with each exchange.
 
     Raises:

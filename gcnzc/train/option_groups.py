@@ -98,14 +98,13 @@ class TaskOptions(Options):
     """link prediction: scores a pair from the elementwise product of its embeddings: mlp applies
     three linear layers, dot sums"""
     negatives: Literal["uniform", "both", "in-batch"] = "uniform"
-    """link prediction: how negative pairs are sampled for an edge: with a random destination
-    (uniform), with two random nodes (both), or with the destinations of other edges of the
-    minibatch (in-batch)"""
+    """link prediction: how negative pairs are sampled for an edge: with a random target (uniform),
+    with two random nodes (both), or with the targets of other edges of the minibatch (in-batch)"""
     num_negatives: int = 1
     """link prediction: negative pairs per edge"""
     strict_negatives: bool = True
-    """link prediction: --no-strict-negatives permits negative pairs that are edges of the graph or
-    self loops; by default they are rejected"""
+    """link prediction: permit negative pairs that are edges of the graph or self loops; by default
+    they are rejected"""
     exclude: Literal["none", "self", "reverse"] = "reverse"
     """link prediction: edges excluded from the sampled neighbourhoods: none, those of the minibatch
     (self), or these and their reverse edges (reverse)"""
@@ -131,10 +130,10 @@ class LoaderOptions(Options):
     """library that samples the neighbourhoods"""
     threads: int = 0
     """threads of each worker that prepare minibatches; 0: the number in the tuning profile, or
-    without a profile the number of cores divided by that of workers, at most 4"""
+    without a profile cores divided by workers, at most 4"""
     tuning_profile: bool = True
-    """--no-tuning-profile ignores the settings that `gcnzc check --tune` measured for this machine,
-    which are used by default"""
+    """ignore the settings that `gcnzc check --tune` measured for this machine; by default they are
+    used"""
     seed: int = 0
     """random seed of the model, the order of the seed nodes and the sampling"""
 
@@ -220,8 +219,8 @@ class OptimizerOptions(Options):
     """diloco, streaming-diloco and co2: momentum of the outer optimizer; the method's default if
     not given"""
     eager_weight: float = EAGER
-    """co2: fraction of a worker's own last update applied before the mean arrives; 0 with
-    --outer-lr 1 --outer-momentum 0.2 is the published method"""
+    """co2: fraction of a worker's own last update applied before the all-reduce of the mean
+    finishes; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
     delay: str = "default"
     """streaming-diloco: steps that overlap with an exchange; default: 1, or auto with --local-steps
     auto; auto measures the smallest number of steps that overlaps with the whole exchange"""
@@ -236,25 +235,25 @@ class OptimizerOptions(Options):
         if self.decay != "all" and not self.weight_decay:
             raise ValueError(
                 f"--decay {self.decay} has no effect with --weight-decay 0\n\n"
-                "hint: choose a --weight-decay, too, such as 0.01"
+                "hint: also choose a --weight-decay, such as 0.01"
             )
         if self.clip_gradients is not None and not self.clip_gradients > 0:
             raise ValueError(
                 f"--clip-gradients must be above 0, got {self.clip_gradients}\n\n"
-                "hint: 1 is common; leave --clip-gradients out to turn clipping off"
+                "hint: 1 is common; omit --clip-gradients to turn clipping off"
             )
         at_least(0, "refresh", self.refresh)
         if not 0 <= self.eager_weight < 1:
             raise ValueError(
-                f"--eager-weight must be from 0 to below 1, got {self.eager_weight}\n\n"
+                f"--eager-weight must be in [0, 1), got {self.eager_weight}\n\n"
                 "hint: the default is 0.5"
             )
         if self.outer_lr is not None:
             at_least(0, "outer_lr", self.outer_lr)
         if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
             raise ValueError(
-                f"--outer-momentum must be from 0 to below 1, got {self.outer_momentum}\n\n"
-                "hint: leave --outer-momentum out for the default"
+                f"--outer-momentum must be in [0, 1), got {self.outer_momentum}\n\n"
+                "hint: omit --outer-momentum for the default"
             )
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
@@ -375,13 +374,13 @@ class CorrectAndSmoothOptions(Options):
     correct_steps: int = 50
     """--correct-and-smooth: propagations of the errors; 0 does not correct"""
     correct_alpha: Floats = (0.5, 0.8, 0.95)
-    """--correct-and-smooth: weight of the neighbours in a propagation of the errors; of several
-    values, the one with the best validation score is used"""
+    """--correct-and-smooth: weight of the neighbours in a propagation of the errors; with several
+    values, all combinations with --smooth-alpha are tried, and the best validation score wins"""
     smooth_steps: int = 50
     """--correct-and-smooth: propagations of the labels; 0 does not smooth"""
     smooth_alpha: Floats = (0.5, 0.8, 0.95)
-    """--correct-and-smooth: weight of the neighbours in a propagation of the labels; of several
-    values, the one with the best validation score is used"""
+    """--correct-and-smooth: weight of the neighbours in a propagation of the labels; with several
+    values, all combinations with --correct-alpha are tried, and the best validation score wins"""
     error_scale: float | None = None
     """--correct-and-smooth: factor of the propagated errors, which are then exact on the training
     nodes; without it, they are scaled to the mean error of the training nodes (autoscale)"""
@@ -395,7 +394,7 @@ class CorrectAndSmoothOptions(Options):
             values = getattr(self, name)
             if not values or not all(0 <= value <= 1 for value in values):
                 raise ValueError(
-                    f"{option_name(name)} must be numbers from 0 to 1, got "
+                    f"{option_name(name)} must be numbers in [0, 1], got "
                     f"{','.join(map(str, values))}\n\n"
                     "hint: the default is 0.5,0.8,0.95; larger values propagate farther"
                 )
@@ -403,7 +402,7 @@ class CorrectAndSmoothOptions(Options):
             raise ValueError(
                 f"--error-scale must be above 0 and at most {MAX_ERROR_SCALE}, got "
                 f"{self.error_scale}\n\n"
-                "hint: leave --error-scale out to choose it automatically"
+                "hint: omit --error-scale to choose it automatically"
             )
         if not self.correct_and_smooth:
             for field in fields(CorrectAndSmoothOptions):

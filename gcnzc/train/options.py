@@ -239,7 +239,7 @@ def at_least(least: int, name: str, value: float) -> None:
     if not value >= least:
         raise ValueError(
             f"{option_name(name)} must be at least {least}, got {value}\n\n"
-            f"hint: leave {option_name(name)} out for the default"
+            f"hint: omit {option_name(name)} for the default"
         )
 
 
@@ -248,7 +248,7 @@ def at_most(most: float, name: str, value: float) -> None:
     if value > most:
         raise ValueError(
             f"{option_name(name)} must be at most {most}, got {value}\n\n"
-            f"hint: leave {option_name(name)} out for the default"
+            f"hint: omit {option_name(name)} for the default"
         )
 
 
@@ -319,7 +319,7 @@ def check_numbers(config: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(
                 f"{option_name(field.name)} must be finite, got {value}\n\n"
-                f"hint: leave {option_name(field.name)} out for the default"
+                f"hint: omit {option_name(field.name)} for the default"
             )
         if isinstance(value, float):
             at_most(MAX_FLOAT, field.name, value)

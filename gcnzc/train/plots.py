@@ -69,9 +69,9 @@ def new_figure(width: float, height: float) -> "Figure":
 def curves(runs: Sequence[Path], out: Path) -> None:
     """Plot loss and scores by epoch, and the seconds of each stage per epoch.
 
-    Of one run, the scores of all splits are drawn; of several runs, those of the validation split.
-    A dot marks the epoch of the best model. Sampling and gathering overlap with compute, so a bar
-    may be longer than the whole epoch, which a black line shows.
+    For one run, the scores of all splits are drawn; for several runs, only those of the validation
+    split. A dot marks the epoch of the best model. Sampling and gathering overlap with compute, so
+    a bar may be longer than the whole epoch, which a black line shows.
 
     Args:
         runs: run folders with a record.jsonl of at least one line.

@@ -1,7 +1,8 @@
 """The precision of training steps: float32, TF32, or mixed with bfloat16 or float16.
 
-In mixed precision, `torch.autocast` computes the model in 16 bits; weights, gradients, losses and
-optimizer states stay float32. Float16 has a small range, so `torch.amp.GradScaler` scales the loss.
+In mixed precision, `torch.autocast` computes the model in bfloat16 or float16; weights, gradients,
+losses and optimizer states stay float32. Float16 has a small range, so `torch.amp.GradScaler`
+multiplies the loss by the loss scale.
 Only training steps are affected: evaluations, predictions and exports compute in float32.
 """
 
@@ -20,13 +21,13 @@ PrecisionName: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
 # the values of --precision that use `torch.autocast`: TF32 is a setting of float32 products instead
 AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# processor flags of /proc/cpuinfo, of which one shows fast matrix products: of x86, and of ARM
+# processor flags of /proc/cpuinfo, for x86 and ARM; any of them indicates native support
 FAST_FLAGS = {
     "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
     "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
 
-# skipped steps in which GradScaler's scale falls from its initial value, 65536, to 1
+# skipped steps in which the loss scale falls from its initial value, 65536, to 1
 SCALE_STEPS = 16
 
 # compute capability of NVIDIA's first GPUs (Ampere) with TF32 and bfloat16
@@ -52,8 +53,8 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = None
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
-            # creates the tensor of the scale, which otherwise the first loss does: a worker may
-            # have no seeds in its first step
+            # creates the tensor of the loss scale, which otherwise the first loss does: a worker
+            # may have no seeds in its first step
             self.scaler.scale(torch.zeros((), device=device))
 
     @contextmanager
@@ -84,14 +85,14 @@ class Precision:
         return logits if self.dtype is None else logits.float()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, which are multiplied by the scale if there is one."""
+        """Compute the gradients of a loss, multiplied by the loss scale if there is one."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: DistributedOptimizer) -> None:
-        """Take an optimizer step; the optimizer divides the gradients by the scale.
+        """Take an optimizer step; the optimizer divides the gradients by the loss scale.
 
-        If gradients overflow, all workers skip the step and halve their scales, except in a local
-        step, which only the worker with the overflow skips.
+        If gradients overflow, all workers skip the step and halve their loss scales, except in a
+        local step, which only the worker with the overflow skips.
         """
         if self.scaler is None:
             optimizer.step()
@@ -100,19 +101,19 @@ class Precision:
         self.scaler.step(optimizer)
         found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
         if not found:
-            # without seeds there were no gradients, of which GradScaler records overflows
+            # without seeds there are no gradients, so GradScaler has no overflow flag
             has_ignored = float(optimizer.num_ignored_gradients > ignored)
             found[self.device] = torch.full((), has_ignored, device=self.device)
         self.scaler.update()
 
     @property
     def loss_scale(self) -> float | None:
-        """The current scale of the loss; None if it is not scaled. It is read from the device."""
+        """The current loss scale; None if there is none. It is read from the device."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     @property
     def scale_steps(self) -> int:
-        """Skipped steps in a row that an initial scale that is too large explains."""
+        """Number of consecutive skipped steps that can be due to the initial loss scale."""
         return 0 if self.scaler is None else SCALE_STEPS
 
     def state(self) -> Tensor | None:
@@ -123,12 +124,12 @@ class Precision:
         return torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)
 
     def load_states(self, states: Tensor, rank: int, world_size: int) -> None:
-        """Load the states of all workers, (W, 2) float64, of which this worker takes its own.
+        """Load this worker's state, given the states of all workers, (W, 2) float64.
 
-        With another number of workers, all continue with the smallest scale.
+        With another number of workers, all continue with the smallest loss scale.
 
         Raises:
-            ValueError: these are no states of `state`.
+            ValueError: a row of `states` was not returned by `state`.
         """
         if self.scaler is None:
             return
@@ -143,12 +144,12 @@ class Precision:
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:
-    """Check that a device has a precision.
+    """Check that a device supports a precision.
 
-    A CPU computes bf16 and fp16 also without instructions for them, see `slow_reason`.
+    A CPU also computes bf16 and fp16 without instructions for them, see `slow_reason`.
 
     Raises:
-        ValueError: it does not have it.
+        ValueError: the device does not support the precision.
     """
     if name == "tf32" and device.type != "cuda":
         raise ValueError(

@@ -268,7 +268,7 @@ def predict_pairs(
     if loaded.config.task != "link":
         raise ValueError(
             "this is a node-classification run, and predicts classes of nodes\n\n"
-            "hint: leave --pairs out (in Python use predict), or train with --task link"
+            "hint: omit --pairs (in Python use predict), or train with --task link"
         )
     if len(sources) != len(targets):
         raise ValueError(
@@ -332,15 +332,15 @@ def _node_indices(loaded: TrainedModel, nodes: Any) -> Array:
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuUO"):
         raise ValueError(
             f"the ids are of shape {ids.shape} and type {ids.dtype}\n\n"
-            "hint: ids are a vector of integers or texts"
+            "hint: ids are a 1-D array of integers or strings"
         )
     texts = np.array([str(each) for each in ids.tolist()], object)
     indices = loaded.node_index.numbers_of(texts)
     wrong = np.flatnonzero(indices < 0)
     if len(wrong):
         raise ValueError(
-            f"{loaded.data.folder} has no node {texts[wrong[0]]!r} (place {wrong[0]}); it has "
-            f"{loaded.data.graph.num_nodes:,} nodes\n\n"
+            f"{loaded.data.folder} has no node {texts[wrong[0]]!r} (at position {wrong[0]}); it "
+            f"has {loaded.data.graph.num_nodes:,} nodes\n\n"
             "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder; "
             "without that file they are the numbers from 0"
         )

@@ -1,4 +1,4 @@
-"""Train with several seeds, and report the mean and standard deviation of the scores.
+"""Train with several random seeds, and report the mean and standard deviation of the scores.
 
 The folder of the runs has `runs.json` with their options, a run folder `seed-S` for each seed, and
 at the end `summary.json`. A run that was stopped resumes from its checkpoint, so that all runs
@@ -128,7 +128,7 @@ def _check_resumed(config: TrainConfig, folder: Path) -> None:
     if config.runs < stored.runs:
         raise ValueError(
             f"{folder} has {stored.runs} runs, more than --runs {config.runs}\n\n"
-            "hint: leave --runs out, or give a larger number to add runs"
+            "hint: omit --runs, or give a larger number to add runs"
         )
 
 

@@ -109,7 +109,7 @@ def train(
     if config.runs > 1:
         raise ValueError(
             f"train: runs is {config.runs}, but `train` trains one\n\n"
-            "hint: gcnzc.train.train_runs trains several seeds"
+            "hint: gcnzc.train.train_runs trains with several random seeds"
         )
     folder, reporter, group = Path(folder), reporter or NullReporter(), group or Group()
     for message in unused_options(config).values():

@@ -1,4 +1,4 @@
-"""Options of commands that may store the rows of layers in a scratch folder."""
+"""Options of commands that may store layer outputs in a scratch folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +9,13 @@ from gcnzc.train.options import check_options, parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchOptions:
-    """Where the rows of layers are stored while a model is computed for many nodes."""
+    """Where layer outputs are stored while a model is computed for many nodes."""
 
     scratch: Path | None = None
-    """folder on a disk for the rows of layers, if they do not fit into memory; the same command
-    resumes after an interruption. The folder is deleted at the end"""
+    """folder for layer outputs that do not fit into memory; rerun the same command to resume after
+    an interruption. The folder is deleted on success"""
     memory: str = "auto"
-    """with --scratch: memory for rows of layers, such as 2GB; auto uses an eighth of the available
+    """with --scratch: memory for layer outputs, such as 2GB; auto uses an eighth of the available
     memory"""
 
     def __post_init__(self) -> None:
@@ -23,7 +23,7 @@ class ScratchOptions:
         if self.memory != "auto" and self.scratch is None:
             raise ValueError(
                 f"--memory {self.memory} has no effect without --scratch\n\n"
-                "hint: --scratch DIR names a folder for the rows that exceed the memory"
+                "hint: --scratch DIR names a folder for layer outputs that exceed the memory"
             )
         if self.memory_bytes is not None and self.memory_bytes < MIN_MEMORY:
             raise ValueError(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def overlap_share(spans: Sequence[Span], name: str, other: str) -> float:
-    """Return the share of the time of spans `name` that overlaps spans `other`; 0 without any."""
+    """Return the fraction of the time of spans `name` that overlaps `other`; 0 without any."""
     whole = [span for span in spans if span.name == name]
     seconds = sum(span.end_s - span.begin_s for span in whole)
     covers = [span for span in spans if span.name == other]

@@ -41,7 +41,7 @@ class WeightAverage:
         # of the floating-point buffers, by name; empty before the first end of an epoch
         self.buffers: dict[str, Tensor] = {}
         self.steps = 0  # steps since the buffers were averaged
-        self.epochs = 0  # epochs that the averages contain the end of
+        self.epochs = 0  # the last epoch added to the averages, counted from 1; 0 if there is none
 
     @property
     def updates(self) -> int:
@@ -149,7 +149,7 @@ def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None
 def format_average_warning(
     config: TrainConfig, best_epoch: int, lines: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return a warning if the best model of a run is none of its averages; "" otherwise.
+    """Return a warning if the best model of a run does not use averaged weights; "" otherwise.
 
     Args:
         config: options of the run.

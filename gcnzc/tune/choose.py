@@ -13,7 +13,7 @@ vectors; threads; prefetched minibatches; fraction of rows for the copy engine, 
 increase the threads and the prefetched minibatches; cache size. Without a GPU, a model predicts the
 layout, and the other settings of the GPU keep their defaults.
 
-In saved profiles "ahead" is the number of prefetched minibatches, and "hot" the share of rows in
+In saved profiles "ahead" is the number of prefetched minibatches, and "hot" the fraction of rows in
 the feature cache.
 """
 

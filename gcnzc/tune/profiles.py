@@ -53,7 +53,7 @@ Warn: TypeAlias = Callable[[str], object]
 
 
 # names of settings, and predicates for valid values; "ahead" is the number of prefetched
-# minibatches, "hot" the share of rows in the feature cache
+# minibatches, "hot" the fraction of rows in the feature cache
 SETTINGS: dict[str, Callable[[Any], bool]] = {
     "layout": lambda value: value in LAYOUTS,
     "programs": lambda value: _is_count(value, 1 << 16),

@@ -60,7 +60,7 @@ def test_options_of_the_wrong_type_are_rejected(words, message):
     [
         ({"batch_size": 0}, "--batch-size must be at least 1, got 0"),
         ({"epochs": -3}, "--epochs must be at least 1, got -3"),
-        ({"dropout": 1.0}, "--dropout must be from 0 to below 1, got 1.0"),
+        ({"dropout": 1.0}, r"--dropout must be in \[0, 1\), got 1.0"),
         ({"lr": 0.0}, "--lr must be above 0, got 0.0"),
         ({"lr": float("nan")}, "--lr must be finite, got nan"),
         ({"fanouts": (5, 5)}, r"^2 fanouts \(5,5\) for 3 layers\n\nhint:.* use --layers 2"),
@@ -72,7 +72,7 @@ def test_options_of_the_wrong_type_are_rejected(words, message):
         ({"fanouts": (5, 0, 5)}, "a fanout must be at least 1, or -1 for all neighbours, got 0"),
         ({"hidden": 10**30}, "--hidden must be at most 9223372036854775807, got 10000000"),
         ({"outer_lr": -1.0}, "--outer-lr must be at least 0, got -1.0"),
-        ({"outer_momentum": -1.0}, "--outer-momentum must be from 0 to below 1, got -1.0"),
+        ({"outer_momentum": -1.0}, r"--outer-momentum must be in \[0, 1\), got -1.0"),
         ({"timeout_s": 1e30}, "--timeout-s must be at most 1000000000.0, got 1e"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),
     ],
@@ -180,7 +180,7 @@ def test_every_option_of_train_is_in_one_group():
 
 
 def test_a_group_checks_its_own_options():
-    with pytest.raises(ValueError, match=r"--dropout must be from 0 to below 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"--dropout must be in \[0, 1\), got 1\.0"):
         model_options.ModelOptions(dropout=1.0)
     with pytest.raises(ValueError, match="--lr must be finite, got nan"):
         option_groups.OptimizerOptions(lr=float("nan"))

@@ -164,7 +164,7 @@ def test_weights_of_no_propagation_are_not_compared(run):
 
 def test_options_are_checked(capsys):
     for words, message in (
-        (["--correct-alpha", "1.5"], "--correct-alpha must be numbers from 0 to 1, got 1.5"),
+        (["--correct-alpha", "1.5"], "--correct-alpha must be numbers in [0, 1], got 1.5"),
         (["--smooth-steps", "-1"], "--smooth-steps must be at least 0, got -1"),
         (["--error-scale", "0"], "--error-scale must be above 0 and at most 1000, got 0"),
         (["--correct-alpha", "x"], "--correct-alpha: 'x' is not a list of numbers"),

@@ -168,7 +168,7 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps default"),
-        ({"eager_weight": 1.0}, "--eager-weight must be from 0 to below 1, got 1.0"),
+        ({"eager_weight": 1.0}, r"--eager-weight must be in \[0, 1\), got 1.0"),
     ],
 )
 def test_invalid_options_are_rejected(options, message):

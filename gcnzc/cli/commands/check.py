@@ -48,8 +48,8 @@ class CheckConfig:
     row_bytes: int = 512
     """with --tune and without DATA: bytes of a node's features"""
     cache_memory: str = "0.5"
-    """with --tune: GPU memory for the feature cache: a share of the free memory, or bytes such as
-    8GB"""
+    """with --tune: GPU memory for the feature cache: a fraction of the free memory, or bytes such
+    as 8GB"""
     compute_ms: float = 0.0
     """with --tune: milliseconds that the model takes for a minibatch, 0 if not known; the feature
     cache is then only as large as is needed to overlap the gather with the model"""
@@ -68,7 +68,7 @@ class CheckConfig:
 ROUNDS = 7
 
 
-BUSY = 0.5  # share of the cores that other processes use, above which a warning is printed
+BUSY = 0.5  # fraction of the cores that other processes use, above which a warning is printed
 
 
 ROW_BYTES = 512  # of 128 float32, as the rows of ogbn-arxiv and ogbn-papers100M

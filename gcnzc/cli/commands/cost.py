@@ -95,7 +95,7 @@ class CostConfig:
             if value is not None and not value > 0:
                 raise ValueError(
                     f"{option_name(name)} must be above 0, got {value}\n\n"
-                    f"hint: leave {option_name(name)} out for the default"
+                    f"hint: omit {option_name(name)} for the default"
                 )
         # checks the options that both commands have
         TrainConfig(

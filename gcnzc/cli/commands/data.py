@@ -146,7 +146,7 @@ class InfoConfig:
     data: tyro.conf.Positional[Path]
     """folder of a graph, prepared or in OGB's layout, or a .npz, .toml or PyG .pt file"""
     verify: bool = False
-    """first read and check all of the data; of a prepared folder, also the checksums"""
+    """first read and check all of the data; for a prepared folder, also the checksums"""
 
 
 def make_command(config: MakeConfig, reporter: Reporter) -> None:

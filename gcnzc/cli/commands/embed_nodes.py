@@ -1,4 +1,4 @@
-"""The command that writes the output rows of a layer for all nodes."""
+"""The command that writes the outputs of a layer for all nodes."""
 
 import time
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from gcnzc.train.progress import Reporter
 class ExportConfig:
     """Export the best model of a run as a program that torch runs without gcnzc.
 
-    Writes a .pt2 file by torch.export, compares its outputs with the model's, and prints one JSON
+    Writes a .pt2 file with torch.export, compares its outputs with the model's, and prints one JSON
     line. The program takes the blocks of a minibatch as plain tensors.
     """
 

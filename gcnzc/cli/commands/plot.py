@@ -25,7 +25,7 @@ class PlotConfig:
     ]
     """run folders that `gcnzc train` wrote; the folder of --runs stands for all of its runs"""
     out: Path | None = None
-    """image to write; curves.png in the folder of the run if not given, or of several runs,
+    """image to write; if not given, curves.png in the folder of the run, or for several runs,
     comparison.png beside the first one"""
 
 

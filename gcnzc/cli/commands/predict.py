@@ -44,7 +44,7 @@ class PredictConfig(ScratchOptions):
     """link prediction: file of pairs of ids, .csv or .parquet with the columns `source` and
     `target`, or .npy of shape (2, pairs)"""
     probabilities: bool = False
-    """also write the probability of each class, or of an edge"""
+    """also write the probability of each class, or that a pair is an edge"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto uses CUDA if there is a GPU"""
 

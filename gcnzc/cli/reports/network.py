@@ -13,7 +13,7 @@ from gcnzc.optim.cost import Computed, Cost, Network, gradient_bytes
 Line: TypeAlias = dict[str, Any]
 
 
-SHARE = 0.1  # the largest share of a step that the exchange takes with enough bandwidth
+SHARE = 0.1  # the largest fraction of a step that the exchange takes with enough bandwidth
 
 
 AS_GOOD = 0.95  # share of the highest throughput that counts as equal to it

@@ -13,7 +13,7 @@ from gcnzc.tune.table_shapes import MAX_ROW_BYTES, Curves, roofs, sweep
 def efficiency_points(found: Mapping[str, Any]) -> Efficiencies:
     """Return what to draw of a `pcie_bench.report`: for its only table's dtype, or for float32.
 
-    The efficiency of a measured layout is its rate, as a share of the measured rate of a dense
+    The efficiency of a measured layout is its rate, as a fraction of the measured rate of a dense
     read, times the predicted efficiency of a dense read.
     """
     split_bytes, tables = found["split_bytes"], found["tables"]

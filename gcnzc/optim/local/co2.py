@@ -80,7 +80,7 @@ class CO2(LocalUpdates):
             compression.
         delay: the number of rounds that overlap with an exchange: 1; or 0 to wait for it at once,
             which is SlowMo if gap="none" and clip=None.
-        eager: e, at least 0 and below 1. A value above 0 requires a delay and memory for one more
+        eager: e, in [0, 1). A value above 0 requires a delay and memory for one more
             vector, and works best with gap="none". If None, it is 0.5 with a delay and 0 without.
             The published method has no eager updates: eager=0.
         signals: the number of flags, such as a request to stop, that each round combines over the
@@ -88,7 +88,7 @@ class CO2(LocalUpdates):
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
             first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: the largest share of exchanges in the wall time for "auto" without a delay.
+        target: the largest fraction of exchanges in the wall time for "auto" without a delay.
         clocks: the clocks that measure for "auto".
 
     Raises:
@@ -130,8 +130,8 @@ class CO2(LocalUpdates):
             eager = defaults.EAGER if delay else 0.0
         if not 0 <= eager < 1 or (eager and not delay):
             raise ValueError(
-                f"eager is {eager}, with a delay of {delay} rounds\n\nhint: give a number of at "
-                "least 0 and below 1, or 0 without a delay"
+                f"eager is {eager}, with a delay of {delay} rounds\n\nhint: give a number in "
+                "[0, 1), or 0 without a delay"
             )
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")

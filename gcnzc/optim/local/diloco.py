@@ -79,7 +79,7 @@ class DiLoCo(LocalUpdates):
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
             first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: the largest share of exchanges in the wall time for "auto".
+        target: the largest fraction of exchanges in the wall time for "auto".
         clocks: the clocks that measure for "auto".
 
     Raises:

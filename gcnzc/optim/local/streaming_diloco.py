@@ -117,7 +117,7 @@ class StreamingDiLoCo(LocalUpdates):
                 + (f"; H is {INITIAL_STEPS} while it is measured" if local_steps == "auto" else "")
             )
         if not 0 <= mixing <= 1:
-            raise ValueError(f"mixing is {mixing}\n\nhint: give a number from 0 to 1")
+            raise ValueError(f"mixing is {mixing}\n\nhint: give a number in [0, 1]")
         self.outer = Outer(outer_lr, outer_momentum)
         self.mixing, self.compress = mixing, compress
         self.fragments = split_into_fragments(self.flat_params, fragments, named_parameters)

@@ -1,7 +1,7 @@
 """The synchronization interval H of optimizers with local steps: fixed, or chosen by measurement.
 
-A measured interval is the shortest one whose exchange takes at most a given share of the wall time
-of the steps, and a given share of their CPU time. Both are limited because an exchange that
+A measured interval is the shortest one whose exchange takes at most a given fraction of the wall
+time of the steps, and a given fraction of their CPU time. Both are limited because an exchange that
 overlaps with the steps hides its latency, but still uses the CPU to compress and send.
 """
 
@@ -18,9 +18,9 @@ from gcnzc.exchange import Algorithm, AllGatherScalar
 INITIAL_STEPS = 10
 # steps that are not measured, and measured steps after them
 WARM_UP, NUM_MEASURED = 5, 20
-# largest share of the wall time of H steps that an overlapped exchange may take
+# largest fraction of the wall time of H steps that an overlapped exchange may take
 MAX_OVERLAP_SHARE = 0.5
-# largest share of the CPU time of H steps that an exchange may add; its effect on the steps is
+# largest fraction of the CPU time of H steps that an exchange may add; its effect on the steps is
 # larger, because it also competes for caches and for the interpreter lock
 MAX_CPU_SHARE = 0.025
 
@@ -70,7 +70,7 @@ class SyncInterval:
         requested: H, or "auto". "auto" measures `NUM_MEASURED` steps, and then sets the smallest H
             for which the exchange takes at most `share` of the wall time of H steps and adds at
             most `MAX_CPU_SHARE` to their CPU time.
-        share: largest share of the wall time of H steps that their exchange may take;
+        share: largest fraction of the wall time of H steps that their exchange may take;
             `MAX_OVERLAP_SHARE` if it overlaps with the steps.
         clocks: the clocks that measure steps and exchanges.
     """

@@ -8,7 +8,7 @@ sums, and that reactivates the elements: it initializes their variance. The dist
 step to the next is at least 1, 2, 4, ... 256 steps.
 
 An element with a small variance, such as of a row that was looked up long ago, would take large
-steps. Its variance is raised to a share of the mean variance of its parameter, the floor.
+steps. Its variance is raised to a fraction of the mean variance of its parameter, the floor.
 
 Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
 P parameters, k extras. A gradient step exchanges gradients, not momenta.
@@ -59,8 +59,8 @@ class Masked(Replicated):
         defaults: see `Replicated`.
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
-        variance_floor: the smallest variance of an active element, as a share of the mean variance
-            of the active elements of its parameter; 0 for none.
+        variance_floor: the smallest variance of an active element, as a fraction of the mean
+            variance of the active elements of its parameter; 0 for none.
         gradient_compression: compression of exchanged gradients, without error feedback; None for
             none.
         options: see `Replicated`.
@@ -83,7 +83,8 @@ class Masked(Replicated):
         if reactivate in OLD_CHOICES:
             present = OLD_CHOICES[reactivate]
             warnings.warn(
-                f"{reactivate!r} is now reactivate={present!r}; the old value goes with 0.3",
+                f"{reactivate!r} is now reactivate={present!r}; the old value will be removed in "
+                "0.3",
                 DeprecationWarning,
                 stacklevel=3,
             )

@@ -75,7 +75,7 @@ class OneBitLamb(OneBitAdam):
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
             gradient; "refresh" leaves them inactive.
         variance_floor: the smallest variance of an active element after the warm-up, frozen or
-            fresh, as a share of the mean variance of the active elements of its parameter; 0 for
+            fresh, as a fraction of the mean variance of the active elements of its parameter; 0 for
             none, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.

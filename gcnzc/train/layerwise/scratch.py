@@ -1,4 +1,4 @@
-"""A scratch folder with the rows of layers, by which interrupted inference resumes.
+"""A scratch folder with layer outputs, from which interrupted inference resumes.
 
 `scratch.json` identifies the model, the graph and the features; files `NAME.rows` have the rows,
 and `journal-RANK.jsonl` the ranges of them that are finished.
@@ -30,11 +30,11 @@ WINDOW_BYTES = 1 << 26
 
 
 class Scratch:
-    """The rows of layers in a scratch folder, which `open_scratch` opens.
+    """The layer outputs in a scratch folder, which `open_scratch` opens.
 
     Args:
         folder: the folder of this machine's rows.
-        memory: bytes for the rows of hidden layers that are in memory at a time.
+        memory: bytes for the layer outputs that are in memory at a time.
         workers: the workers that compute the rows.
 
     Raises:

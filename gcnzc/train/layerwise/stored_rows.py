@@ -1,4 +1,4 @@
-"""Rows of a layer in a file: written range by range, and gathered in bounded memory."""
+"""Layer outputs in a file: written range by range, and gathered in bounded memory."""
 
 import mmap
 import os

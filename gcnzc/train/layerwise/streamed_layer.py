@@ -1,4 +1,4 @@
-"""Compute one layer of a model for many nodes, with the rows of layers on disk, in bounded memory.
+"""Compute one layer of a model for many nodes, with layer outputs on disk, in bounded memory.
 
 A range of targets is aggregated in chunks: the rows of the in-neighbours of a chunk are gathered
 into memory. Linear layers are computed for the whole range, so that outputs are rounded as in

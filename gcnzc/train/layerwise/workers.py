@@ -1,4 +1,4 @@
-"""Workers that divide the rows of a layer among them, and exchange the rows between machines."""
+"""Workers that divide the outputs of a layer among them, and exchange them between machines."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

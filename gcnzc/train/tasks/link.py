@@ -59,7 +59,7 @@ class LinkTask:
         if config.metric not in ("as-is", data.links.metric):
             raise ValueError(
                 f"--metric {config.metric} is of node classification\n\n"
-                f"hint: leave --metric out; the edges of {data.name} are scored by "
+                f"hint: omit --metric; the edges of {data.name} are scored by "
                 f"{data.links.metric}"
             )
         self.config, self.data, self.links = config, data, data.links

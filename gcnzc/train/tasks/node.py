@@ -45,7 +45,7 @@ class NodeTask:
         if data.labels.ndim == 2 and config.label_smoothing:
             raise ValueError(
                 f"--label-smoothing {config.label_smoothing:g} is for classes, and {data.name} has "
-                f"{data.labels.shape[1]} columns of labels\n\nhint: leave --label-smoothing out"
+                f"{data.labels.shape[1]} columns of labels\n\nhint: omit --label-smoothing"
             )
         self.config, self.data = config, data
         self.metric: str = metric
@@ -142,7 +142,7 @@ class NodeTask:
         if self.evaluator.method == "auto" and self.whole_graph is not None:
             self.evaluator.method = "needed"
             if self._has_single_pass:
-                say("evaluation: needed, by one pass over the whole graph, which fits into memory")
+                say("evaluation: needed, in one pass over the whole graph, which fits into memory")
                 return
             self.evaluator.method = "auto"
         if self._has_single_pass:
