@@ -1,6 +1,6 @@
 """In-edges of one layer's targets, with the aggregations over them.
 
-Notation: S sources, T targets, E edges, H heads, F columns (of a head).
+Notation: S sources, T targets (destination nodes), E edges, H heads, F columns (of a head).
 """
 
 from dataclasses import dataclass

@@ -71,11 +71,11 @@ def inference(
     """Compute the logits of nodes layer by layer, without sampling neighbours.
 
     The model runs in evaluation mode; its mode is restored afterwards. Host memory holds the
-    features, the input rows and the output rows of the current layer, and its projected rows if
-    they have fewer columns than its input or the layer is GATv2's. The workers of one machine share
-    this memory.
+    features, the inputs and the outputs of the current layer, and its projected inputs if they have
+    fewer columns than its inputs or the layer is GATv2's. The workers of one machine share this
+    memory.
 
-    With `scratch`, these rows are written to files instead, and read in bounded memory. The outputs
+    With `scratch`, these are written to files instead, and read in bounded memory. The outputs
     are bit-identical. If the process is interrupted or killed, or the disk is full, another call
     with the same arguments reuses the finished ranges of nodes and computes the others.
 

@@ -90,7 +90,7 @@ def new_folder(config: TrainConfig, launch: record.Launch | None = None) -> Path
 
 
 def expand_runs(folder: Path) -> list[Path]:
-    """Return the run folders in the folder of several runs, by seed; of one run, its folder."""
+    """Return the run folders in the folder of several runs, by seed; for one run, its folder."""
     if not (folder / RUNS).is_file():
         return [folder]
     found = [path for path in folder.glob("seed-*") if (path / CONFIG).is_file()]

@@ -376,7 +376,7 @@ def sum_leaky_slopes_triton(
 
 class _GATv2(torch.autograd.Function):
     # one function for scores and sums, so that the two terms of the gradient of x are added before
-    # they are rounded to half precision
+    # they are rounded to 16 bits
     @staticmethod
     def forward(
         ctx: Any,

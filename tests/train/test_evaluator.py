@@ -106,7 +106,7 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
     assert cost.num_bytes < everything.num_bytes
     choice = choose_evaluation(model, chain, few, 16, 1 << 40)
     assert choice.method == "needed"
-    assert "9 rows" in choice.reason
+    assert "9 layer outputs" in choice.reason
     assert "3,000" in choice.reason
     # nearly all nodes are needed, and the rest must be left out edge by edge
     most = torch.arange(990)
@@ -136,7 +136,7 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
     for nodes, warned in ((few, False), (most, True)):
         Evaluator("needed").choose(model, chain, nodes, 16, Group(), said.append)
         assert bool(said) == warned
-    assert said[0].startswith("warning: the rows of an evaluation take ")
+    assert said[0].startswith("warning: the layer outputs of an evaluation take ")
     Evaluator("exact").choose(model, chain, few, 16, Group(), said.append)
     assert len(said) == 2
     found = evaluator.outputs(

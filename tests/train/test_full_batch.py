@@ -171,5 +171,5 @@ def test_the_memory_of_all_layers_is_estimated(config, monkeypatch, tmp_path):
     whole = footprint_of(config, model, 1000, 10, 1000, (1000, 1000, 1000))
     assert whole.minibatch == 1000 * (7 + 3) * 4
     monkeypatch.setattr(memory, "total_bytes", lambda: 1000)
-    with pytest.raises(RuntimeError, match=r"for a full-batch step\n\nhint: use minibatches, by"):
+    with pytest.raises(RuntimeError, match=r"for a full-batch step\n\nhint: use minibatches with"):
         train(config, tmp_path / "run")

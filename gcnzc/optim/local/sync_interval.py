@@ -34,7 +34,7 @@ class Elapsed:
 
     @classmethod
     def median(cls, measured: Sequence["Elapsed"]) -> "Elapsed":
-        """Return the medians; of an even number, the lower middle values.
+        """Return the medians; for an even number of values, the lower middle ones.
 
         The lower value is chosen because a first measurement may include compilation of kernels.
         """
