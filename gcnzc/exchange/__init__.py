@@ -7,7 +7,7 @@ from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.group import Group, current_group, run
 from gcnzc.exchange.init import init_group
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.lockstep import Link, Outcome, lockstep
+from gcnzc.exchange.lockstep import Outcome, lockstep
 from gcnzc.exchange.measure import tune
 from gcnzc.exchange.requests import (
     Algorithm,
@@ -18,6 +18,7 @@ from gcnzc.exchange.requests import (
     Caller,
     Compute,
     Mean,
+    Now,
     Receive,
     ReduceScatter,
     Request,
@@ -28,6 +29,8 @@ from gcnzc.exchange.requests import (
     Sum,
     Wait,
 )
+from gcnzc.exchange.simulated_network import Crash, Link, SlowDown
+from gcnzc.exchange.size_only import SizeOnly
 from gcnzc.exchange.start import is_worker
 from gcnzc.exchange.tuner import Tuning
 
@@ -40,10 +43,12 @@ __all__ = [
     "Caller",
     "Choices",
     "Compute",
+    "Crash",
     "Group",
     "Ledger",
     "Link",
     "Mean",
+    "Now",
     "Outcome",
     "Receive",
     "ReduceScatter",
@@ -52,6 +57,8 @@ __all__ = [
     "Scratch",
     "Send",
     "SendReceive",
+    "SizeOnly",
+    "SlowDown",
     "Start",
     "Sum",
     "Tuning",

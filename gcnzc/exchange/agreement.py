@@ -172,7 +172,7 @@ def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[
         return f"AllGatherScalar of {dtype}", {}, {}
     if isinstance(request, AllToAll):
         counts = None if request.counts is None else tuple(request.counts)
-        lengths = tuple(map(Tensor.numel, request.parts))
+        lengths = tuple(part.numel() for part in request.parts)
         return _describe_all_to_all(request.parts[0].dtype, lengths, counts)
     values, rank = request.values, None
     if isinstance(request, SendReceive):

@@ -18,10 +18,10 @@ first send their values to another rank, which sends the result back (`_Fold`).
 Sums are equal on all ranks bit for bit: an element is either summed on one rank, or by the same
 pairs on all ranks, and addition is commutative.
 
-All receives are posted at the start. gloo sends a message only when its receiver has posted the
-receive, and the notification takes as long as a message; so only the first round takes 2 α. A
-message cannot overwrite memory that is still read: the sender computed the message from the data
-that this rank sent from that memory.
+All receives are posted at the start, or in a ring of many ranks those of the next turns. gloo sends
+a message only when its receiver has posted the receive, and the notification takes as long as a
+message; so only the first round takes 2 α. A message cannot overwrite memory that is still read:
+the sender computed the message from the data that this rank sent from that memory.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,9 @@ from gcnzc.exchange.requests import Algorithm, Receive, Scratch, Send, Start, Wa
 
 # piece size of a chain: 16 to 32 KiB are fastest at 100 Mbit/s with 2 to 8 ranks
 PIECE_BYTES = 32 * 1024
+
+# turns of a ring whose receives are posted ahead
+LOOK_AHEAD = 16
 
 
 def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
@@ -88,16 +91,37 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     parts = values.tensor_split(world_size)
     # part `turn` is sent in this turn, and part `turn + 1` is received
     shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
-    reduces, gathers = [], []
-    for share in shares[1:]:
-        reduces.append((yield from _start_receive((yield Scratch(share)), before)))
-    for share in shares[:-1]:
-        gathers.append((yield from _start_receive(share, before)))
-    for turn, receive in enumerate(reduces):
-        yield from _send_and_wait(shares[turn], after, receive)
-        shares[turn + 1] += receive.values
-    for turn, receive in enumerate(gathers):
-        yield from _send_and_wait(shares[turn - 1], after, receive)
+    turns = 2 * (world_size - 1)
+    scratch = []
+    for _ in range(min(LOOK_AHEAD, world_size - 1)):
+        # the first part is the largest
+        scratch.append((yield Scratch(parts[0])))
+
+    def target(turn: int) -> Tensor:
+        if turn < world_size - 1:
+            return scratch[turn % LOOK_AHEAD][: len(shares[turn + 1])]
+        # the whole sum of a share
+        return shares[turn - world_size + 1]
+
+    receives: list[tuple[Tensor, Any]] = []
+    # requests are made here and not by functions, since a simulation spends its time with them
+    for turn in range(min(LOOK_AHEAD, turns)):
+        into = target(turn)
+        receives.append((into, (yield Start(Receive(into, before))) if into.numel() else None))
+    for turn in range(turns):
+        sent = shares[turn % world_size]
+        send = (yield Start(Send(sent, after))) if sent.numel() else None
+        into, receive = receives[turn % LOOK_AHEAD]
+        if receive is not None:
+            yield Wait(receive)
+        if send is not None:
+            yield Wait(send)
+        if turn < world_size - 1:
+            shares[turn + 1] += into
+        if turn + LOOK_AHEAD < turns:
+            into = target(turn + LOOK_AHEAD)
+            receive = (yield Start(Receive(into, before))) if into.numel() else None
+            receives[turn % LOOK_AHEAD] = into, receive
     return values
 
 
@@ -226,7 +250,7 @@ def send_receive(values: Tensor, peer: int, rank: int) -> Algorithm[Tensor]:
     """Send `values` to `peer`, and return the values that it sends to this rank."""
     if peer == rank:
         return values.clone()
-    receive = yield from _start_receive(torch.empty_like(values), peer)
+    receive = yield from _start_receive(values.new_empty(*values.shape), peer)
     yield from _send_and_wait(values, peer, receive)
     return receive.values
 

@@ -32,6 +32,7 @@ from gcnzc.exchange.requests import (
     Caller,
     Compute,
     Message,
+    Now,
     Receive,
     Request,
     Scratch,
@@ -328,6 +329,8 @@ class Group:
             self._reject(request)
         if isinstance(request, Compute):
             return time.sleep(request.seconds)
+        if isinstance(request, Now):
+            return time.monotonic()
         if isinstance(request, Start):
             if isinstance(request.request, Send | Receive):
                 return self._start_message(request.request, request)

@@ -3,17 +3,20 @@
 The algorithms are the same as over processes, without a network and without threads. A test has
 access to all ranks, every byte is counted, and the clock predicts the time on given network links.
 The rank with the earliest time runs next, so the times do not depend on the order of the ranks.
+
+The memory of a simulation is proportional to the requests that have started and not ended.
 """
 
+import gc
 import heapq
-import itertools
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gcnzc.exchange.agreement import (
     Header,
@@ -25,12 +28,13 @@ from gcnzc.exchange.agreement import (
     mismatch,
 )
 from gcnzc.exchange.choices import Choices, as_bytes, check_request, expand
+from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
     Algorithm,
     Caller,
-    Collective,
     Compute,
+    Now,
     Receive,
     Request,
     Scratch,
@@ -39,21 +43,12 @@ from gcnzc.exchange.requests import (
     Wait,
     describe_request,
 )
+from gcnzc.exchange.simulated_network import Fault, Link, Machine, SimulatedNetwork
+from gcnzc.exchange.size_only import SizeOnly
 
-
-@dataclass(frozen=True)
-class Link:
-    """The network link of a rank's outgoing messages, or from one rank to another."""
-
-    bytes_per_s: float = float("inf")
-    """bandwidth"""
-    delay_s: float = 0.0
-    """latency, from the departure of the last byte to its arrival"""
-    message_s: float = 0.0
-    """overhead of the sender per message; only of the outgoing link of a rank"""
-
-
-_NO_LIMITS = Link()
+_NEVER = float("inf")
+# new objects after which Python searches for cyclic garbage; the default is at most 2000
+_GC_THRESHOLD = 200_000
 _DEFAULT_CHOICES = Choices()
 
 
@@ -62,29 +57,36 @@ class Outcome:
     """The result of `lockstep`; lists are in the order of ranks."""
 
     results: list[Any]
-    """return values of the algorithms"""
+    """return values of the algorithms; None for a rank that failed"""
     seconds: list[float]
     """the end of each algorithm, by the virtual clock"""
     exchange_s: list[float]
     """the time of each algorithm without `Compute`, in seconds"""
     ledgers: list[Ledger]
     """counters of the messages that each rank sent"""
+    errors: list[WorkerLost | None] = field(default_factory=list)
+    """the error with which each rank ended, or None; of a rank that crashed, that it crashed"""
 
 
 def lockstep(
     algorithms: Sequence[Algorithm[Any]],
-    link: Link | None = None,
+    link: Link | Sequence[Link] | None = None,
     links: Mapping[tuple[int, int], Link] | None = None,
     choices: Choices | None = None,
+    faults: Mapping[int, Sequence[Fault]] | None = None,
 ) -> Outcome:
     """Run the algorithms of W ranks in one process, and simulate the time that they take.
 
     Args:
-        algorithms: one for each rank, in the order of ranks.
-        link: the outgoing link of each rank; None has no limits.
+        algorithms: one for each rank, in the order of ranks. Their requests may have `SizeOnly`
+            values, if only the time is needed.
+        link: the link of each rank, or a sequence of W links; None has no limits.
         links: by (sender, receiver), links whose bandwidth and latency limit their messages in
-            addition to `link`; their `message_s` is not used.
+            addition to `link`; their `message_s` and `in_bytes_per_s` are not used.
         choices: the collective algorithm for each kind of request; None uses the defaults.
+        faults: by rank, its crash and slow-downs. A rank that waits for one that has crashed raises
+            `WorkerLost`, as over processes; if the algorithm does not handle it, this rank ends
+            too, and the error is in `Outcome.errors`.
 
     Returns:
         The results, times and ledgers of all ranks.
@@ -93,58 +95,94 @@ def lockstep(
         RequestMismatch: ranks make different requests, or wait for one another in a cycle, as over
             processes.
         RuntimeError: a tensor was changed while it was being sent.
+        ValueError: a request, the links or the faults are invalid.
     """
-    simulation = _Simulation(
-        algorithms, link or _NO_LIMITS, links or {}, choices or _DEFAULT_CHOICES
-    )
-    return simulation.run()
+    network = SimulatedNetwork(len(algorithms), link, links)
+    simulation = _Simulation(algorithms, network, choices or _DEFAULT_CHOICES, faults or {})
+    with _rare_garbage_collection():
+        return simulation.run()
 
 
-@dataclass
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Let Python search for garbage more rarely: it would visit all pending requests each time."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _GC_THRESHOLD) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 class _Task:
     """The algorithm of a rank, or a request that it has started."""
 
-    rank: int
-    channel: tuple[Any, ...]  # empty for the algorithm of a rank
-    stack: list[Algorithm[Any]]  # the last one runs; its return value is sent to the one before
-    now: float
-    kind: str = ""  # of the collective that it executes
-    caller: str = ""
-    computed_s: float = 0.0
-    answer: Any = None
-    waits_for: Any = None
-    is_done: bool = False
-    waiting: list["_Task"] = field(default_factory=list)  # tasks that wait for this one
+    __slots__ = (
+        "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_done", "kind", "now",
+        "rank", "stack", "waiting", "waits_for",
+    )  # fmt: skip
+
+    def __init__(
+        self, rank: int, channel: str | None, algorithm: Algorithm[Any], now: float
+    ) -> None:
+        self.rank, self.now = rank, now
+        self.channel = channel
+        """None for the algorithm of a rank"""
+        self.algorithm = algorithm
+        self.stack: list[Algorithm[Any]] = []
+        """the algorithms that wait for the return value of the one that runs"""
+        self.kind = ""
+        """of the collective that it executes"""
+        self.caller = ""
+        self.computed_s = 0.0
+        self.answer: Any = None
+        self.error: Exception | None = None
+        """raised in the algorithm when the task runs next; of a task that has ended, its error"""
+        self.waits_for: Any = None
+        self.is_done = False
+        self.waiting: list[_Task] = []
+        """tasks that wait for this one"""
 
 
-@dataclass
+class _Message:
+    """A message that has been sent, and the answer of its `Start`."""
+
+    __slots__ = (
+        "arrives_at", "copy", "matched_at", "num_bytes", "receive", "request", "sent_at", "waiter",
+    )  # fmt: skip
+
+    def __init__(self, request: Send, copy: Any, num_bytes: int, sent_at: float) -> None:
+        self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
+        self.copy = copy
+        """bytes of the values, also to detect that they changed; None without elements"""
+        self.arrives_at = _NEVER
+        self.matched_at = _NEVER
+        """when both the message and its receive had started"""
+        self.receive: _Receive | None = None
+        """until the message arrives, so that the two do not refer to each other for longer"""
+        self.waiter: _Task | None = None
+        """the task that waits until it is sent"""
+
+
+class _Receive:
+    """A receive that has started, and the answer of its `Start`."""
+
+    __slots__ = ("message", "request", "waiter")
+
+    def __init__(self, request: Receive) -> None:
+        self.request = request
+        self.message: _Message | None = None
+        self.waiter: _Task | None = None
+
+
 class _Mailbox:
-    """The messages from one rank to another, in order."""
+    """The messages from one rank to another that have no receive, or receives without a message."""
 
-    messages: deque[tuple[Tensor, float]] = field(default_factory=deque)  # with times of arrival
-    waiting: list[_Task] = field(default_factory=list)  # tasks that wait for a message or a receive
-    receives_started_at: list[float] = field(default_factory=list)
-    num_sent: int = 0
-    num_received: int = 0
+    __slots__ = ("messages", "receives")
 
-
-@dataclass
-class _PendingSend:
-    request: Send
-    copy: Tensor
-    """of the values, to detect that they changed"""
-    sent_at: float
-    mailbox: _Mailbox
-    number: int
-    """of the message in its mailbox, from 1"""
-
-
-@dataclass
-class _PendingReceive:
-    request: Receive
-    mailbox: _Mailbox
-    number: int
-    """of the message in its mailbox, from 1"""
+    def __init__(self) -> None:
+        self.messages: deque[_Message] = deque()
+        self.receives: deque[_Receive] = deque()
 
 
 class _Simulation:
@@ -153,126 +191,201 @@ class _Simulation:
     def __init__(
         self,
         algorithms: Sequence[Algorithm[Any]],
-        link: Link,
-        links: Mapping[tuple[int, int], Link],
+        network: SimulatedNetwork,
         choices: Choices,
+        faults: Mapping[int, Sequence[Fault]],
     ) -> None:
         self.world_size = len(algorithms)
-        self.link, self.links, self.choices = link, links, choices
+        self.network, self.choices = network, choices
+        self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
+        self.has_faults = bool(faults)
+        self.errors: list[WorkerLost | None] = [None] * self.world_size
+        # by rank, or rank and channel of collectives, when its connections broke, and why
+        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
         self.ledgers = [Ledger() for _ in algorithms]
         self.logs = [RequestLog(rank) for rank in range(self.world_size)]
-        # when the link of a rank, or of a pair of ranks, has sent its last message
-        self.free_at: dict[Any, float] = {}
         self.mailboxes: defaultdict[Any, _Mailbox] = defaultdict(_Mailbox)
         self.last_in_channel: dict[tuple[int, str], _Task] = {}
-        self.tasks: list[_Task] = []
-        self.ready: list[tuple[float, int, _Task]] = []
-        self.order = itertools.count()
-        self.mains = [self.add_task(rank, (), each, 0.0) for rank, each in enumerate(algorithms)]
+        # tasks that have not ended
+        self.tasks: dict[_Task, None] = {}
+        # (time, number, task, or a function that is called with the time)
+        self.events: list[tuple[float, int, _Task | Callable[[float], None]]] = []
+        self.num_events = 0
+        self.handlers: dict[type, Callable[[_Task, Any], bool]] = {
+            Compute: self.compute,
+            Now: self.tell_time,
+            Caller: self.name_caller,
+            Scratch: self.allocate,
+            Start: self.start,
+            Wait: self.wait,
+            Send: self.send_and_wait,
+            Receive: self.receive_and_wait,
+        }
+        self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
+        for rank, machine in enumerate(self.machines):
+            if machine.crashes_at < _NEVER:
+                self.schedule(machine.crashes_at, partial(self.crash, rank))
 
     def run(self) -> Outcome:
-        while self.ready:
-            _, _, task = heapq.heappop(self.ready)
-            self.advance(task)
-        if stuck := [task for task in self.tasks if not task.is_done]:
-            waits = "; ".join(_describe_wait(task) for task in stuck)
+        events = self.events
+        while events:
+            at, _, event = heapq.heappop(events)
+            if isinstance(event, _Task):
+                self.advance(event, at)
+            else:
+                event(at)
+        if self.tasks:
+            waits = "; ".join(map(_describe_wait, self.tasks))
             raise mismatch(f"{waits}, and none of them can continue")
-        outcome = Outcome([], [], [], self.ledgers)
+        outcome = Outcome([], [], [], self.ledgers, self.errors)
         for task in self.mains:
             outcome.results.append(task.answer)
             outcome.seconds.append(task.now)
             outcome.exchange_s.append(task.now - task.computed_s)
         return outcome
 
+    def schedule(self, at: float, event: _Task | Callable[[float], None]) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (at, self.num_events, event))
+
     def add_task(
-        self, rank: int, channel: tuple[Any, ...], algorithm: Algorithm[Any], now: float
+        self, rank: int, channel: str | None, algorithm: Algorithm[Any], now: float
     ) -> _Task:
-        task = _Task(rank, channel, [algorithm], now)
-        self.tasks.append(task)
-        self.push(task, now)
+        task = _Task(rank, channel, algorithm, now)
+        self.tasks[task] = None
+        self.schedule(now, task)
         return task
 
-    def push(self, task: _Task, at: float) -> None:
-        """Schedule a task for a time, or for its own time if that is later."""
-        heapq.heappush(self.ready, (max(task.now, at), next(self.order), task))
+    def continue_at(self, task: _Task, at: float) -> bool:
+        """Set the time of a task that runs; return whether it may continue before all others."""
+        if at <= task.now:
+            return True
+        if self.has_faults or (self.events and self.events[0][0] <= at):
+            self.schedule(at, task)
+            return False
+        task.now = at
+        return True
 
-    def advance(self, task: _Task) -> None:
-        """Run a task until its clock advances, it waits, or it is done."""
-        now, pending = task.now, task.waits_for
-        if pending is not None:
-            task.waits_for = None
-            self.wait(task, pending)
-        while task.now == now and task.waits_for is None:
+    def resume(self, task: _Task, at: float) -> None:
+        """Schedule a task that waits, for a time or for its own if that is later."""
+        task.waits_for = None
+        self.schedule(at if at > task.now else task.now, task)
+
+    def advance(self, task: _Task, at: float) -> None:
+        """Run a task until it waits, others have to run first, or it has ended."""
+        if task.is_done:
+            # its rank has crashed
+            return
+        if self.has_faults:
+            resume_at = self.machines[task.rank].resume_at(at)
+            if resume_at > at:
+                self.schedule(resume_at, task)
+                return
+        task.now, handlers = at, self.handlers
+        while True:
             try:
-                request = task.stack[-1].send(task.answer)
+                if task.error is None:
+                    request = task.algorithm.send(task.answer)
+                else:
+                    error, task.error = task.error, None
+                    request = task.algorithm.throw(error)
             except StopIteration as stop:
-                task.stack.pop()
                 task.answer = stop.value
-                if not task.stack:
-                    task.is_done = True
-                    for other in task.waiting:
-                        self.push(other, task.now)
-                    return
-                if len(task.stack) == 1 and not task.channel:
-                    task.kind = ""
-                continue
-            task.answer = None
-            self.answer(task, request)
-        if task.waits_for is None:
-            self.push(task, task.now)
+            except WorkerLost as error:
+                task.answer, task.error = None, error
+                if task.kind and task.kind != "SendReceive":
+                    # the other ranks of a collective would wait for this one
+                    self.disconnect(task.rank, task.channel, task.now, error)
+            else:
+                task.answer = None
+                handler = handlers.get(type(request), self.begin_collective)
+                if handler(task, request):
+                    continue
+                return
+            if not task.stack:
+                self.end(task)
+                return
+            task.algorithm = task.stack.pop()
+            if not task.stack and task.channel is None:
+                task.kind = ""
 
-    def answer(self, task: _Task, request: Request) -> None:
-        if isinstance(request, Compute):
-            task.now += request.seconds
-            task.computed_s += request.seconds
-        elif isinstance(request, Caller):
-            task.answer, task.caller = task.caller, request.name
-        elif isinstance(request, Scratch):
-            # all bits set are NaN in float16, bfloat16, float32 and float64, so that results show
-            # whether scratch memory was read before it was written
-            task.answer = torch.empty_like(request.values)
-            as_bytes(task.answer).fill_(0xFF)
-        elif isinstance(request, Send | Receive):
-            self.wait(task, self.start_request(task, request))
-        elif isinstance(request, Start):
-            task.answer = self.start_request(task, request.request, request.channel)
-        elif isinstance(request, Wait):
-            self.wait(task, request.pending)
+    def end(self, task: _Task) -> None:
+        """End a task that has returned or failed; a rank whose algorithm failed is lost."""
+        task.is_done = True
+        self.tasks.pop(task, None)
+        for other in task.waiting:
+            other.answer, other.error = task.answer, task.error
+            self.resume(other, task.now)
+        task.waiting.clear()
+        if task.channel is None and isinstance(task.error, WorkerLost):
+            self.lose(task.rank, task.now, task.error)
+
+    # requests: each handler returns whether the task continues at once
+
+    def compute(self, task: _Task, request: Compute) -> bool:
+        end = self.machines[task.rank].end_of(task.now, request.seconds)
+        task.computed_s += end - task.now
+        return self.continue_at(task, end)
+
+    def tell_time(self, task: _Task, request: Now) -> bool:
+        task.answer = task.now
+        return True
+
+    def name_caller(self, task: _Task, request: Caller) -> bool:
+        task.answer, task.caller = task.caller, request.name
+        return True
+
+    def allocate(self, task: _Task, request: Scratch) -> bool:
+        values = request.values
+        if isinstance(values, SizeOnly):
+            task.answer = values
+            return True
+        # all bits set are NaN in float16, bfloat16, float32 and float64, so that results show
+        # whether scratch memory was read before it was written
+        task.answer = torch.empty_like(values)
+        as_bytes(task.answer).fill_(0xFF)
+        return True
+
+    def start(self, task: _Task, request: Start) -> bool:
+        started = request.request
+        if isinstance(started, Send):
+            task.answer = self.start_send(task, started)
+        elif isinstance(started, Receive):
+            task.answer = self.start_receive(task, started)
         else:
-            channel, task.kind = task.channel[0] if task.channel else "", type(request).__name__
-            self.ledgers[task.rank].count(task.kind)
-            task.stack.append(self.execute(task.rank, task.caller, channel, request))
+            task.answer = self.start_task(task, started, request.channel)
+        return True
 
-    def start_request(
-        self, task: _Task, request: Request | Algorithm[Any], channel: str = ""
-    ) -> _Task | _PendingSend | _PendingReceive:
-        if isinstance(request, Send):
-            return self.send(task, request)
-        if isinstance(request, Receive):
-            if not task.kind:
-                self.check_message(task, request)
-            mailbox = self.mailbox(request.peer, task.rank, task)
-            mailbox.receives_started_at.append(task.now)
-            if mailbox.waiting:
-                self.resume_waiting(mailbox, task.now)
-            return _PendingReceive(request, mailbox, len(mailbox.receives_started_at))
-        assert not isinstance(request, Start | Wait | Compute | Scratch | Caller), (
-            "only exchanges can be started"
-        )
-        before = self.last_in_channel.get((task.rank, channel))
-        kind = ""
-        if isinstance(request, Generator):
-            algorithm = request
-        else:
-            algorithm = self.execute_later(task.rank, task.caller, channel, request)
-            kind = type(request).__name__
-            self.ledgers[task.rank].count(kind)
-        started = self.add_task(task.rank, (channel,), _run_after(before, algorithm), task.now)
-        started.kind, started.caller = kind, task.caller
-        self.last_in_channel[task.rank, channel] = started
-        return started
+    def wait(self, task: _Task, request: Wait) -> bool:
+        pending = request.pending
+        if isinstance(pending, _Receive):
+            return self.wait_for_receive(task, pending)
+        if isinstance(pending, _Message):
+            return self.wait_for_send(task, pending)
+        if pending.is_done:
+            task.answer, task.error = pending.answer, pending.error
+            return self.continue_at(task, pending.now)
+        task.waits_for = pending
+        pending.waiting.append(task)
+        return False
 
-    def execute(self, rank: int, caller: str, channel: str, request: Collective) -> Algorithm[Any]:
+    def send_and_wait(self, task: _Task, request: Send) -> bool:
+        return self.wait_for_send(task, self.start_send(task, request))
+
+    def receive_and_wait(self, task: _Task, request: Receive) -> bool:
+        return self.wait_for_receive(task, self.start_receive(task, request))
+
+    def begin_collective(self, task: _Task, request: Any) -> bool:
+        task.kind = type(request).__name__
+        self.ledgers[task.rank].count(task.kind)
+        algorithm = self.execute(task.rank, task.caller, task.channel or "", request)
+        task.stack.append(task.algorithm)
+        task.algorithm = algorithm
+        return True
+
+    # collectives
+
+    def execute(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
         """Check a collective against those of other ranks; return the algorithm of its messages."""
         sequence = channel_sequence(channel)
         header = self.logs[rank].record(sequence, *describe_collective(request), caller)
@@ -280,19 +393,32 @@ class _Simulation:
         check_request(request, self.world_size)
         return expand(request, rank, self.world_size, self.choices)
 
-    def execute_later(
-        self, rank: int, caller: str, channel: str, request: Collective
-    ) -> Algorithm[Any]:
+    def execute_later(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
         """See `execute`; checks the collective when the algorithm runs."""
         return (yield from self.execute(rank, caller, channel, request))
 
-    def check_message(self, task: _Task, message: Send | Receive) -> None:
-        header = self.logs[task.rank].record_message(message, task.caller)
-        sequence = message_sequence(message, task.rank)
-        self.check(task.rank, sequence, header, [message.peer])
+    def start_task(self, task: _Task, request: Request | Algorithm[Any], channel: str) -> _Task:
+        """Start a collective or an algorithm on a channel, after the last one of this channel."""
+        assert type(request) not in self.handlers, "only exchanges can be started"
+        before = self.last_in_channel.get((task.rank, channel))
+        if isinstance(request, Generator):
+            kind, algorithm = "", request
+        else:
+            kind = type(request).__name__
+            algorithm = self.execute_later(task.rank, task.caller, channel, request)
+            self.ledgers[task.rank].count(kind)
+        if before is not None and not before.is_done:
+            algorithm = _run_after(before, algorithm)
+        started = self.add_task(task.rank, channel, algorithm, task.now)
+        started.kind, started.caller = kind, task.caller
+        self.last_in_channel[task.rank, channel] = started
+        return started
 
     def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
-        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
+        """Raise a RequestMismatch if a request differs from that of a peer that made it before.
+
+        All ranks make a collective, so comparing with the first one that made it is sufficient.
+        """
         for peer in peers:
             other = None if peer == rank else self.logs[peer].find(sequence, header.number)
             if other is not None:
@@ -300,88 +426,186 @@ class _Simulation:
                 if difference:
                     raise mismatch(difference)
 
-    def resume_waiting(self, mailbox: _Mailbox, at: float) -> None:
-        for other in mailbox.waiting:
-            self.push(other, at)
-        mailbox.waiting.clear()
+    def check_message(self, task: _Task, message: Send | Receive) -> None:
+        header = self.logs[task.rank].record_message(message, task.caller)
+        sequence = message_sequence(message, task.rank)
+        self.check(task.rank, sequence, header, [message.peer])
 
-    def send(self, task: _Task, request: Send) -> _PendingSend:
-        if not task.kind:
-            self.check_message(task, request)
-        copy = as_bytes(request.values).clone()
-        num_bytes, pair = len(copy), (task.rank, request.peer)
-        pair_link = self.links.get(pair, _NO_LIMITS)
-        begin = max(task.now, self.free_at.get(task.rank, 0.0)) + self.link.message_s
-        sent_at = begin + num_bytes / self.link.bytes_per_s
-        pair_sent_at = max(begin, self.free_at.get(pair, 0.0)) + num_bytes / pair_link.bytes_per_s
-        self.free_at[task.rank], self.free_at[pair] = sent_at, pair_sent_at
-        arrival = max(sent_at, pair_sent_at) + self.link.delay_s + pair_link.delay_s
-        mailbox = self.mailbox(*pair, task)
-        mailbox.messages.append((copy, arrival))
-        mailbox.num_sent += 1
-        if mailbox.waiting:
-            self.resume_waiting(mailbox, arrival)
-        self.ledgers[task.rank].add(task.kind or "Send", num_bytes)
-        return _PendingSend(request, copy, sent_at, mailbox, mailbox.num_sent)
+    # messages
 
     def mailbox(self, sender: int, receiver: int, task: _Task) -> _Mailbox:
         # messages of collectives are not received by `Receive` requests of algorithms
-        key = sender, receiver, task.channel, bool(task.kind)
-        return self.mailboxes[key]
+        return self.mailboxes[sender, receiver, task.channel, task.kind == ""]
 
-    def wait(self, task: _Task, pending: Any) -> None:
-        """Set the task's answer to that of a started request, or suspend the task."""
-        if isinstance(pending, _Task):
-            if not pending.is_done:
-                task.waits_for = pending
-                pending.waiting.append(task)
-                return
-            task.now, task.answer = max(task.now, pending.now), pending.answer
-        elif isinstance(pending, _PendingSend):
-            if len(pending.mailbox.receives_started_at) < pending.number:
-                # as over gloo, a send finishes only after its peer has started to receive; the
-                # simulated transfer does not wait for that
-                task.waits_for = pending
-                pending.mailbox.waiting.append(task)
-                return
-            if not torch.equal(as_bytes(pending.request.values), pending.copy):
-                raise RuntimeError(
-                    f"rank {task.rank} changed a tensor while it was being sent\n\n"
-                    "hint: do not write to a tensor between Start and Wait"
-                )
-            started_at = pending.mailbox.receives_started_at[pending.number - 1]
-            task.now = max(task.now, pending.sent_at, started_at)
+    def start_send(self, task: _Task, request: Send) -> _Message:
+        sender, receiver = task.rank, request.peer
+        if not task.kind:
+            self.check_message(task, request)
+        values = request.values
+        num_bytes = values.numel() * values.element_size()
+        copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
+        sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
+        self.ledgers[sender].add(task.kind or "Send", num_bytes)
+        message = _Message(request, copy, num_bytes, sent_at)
+        mailbox = self.mailbox(sender, receiver, task)
+        if mailbox.receives:
+            self.match(message, mailbox.receives.popleft(), task.now)
         else:
-            self.receive(task, pending)
+            mailbox.messages.append(message)
+        if sent_at > self.machines[sender].crashes_at:
+            # it has not left the rank when it crashes
+            return message
+        if self.network.has_receiver_limit:
+            self.schedule(first, lambda at: self.arrive(message, receiver, at, last))
+        else:
+            self.set_arrival(message, last)
+        return message
 
-    def receive(self, task: _Task, pending: _PendingReceive) -> None:
-        mailbox = pending.mailbox
-        if not mailbox.messages:
-            task.waits_for = pending
-            mailbox.waiting.append(task)
-            return
-        mailbox.num_received += 1
-        assert pending.number == mailbox.num_received, "receives finish in the order of their start"
-        values, arrival = mailbox.messages.popleft()
-        into = as_bytes(pending.request.values)
-        if len(into) != len(values):
-            raise mismatch(
-                f"rank {task.rank} expects {len(into)} bytes from rank {pending.request.peer}, "
-                f"which sends {len(values)}"
+    def arrive(self, message: _Message, receiver: int, first: float, last: float) -> None:
+        """Receive the first byte of a message over a link with a limit."""
+        self.set_arrival(message, self.network.receive(receiver, message.num_bytes, first, last))
+
+    def set_arrival(self, message: _Message, at: float) -> None:
+        message.arrives_at = at
+        receive, message.receive = message.receive, None
+        if receive is not None and receive.waiter is not None:
+            self.deliver(receive.waiter, receive)
+            self.resume(receive.waiter, at)
+            receive.waiter = None
+
+    def start_receive(self, task: _Task, request: Receive) -> _Receive:
+        if not task.kind:
+            self.check_message(task, request)
+        receive = _Receive(request)
+        mailbox = self.mailbox(request.peer, task.rank, task)
+        if mailbox.messages:
+            self.match(mailbox.messages.popleft(), receive, task.now)
+        else:
+            mailbox.receives.append(receive)
+        return receive
+
+    def match(self, message: _Message, receive: _Receive, now: float) -> None:
+        """Connect a message with its receive, of which one has just started."""
+        message.matched_at, receive.message = now, message
+        if message.arrives_at == _NEVER:
+            message.receive = receive
+        if message.waiter is not None:
+            self.end_send(message.waiter, message)
+            self.resume(message.waiter, max(message.sent_at, now))
+            message.waiter = None
+
+    def wait_for_receive(self, task: _Task, receive: _Receive) -> bool:
+        message = receive.message
+        if message is not None and message.arrives_at < _NEVER:
+            self.deliver(task, receive)
+            return self.continue_at(task, message.arrives_at)
+        if self.is_lost(task, receive.request.peer):
+            task.error = self.lost_error(task, receive.request)
+            return True
+        task.waits_for = receive
+        receive.waiter = task
+        return False
+
+    def wait_for_send(self, task: _Task, message: _Message) -> bool:
+        if message.matched_at < _NEVER:
+            self.end_send(task, message)
+            return self.continue_at(task, max(message.sent_at, message.matched_at))
+        if self.is_lost(task, message.request.peer):
+            task.error = self.lost_error(task, message.request)
+            return True
+        # as over gloo, a send finishes only after its peer has started to receive; the simulated
+        # transfer does not wait for that
+        task.waits_for = message
+        message.waiter = task
+        return False
+
+    def end_send(self, task: _Task, message: _Message) -> None:
+        if message.copy is not None and not torch.equal(
+            as_bytes(message.request.values), message.copy
+        ):
+            raise RuntimeError(
+                f"rank {task.rank} changed a tensor while it was being sent\n\n"
+                "hint: do not write to a tensor between Start and Wait"
             )
-        into.copy_(values)
-        task.now, task.answer = max(task.now, arrival), pending.request.values
+
+    def deliver(self, task: _Task, receive: _Receive) -> None:
+        """Write the values of a message to those of its receive, which the task is answered."""
+        message = receive.message
+        assert message is not None, "it has arrived"
+        values = task.answer = receive.request.values
+        num_bytes = values.numel() * values.element_size()
+        if num_bytes != message.num_bytes:
+            raise mismatch(
+                f"rank {task.rank} expects {num_bytes} bytes from rank {receive.request.peer}, "
+                f"which sends {message.num_bytes}"
+            )
+        if message.copy is not None:
+            as_bytes(values).copy_(message.copy)
+
+    # faults
+
+    def crash(self, rank: int, at: float) -> None:
+        if self.mains[rank].is_done:
+            return
+        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
+        self.mains[rank].now, self.mains[rank].answer = at, None
+        self.lose(rank, at, error)
+
+    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
+        """End all tasks of a rank, and break its connections."""
+        self.errors[rank] = error
+        for task in [each for each in self.tasks if each.rank == rank]:
+            task.is_done = True
+            del self.tasks[task]
+        self.disconnect(rank, None, at, error, is_whole_rank=True)
+
+    def disconnect(
+        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
+        is_whole_rank: bool = False,
+    ) -> None:  # fmt: skip
+        """Break the connections of a rank, or those of the collectives of one of its channels.
+
+        Tasks of other ranks that wait for them raise an error after the latency.
+        """
+        key = rank if is_whole_rank else (rank, channel)
+        if key in self.broken:
+            return
+        self.broken[key] = at, error
+        delay_s = self.network.of_rank[rank].delay_s
+        for task in list(self.tasks):
+            pending = task.waits_for
+            if isinstance(pending, _Receive):
+                message = pending.message
+                # a message that is on its way arrives
+                is_waiting = message is None or message.sent_at > at
+            else:
+                is_waiting = isinstance(pending, _Message)
+            if is_waiting and pending.request.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request)
+                pending.waiter = None
+                self.resume(task, at + delay_s)
+
+    def is_lost(self, task: _Task, peer: int) -> bool:
+        """Return whether a task has no connection to a rank any more."""
+        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
+
+    def lost_error(self, task: _Task, request: Send | Receive) -> WorkerLost:
+        peer = request.peer
+        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
+        return WorkerLost(
+            f"rank {task.rank} waited for {describe_request(request)}, whose connections broke at "
+            f"{at:g} s: {error}"
+        )
 
 
-def _run_after(before: _Task | None, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+def _run_after(before: _Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
     """Run an algorithm after the previous request of its channel."""
-    if before is not None:
-        yield Wait(before)
+    yield Wait(before)
     return (yield from algorithm)
 
 
 def _describe_wait(task: _Task) -> str:
     within = f" in {task.kind}" if task.kind else ""
-    if isinstance(task.waits_for, _PendingReceive | _PendingSend):
+    if isinstance(task.waits_for, _Receive | _Message):
         return f"rank {task.rank} waits for {describe_request(task.waits_for.request)}{within}"
     return f"rank {task.rank} waits for a request that it started{within}"

@@ -45,6 +45,7 @@ from gcnzc.exchange.requests import (
     Compute,
     Mean,
     Message,
+    Now,
     Receive,
     ReduceScatter,
     Request,
@@ -150,7 +151,7 @@ class Channel:
         if isinstance(request, Generator):
             return self._start_algorithm(request)
         assert not isinstance(
-            request, Start | Wait | Compute | Scratch | Caller | Send | Receive
+            request, Start | Wait | Compute | Now | Scratch | Caller | Send | Receive
         ), "only exchanges can be started"
         if self.group.backend == "nccl" and is_on_gpu(request):
             # NCCL runs it on its own stream, without a thread

@@ -17,7 +17,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Sum:
     """All-reduce with a sum; the answer is `values`, written in place, equal on all ranks."""
 
@@ -25,7 +25,7 @@ class Sum:
     """contiguous, of any shape, with the same size and dtype on all ranks"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Mean:
     """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks."""
 
@@ -33,7 +33,7 @@ class Mean:
     """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AllGather:
     """All-gather; the answer is (W, n), with one row per rank."""
 
@@ -41,7 +41,7 @@ class AllGather:
     """(n,), contiguous, with the same size and dtype on all ranks"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ReduceScatter:
     """Reduce-scatter with a sum; the answer is (n / W,), this rank's share of the sum."""
 
@@ -49,7 +49,7 @@ class ReduceScatter:
     """(n,), contiguous; n is a multiple of W, and rank r gets share r"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AllToAll:
     """All-to-all; the answer is a list of W tensors, the parts that the ranks sent to this rank."""
 
@@ -59,7 +59,7 @@ class AllToAll:
     """the number of elements to receive from each rank; None exchanges the lengths first"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Broadcast:
     """Broadcast from one rank; the answer is `values`, written in place on the other ranks."""
 
@@ -69,7 +69,7 @@ class Broadcast:
     """the rank that sends its values"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class SendReceive:
     """Exchange of tensors between pairs of ranks; the answer is the peer's tensor."""
 
@@ -80,7 +80,7 @@ class SendReceive:
     copy of `values`"""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AllGatherScalar:
     """All-gather of a number; the answer is a tuple of W numbers, in the order of ranks."""
 
@@ -88,7 +88,7 @@ class AllGatherScalar:
     """sent as int64 or float64; of the same type on all ranks"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Send:
     """Send a message to one rank, which needs a matching `Receive`; the answer is None."""
 
@@ -98,7 +98,7 @@ class Send:
     """the rank that receives the message"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Receive:
     """Receive the next message from one rank; the answer is `values`, written in place."""
 
@@ -108,7 +108,7 @@ class Receive:
     """the rank that sends the message"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Scratch:
     """Allocate scratch memory; the answer is an uninitialized tensor like `values`.
 
@@ -118,7 +118,7 @@ class Scratch:
     values: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Caller:
     """Set the name of the caller of the requests that follow, such as an optimizer.
 
@@ -130,14 +130,23 @@ class Caller:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Compute:
     """Simulate a computation: `lockstep` advances the clock of the simulation, `run` sleeps."""
 
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True)
+class Now:
+    """Read the clock; the answer is the time in seconds, from an arbitrary beginning.
+
+    `lockstep` answers the virtual time, and `run` that of `time.monotonic`. The clocks of ranks
+    differ, so ranks must not base a decision about collectives on it.
+    """
+
+
+@dataclass(eq=False, slots=True)
 class Start:
     """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
@@ -153,7 +162,7 @@ class Start:
     ignored for `Send` and `Receive`"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Wait:
     """Wait for a started request; the answer is the request's answer."""
 
@@ -165,7 +174,7 @@ Collective: TypeAlias = (
     Sum | Mean | AllGather | ReduceScatter | AllToAll | Broadcast | SendReceive | AllGatherScalar
 )
 Message: TypeAlias = Send | Receive
-Request: TypeAlias = Collective | Message | Scratch | Compute | Caller | Start | Wait
+Request: TypeAlias = Collective | Message | Scratch | Compute | Now | Caller | Start | Wait
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 

@@ -268,7 +268,7 @@ def test_wrong_folders_and_memory_are_refused(small, tmp_path, monkeypatch):
     table = FeatureTable(torch.randn(60, 5).double())
     with pytest.raises(ValueError, match="memory"):
         inference(model, graph, table, scratch=tmp_path, memory=1000)
-    with pytest.raises(ValueError, match="no folder for the rows"):
+    with pytest.raises(ValueError, match="no folder for layer outputs"):
         inference(model, graph, table, memory=1 << 20)
     with pytest.raises(ValueError, match="layer is 4, but the model has 3"):
         inference(model, graph, table, layer=4)

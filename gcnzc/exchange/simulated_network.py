@@ -1,0 +1,176 @@
+"""The network and the machines of a simulation: bandwidths, latencies, slow-downs and crashes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Link:
+    """The network link of a rank, or from one rank to another."""
+
+    bytes_per_s: float = float("inf")
+    """bandwidth of outgoing messages"""
+    delay_s: float = 0.0
+    """latency, from the departure of the last byte to its arrival"""
+    message_s: float = 0.0
+    """overhead of the sender per message; only of the link of a rank"""
+    in_bytes_per_s: float = float("inf")
+    """bandwidth of incoming messages, which are received one after the other in the order in which
+    their first bytes arrive; only of the link of a rank"""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A rank ends without a message; its connections break, so that its peers raise `WorkerLost`.
+
+    Messages that have not left it are lost.
+    """
+
+    at_s: float
+    """virtual time"""
+
+
+@dataclass(frozen=True)
+class SlowDown:
+    """A rank computes more slowly for some time."""
+
+    at_s: float
+    """virtual time of the beginning"""
+    factor: float
+    """by which a `Compute` takes longer, at least 1; infinite to pause the rank, which then neither
+    computes nor starts requests. Messages that it has sent continue"""
+    seconds: float = float("inf")
+    """duration; finite for an infinite factor"""
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ValueError(
+                f"a slow-down by {self.factor}\n\nhint: a factor of 2 takes twice the time"
+            )
+        if self.factor == self.seconds == float("inf"):
+            raise ValueError("a pause without an end\n\nhint: use Crash")
+
+
+Fault: TypeAlias = Crash | SlowDown
+
+_NO_LIMITS = Link()
+
+
+class SimulatedNetwork:
+    """The links of all ranks, and until when they are occupied.
+
+    Args:
+        world_size: W, the number of ranks.
+        link: the link of each rank, or a sequence of W links; None has no limits.
+        links: by (sender, receiver), links that limit their messages in addition.
+
+    Raises:
+        ValueError: the number of links is not W.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        link: Link | Sequence[Link] | None = None,
+        links: Mapping[tuple[int, int], Link] | None = None,
+    ) -> None:
+        one = _NO_LIMITS if link is None else link
+        self.of_rank = [one] * world_size if isinstance(one, Link) else list(one)
+        if len(self.of_rank) != world_size:
+            raise ValueError(
+                f"{len(self.of_rank)} links for {world_size} ranks\n\n"
+                "hint: give one link for all ranks, or one for each"
+            )
+        self.of_pair = dict(links or {})
+        self.has_receiver_limit = any(each.in_bytes_per_s != float("inf") for each in self.of_rank)
+        # when the outgoing link of a rank, of a pair, and the incoming one of a rank, are free
+        self.sent_at = [0.0] * world_size
+        self.pair_sent_at = dict.fromkeys(self.of_pair, 0.0)
+        self.received_at = [0.0] * world_size
+
+    def send(
+        self, sender: int, receiver: int, num_bytes: int, now: float
+    ) -> tuple[float, float, float]:
+        """Occupy the outgoing links for a message.
+
+        Returns:
+            When the last byte has left the sender, when the first byte arrives, and when the last
+            one arrives if the receiver has no limit.
+        """
+        link = self.of_rank[sender]
+        free = self.sent_at[sender]
+        begin = (now if now > free else free) + link.message_s
+        sent = self.sent_at[sender] = begin + num_bytes / link.bytes_per_s
+        pair_link = self.of_pair.get((sender, receiver)) if self.of_pair else None
+        if pair_link is None:
+            return sent, begin + link.delay_s, sent + link.delay_s
+        pair = sender, receiver
+        pair_sent = max(begin, self.pair_sent_at[pair]) + num_bytes / pair_link.bytes_per_s
+        self.pair_sent_at[pair] = pair_sent
+        delay_s = link.delay_s + pair_link.delay_s
+        return sent, begin + delay_s, max(sent, pair_sent) + delay_s
+
+    def receive(self, receiver: int, num_bytes: int, first: float, last: float) -> float:
+        """Occupy the incoming link for a message, and return when its last byte has arrived.
+
+        Call it in the order of `first`, the arrival of the first byte.
+
+        Args:
+            receiver: the rank.
+            num_bytes: of the message.
+            first, last: when its first and last byte arrive at the link.
+        """
+        begin = max(first, self.received_at[receiver])
+        end = max(last, begin + num_bytes / self.of_rank[receiver].in_bytes_per_s)
+        self.received_at[receiver] = end
+        return end
+
+
+class Machine:
+    """The speed of one rank over time.
+
+    Args:
+        faults: its crash, if any, and its slow-downs, which do not overlap.
+
+    Raises:
+        ValueError: slow-downs overlap.
+    """
+
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self.crashes_at = min(
+            (each.at_s for each in faults if isinstance(each, Crash)), default=float("inf")
+        )
+        slow = sorted(
+            (each for each in faults if isinstance(each, SlowDown)), key=lambda each: each.at_s
+        )
+        self.slow_downs = [(each.at_s, each.at_s + each.seconds, each.factor) for each in slow]
+        for (_, end, _), (begin, _, _) in zip(self.slow_downs, self.slow_downs[1:], strict=False):
+            if begin < end:
+                raise ValueError(
+                    f"a slow-down begins at {begin:g} s, before the previous one ends at {end:g} s"
+                    "\n\nhint: slow-downs of a rank must not overlap"
+                )
+
+    def resume_at(self, now: float) -> float:
+        """Return when the rank runs if it could continue at `now`: after a pause."""
+        for begin, end, factor in self.slow_downs:
+            if factor == float("inf") and begin <= now < end:
+                return end
+        return now
+
+    def end_of(self, now: float, seconds: float) -> float:
+        """Return when a computation that takes `seconds` at full speed ends."""
+        for begin, end, factor in self.slow_downs:
+            if now >= end:
+                continue
+            if now + seconds <= begin:
+                break
+            if now < begin:
+                seconds -= begin - now
+                now = begin
+            if seconds * factor <= end - now:
+                return now + seconds * factor
+            seconds -= (end - now) / factor
+            now = end
+        return now + seconds
