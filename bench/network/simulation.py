@@ -10,11 +10,13 @@ the median seconds on one core, the seconds per simulated message, and the simul
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from bench import harness
-from gcnzc.exchange import Choices, Link, SizeOnly, Sum, lockstep
+from gcnzc.exchange import Algorithm, Choices, Link, SizeOnly, Sum, lockstep
 
 ELEMENTS = 386 * 1000 // 4
 LINK = Link(bytes_per_s=12.5e6, delay_s=0.001)
@@ -57,7 +59,7 @@ def main() -> None:
         )
 
 
-def _sum(make):
+def _sum(make: Callable[[int], Any]) -> Algorithm[Any]:
     return (yield Sum(make(ELEMENTS)))
 
 
