@@ -96,10 +96,14 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     for _ in range(min(LOOK_AHEAD, world_size - 1)):
         # the first part is the largest
         scratch.append((yield Scratch(parts[0])))
+    # all parts have elements, and often the same number
+    is_full = len(values) >= world_size
+    is_even = is_full and len(values) % world_size == 0
 
     def target(turn: int) -> Tensor:
         if turn < world_size - 1:
-            return scratch[turn % LOOK_AHEAD][: len(shares[turn + 1])]
+            buffer = scratch[turn % LOOK_AHEAD]
+            return buffer if is_even else buffer[: len(shares[turn + 1])]
         # the whole sum of a share
         return shares[turn - world_size + 1]
 
@@ -107,10 +111,11 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     # requests are made here and not by functions, since a simulation spends its time with them
     for turn in range(min(LOOK_AHEAD, turns)):
         into = target(turn)
-        receives.append((into, (yield Start(Receive(into, before))) if into.numel() else None))
+        is_sent = is_full or into.numel()
+        receives.append((into, (yield Start(Receive(into, before))) if is_sent else None))
     for turn in range(turns):
         sent = shares[turn % world_size]
-        send = (yield Start(Send(sent, after))) if sent.numel() else None
+        send = (yield Start(Send(sent, after))) if is_full or sent.numel() else None
         into, receive = receives[turn % LOOK_AHEAD]
         if receive is not None:
             yield Wait(receive)
@@ -120,7 +125,8 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
             shares[turn + 1] += into
         if turn + LOOK_AHEAD < turns:
             into = target(turn + LOOK_AHEAD)
-            receive = (yield Start(Receive(into, before))) if into.numel() else None
+            is_sent = is_full or into.numel()
+            receive = (yield Start(Receive(into, before))) if is_sent else None
             receives[turn % LOOK_AHEAD] = into, receive
     return values
 

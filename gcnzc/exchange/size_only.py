@@ -19,12 +19,13 @@ class SizeOnly:
         dtype: the dtype.
     """
 
-    __slots__ = ("_item_bytes", "_numel", "dtype", "shape")
+    __slots__ = ("_item_bytes", "_numel", "dtype", "nbytes", "shape")
 
     def __init__(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         self.shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape)
         self.dtype, self._item_bytes = dtype, dtype.itemsize
         self._numel = math.prod(self.shape)
+        self.nbytes = self._numel * self._item_bytes
 
     def __repr__(self) -> str:
         return f"SizeOnly({self.shape}, {self.dtype})"
