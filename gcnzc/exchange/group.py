@@ -282,8 +282,7 @@ class Group:
 
         These are the requests since the last call, at most the last 10,000; none with a single
         rank. They include the requests of started algorithms. A single collective that is started
-        over NCCL needs no thread, and is not included. Times are those of `time.perf_counter`, in
-        seconds.
+        over NCCL needs no thread, and is not included. Times are `time.perf_counter()`, in seconds.
         """
         return _pop_all(self.overlapped)
 
@@ -327,10 +326,8 @@ class Group:
             )
         if self.is_closed and self.world_size > 1:
             self._reject(request)
-        if isinstance(request, Compute):
-            return time.sleep(request.seconds)
-        if isinstance(request, Now):
-            return time.monotonic()
+        if isinstance(request, Compute | Now):
+            return time.monotonic() if isinstance(request, Now) else time.sleep(request.seconds)
         if isinstance(request, Start):
             if isinstance(request.request, Send | Receive):
                 return self._start_message(request.request, request)

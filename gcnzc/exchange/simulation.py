@@ -1,0 +1,490 @@
+"""The simulation of `lockstep`: tasks that take turns by their virtual time, and their messages."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from gcnzc.exchange.agreement import (
+    Header,
+    RequestLog,
+    channel_sequence,
+    describe_collective,
+    find_difference,
+    message_sequence,
+    mismatch,
+)
+from gcnzc.exchange.choices import Choices, as_bytes, check_request, expand
+from gcnzc.exchange.errors import WorkerLost
+from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.requests import (
+    Algorithm,
+    Caller,
+    Compute,
+    Now,
+    Receive,
+    Request,
+    Scratch,
+    Send,
+    Start,
+    Wait,
+    describe_request,
+)
+from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
+from gcnzc.exchange.simulated_tasks import (
+    NEVER,
+    Mailbox,
+    Outcome,
+    SentMessage,
+    StartedReceive,
+    Task,
+)
+from gcnzc.exchange.size_only import SizeOnly
+
+
+class Simulation:
+    """The state of one run of `lockstep`."""
+
+    def __init__(
+        self,
+        algorithms: Sequence[Algorithm[Any]],
+        network: SimulatedNetwork,
+        choices: Choices,
+        faults: Mapping[int, Sequence[Fault]],
+    ) -> None:
+        self.world_size = len(algorithms)
+        self.network, self.choices = network, choices
+        self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
+        self.has_faults = bool(faults)
+        self.errors: list[WorkerLost | None] = [None] * self.world_size
+        # by rank, or rank and channel of collectives, when its connections broke, and why
+        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
+        self.ledgers = [Ledger() for _ in algorithms]
+        self.logs = [RequestLog(rank) for rank in range(self.world_size)]
+        self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
+        self.last_in_channel: dict[tuple[int, str], Task] = {}
+        # tasks that have not ended
+        self.tasks: dict[Task, None] = {}
+        # (time, number, task, or a function that is called with the time)
+        self.events: list[tuple[float, int, Task | Callable[[float], None]]] = []
+        self.num_events = 0
+        self.handlers: dict[type, Callable[[Task, Any], bool]] = {
+            Compute: self.compute,
+            Now: self.tell_time,
+            Caller: self.name_caller,
+            Scratch: self.allocate,
+            Start: self.start,
+            Wait: self.wait,
+            Send: self.send_and_wait,
+            Receive: self.receive_and_wait,
+        }
+        self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
+        for rank, machine in enumerate(self.machines):
+            if machine.crashes_at < NEVER:
+                self.schedule(machine.crashes_at, partial(self.crash, rank))
+
+    def run(self) -> Outcome:
+        """Run all tasks to their ends; see `lockstep`."""
+        events = self.events
+        while events:
+            at, _, event = heapq.heappop(events)
+            if type(event) is Task:
+                self.advance(event, at)
+            else:
+                event(at)  # type: ignore[operator]
+        if self.tasks:
+            waits = "; ".join(map(_describe_wait, self.tasks))
+            raise mismatch(f"{waits}, and none of them can continue")
+        outcome = Outcome([], [], [], self.ledgers, self.errors)
+        for task in self.mains:
+            outcome.results.append(task.answer)
+            outcome.seconds.append(task.now)
+            outcome.exchange_s.append(task.now - task.computed_s)
+        return outcome
+
+    def schedule(self, at: float, event: Task | Callable[[float], None]) -> None:
+        """Run a task, or call a function, at a time."""
+        self.num_events += 1
+        heapq.heappush(self.events, (at, self.num_events, event))
+
+    def add_task(
+        self, rank: int, channel: str | None, algorithm: Algorithm[Any], now: float
+    ) -> Task:
+        """Add a task, which runs from `now` on."""
+        task = Task(rank, channel, algorithm, now)
+        self.tasks[task] = None
+        self.schedule(now, task)
+        return task
+
+    def continue_at(self, task: Task, at: float) -> bool:
+        """Set the time of a task that runs; return whether it may continue before all others."""
+        if at <= task.now:
+            return True
+        if self.has_faults or (self.events and self.events[0][0] <= at):
+            self.schedule(at, task)
+            return False
+        task.now = at
+        return True
+
+    def resume(self, task: Task, at: float) -> None:
+        """Schedule a task that waits, for a time or for its own if that is later."""
+        task.waits_for = None
+        self.schedule(at if at > task.now else task.now, task)
+
+    def advance(self, task: Task, at: float) -> None:
+        """Run a task until it waits, others have to run first, or it has ended."""
+        if task.is_done:
+            # its rank has crashed
+            return
+        if self.has_faults:
+            resume_at = self.machines[task.rank].resume_at(at)
+            if resume_at > at:
+                self.schedule(resume_at, task)
+                return
+        task.now, handlers = at, self.handlers
+        while True:
+            try:
+                if task.error is None:
+                    request = task.algorithm.send(task.answer)
+                else:
+                    error, task.error = task.error, None
+                    request = task.algorithm.throw(error)
+            except StopIteration as stop:
+                task.answer = stop.value
+            except WorkerLost as error:
+                task.answer, task.error = None, error
+                if task.kind and task.kind != "SendReceive":
+                    # the other ranks of a collective would wait for this one
+                    self.disconnect(task.rank, task.channel, task.now, error)
+            else:
+                task.answer = None
+                handler = handlers.get(type(request), self.begin_collective)
+                if handler(task, request):
+                    continue
+                return
+            if not task.stack:
+                self.end(task)
+                return
+            task.algorithm = task.stack.pop()
+            if not task.stack and task.channel is None:
+                task.kind = ""
+
+    def end(self, task: Task) -> None:
+        """End a task that has returned or failed; a rank whose algorithm failed is lost."""
+        task.is_done = True
+        self.tasks.pop(task, None)
+        for other in task.waiting:
+            other.answer, other.error = task.answer, task.error
+            self.resume(other, task.now)
+        task.waiting.clear()
+        if task.channel is None and isinstance(task.error, WorkerLost):
+            self.lose(task.rank, task.now, task.error)
+
+    # requests: each handler returns whether the task continues at once
+
+    def compute(self, task: Task, request: Compute) -> bool:
+        """Answer a `Compute`."""
+        end = self.machines[task.rank].end_of(task.now, request.seconds)
+        task.computed_s += end - task.now
+        return self.continue_at(task, end)
+
+    def tell_time(self, task: Task, request: Now) -> bool:
+        """Answer a `Now`."""
+        task.answer = task.now
+        return True
+
+    def name_caller(self, task: Task, request: Caller) -> bool:
+        """Answer a `Caller`."""
+        task.answer, task.caller = task.caller, request.name
+        return True
+
+    def allocate(self, task: Task, request: Scratch) -> bool:
+        """Answer a `Scratch`."""
+        values = request.values
+        if isinstance(values, SizeOnly):
+            task.answer = values
+            return True
+        # all bits set are NaN in float16, bfloat16, float32 and float64, so that results show
+        # whether scratch memory was read before it was written
+        task.answer = torch.empty_like(values)
+        as_bytes(task.answer).fill_(0xFF)
+        return True
+
+    def start(self, task: Task, request: Start) -> bool:
+        """Answer a `Start`."""
+        started = request.request
+        kind = type(started)
+        if kind is Send:
+            task.answer = self.start_send(task, started)  # type: ignore[arg-type]
+        elif kind is Receive:
+            task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
+        else:
+            task.answer = self.start_task(task, started, request.channel)
+        return True
+
+    def wait(self, task: Task, request: Wait) -> bool:
+        """Answer a `Wait`, now or later."""
+        pending = request.pending
+        kind = type(pending)
+        if kind is StartedReceive:
+            return self.wait_for_receive(task, pending)
+        if kind is SentMessage:
+            return self.wait_for_send(task, pending)
+        if pending.is_done:
+            task.answer, task.error = pending.answer, pending.error
+            return self.continue_at(task, pending.now)
+        task.waits_for = pending
+        pending.waiting.append(task)
+        return False
+
+    def send_and_wait(self, task: Task, request: Send) -> bool:
+        """Answer a `Send`, now or later."""
+        return self.wait_for_send(task, self.start_send(task, request))
+
+    def receive_and_wait(self, task: Task, request: Receive) -> bool:
+        """Answer a `Receive`, now or later."""
+        return self.wait_for_receive(task, self.start_receive(task, request))
+
+    def begin_collective(self, task: Task, request: Any) -> bool:
+        """Continue with the messages of a collective."""
+        task.kind = type(request).__name__
+        self.ledgers[task.rank].count(task.kind)
+        algorithm = self.execute(task.rank, task.caller, task.channel or "", request)
+        task.stack.append(task.algorithm)
+        task.algorithm = algorithm
+        return True
+
+    # collectives
+
+    def execute(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
+        """Check a collective against those of other ranks; return the algorithm of its messages."""
+        sequence = channel_sequence(channel)
+        header = self.logs[rank].record(sequence, *describe_collective(request), caller)
+        self.check(rank, sequence, header, range(self.world_size))
+        check_request(request, self.world_size)
+        return expand(request, rank, self.world_size, self.choices)
+
+    def execute_later(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
+        """See `execute`; checks the collective when the algorithm runs."""
+        return (yield from self.execute(rank, caller, channel, request))
+
+    def start_task(self, task: Task, request: Request | Algorithm[Any], channel: str) -> Task:
+        """Start a collective or an algorithm on a channel, after the last one of this channel."""
+        assert type(request) not in self.handlers, "only exchanges can be started"
+        before = self.last_in_channel.get((task.rank, channel))
+        if isinstance(request, Generator):
+            kind, algorithm = "", request
+        else:
+            kind = type(request).__name__
+            algorithm = self.execute_later(task.rank, task.caller, channel, request)
+            self.ledgers[task.rank].count(kind)
+        if before is not None and not before.is_done:
+            algorithm = _run_after(before, algorithm)
+        started = self.add_task(task.rank, channel, algorithm, task.now)
+        started.kind, started.caller = kind, task.caller
+        self.last_in_channel[task.rank, channel] = started
+        return started
+
+    def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
+        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
+        for peer in peers:
+            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
+            if other is not None:
+                difference = find_difference((peer, rank), sequence, other, header)
+                if difference:
+                    raise mismatch(difference)
+                if not header.sent and not header.expected:
+                    # it equals that of all ranks that made it before
+                    return
+
+    def check_message(self, task: Task, message: Send | Receive) -> None:
+        """Compare a message with its peer's request, if that has been made."""
+        header = self.logs[task.rank].record_message(message, task.caller)
+        sequence = message_sequence(message, task.rank)
+        self.check(task.rank, sequence, header, [message.peer])
+
+    # messages
+
+    def start_send(self, task: Task, request: Send) -> SentMessage:
+        """Send a message: occupy the links, and match it with a receive."""
+        sender, receiver = task.rank, request.peer
+        if not task.kind:
+            self.check_message(task, request)
+        values = request.values
+        num_bytes = values.nbytes
+        copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
+        sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
+        self.ledgers[sender].add(task.kind or "Send", num_bytes)
+        message = SentMessage(request, copy, num_bytes, sent_at)
+        # messages of collectives are not received by `Receive` requests of algorithms
+        mailbox = self.mailboxes[sender, receiver, task.channel, task.kind == ""]
+        if mailbox.receives:
+            self.match(message, mailbox.receives.popleft(), task.now)
+        else:
+            mailbox.messages.append(message)
+        if sent_at > self.machines[sender].crashes_at:
+            # it has not left the rank when it crashes
+            return message
+        if self.network.has_receiver_limit:
+            self.schedule(first, lambda at: self.arrive(message, receiver, at, last))
+        else:
+            self.set_arrival(message, last)
+        return message
+
+    def arrive(self, message: SentMessage, receiver: int, first: float, last: float) -> None:
+        """Receive the first byte of a message over a link with a limit."""
+        self.set_arrival(message, self.network.receive(receiver, message.num_bytes, first, last))
+
+    def set_arrival(self, message: SentMessage, at: float) -> None:
+        """Set when a message arrives, and resume the task that waits for it."""
+        message.arrives_at = at
+        receive, message.receive = message.receive, None
+        if receive is not None and receive.waiter is not None:
+            self.deliver(receive.waiter, receive)
+            self.resume(receive.waiter, at)
+            receive.waiter = None
+
+    def start_receive(self, task: Task, request: Receive) -> StartedReceive:
+        """Start a receive, and match it with a message."""
+        if not task.kind:
+            self.check_message(task, request)
+        receive = StartedReceive(request)
+        mailbox = self.mailboxes[request.peer, task.rank, task.channel, task.kind == ""]
+        if mailbox.messages:
+            self.match(mailbox.messages.popleft(), receive, task.now)
+        else:
+            mailbox.receives.append(receive)
+        return receive
+
+    def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
+        """Connect a message with its receive, of which one has just started."""
+        message.matched_at, receive.message = now, message
+        if message.arrives_at == NEVER:
+            message.receive = receive
+        if message.waiter is not None:
+            self.end_send(message.waiter, message)
+            self.resume(message.waiter, max(message.sent_at, now))
+            message.waiter = None
+
+    def wait_for_receive(self, task: Task, receive: StartedReceive) -> bool:
+        """Answer with the values of a message, now or when it arrives."""
+        message = receive.message
+        if message is not None and message.arrives_at < NEVER:
+            self.deliver(task, receive)
+            return self.continue_at(task, message.arrives_at)
+        if self.is_lost(task, receive.request.peer):
+            task.error = self.lost_error(task, receive.request)
+            return True
+        task.waits_for = receive
+        receive.waiter = task
+        return False
+
+    def wait_for_send(self, task: Task, message: SentMessage) -> bool:
+        """Wait until a message has left this rank and its peer has started to receive."""
+        if message.matched_at < NEVER:
+            self.end_send(task, message)
+            return self.continue_at(task, max(message.sent_at, message.matched_at))
+        if self.is_lost(task, message.request.peer):
+            task.error = self.lost_error(task, message.request)
+            return True
+        # as over gloo, a send finishes only after its peer has started to receive; the simulated
+        # transfer does not wait for that
+        task.waits_for = message
+        message.waiter = task
+        return False
+
+    def end_send(self, task: Task, message: SentMessage) -> None:
+        """Check that the values of a message have not changed while it was sent."""
+        if message.copy is not None and not torch.equal(
+            as_bytes(message.request.values), message.copy
+        ):
+            raise RuntimeError(
+                f"rank {task.rank} changed a tensor while it was being sent\n\n"
+                "hint: do not write to a tensor between Start and Wait"
+            )
+
+    def deliver(self, task: Task, receive: StartedReceive) -> None:
+        """Write the values of a message to those of its receive, which the task is answered."""
+        message = receive.message
+        assert message is not None, "it has arrived"
+        values = task.answer = receive.request.values
+        if values.nbytes != message.num_bytes:
+            raise mismatch(
+                f"rank {task.rank} expects {values.nbytes} bytes from rank {receive.request.peer}, "
+                f"which sends {message.num_bytes}"
+            )
+        if message.copy is not None:
+            as_bytes(values).copy_(message.copy)
+
+    # faults
+
+    def crash(self, rank: int, at: float) -> None:
+        """End a rank that has not ended before."""
+        if self.mains[rank].is_done:
+            return
+        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
+        self.mains[rank].now, self.mains[rank].answer = at, None
+        self.lose(rank, at, error)
+
+    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
+        """End all tasks of a rank, and break its connections."""
+        self.errors[rank] = error
+        for task in [each for each in self.tasks if each.rank == rank]:
+            task.is_done = True
+            del self.tasks[task]
+        self.disconnect(rank, None, at, error, is_whole_rank=True)
+
+    def disconnect(
+        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
+        is_whole_rank: bool = False,
+    ) -> None:  # fmt: skip
+        """Break the connections of a rank, or those of the collectives of one of its channels.
+
+        Tasks of other ranks that wait for them raise an error after the latency.
+        """
+        key = rank if is_whole_rank else (rank, channel)
+        if key in self.broken:
+            return
+        self.broken[key] = at, error
+        delay_s = self.network.of_rank[rank].delay_s
+        for task in list(self.tasks):
+            pending = task.waits_for
+            if isinstance(pending, StartedReceive):
+                message = pending.message
+                # a message that is on its way arrives
+                is_waiting = message is None or message.sent_at > at
+            else:
+                is_waiting = isinstance(pending, SentMessage)
+            if is_waiting and pending.request.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request)
+                pending.waiter = None
+                self.resume(task, at + delay_s)
+
+    def is_lost(self, task: Task, peer: int) -> bool:
+        """Return whether a task has no connection to a rank any more."""
+        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
+
+    def lost_error(self, task: Task, request: Send | Receive) -> WorkerLost:
+        """Return the error of a request whose peer is not connected."""
+        peer = request.peer
+        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
+        return WorkerLost(
+            f"rank {task.rank} waited for {describe_request(request)}, whose connections broke at "
+            f"{at:g} s: {error}"
+        )
+
+
+def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Run an algorithm after the previous request of its channel."""
+    yield Wait(before)
+    return (yield from algorithm)
+
+
+def _describe_wait(task: Task) -> str:
+    within = f" in {task.kind}" if task.kind else ""
+    if isinstance(task.waits_for, StartedReceive | SentMessage):
+        return f"rank {task.rank} waits for {describe_request(task.waits_for.request)}{within}"
+    return f"rank {task.rank} waits for a request that it started{within}"
