@@ -1,7 +1,7 @@
 """The state of simulated ranks: their tasks, messages and receives, and their results."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gcnzc.exchange.errors import WorkerLost
@@ -23,7 +23,7 @@ class Outcome:
     """the time of each algorithm without `Compute`, in seconds"""
     ledgers: list[Ledger]
     """counters of the messages that each rank sent"""
-    errors: list[WorkerLost | None] = field(default_factory=list)
+    errors: list[WorkerLost | None]
     """the error with which each rank ended, or None; of a rank that crashed, that it crashed"""
 
 

@@ -375,25 +375,23 @@ class Simulation:
         if message is not None and message.arrives_at < NEVER:
             self.deliver(task, receive)
             return self.continue_at(task, message.arrives_at)
-        if self.is_lost(task, receive.request.peer):
-            task.error = self.lost_error(task, receive.request)
-            return True
-        task.waits_for = receive
-        receive.waiter = task
-        return False
+        return self.suspend(task, receive)
 
     def wait_for_send(self, task: Task, message: SentMessage) -> bool:
         """Wait until a message has left this rank and its peer has started to receive."""
         if message.matched_at < NEVER:
             self.end_send(task, message)
             return self.continue_at(task, max(message.sent_at, message.matched_at))
-        if self.is_lost(task, message.request.peer):
-            task.error = self.lost_error(task, message.request)
-            return True
         # as over gloo, a send finishes only after its peer has started to receive; the simulated
         # transfer does not wait for that
-        task.waits_for = message
-        message.waiter = task
+        return self.suspend(task, message)
+
+    def suspend(self, task: Task, pending: SentMessage | StartedReceive) -> bool:
+        """Let a task wait for its peer, or continue with an error if it is not connected."""
+        if self.is_lost(task, pending.request.peer):
+            task.error = self.lost_error(task, pending.request)
+            return True
+        task.waits_for, pending.waiter = pending, task
         return False
 
     def end_send(self, task: Task, message: SentMessage) -> None:

@@ -33,11 +33,6 @@ class SizeOnly:
     def _like(self, *shape: int) -> "SizeOnly":
         return SizeOnly(shape, self.dtype)
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
     def numel(self) -> int:
         """Return the number of elements."""
         return self._numel
