@@ -77,6 +77,7 @@ def main():
         accuracy = (guesses == labels)[split["test"]].float().mean()
         print(f"accuracy {accuracy:.4f}")
         print(f"epoch {median(seconds):.4f} s, {median(waits):.4f} s of it waiting")
+    del model  # otherwise over gloo its destructor may hang
     dist.destroy_process_group()
 
 

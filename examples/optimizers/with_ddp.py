@@ -24,4 +24,5 @@ rows = torch.randn(2000, 20)
 right = (model(rows).argmax(1) == teacher(rows).argmax(1)).float().mean()
 print(f"worker {dist.get_rank()}: {right:.3f} right")
 optimizer.group.close()
+del model  # otherwise over gloo its destructor may hang
 dist.destroy_process_group()

@@ -32,6 +32,8 @@ def train_under_ddp(hook):
         optimizer.step()
     found = values_of(model), tensors_of(optimizer), optimizer.numbers
     optimizer.group.close()
+    # otherwise its destructor may hang: see gcnzc.optim.ddp
+    del wrapped
     dist.destroy_process_group()
     return differed, found
 
