@@ -9,9 +9,10 @@ buffers such as BatchNorm's before every forward pass unless `broadcast_buffers=
 parameters have no gradient in a step, `find_unused_parameters=True` is required; each step then has
 one more all-reduce.
 
-Delete the DistributedDataParallel object before `destroy_process_group`. Otherwise it holds the last
-reference to the process group, and its destructor joins gloo's threads while it holds the GIL, for
-which these threads may wait (torch 2.13, also without gcnzc).
+Delete the DistributedDataParallel object before `destroy_process_group`. Otherwise its destructor
+destroys the process group while it holds the GIL: it joins gloo's threads, which may wait for the
+GIL (torch 2.13, also without gcnzc).
+
 """
 
 import torch
