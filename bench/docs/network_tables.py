@@ -3,6 +3,8 @@
 They are registered in `bench/docs/result_tables.py`.
 """
 
+import statistics
+
 from bench.docs.result_tables import (
     Line,
     markdown,
@@ -13,6 +15,8 @@ from bench.docs.result_tables import (
     table,
     with_caption,
 )
+from gcnzc.exchange.algorithms import BUILTIN, CHAIN, CRITICAL_PATHS, default_algorithm
+from gcnzc.exchange.collectives import PIECE_BYTES
 
 
 @table
@@ -172,6 +176,50 @@ def collectives() -> str:
     return with_caption(
         markdown(heads, rows), lines.values(), "python -m bench.network.collectives"
     )
+
+
+@table
+def default_collectives() -> str:
+    """Return the table of the default algorithms, relative to the fastest ones and to gloo's."""
+    lines = timed_collectives()
+    rows, used = [], []
+    for link, count, kind in sorted({key[:3] for key in lines}):
+        if kind not in CRITICAL_PATHS:
+            continue
+        of_fastest, of_builtin = {}, {}
+        for (*group, num_bytes), line in lines.items():
+            seconds = {name: times["least_s"] for name, times in line["ways"].items()}
+            name = default_algorithm(kind, num_bytes, count)
+            name = f"{CHAIN}:{PIECE_BYTES}" if name == CHAIN else name
+            if group == [link, count, kind] and name in seconds:
+                of_fastest[num_bytes] = seconds[name] / min(seconds.values())
+                of_builtin[num_bytes] = seconds[BUILTIN] / seconds[name]
+                used.append(line)
+        slowest = max(of_fastest, key=of_fastest.__getitem__)
+        name = default_algorithm(kind, slowest, count)
+        rows.append(
+            [
+                LINKS[link],
+                count,
+                f"`{kind}`",
+                f"{in_bytes(min(of_fastest))} to {in_bytes(max(of_fastest))}",
+                f"{statistics.median(of_builtin.values()):.2f}",
+                f"{min(of_builtin.values()):.2f} to {max(of_builtin.values()):.2f}",
+                f"{statistics.median(of_fastest.values()):.2f}",
+                f"{of_fastest[slowest]:.2f} ({name}, {in_bytes(slowest)})",
+            ]
+        )
+    heads = [
+        "network",
+        "workers",
+        "collective",
+        "sizes",
+        "median speed-up over gloo's",
+        "range",
+        "median time, relative to the fastest",
+        "largest",
+    ]
+    return with_caption(markdown(heads, rows), used, "python -m bench.network.collectives")
 
 
 @table

@@ -39,7 +39,8 @@ from gcnzc.exchange import (
     init_group,
     tune,
 )
-from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, kind_of, sent_bytes
+from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN, CHAIN
+from gcnzc.exchange.choices import kind_of, sent_bytes
 from gcnzc.exchange.ledger import Entry
 from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
 from gcnzc.exchange.requests import Collective, num_bytes_of
@@ -88,7 +89,7 @@ def measure_task(group: Group, task: Line) -> Iterator[Line]:
         tuning = tune(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
     choices = tuning.choices
     for size in sizes:
-        chosen = choices.find_for_size(kind, size)
+        chosen = choices.find_for_size(kind, size, group.world_size)
         tried = tuning.times[kind][size]
         names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
         names = sorted({*names, chosen, BUILTIN})

@@ -131,7 +131,7 @@ def compare(options: argparse.Namespace, workers: int) -> None:
     seconds = {rate: [step.seconds for step in each] for rate, each in found.steps.items()}
     computed = optim_cost.Computed(_fast(seconds[NO_LIMIT]))
     model = cost_command.build_model(config, loaded)
-    method = optim_cost.default_method(model)
+    method = optim_cost.default_method(model, workers)
     for rate in options.mbit_per_s:
         network = optim_cost.Network(rate, config.delay_ms / 1e3, config.message_us / 1e6)
         cost = optim_cost.step_cost(model, workers, network, method)

@@ -290,7 +290,7 @@ def predicted_step_s(
     config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
     model = cost.build_model(config, load.load(graph))
     network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
-    name = optim_cost.default_method(model) if method == "adamw" else method
+    name = optim_cost.default_method(model, WORKERS) if method == "adamw" else method
     predicted = optim_cost.step_cost(model, WORKERS, network, name)
     computed = optim_cost.Computed(case.seeds_of_a_step / seeds_per_s)
     return reports_network.line_of(predicted, computed, network)["step_s"]

@@ -7,12 +7,21 @@ The answer of a request does not depend on the algorithm, except for the order o
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcnzc.exchange import collectives
+from gcnzc.exchange.algorithms import (
+    ALGORITHMS,
+    BUILTIN,
+    CHAIN,
+    DEFAULT,
+    LIKE_GLOO,
+    default_algorithm,
+)
 from gcnzc.exchange.requests import (
     Algorithm,
     AllGather,
@@ -27,32 +36,17 @@ from gcnzc.exchange.requests import (
     num_bytes_of,
 )
 
-BUILTIN = "builtin"
-CHAIN = "chain"
-# algorithms for each kind of request; "chain:16384" is a chain in pieces of 16384 bytes
-ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "Sum": ("doubling", "halving", "ring", BUILTIN),
-    "AllGather": ("doubling", "ring", BUILTIN),
-    "Broadcast": ("binomial", CHAIN, BUILTIN),
-    "ReduceScatter": ("direct",),
-    "AllToAll": ("direct", BUILTIN),
-    "SendReceive": ("direct",),
-    "AllGatherScalar": ("doubling",),
-}
-# what builtin means without a process group
-_LIKE_GLOO = {"Sum": "ring", "AllGather": "ring", "Broadcast": "binomial", "AllToAll": "direct"}
-# up to this size a message's time is mostly latency: 64 KiB take 5 ms at 100 Mbit/s
-SMALL_BYTES = 16 * 1024
-DEFAULT_STEPS: dict[str, "Steps"] = {
-    "Sum": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
-    "AllGather": ((SMALL_BYTES, "doubling"), (None, BUILTIN)),
-    "Broadcast": ((SMALL_BYTES, "binomial"), (None, CHAIN)),
-    "AllToAll": ((None, "direct"),),
-    "ReduceScatter": ((None, "direct"),),
-    "SendReceive": ((None, "direct"),),
-    "AllGatherScalar": ((None, "doubling"),),
-}
 Steps = tuple[tuple[int | None, str], ...]
+
+# a started request is executed by a thread that shares the GIL with the training thread. The
+# messages of gcnzc's algorithms need it, so that on busy cores larger sums than this one, and all
+# gathers, cost more time than these algorithms save
+BACKGROUND_BYTES = 16 * 1024
+_IN_BACKGROUND: dict[str, Steps] = {
+    "Sum": ((BACKGROUND_BYTES, DEFAULT), (None, BUILTIN)),
+    "AllGather": ((None, BUILTIN),),
+    "AllToAll": ((None, BUILTIN),),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,8 @@ class Choices:
 
     steps: Mapping[str, Steps] = field(default_factory=dict)
     """by kind, pairs (largest size in bytes, name of the algorithm), ascending; the last size is
-    None, for no limit. Kinds that are missing have the default steps"""
+    None, for no limit. The name "default", and kinds that are missing, select the default algorithm
+    for the size and the number of ranks, by `default_algorithm`"""
 
     def __post_init__(self) -> None:
         for kind, steps in self.steps.items():
@@ -84,19 +79,29 @@ class Choices:
                     "hint: use one algorithm for all sizes, since each rank knows only its own"
                 )
 
-    def find(self, request: Collective) -> str:
-        """Return the name of the algorithm for a request."""
+    def find(self, request: Collective, world_size: int) -> str:
+        """Return the name of the algorithm for a request of that many ranks."""
         kind = kind_of(request)
-        steps = self.steps.get(kind, DEFAULT_STEPS[kind])
-        # one step is for all sizes
-        return steps[0][1] if len(steps) == 1 else self.find_for_size(kind, num_bytes_of(request))
+        steps = self.steps.get(kind)
+        if steps is not None and len(steps) == 1 and steps[0][1] != DEFAULT:
+            return steps[0][1]
+        return self.find_for_size(kind, num_bytes_of(request), world_size)
 
-    def find_for_size(self, kind: str, num_bytes: int) -> str:
+    def find_for_size(self, kind: str, num_bytes: int, world_size: int) -> str:
         """Return the name of the algorithm for requests of a kind and a size in bytes."""
-        for limit, name in self.steps.get(kind, DEFAULT_STEPS[kind]):
-            if limit is None or num_bytes <= limit:
-                return name
-        raise AssertionError("the last step of a kind has no limit")
+        name = self.name_in_steps(kind, num_bytes)
+        return default_algorithm(kind, num_bytes, world_size) if name == DEFAULT else name
+
+    def name_in_steps(self, kind: str, num_bytes: int) -> str:
+        """Return the name in `steps` for a kind and a size in bytes, which may be "default"."""
+        steps = self.steps.get(kind, ((None, DEFAULT),))
+        return next(name for limit, name in steps if limit is None or num_bytes <= limit)
+
+    @cached_property
+    def in_background(self) -> "Choices":
+        """The choices for started requests, which another thread executes."""
+        sums = self.steps.get("Sum", _IN_BACKGROUND["Sum"])
+        return Choices({**self.steps, **_IN_BACKGROUND, "Sum": sums})
 
     @classmethod
     def always(cls, **names: str) -> "Choices":
@@ -115,6 +120,8 @@ class Choices:
 
 
 def _check_known(kind: str, name: str) -> None:
+    if name == DEFAULT and kind in ALGORITHMS:
+        return
     plain, colon, piece = name.partition(":")
     fits = not colon or (plain == CHAIN and piece.isdecimal() and int(piece) > 0)
     if plain not in ALGORITHMS.get(kind, ()) or not fits:
@@ -127,21 +134,17 @@ def kind_of(request: Collective) -> str:
     return "Sum" if isinstance(request, Mean) else type(request).__name__
 
 
-def expand(
-    request: Collective, rank: int, world_size: int, choices: Choices, name: str | None = None
-) -> Algorithm[Any]:
+def expand(request: Collective, rank: int, world_size: int, name: str) -> Algorithm[Any]:
     """Execute a collective by point-to-point messages, and return its answer.
 
     Args:
         request: the collective, with tensors on the host; `check_request` accepts it.
         rank: this rank.
         world_size: the number of ranks.
-        choices: selects the algorithm.
-        name: the name of the algorithm; overrides `choices`.
+        name: the name of the algorithm.
     """
-    name = name or choices.find(request)
     if name == BUILTIN:
-        name = _LIKE_GLOO[kind_of(request)]
+        name = LIKE_GLOO[kind_of(request)]
     name, _, piece = name.partition(":")
     if isinstance(request, Sum | Mean):
         all_reduce = getattr(collectives, f"{name}_sum")
@@ -191,7 +194,7 @@ def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> fl
     """
     size, world = num_bytes_of(request), world_size
     if name == BUILTIN:
-        name = _LIKE_GLOO[kind_of(request)]
+        name = LIKE_GLOO[kind_of(request)]
     if isinstance(request, Sum | Mean):
         if name == "ring":
             return 2 * (world - 1) / world * size

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.exchange.choices import ALGORITHMS, Choices
+from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.group import Group
 from gcnzc.exchange.requests import (
     Algorithm,

@@ -21,8 +21,8 @@ from gcnzc.exchange.agreement import (
     message_sequence,
     message_tag,
 )
+from gcnzc.exchange.algorithms import BUILTIN
 from gcnzc.exchange.choices import (
-    BUILTIN,
     Choices,
     as_bytes,
     check_request,
@@ -180,10 +180,10 @@ class Channel:
             ready.synchronize()
         return self._run_timed(request)
 
-    def _run_timed(self, request: Collective, choices: Choices | None = None) -> Any:
+    def _run_timed(self, request: Collective) -> Any:
         """Execute `request` on this channel's thread, and record its time."""
         began = time.perf_counter()
-        answer = self.execute(request, choices)
+        answer = self.execute(request, self.group.choices.in_background)
         if self.group.world_size > 1:
             self.group.overlapped.append((began, time.perf_counter()))
         return answer
@@ -210,9 +210,6 @@ class Channel:
         return _AlgorithmOnStream(self._submit(on_stream), self)
 
     def _run_algorithm(self, algorithm: Algorithm[Any]) -> Any:
-        # each message of gcnzc's collectives resumes this thread, which takes the GIL from the
-        # training thread; on busy cores that costs more than these collectives save here
-        choices = self.group.choices.replace(AllGather=BUILTIN, AllToAll=BUILTIN)
         answer: Any = None
         while True:
             try:
@@ -225,7 +222,7 @@ class Channel:
                 time.sleep(request.seconds)
                 answer = None
             else:
-                answer = self._run_timed(request, choices)  # type: ignore[arg-type]
+                answer = self._run_timed(request)  # type: ignore[arg-type]
 
     def execute(self, request: Collective, choices: Choices | None = None) -> Any:
         """Execute a request together with the other ranks, and return its answer.
@@ -250,15 +247,13 @@ class Channel:
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
             staged = StagedRequest(request, self.buffers)
-            name = (choices or group.choices).find(staged.request)
+            name = (choices or group.choices).find(staged.request, group.world_size)
             if name == BUILTIN and group.world_size > 1:
                 sent = round(sent_bytes(request, group.rank, group.world_size, name))
                 group.ledger.add(kind, sent, 0)
                 answer = self._run_builtin(staged.request, is_checked=is_checked)
             else:
-                algorithm = expand(
-                    staged.request, group.rank, group.world_size, group.choices, name
-                )
+                algorithm = expand(staged.request, group.rank, group.world_size, name)
                 answer = self._run_messages(algorithm, kind)
             answer = staged.copy_answer(answer)
             self.buffers.take_back()
@@ -370,7 +365,8 @@ class Channel:
     def _nccl(self, request: Collective) -> "_PendingCollective":
         group, kind = self.group, type(request).__name__
         group.ledger.count(kind)
-        sent = round(sent_bytes(request, group.rank, group.world_size, group.choices.find(request)))
+        name = group.choices.find(request, group.world_size)
+        sent = round(sent_bytes(request, group.rank, group.world_size, name))
         group.ledger.add(kind, sent, 0)
         return self._builtin(request)
 

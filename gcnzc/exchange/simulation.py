@@ -252,20 +252,29 @@ class Simulation:
         """Continue with the messages of a collective."""
         task.kind = type(request).__name__
         self.ledgers[task.rank].count(task.kind)
-        algorithm = self.execute(task.rank, task.caller, task.channel or "", request)
+        algorithm = self.execute(task.rank, task.caller, task.channel, request)
         task.stack.append(task.algorithm)
         task.algorithm = algorithm
         return True
 
     # collectives
 
-    def execute(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
-        """Check a collective against those of other ranks; return the algorithm of its messages."""
-        sequence = channel_sequence(channel)
+    def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
+        """Check a collective against those of other ranks; return the algorithm of its messages.
+
+        Args:
+            rank: the rank that requests it.
+            caller: its current caller.
+            channel: the channel of a started collective; None if it is not started.
+            request: the collective.
+        """
+        sequence = channel_sequence(channel or "")
         header = self.logs[rank].record(sequence, *describe_collective(request), caller)
         self.check(rank, sequence, header, range(self.world_size))
         check_request(request, self.world_size)
-        return expand(request, rank, self.world_size, self.choices)
+        choices = self.choices if channel is None else self.choices.in_background
+        name = choices.find(request, self.world_size)
+        return expand(request, rank, self.world_size, name)
 
     def execute_later(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
         """See `execute`; checks the collective when the algorithm runs."""

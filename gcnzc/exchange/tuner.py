@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from gcnzc.exchange.choices import ALGORITHMS, BUILTIN, CHAIN, DEFAULT_STEPS, Choices, Steps
+from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN, CHAIN, DEFAULT
+from gcnzc.exchange.choices import Choices, Steps
 
 KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
 
@@ -100,14 +101,15 @@ class Tuning:
 
         A size between two measured sizes has the choice of the nearer one, by ratio. Sizes below
         the smallest measured one have its choice, and so have sizes up to `PROBE_GAP` times the
-        largest one. Larger sizes, and kinds that were not measured, have the default algorithms.
+        largest one, or all larger sizes if it is a chain. Larger sizes, and kinds that were not
+        measured, have the default algorithms.
         """
         steps = {}
         for kind, by_size in self._measured().items():
             if kind == "AllToAll":
                 steps[kind] = _choose_for_all_sizes(by_size)
             else:
-                steps[kind] = _choose_by_size(by_size, DEFAULT_STEPS[kind])
+                steps[kind] = _choose_by_size(by_size)
         return Choices(steps)
 
     def rows(self) -> list[Measurement]:
@@ -115,7 +117,7 @@ class Tuning:
         choices, rows = self.choices, []
         for kind, by_size in self._measured().items():
             for size, seconds in by_size.items():
-                name = choices.find_for_size(kind, size)
+                name = choices.name_in_steps(kind, size)
                 rows.append(Measurement(kind, size, name, seconds[name], seconds[BUILTIN], seconds))
         return rows
 
@@ -163,7 +165,7 @@ def _measure_again(
     choices, spent_s = Tuning({kind: found}).choices, 0.0
     for size in sorted(found, reverse=True):
         # large sizes first: they had the fewest rounds
-        seconds, name = found[size], choices.find_for_size(kind, size)
+        seconds, name = found[size], choices.name_in_steps(kind, size)
         if name == BUILTIN or name not in seconds:
             continue
         round_s = seconds[name] + seconds[BUILTIN]
@@ -265,13 +267,8 @@ def _find_hopeless(found: Mapping[int, Mapping[str, float]]) -> set[str]:
     }
 
 
-def _choose_by_size(by_size: Mapping[int, Mapping[str, float]], default: Steps) -> Steps:
-    """Choose an algorithm for each size.
-
-    Args:
-        by_size: seconds by size in bytes and algorithm.
-        default: the steps for sizes that are far larger than the measured ones.
-    """
+def _choose_by_size(by_size: Mapping[int, Mapping[str, float]]) -> Steps:
+    """Choose an algorithm for each size, from seconds by size in bytes and algorithm."""
     chosen: list[tuple[int, str]] = []
     for size, ratios in _smooth_ratios(by_size).items():
         name = _choose(ratios, chosen[-1][1] if chosen else BUILTIN)
@@ -284,12 +281,10 @@ def _choose_by_size(by_size: Mapping[int, Mapping[str, float]], default: Steps) 
         if name != other
     ]
     largest, last = chosen[-1]
-    most = PROBE_GAP * largest
-    beyond = [(limit, name) for limit, name in default if limit is None or limit > most]
-    # a measured chain is better than the default one
-    if {name.partition(":")[0] for _, name in beyond} == {last.partition(":")[0]}:
+    if last.startswith(CHAIN):
+        # its measured piece size is better than the default one
         return (*steps, (None, last))
-    return (*steps, (most, last), *beyond)
+    return (*steps, (PROBE_GAP * largest, last), (None, DEFAULT))
 
 
 def _smooth_ratios(by_size: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:

@@ -14,7 +14,7 @@ from torch import nn
 from gcnzc.compress import WorkerInfo, compression
 from gcnzc.compress.two_stage import Codec
 from gcnzc.exchange import Choices, Link, Outcome, lockstep
-from gcnzc.exchange.choices import ALGORITHMS
+from gcnzc.exchange.algorithms import ALGORITHMS
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.optim.defaults import FRAGMENTS, LOCAL
 from gcnzc.optim.defaults import WARMUP as WARMUP_DEFAULTS
@@ -270,10 +270,10 @@ def step_costs(
     return found
 
 
-def default_method(model: nn.Module) -> str:
-    """Return the method that `gcnzc train` uses for a model by default."""
+def default_method(model: nn.Module, workers: int) -> str:
+    """Return the method that `gcnzc train` uses for a model and a number of workers by default."""
     largest = max(gradient_bytes(model).values())
-    return f"averaged, {Choices().find_for_size('Sum', largest)}"
+    return f"averaged, {Choices().find_for_size('Sum', largest, workers)}"
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:

@@ -48,7 +48,7 @@ def floats(count):
     return torch.ones(count)
 
 
-LARGE = 8_000  # elements of float32 that torch's own collectives reduce
+LARGE = 250_000  # elements of float32 that torch's own collectives reduce
 
 
 def large():
@@ -110,15 +110,15 @@ MISMATCHES = {
     ),
     "a large sum for a mean": (
         lambda rank: make_all((Mean if rank else Sum)(floats(LARGE))),
-        "requests (Sum|Mean) of 8000 float32",
+        "requests (Sum|Mean) of 250000 float32",
     ),
     "large sums of different sizes": (
         lambda rank: make_all(Sum(floats(LARGE + 1000 * rank))),
-        "requests Sum of [89]000 float32, rank . requests Sum of [89]000",
+        "requests Sum of 25[01]000 float32, rank . requests Sum of 25[01]000",
     ),
     "large sums of different dtypes": (
         lambda rank: make_all(Sum(floats(LARGE).int() if rank else floats(LARGE))),
-        "requests Sum of 8000 (int|float)32, rank . requests Sum of 8000",
+        "requests Sum of 250000 (int|float)32, rank . requests Sum of 250000",
     ),
     "a scalar of another type": (
         lambda rank: make_all(AllGatherScalar(1.0 if rank else 1)),
@@ -145,16 +145,16 @@ MISMATCHES = {
     ),
     "a large mean after large sums": (
         lambda rank: make_all(large(), large(), (Mean if rank else Sum)(floats(LARGE))),
-        "requests (Sum|Mean) of 8000 float32, rank . requests (Sum|Mean) of 8000 float32",
+        "requests (Sum|Mean) of 250000 float32, rank . requests (Sum|Mean) of 250000 float32",
     ),
     "a receive after large sums": (
         lambda rank: make_all(large(), large(), Receive(floats(2), 0) if rank else large()),
-        "rank . waits for (Receive of 8|Sum of 32000) bytes.*none of them can continue",
+        "rank . waits for (Receive of 8|Sum of 1000000) bytes.*none of them can continue",
     ),
     # each pair was made before, so no check comes first; the next is at most 127 requests later
     "a large mean for a sum where both have followed a sum before": (
         lambda rank: make_all(*seen(), (Mean if rank else Sum)(floats(LARGE)), *sums(128)),
-        "requests (Sum|Mean) of 8000 float32, rank . requests (Sum|Mean) of 8000 float32",
+        "requests (Sum|Mean) of 250000 float32, rank . requests (Sum|Mean) of 250000 float32",
     ),
     "the same requests for two callers in another order": (
         lambda rank: make_all(*calls(f"model {rank}"), *calls(f"model {1 - rank}")),
@@ -164,7 +164,8 @@ MISMATCHES = {
         lambda rank: make_all(
             Caller(f"model {rank}"), large(), Caller(f"model {1 - rank}"), large()
         ),
-        "rank . requests Sum of 8000 float32 for model ., rank . requests Sum of 8000 float32 for",
+        "rank . requests Sum of 250000 float32 for model ., "
+        "rank . requests Sum of 250000 float32 for",
     ),
     "started requests for two callers in another order": (
         start_for_rank,
@@ -248,7 +249,7 @@ def test_all_ranks_report_a_mismatch_of_two_and_wait_for_a_late_rank(tmp_path):
         assert "requests Sum of 3 float32" in differs[0]
         assert re.search("rank . waits for Send of 8 bytes with rank .; rank", cycle[0])
         assert re.search(
-            "requests (Sum of 8000 float32|AllGatherScalar of int64), rank .", early[0]
+            "requests (Sum of 250000 float32|AllGatherScalar of int64), rank .", early[0]
         )
         assert max(differs[1], early[1], cycle[1]) < 15
         assert well[0] == "all is well"

@@ -19,7 +19,8 @@ from gcnzc.exchange import (
     Wait,
     lockstep,
 )
-from gcnzc.exchange.choices import ALGORITHMS, sent_bytes
+from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange.choices import sent_bytes
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
 

@@ -23,7 +23,7 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-from gcnzc.exchange.choices import ALGORITHMS, BUILTIN
+from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN
 
 OURS = [
     {"Sum": "doubling", "Broadcast": "chain", "AllGather": "doubling"},

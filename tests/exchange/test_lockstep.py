@@ -30,7 +30,7 @@ from gcnzc.exchange import (
     WorkerLost,
     lockstep,
 )
-from gcnzc.exchange.choices import ALGORITHMS
+from gcnzc.exchange.algorithms import ALGORITHMS
 
 LINK = Link(bytes_per_s=1e6, delay_s=0.001, message_s=1e-4)
 

@@ -56,12 +56,17 @@ def test_builtin_is_chosen_unless_another_is_clearly_faster():
     }
     choices = Tuning({"Sum": times}).choices
     assert choices.steps == {
-        "Sum": ((16, "builtin"), (round(math.sqrt(1024 * 8192)), "halving"), (None, "builtin"))
+        "Sum": (
+            (16, "builtin"),
+            (round(math.sqrt(1024 * 8192)), "halving"),
+            (8 * 8192, "builtin"),
+            (None, "default"),
+        )
     }
-    # kinds without times have the default
-    assert choices.find_for_size("Broadcast", 1 << 20) == Choices().find_for_size(
-        "Broadcast", 1 << 20
-    )
+    # larger sizes, and kinds without times, have the default
+    for kind, size in [("Sum", 8 * 8192 + 1), ("Broadcast", 1 << 20)]:
+        expected = Choices().find_for_size(kind, size, 64)
+        assert choices.find_for_size(kind, size, 64) == expected != "builtin"
 
 
 def test_outliers_are_removed_by_neighbouring_sizes():
@@ -70,14 +75,18 @@ def test_outliers_are_removed_by_neighbouring_sizes():
         size: {"doubling": outliers.get(size, 1.0), "builtin": 1.5 if size < 1000 else 0.8}
         for size in (16 << power for power in range(12))
     }
-    assert Tuning({"Sum": times}).choices.steps["Sum"] == ((724, "doubling"), (None, "builtin"))
+    assert Tuning({"Sum": times}).choices.steps["Sum"] == (
+        (724, "doubling"),
+        (8 * (16 << 11), "builtin"),
+        (None, "default"),
+    )
     # but not if the time itself is slower than builtin
     times[64]["doubling"] = 1.6
-    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
+    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64, 8) == "builtin"
     times[64]["doubling"] = 1.45
     # sizes that are farther apart are not smoothed
     times = {size: times[size] for size in (64, 512, 4096)}
-    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64) == "builtin"
+    assert Tuning({"Sum": times}).choices.find_for_size("Sum", 64, 8) == "builtin"
 
 
 @pytest.mark.parametrize(
@@ -142,8 +151,8 @@ def test_an_algorithm_that_is_fast_only_once_is_not_chosen():
         return [seconds.get(name, 1.0) for name in names], 0.0
 
     tuning = Tuning(measure(timer, {"Sum": [64, 64 << 10]}, 8, 600.0))
-    assert tuning.choices.find_for_size("Sum", 64) == "doubling"
-    assert tuning.choices.find_for_size("Sum", 64 << 10) == "builtin"
+    assert tuning.choices.find_for_size("Sum", 64, 8) == "doubling"
+    assert tuning.choices.find_for_size("Sum", 64 << 10, 8) == "builtin"
     assert tuning.times["Sum"][64 << 10]["doubling"] == 2.0
 
 
@@ -151,8 +160,7 @@ def test_sizes_that_were_not_measured_have_a_choice():
     times = {64: {"doubling": 1.0, "builtin": 2.0}, 800_000: {}}
     assert Tuning({"Sum": times}).choices.steps["Sum"] == (
         (512, "doubling"),
-        (16 << 10, "doubling"),
-        (None, "builtin"),
+        (None, "default"),
     )
     times = {1 << 20: {"binomial": 2.0, "chain:65536": 1.0, "builtin": 5.0}}
     assert Tuning({"Broadcast": times}).choices.steps["Broadcast"] == ((None, "chain:65536"),)

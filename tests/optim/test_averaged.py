@@ -7,7 +7,7 @@ from processes import results
 from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
-from gcnzc.exchange.choices import ALGORITHMS
+from gcnzc.exchange.algorithms import ALGORITHMS
 from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronize_buffers
 from gcnzc.optim import Averaged, resize_state
 

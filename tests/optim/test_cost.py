@@ -29,6 +29,7 @@ ALPHA_S = 2.5e-3  # a message's latency there
 # with a flag and two signals 840 elements, which 2 to 8 workers share evenly
 MODEL = nn.ParameterList([nn.Parameter(torch.zeros(837))])
 BYTES = 4 * 840
+RING = dict.fromkeys(range(2, 9), "averaged, ring")  # the default method by workers
 SMALL = ["--fanouts", "4,4", "--layers", "2", "--hidden", "16", "--batch-size", "32"]
 
 
@@ -159,7 +160,7 @@ def test_no_rate_compensates_latency():
 
 def test_one_worker_may_be_the_fastest():
     lines = [line(2, serial_bytes=1e7), line(4, serial_bytes=2e7)]
-    chosen = reports_network.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, RING)
     assert (chosen["choose_workers"], chosen["choose_method"]) == (1, None)
     assert chosen["speed_up"] == 1.0
     assert chosen["why"].startswith("one worker is faster: 4 workers reach 0.")
@@ -167,13 +168,13 @@ def test_one_worker_may_be_the_fastest():
         f"more than {reports_network.format_number(lines[1]['even_mbit_per_s'])} Mbit/s would"
         in chosen["why"]
     )
-    hopeless = reports_network.advice([line(2, latency_s=1.0)], "averaged, ring")
+    hopeless = reports_network.advice([line(2, latency_s=1.0)], RING)
     assert "no bandwidth is enough" in hopeless["why"]
 
 
 def test_most_workers_are_chosen_if_faster():
     lines = [line(2), line(8)]
-    chosen = reports_network.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, RING)
     assert chosen["choose_workers"] == 8
     assert chosen["speed_up"] == lines[1]["speed_up"]
     easy = lines[1]["easy_mbit_per_s"]
@@ -186,14 +187,14 @@ def test_most_workers_are_chosen_if_faster():
 def test_fewer_workers_are_chosen_if_as_fast():
     lines = [line(2, serial_bytes=0.0), line(8, latency_s=0.2063)]
     assert lines[0]["speed_up"] < lines[1]["speed_up"]
-    chosen = reports_network.advice(lines, "averaged, ring")
+    chosen = reports_network.advice(lines, RING)
     assert chosen["choose_workers"] == 2
     assert f"and 8 workers reach no more than {lines[1]['speed_up']:.2f} times" in chosen["why"]
     assert "more bandwidth would help little" in chosen["why"]
 
 
 def test_latency_is_named_as_the_cause():
-    chosen = reports_network.advice([line(8, latency_s=0.2)], "averaged, ring")
+    chosen = reports_network.advice([line(8, latency_s=0.2)], RING)
     assert "most of it latency and message overhead" in chosen["why"]
 
 
@@ -212,14 +213,19 @@ def test_times_below_a_second_are_shown_in_milliseconds():
 @pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
 def test_the_default_method_unless_another_is_clearly_faster(serial_bytes, method):
     lines = [line(method="other"), line(method="usual", serial_bytes=serial_bytes)]
-    assert reports_network.advice(lines, "usual")["choose_method"] == method
+    defaults = dict.fromkeys(range(2, 9), "usual")
+    assert reports_network.advice(lines, defaults)["choose_method"] == method
 
 
 def test_training_uses_the_default_method():
+    found = set()
     for size in (10, 100_000):
-        model = nn.Linear(size, 1)
-        taken = Choices().find(Sum(torch.zeros(size + 1)))
-        assert optim_cost.default_method(model) == f"averaged, {taken}"
+        for workers in (2, 64):
+            model = nn.Linear(size, 1)
+            taken = Choices().find(Sum(torch.zeros(size + 1)), workers)
+            assert optim_cost.default_method(model, workers) == f"averaged, {taken}"
+            found.add(taken)
+    assert found == {"doubling", "halving", "builtin"}
 
 
 def test_measuring_leaves_torch_alone(graph):

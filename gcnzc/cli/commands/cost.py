@@ -223,11 +223,11 @@ def cost_command(config: CostConfig, reporter: Reporter) -> None:
     with reporter.task("simulate exchanges") as advance:
         costs = optim_cost.step_costs(model, config.workers, network, advance)
     lines = [reports_network.line_of(cost, computed, network) for cost in costs]
-    default = optim_cost.default_method(model)
-    chosen = reports_network.advice(lines, default)
+    defaults = {number: optim_cost.default_method(model, number) for number in config.workers}
+    chosen = reports_network.advice(lines, defaults)
     reporter.say(f"{loaded.name}, {config.model}:")
     report = reports_network.describe_inputs(model, computed, network)
-    report += reports_network.format_table(lines, default)
+    report += reports_network.format_table(lines, defaults)
     for text in [*report, "* the default of `gcnzc train`", chosen["why"]]:
         reporter.say(text)
     if config.out is not None:

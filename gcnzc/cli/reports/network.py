@@ -1,6 +1,6 @@
 """Format the predicted cost of each method: a table, a recommendation, and points to draw."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -54,7 +54,7 @@ def line_of(cost: Cost, computed: Computed, network: Network) -> Line:
     }
 
 
-def advice(lines: Sequence[Line], default: str) -> Line:
+def advice(lines: Sequence[Line], defaults: Mapping[int, str]) -> Line:
     """Recommend a number of workers and a method, as an entry of the JSON line.
 
     It is the one with the highest throughput. Fewer workers, and then the default method, are
@@ -62,7 +62,7 @@ def advice(lines: Sequence[Line], default: str) -> Line:
 
     Args:
         lines: from `line_of`, at least one.
-        default: the method that `gcnzc train` takes by default.
+        defaults: by number of workers, the method that `gcnzc train` uses by default.
     """
     most = max(lines, key=lambda line: line["speed_up"])
     if most["speed_up"] <= 1:
@@ -80,7 +80,7 @@ def advice(lines: Sequence[Line], default: str) -> Line:
     fewest = min(line["workers"] for line in good)
     candidates = [line for line in good if line["workers"] == fewest]
     best = max(candidates, key=lambda line: line["speed_up"])
-    chosen = next((line for line in candidates if line["method"] == default), best)
+    chosen = next((line for line in candidates if line["method"] == defaults[fewest]), best)
     return {
         "choose_workers": chosen["workers"],
         "choose_method": chosen["method"],
@@ -109,8 +109,8 @@ def _why(chosen: Line, most: Line) -> str:
     return f"{words}, most of it transfer: {rate} Mbit/s would reduce it to {SHARE:.0%}"
 
 
-def format_table(lines: Sequence[Line], default: str) -> list[str]:
-    """Format the figures of all methods as a table, with * for the default method."""
+def format_table(lines: Sequence[Line], defaults: Mapping[int, str]) -> list[str]:
+    """Format the figures of all methods as a table, with * for the default methods."""
     heads = [
         "workers",
         "method",
@@ -127,7 +127,7 @@ def format_table(lines: Sequence[Line], default: str) -> list[str]:
         rows.append(
             [
                 str(line["workers"]),
-                line["method"] + (" *" if line["method"] == default else ""),
+                line["method"] + (" *" if line["method"] == defaults[line["workers"]] else ""),
                 format_seconds(line["exchange_s"]),
                 format_seconds(line["step_s"]),
                 f"{line['exchange_share']:.0%}",

@@ -1,0 +1,129 @@
+"""The default algorithms: their costs against simulated times, and their distance to the best."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from gcnzc.exchange import AllGather, Broadcast, Choices, Link, SizeOnly, Sum, lockstep
+from gcnzc.exchange.algorithms import (
+    ALGORITHMS,
+    BUILTIN,
+    BUILTIN_FACTOR,
+    CRITICAL_PATHS,
+    LATENCIES,
+    MEASURED_FACTORS,
+    PIECE_OVERHEAD,
+    default_algorithm,
+)
+
+BYTES_PER_S = 12.5e6
+KINDS = {"Sum": Sum, "AllGather": AllGather, "Broadcast": Broadcast}
+
+
+def simulated_s(kind, name, num_bytes, world_size, link):
+    def algorithm():
+        yield KINDS[kind](SizeOnly(num_bytes // 4))
+
+    choices = Choices.always(**{kind: name})
+    return max(lockstep([algorithm() for _ in range(world_size)], link, choices=choices).seconds)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6, 8, 13, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_are_the_simulated_times(kind, world_size):
+    is_power = world_size & (world_size - 1) == 0
+    for latency in LATENCIES:
+        for num_bytes in (1 << 12, 1 << 20):
+            for name, (messages, size) in CRITICAL_PATHS[kind](num_bytes, world_size).items():
+                if name == BUILTIN:
+                    continue
+                message_s = PIECE_OVERHEAD / BYTES_PER_S if name.startswith("chain") else 0.0
+                link = Link(BYTES_PER_S, latency / BYTES_PER_S, message_s)
+                seconds = simulated_s(kind, name, num_bytes, world_size, link)
+                expected_s = (messages * latency + size) / BYTES_PER_S
+                if is_power or kind == "AllGather":
+                    assert seconds == pytest.approx(expected_s, rel=0.06), (
+                        name,
+                        latency,
+                        num_bytes,
+                    )
+                else:
+                    # the cost is a bound: some messages overlap with others
+                    assert 0.5 * expected_s < seconds < 1.06 * expected_s
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_has_the_least_largest_factor(kind, world_size):
+    for num_bytes in (1, 1 << 10, 386_000, 1 << 24, 1 << 30):
+        paths, factors = CRITICAL_PATHS[kind](num_bytes, world_size), {}
+        for latency in LATENCIES:
+            costs = {
+                name: messages * latency + MEASURED_FACTORS.get(kind, {}).get(name, 1) * size
+                for name, (messages, size) in paths.items()
+            }
+            for name, cost in costs.items():
+                allowance = BUILTIN_FACTOR if name == BUILTIN else 1.0
+                factors.setdefault(name, []).append(cost / min(costs.values()) / allowance)
+        largest = {name: max(each) for name, each in factors.items()}
+        assert largest[default_algorithm(kind, num_bytes, world_size)] == min(largest.values())
+
+
+@pytest.mark.parametrize(("world_size", "least_ratio"), [(64, 1.9), (1024, 15)])
+def test_sums_of_many_ranks_are_faster_than_a_ring(world_size, least_ratio):
+    # the gradients of a small model at 100 Mbit/s with 0.6 ms of latency
+    num_bytes, link = 386_000, Link(BYTES_PER_S, 6e-4)
+    name = default_algorithm("Sum", num_bytes, world_size)
+    own_s = simulated_s("Sum", name, num_bytes, world_size, link)
+    # by the formula: a simulation of 1,024 ranks takes 30 s
+    others = world_size - 1
+    ring_s = 2 * others * 6e-4 + 2 * others / world_size * num_bytes / BYTES_PER_S
+    assert ring_s / own_s > least_ratio
+
+
+def test_larger_requests_have_algorithms_of_fewer_bytes():
+    order = ["doubling", "halving", BUILTIN]
+    for world_size in (2, 5, 8, 100, 1024):
+        names = [default_algorithm("Sum", 1 << power, world_size) for power in range(34)]
+        assert all(order.index(a) <= order.index(b) for a, b in pairwise(names))
+        assert names[0] == "doubling"
+
+
+@pytest.mark.parametrize("kind", ALGORITHMS)
+def test_every_kind_has_a_default_that_exists(kind):
+    for world_size in (1, 2, 7, 1024):
+        for num_bytes in (0, 1, 1 << 30):
+            name = default_algorithm(kind, num_bytes, world_size)
+            # raises if there is no such algorithm
+            Choices.always(**{kind: name})
+
+
+def test_started_requests_use_builtin_for_large_sums_and_gathers():
+    background = Choices().in_background
+    assert background.find_for_size("Sum", 16 << 10, 8) == "doubling"
+    assert background.find_for_size("Sum", (16 << 10) + 1, 8) == BUILTIN
+    assert background.find_for_size("AllGather", 1, 8) == BUILTIN
+    tuned = Choices.always(Sum="halving", AllGather="doubling").in_background
+    assert tuned.find_for_size("Sum", 1 << 20, 8) == "halving"
+    assert tuned.find_for_size("AllGather", 1, 8) == BUILTIN
+
+
+def test_a_default_step_is_for_its_sizes_only():
+    choices = Choices({"Sum": ((100, "ring"), (1 << 20, "default"), (None, "halving"))})
+    assert choices.find_for_size("Sum", 100, 8) == "ring"
+    assert choices.find_for_size("Sum", 1000, 8) == default_algorithm("Sum", 1000, 8) == "doubling"
+    assert choices.find_for_size("Sum", 1 << 21, 2) == "halving"
+
+
+def test_the_documented_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "collectives.md").read_text()
+    table = page.partition("| `Sum`, `Mean` of |")[2].partition("\n\n")[0].splitlines()
+    ranks = [int(re.sub(r"\D", "", head)) for head in table[0].strip(" |").split("|")]
+    assert len(table) > 4
+    for line in table[2:]:
+        size, *names = (cell.strip() for cell in line.strip("|").split("|"))
+        number, unit = size.split()
+        num_bytes = int(number) << {"KiB": 10, "MiB": 20}[unit]
+        assert names == [default_algorithm("Sum", num_bytes, each) for each in ranks]
