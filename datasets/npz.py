@@ -7,6 +7,8 @@
 - splits: `train_idx`, `valid_idx` and `test_idx`; with the prefix `made_` if the split is not
   the dataset's standard one; or several splits as `train_masks`, `val_masks` and `test_masks`,
   (splits, N) bool;
+- neither `node_label` nor a split, in a graph to predict on or for link prediction, whose features
+  give the number of nodes;
 - `bidirected`: whether each edge is stored once and means both directions; OGB's name for this,
   `add_inverse_edge`, is read too.
 
@@ -21,7 +23,7 @@ import numpy as np
 from gcnzc.datasets import catalog
 from gcnzc.datasets.member import Archive
 from gcnzc.datasets.rows import Allocate, Array, Csr, Progress, Rows, rows_from_csr
-from gcnzc.datasets.source import EdgeDefaults, Metric
+from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric
 
 
 class NpzGraph:
@@ -46,14 +48,18 @@ class NpzGraph:
         self.path = path
         self.name = name or path.stem
         self._archive = Archive(path)
-        for key in ("edge_index", "node_label"):
+        self._is_labelled = "node_label" in self._archive or bool(self._splits())
+        rows_key = "node_feat" if "node_feat" in self._archive else "feat_indptr"
+        sized_by = "node_label" if self._is_labelled or rows_key not in self._archive else rows_key
+        for key in ("edge_index", sized_by):
             if key not in self._archive:
                 raise ValueError(
                     f"{path} has no array {key}\n\n"
                     f"hint: it has {', '.join(self._archive.keys) or 'no arrays'}; required are "
-                    "edge_index, node_label, train_idx, valid_idx and test_idx"
+                    "edge_index, node_label, train_idx, valid_idx and test_idx, or to predict only "
+                    "edge_index and features"
                 )
-        self.num_nodes = self._length("node_label")
+        self.num_nodes = self._length(sized_by) - (sized_by == "feat_indptr")
         self._edges = self._archive.member("edge_index")
         self.num_edges = self._edges.shape[-1] if self._edges.shape else 0
         if self.num_edges == 0:
@@ -65,7 +71,9 @@ class NpzGraph:
         self._known = known
         self.num_classes = known.num_classes if known else None
         self.metric: Metric = known.metric if known else "accuracy"
-        self.split_name = _choose_split(self._splits(), split, path)
+        self.split_name = "none"
+        if self._is_labelled or split is not None:
+            self.split_name = _choose_split(self._splits(), split, path)
         self.features = self._features()
 
     @property
@@ -102,11 +110,15 @@ class NpzGraph:
         return self._edges.edges(self.num_nodes, allocate, progress)
 
     def labels(self) -> Array:
-        """See `Source.labels`."""
+        """See `Source.labels`; -1 for all nodes if there are none."""
+        if not self._is_labelled:
+            return np.full(self.num_nodes, -1)
         return self._archive.array("node_label")
 
     def split(self) -> dict[str, Array]:
-        """See `Source.split`."""
+        """See `Source.split`; without nodes if there are no labels."""
+        if not self._is_labelled:
+            return {part: np.empty(0, np.int64) for part in SPLITS}
         if self.split_name.isdigit():
             masks = {"train": "train_masks", "valid": "val_masks", "test": "test_masks"}
             row = int(self.split_name)
@@ -179,7 +191,8 @@ class NpzGraph:
 def _choose_split(names: list[str], wanted: str | None, path: Path) -> str:
     if not names:
         raise ValueError(
-            f"{path} has no split\n\nhint: add the node ids train_idx, valid_idx and test_idx"
+            f"{path} has no split\n\nhint: add the node ids train_idx, valid_idx and test_idx; a "
+            "graph to predict on has neither these nor node_label"
         )
     if wanted is None:
         return names[0]

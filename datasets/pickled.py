@@ -31,6 +31,9 @@ def load(path: Path, classes: Sequence[str] = ()) -> Any:
     # a damaged pickle can raise any exception
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
+        if isinstance(error, KeyError):
+            # an opcode or a record that does not exist
+            reason = "it is not a file of torch.save"
         if isinstance(error, pickle.UnpicklingError) and "Weights only" in reason:
             reason = "it has other objects than tensors, numbers and texts"
         raise ValueError(

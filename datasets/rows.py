@@ -301,7 +301,10 @@ def cast_finite(
         found = f"{where}: {chunk[place]} in row {first_row + place[0]}, column {place[-1]}"
         if locate is not None:
             found = f"{locate(first_row + place[0], place[-1])}: {chunk[place]}"
-        raise ValueError(f"{found}\n\nhint: repair the features, or accept them with --allow-nan")
+        raise ValueError(
+            f"{found}\n\nhint: repair the features; `gcnzc prepare` and `gcnzc train` accept them "
+            "with --allow-nan"
+        )
     return cast
 
 

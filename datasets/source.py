@@ -339,7 +339,8 @@ def clean_split(
             reason = f": its {len(ids)} nodes have no label" if len(ids) else ""
             raise ValueError(
                 f"{where}: the {part} split is empty{reason}\n\n"
-                "hint: train, valid and test each need labelled nodes"
+                "hint: train, valid and test each need labelled nodes; a graph to predict on has "
+                "neither labels nor splits"
             )
     return clean, num_dropped
 

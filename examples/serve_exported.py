@@ -177,7 +177,8 @@ def main():
     args = parser.parse_args()
     for path, kind in ((args.model, "file"), (f"{args.graph}/meta.json", "prepared folder with a")):
         if not Path(path).is_file():
-            parser.error(f"there is no {kind} {path}")
+            remedy = "; `gcnzc prepare SOURCE FOLDER` writes one" * (path != args.model)
+            parser.error(f"there is no {kind} {path}{remedy}")
     try:
         predictor = Predictor(args.model, args.graph)
         if args.nodes is None:

@@ -88,8 +88,9 @@ def _memory_message(text: str) -> str:
     detail = text.splitlines()[0] if text else "an allocation failed"
     return (
         f"not enough memory: {detail}\n\n"
-        "hint: use a smaller --batch-size, --hidden or --threads; the features of a folder that "
-        "`gcnzc prepare` wrote need not fit into memory"
+        "hint: use a smaller --batch-size, --hidden, --threads, or for link prediction "
+        "--num-negatives; the features of a folder that `gcnzc prepare` wrote need not fit into "
+        "memory"
     )
 
 

@@ -221,7 +221,7 @@ def _read_options(path: Path, preset: str = "") -> TrainConfig:
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} is not TOML: {error}\n\nhint: write one option per line, such as `epochs = 20`"
         ) from error
@@ -248,6 +248,10 @@ def _format_message(framed: str, words: Sequence[str]) -> str:
         if not is_rule:
             lines.append(text)
     wrong = "\n".join(lines).strip() or "the command line is not valid"
+    if misplaced := re.match(r"Unrecognized or misplaced options:\s*(.*)", wrong, re.DOTALL):
+        # options that another command has
+        names = re.split(r"\s*\(applied to [^)]*\)\s*", misplaced[1])
+        wrong = f"Unrecognized options: {', '.join(filter(None, names))}"
     message = re.sub("^Error parsing [A-Z]\\w+Config: ", "", wrong)
     if "\n\nhint: " in message:
         return message

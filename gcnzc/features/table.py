@@ -120,6 +120,11 @@ class FeatureTable:
                 f"rows is {describe(rows)} whose values are negated or conjugated when they are "
                 "read\n\nhint: rows.resolve_neg().resolve_conj()"
             )
+        if rows.is_complex():
+            raise ValueError(
+                f"rows is {describe(rows)}, but a table of features has real values\n\n"
+                "hint: torch.view_as_real(rows).flatten(1)"
+            )
         if self.is_sparse:
             if rows.dtype != torch.float32 or rows.device.type != "cpu":
                 raise ValueError(

@@ -460,8 +460,8 @@ def refuse_nan(source: Prepared, allow_nan: bool) -> None:
     features = source.meta["features"]
     if features is not None and not features["finite"] and not allow_nan:
         raise ValueError(
-            f"{source.folder} was prepared with features that are not finite\n\n"
-            "hint: repair the features, or accept them with --allow-nan"
+            f"{source.folder} was prepared with features that are not finite\n\nhint: repair the "
+            "features; `gcnzc prepare` and `gcnzc train` accept them with --allow-nan"
         )
 
 

@@ -77,7 +77,8 @@ class Sampler:
         Args:
             seeds: (S,) int64 or int32 node ids, on the host: a tensor, an array or a list. As in
                 DGL, a seed that occurs twice gets two rows with the same neighbours; edges whose
-                source is that seed refer to its first row.
+                source is that seed refer to its first row, except for self loops, which refer to
+                the row of their destination.
             epoch: in [0, 2**32); the sampled neighbours differ between epochs.
             without: edges to exclude from the in-edges of the seeds, at every hop; see
                 `gcnzc.kernels.sample.exclude`. Requires distinct seeds.

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, cast
 
 from gcnzc.exchange import run
@@ -118,7 +119,8 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
                 trainer.epoch_stats.peer_hits += trainer.table.peer_hits(in_place)
             trace(trainer, batch.spans + waits + overlapped, stages)
             began = trainer.now()
-            advance(step + 1, steps, trainer.epoch_stats.format_progress)
+            progress = partial(trainer.epoch_stats.format_progress, trainer.task.has_accuracy)
+            advance(step + 1, steps, progress)
             handle_stop_request(trainer, trainer.optimizer.received_signals)
 
 

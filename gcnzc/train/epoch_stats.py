@@ -113,15 +113,15 @@ class EpochStats:
             tallies.append(tally)
         return tallies
 
-    def format_progress(self) -> str:
-        """Format the statistics for the progress bar."""
+    def format_progress(self, has_accuracy: bool) -> str:
+        """Format the statistics for the progress bar; see `figures`."""
         times = self.seconds.all()
         spent = sum(times[name] for name in ("wait_s", "compute_s", "exchange_s"))
         busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
         rate = format_rate(self.bytes / max(times["gather_s"], 1e-9))
+        accuracy = f"minibatch accuracy {self.right.item() / seeds:.4f}  " if has_accuracy else ""
         return (
-            f"loss {self.loss.item() / seeds:.4f}  "
-            f"minibatch accuracy {self.right.item() / seeds:.4f}  "
+            f"loss {self.loss.item() / seeds:.4f}  {accuracy}"
             f"{self.seeds / busy:,.0f} seeds/s  gather {rate}"
         )
 

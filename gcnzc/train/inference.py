@@ -9,7 +9,7 @@ Notation: N nodes, M requested nodes.
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -120,19 +120,29 @@ def inference(
         WorkerLost: another worker has failed.
     """
     given = _check(model, graph, table, device, nodes, layer, batch_nodes, progress, group)
+    positions = None
+    if given.nodes is not None:
+        # a node that is given twice is computed once
+        distinct, inverse = given.nodes.unique(return_inverse=True)
+        if len(distinct) < len(given.nodes):
+            given, positions = replace(given, nodes=distinct), inverse
     if scratch is None and memory is not None:
         raise ValueError(
             f"memory is {memory}, but there is no folder for layer outputs that exceed it\n\n"
             "hint: also pass scratch, a folder on a disk"
         )
     if scratch is None:
-        return _compute(given, None)
+        return _rows_at(positions, _compute(given, None))
     check_kind("scratch", scratch, (str, os.PathLike), "the path of a folder, or None")
     if memory is None:
         memory = max(MIN_MEMORY, available_bytes() // 8)
     memory = check_integer("memory", memory, MIN_MEMORY, hint="bytes, such as 2**30")
     with open_scratch(Path(scratch), memory, given.workers, lambda: _identity_of(given)) as opened:
-        return _compute(given, opened)
+        return _rows_at(positions, _compute(given, opened))
+
+
+def _rows_at(positions: Tensor | None, rows: Tensor) -> Tensor:
+    return rows if positions is None else rows[positions]
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,7 @@ def _check(
     if nodes is not None:
         nodes = check_seeds("nodes", nodes, graph.num_nodes)
     device = check_device("device", device)
+    check_device_of(model, device)
     batch_nodes = check_integer("batch_nodes", batch_nodes, 1)
     check_callable("progress", progress)
     if layer is not None:
@@ -198,6 +209,19 @@ def _check(
     batch_nodes = limit_batch_nodes(graph, batch_nodes)
     workers = Workers(group or Group())
     return _Arguments(model, graph, table, device, nodes, layer, batch_nodes, progress, workers)
+
+
+def check_device_of(model: Model, device: torch.device) -> None:
+    """Check that a model is on the device of a computation.
+
+    Raises:
+        ValueError: its parameters are on another device.
+    """
+    found = next(model.parameters()).device
+    if found.type != device.type or device.index not in (None, found.index):
+        raise ValueError(
+            f"the model is on {found}, but device is {device}\n\nhint: model.to({str(device)!r})"
+        )
 
 
 def _identity_of(given: _Arguments) -> Mapping[str, Any]:

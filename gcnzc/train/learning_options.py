@@ -74,8 +74,8 @@ class AverageOptions(Options):
     """evaluate and keep an average of the weights: the exponential moving average over the steps
     (ema), or the mean over the ends of the last epochs (swa, stochastic weight averaging)"""
     average_decay: float = 0.99
-    """--average ema: factor of the previous average in each step; the average is over about
-    1 / (1 - decay) steps"""
+    """--average ema: factor of the previous average in each step, smaller in the first ones; the
+    average is over about 1 / (1 - decay) steps"""
     average_start: float = 0.75
     """--average swa: fraction of --epochs after which the weights are averaged"""
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,22 +87,25 @@ def curves(runs: Sequence[Path], out: Path) -> None:
     runs = list(dict.fromkeys(runs))
     records = {run: _read_record(run) for run in runs}
     labels = dict(zip(runs, run_labels(runs), strict=True))
-    groups = [runs[begin : begin + RUNS_PER_ROW] for begin in range(0, len(runs), RUNS_PER_ROW)]
+    groups = _rows_of(runs)
     ratios = [3.4 * len(groups), 1.3 + 0.3 * len(runs)]
     figure = new_figure(9, 0.3 + sum(ratios))
     title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(f"Training: {_shorten(title, MAX_TITLE)}")
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
-    panels = upper.subplots(len(groups), 2, squeeze=False)
+    # the same limits in all rows, so that runs of different rows can be compared
+    panels = upper.subplots(len(groups), 2, squeeze=False, sharex="col", sharey="col")
     for row, group in zip(panels, groups, strict=True):
-        for number, run in enumerate(group):
-            _plot_run(row, records[run], labels[run] if len(runs) > 1 else "", f"C{number}")
+        for run in group:
+            name = labels[run] if len(runs) > 1 else ""
+            _plot_run(row, records[run], name, f"C{runs.index(run) % 10}")
         if len(runs) > 1:
             # one entry of the legend for the dots of all runs
             row[1].plot([], [], "o", color="grey", label="best epoch")
         longest = max(len(labels[run]) for run in group)
         for axis in row:
             axis.set_xlabel("epoch")
+            axis.tick_params(labelbottom=True)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             # epochs count from 1
             axis.set_xlim(left=0.5)
@@ -112,6 +116,25 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             axis.legend(fontsize="small", ncols=columns, **place)
     _plot_seconds(lower, {labels[run]: lines for run, lines in records.items()})
     save(figure, out)
+
+
+def _rows_of(runs: Sequence[Path]) -> list[list[Path]]:
+    """Distribute runs to rows of at most `RUNS_PER_ROW`, with the seeds of a run in one row."""
+    seeds = [
+        list(group)
+        for _, group in groupby(
+            runs, lambda run: run.parent if (run.parent / run_folder.RUNS).is_file() else run
+        )
+    ]
+    rows: list[list[Path]] = []
+    for group in seeds:
+        if not rows or len(rows[-1]) + len(group) > RUNS_PER_ROW:
+            rows.append([])
+        for run in group:
+            if len(rows[-1]) == RUNS_PER_ROW:
+                rows.append([])
+            rows[-1].append(run)
+    return rows
 
 
 def run_labels(runs: Sequence[Path]) -> list[str]:
@@ -156,12 +179,27 @@ def _read_record(run: Path) -> list[dict[str, Any]]:
                 else "hint: give a run folder that `gcnzc train` wrote"
             )
         )
-    if any(not {"epoch", "loss", "metric"} <= line.keys() for line in lines):
+    if not all(map(_is_intact, lines)):
         raise ValueError(
             f"{run / 'record.jsonl'} is damaged\n\n"
             f"hint: `gcnzc train --resume {run}` writes it again from the checkpoint"
         )
     return lines
+
+
+def _is_intact(line: Mapping[str, Any]) -> bool:
+    """Whether a line of the record has what is keys, with numbers for the scores and times."""
+    if not {"epoch", "loss", "metric", "epoch_s"} <= line.keys():
+        return False
+    keys = {*STAGES, "epoch", "loss", "epoch_s"}
+    keys |= {f"{split}_{line['metric']}" for split in ("minibatch", "valid", "test")}
+    values = [line[key] for key in keys & line.keys()]
+    is_numeric = all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        for value in values
+    )
+    required = (line["epoch"], line["loss"], line["epoch_s"])
+    return is_numeric and None not in required and isinstance(line["metric"], str)
 
 
 def _plot_run(
@@ -205,20 +243,22 @@ def _plot_seconds(figure: Any, records: Mapping[str, Sequence[Mapping[str, Any]]
     typical = [record.typical_lines(lines) for lines in records.values()]
     used = {key for lines in typical for line in lines for key in STAGES if line.get(key)}
     stages = [(key, f"C{index}") for index, key in enumerate(STAGES) if key in used]
+    longest_s = max(sum(line["epoch_s"] for line in lines) / len(lines) for lines in typical)
+    unit, scale = ("milliseconds", 1e3) if longest_s < 0.5 else ("seconds", 1.0)
     for number, lines in enumerate(typical):
         left = 0.0
         for key, colour in stages:
-            seconds = sum(line.get(key, 0.0) for line in lines) / len(lines)
+            seconds = scale * sum(line.get(key, 0.0) for line in lines) / len(lines)
             # matplotlib keeps names with an underscore out of the legend
             shown = STAGES[key] if number == 0 else "_"
             axis.barh(number, seconds, 0.5, left, color=colour, label=shown)
             left += seconds
-        whole = sum(line["epoch_s"] for line in lines) / len(lines)
+        whole = scale * sum(line["epoch_s"] for line in lines) / len(lines)
         shown = "whole epoch (stages overlap)" if number == 0 else "_"
         axis.plot([whole, whole], [number - 0.4, number + 0.4], "k", label=shown)
     axis.set_yticks(range(len(records)), list(records), fontsize="small")
     axis.invert_yaxis()
-    axis.set_xlabel("seconds per epoch, mean of all but the first")
+    axis.set_xlabel(f"{unit} per epoch, mean of all but the first")
     figure.legend(loc="outside lower center", ncols=len(stages) + 1, fontsize="small")
 
 

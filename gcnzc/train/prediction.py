@@ -308,22 +308,17 @@ def _outputs(
     memory: int | None,
 ) -> Tensor:
     """Return the (M, C) outputs of nodes, which may be given several times."""
-    graph, device = loaded.data.graph, loaded.device
-    nodes, places = None, None
-    if indices is not None:
-        nodes, places = np.unique(indices, return_inverse=True)
     with reporter.task("predict") as bar:
-        rows = inference(
+        return inference(
             encoder,
-            graph,
+            loaded.data.graph,
             table,
-            device,
-            nodes=nodes,
+            loaded.device,
+            nodes=indices,
             progress=bar,
             scratch=scratch,
             memory=memory,
         )
-    return rows if places is None else rows[torch.from_numpy(places.reshape(-1))]
 
 
 def _node_indices(loaded: TrainedModel, nodes: Any) -> Array:
@@ -385,8 +380,9 @@ def get_node_ids(data: Dataset, indices: Array | None) -> Array:
 
 def check_finite(outputs: Tensor) -> None:
     """Raise a ValueError if an output is NaN or infinite."""
-    chunks = outputs.reshape(len(outputs), -1).split(CHECKED_ROWS)
-    wrong = sum(int((~torch.isfinite(chunk)).any(dim=1).sum()) for chunk in chunks)
+    columns = outputs[:, None] if outputs.ndim == 1 else outputs
+    chunks = columns.split(CHECKED_ROWS)
+    wrong = sum(int((~torch.isfinite(chunk)).flatten(1).any(dim=1).sum()) for chunk in chunks)
     if wrong:
         raise ValueError(
             f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"

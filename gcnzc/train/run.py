@@ -45,6 +45,7 @@ from gcnzc.train.setup import (
     cached_table,
     choose_device,
     feature_table,
+    format_steps_warning,
 )
 from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
@@ -115,13 +116,14 @@ def train(
     for message in unused_options(config).values():
         wrong, _, remedy = message.partition("\n\nhint: ")
         reporter.say(f"warning: {wrong}; {remedy}")
-    if config.preset:
-        # a run has all options, also of a preset that a later version does not have any more
-        with suppress(ValueError):
-            reporter.say(describe_published_score(read_preset(config.preset)))
     if config.verify:
         _verify(config.data, group, reporter)
     data = load_shared(config.data, group, allow_nan=config.allow_nan)
+    if config.preset:
+        # a run has all options, also of a preset that a later version does not have any more
+        with suppress(ValueError):
+            preset = read_preset(config.preset)
+            reporter.say(describe_published_score(preset, data.name, vars(config)))
     device = choose_device(config.device, group.local_rank)
     precision = build_precision(config.precision, device, reporter.say)
     task = build_task(config, data)
@@ -163,7 +165,11 @@ def train(
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
         steps = config.epochs * len(loader)
-        for message in (format_warmup_warning(config, steps), format_trace_warning(config, steps)):
+        for message in (
+            format_steps_warning(config, len(task.seeds), group.world_size),
+            format_warmup_warning(config, steps),
+            format_trace_warning(config, steps),
+        ):
             if message:
                 reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due

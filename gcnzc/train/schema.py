@@ -66,11 +66,28 @@ def read_schema(run: Path, trained: TrainConfig) -> Schema:
         return schema_of(load(trained.data, allow_nan=trained.allow_nan))
     stored = files.read_json(path)
     try:
-        return Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
-    except TypeError as error:
+        schema = Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
+        _check(schema)
+    except (TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is damaged: {error}\n\nhint: was it edited? Restore it from a copy"
         ) from None
+    return schema
+
+
+def _check(schema: Schema) -> None:
+    """Raise a TypeError if the fields are inconsistent."""
+    for name in ("num_classes", "num_label_columns"):
+        value = getattr(schema, name)
+        if type(value) is not int or value < 1:
+            raise TypeError(f"{STORED_KEYS.get(name, name)} is {value!r:.100}")
+    for name, count in (("features", None), ("classes", schema.num_outputs)):
+        names = getattr(schema, name)
+        if names is None:
+            continue
+        is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        if not is_list or len(names) != (len(names) if count is None else count):
+            raise TypeError(f"{name} is {names!r:.100}, not a list of {count or ''} names")
 
 
 def check_names(schema: Schema, data: Dataset, source: Path) -> None:

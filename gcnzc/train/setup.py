@@ -33,6 +33,9 @@ from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
 from gcnzc.tune import profiles
 
+# a run of fewer steps than this hardly trains a model
+FEW_STEPS = 100
+
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of this worker; a GPU also becomes the current CUDA device.
@@ -223,4 +226,22 @@ def build_loader(
         rank=group.rank,
         world_size=group.world_size,
         **(loading if loading is not None else {"threads": config.threads or None}),
+    )
+
+
+def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> str:
+    """Return a warning if an epoch is a single minibatch that is not full; else "".
+
+    Args:
+        config: options of the run.
+        num_seeds: training nodes or edges.
+        workers: number of workers.
+    """
+    batch = config.batch_size
+    if batch == "all" or num_seeds >= batch * workers or config.epochs >= FEW_STEPS:
+        return ""
+    return (
+        f"an epoch is a single step, since the {num_seeds:,} training "
+        f"{'edges' if config.task == 'link' else 'nodes'} fit into one minibatch; use a smaller "
+        "--batch-size, or more --epochs"
     )

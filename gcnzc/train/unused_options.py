@@ -8,7 +8,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.options import option_name
 
-Choices = Mapping[str, tuple[str, ...]]
+Choices = Mapping[str, tuple[str | bool, ...]]
 
 _LINK: Choices = {"task": ("link",)}
 _NODE: Choices = {"task": ("node",)}
@@ -40,7 +40,7 @@ READ_WITH: Mapping[str, Choices] = {
     "heads": _GAT,
     "output_heads": _GAT,
     "attention_dropout": _GAT,
-    "skip": _GAT,
+    "skip": {**_GAT, "residual": (False,)},
     "self_loops": {"model": ("sage",)},
     "cache_size": _CACHED,
     "cache_policy": _CACHED,
@@ -69,9 +69,12 @@ def unused_options(config: TrainConfig) -> dict[str, str]:
             chosen = getattr(config, choice)
             if value != field.default and chosen not in readers:
                 option = option_name(choice)
+                remedy = f"only {option} {' or '.join(map(str, readers))} uses it"
+                if isinstance(chosen, bool):
+                    remedy = f"omit {_words_of(choice, chosen)}"
                 found[field.name] = (
-                    f"{_words_of(field.name, value)} has no effect with {option} {chosen}\n\n"
-                    f"hint: only {option} {' or '.join(readers)} uses it"
+                    f"{_words_of(field.name, value)} has no effect with "
+                    f"{_words_of(choice, chosen)}\n\nhint: {remedy}"
                 )
     return found
 

@@ -28,15 +28,10 @@ class WeightAverage:
 
     def __init__(self, config: TrainConfig, model: nn.Module) -> None:
         # imported here, because most runs do not need it
-        from torch.optim.swa_utils import (
-            AveragedModel,
-            get_ema_multi_avg_fn,
-            get_swa_multi_avg_fn,
-        )
+        from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
         self.config, self.model = config, model
-        is_ema = config.average == "ema"
-        average = get_ema_multi_avg_fn(config.average_decay) if is_ema else get_swa_multi_avg_fn()
+        average = self._decay_weights if config.average == "ema" else get_swa_multi_avg_fn()
         self.averaged = AveragedModel(model, multi_avg_fn=average)
         # of the floating-point buffers, by name; empty before the first end of an epoch
         self.buffers: dict[str, Tensor] = {}
@@ -47,6 +42,15 @@ class WeightAverage:
     def updates(self) -> int:
         """The number of averaged weights; 0 before the average has begun."""
         return int(self.averaged.n_averaged)
+
+    @torch.no_grad()
+    def _decay_weights(
+        self, averaged: Sequence[Tensor], weights: Sequence[Tensor], num_averaged: Tensor | int
+    ) -> None:
+        """Add weights to the exponential moving average, as `AveragedModel` calls it."""
+        share = 1 - ema_decay(self.config.average_decay, int(num_averaged))
+        for values, new in zip(averaged, weights, strict=True):
+            values.lerp_(new.to(values.device), share)
 
     def end_step(self) -> None:
         """Add the weights after a step to the average (EMA)."""
@@ -73,7 +77,8 @@ class WeightAverage:
         if not is_ema and epoch + 1 <= begin:
             return
         self.epochs = epoch + 1
-        share = 1 - self.config.average_decay**self.steps
+        added = range(self.updates - self.steps, self.updates)
+        share = 1 - math.prod(ema_decay(self.config.average_decay, number) for number in added)
         if not is_ema:
             share = 1 / (self.updates + 1)
             self.averaged.update_parameters(self.model)
@@ -139,6 +144,15 @@ class WeightAverage:
             name: value.to(here[name].device, copy=True) for name, value in first["buffers"].items()
         }
         self.steps, self.epochs = first["steps"], first["epochs"]
+
+
+def ema_decay(decay: float, num_averaged: int) -> float:
+    """Return the factor of the previous average in a step.
+
+    It begins at a small value, (1 + n) / (10 + n) for n averaged weights, so that the average of a
+    short run is not mainly that of its first weights.
+    """
+    return min(decay, (1 + num_averaged) / (10 + num_averaged))
 
 
 def build_average(config: TrainConfig, model: nn.Module) -> WeightAverage | None:

@@ -66,7 +66,7 @@ def sample_reference(
     local_ids = {node: position for position, node in reversed(list(enumerate(nodes)))}
     num_nodes, blocks = [len(nodes)], []
     for hop, fanout in enumerate(fanouts):
-        offsets, kept, sources = [0], [], []
+        offsets, kept, owners, sources = [0], [], [], []
         num_sampled_before = num_nodes[hop - 1] if once and hop > 0 else 0
         for position, node in enumerate(nodes[: num_nodes[hop]]):
             if position < num_sampled_before:
@@ -77,12 +77,13 @@ def sample_reference(
                 edges = kept_edges[position]
             sampled_positions = _sample_positions(len(edges), fanout, node, hop, seed, epoch)
             kept += [edges[position] for position in sampled_positions]
+            owners += [position] * len(sampled_positions)
             offsets.append(len(kept))
-        for source in (int(indices[edge]) for edge in kept):
+        for source, owner in zip((int(indices[edge]) for edge in kept), owners, strict=True):
             if source not in local_ids:
                 local_ids[source] = len(nodes)
                 nodes.append(source)
-            sources.append(local_ids[source])
+            sources.append(owner if source == nodes[owner] else local_ids[source])
         num_nodes.append(len(nodes))
         blocks.append((offsets, sources, kept))
     indptrs, places_of_sources, edge_ids = zip(*blocks, strict=True)
@@ -151,12 +152,19 @@ class Workspace:
         if self.base + min(graph_nodes, MAX_NODES) >= stamps:
             self.direct_table[:], self.hash_table[:], self.base = 0, 0, 1
 
-    def reserve(self, num_nodes: int, nodes: NDArray[np.int64], count: int) -> None:
-        """Make the hash table large enough for `num_nodes`, and insert the first `count` nodes."""
+    def reserve(self, num_nodes: int, nodes: NDArray[np.int64], count: int) -> int:
+        """Make the hash table large enough for `num_nodes`, and insert the first `count` nodes.
+
+        Returns:
+            The number of nodes that were inserted, see `insert_nodes`.
+        """
         if len(self.hash_table) < num_nodes * SLOTS_PER_NODE and not len(self.direct_table):
             num_slots = 1 << (num_nodes * SLOTS_PER_NODE - 1).bit_length()
             self.hash_table, self.base = np.zeros(num_slots, np.int64), 1
-        insert_nodes(self.direct_table, self.hash_table, self.base, nodes, count, self.has_wide_ids)
+        inserted: int = insert_nodes(
+            self.direct_table, self.hash_table, self.base, nodes, count, self.has_wide_ids
+        )
+        return inserted
 
 
 class _Buffers:
@@ -281,7 +289,7 @@ def sample(
             and `indices` are checked, since they may be mapped from a damaged file.
         seeds: (S,) int64 in [0, N). They are not checked: an id out of range reads out of bounds. A
             seed that occurs twice is two destinations with the same neighbours; edges from it refer
-            to its first position.
+            to its first position, except for self loops, which refer to their destination.
         fanouts: L numbers of neighbours, from the seeds outward; -1 takes all neighbours.
         seed: 64-bit seed of the random choices.
         epoch: in [0, 2**32); the random choices differ between epochs.
@@ -307,7 +315,7 @@ def sample(
     out = _Buffers(workspace, empty, num_seeds, edge_ids)
     out.nodes[:num_seeds] = seeds
     workspace.start(len(indptr) - 1)
-    workspace.reserve(num_seeds, out.nodes.numpy(), num_seeds)
+    has_duplicates = workspace.reserve(num_seeds, out.nodes.numpy(), num_seeds) < num_seeds
     num_nodes, num_edges = np.zeros((2, num_hops + 1), np.int64)
     progress = np.zeros(8, np.int64)
     progress[INVALID_NODE] = -1
@@ -324,6 +332,7 @@ def sample(
             key,
             excluded_arrays,
             once,
+            has_duplicates,
             workspace.direct_table,
             workspace.hash_table,
             workspace.base,

@@ -165,12 +165,18 @@ def _relabel_hashed(sources, table, base, nodes, count, local_ids, has_wide_ids)
 
 @njit(cache=True, nogil=True)
 def insert_nodes(direct_table, hash_table, base, nodes, count, has_wide_ids):
-    """Insert the first `count` nodes with their positions; duplicates get the first position."""
+    """Insert the first `count` nodes with their positions; duplicates get the first position.
+
+    Returns:
+        The number of nodes that were inserted: those that were not in the table before.
+    """
+    inserted = 0
     for position in range(count):
         node = nodes[position]
         if len(direct_table):
             if direct_table[node] < base:
                 direct_table[node] = base + position
+                inserted += 1
         else:
             slot = _slot(node, len(hash_table))
             _, free, other = _probe(hash_table[slot], node, base, nodes, has_wide_ids)
@@ -179,6 +185,19 @@ def insert_nodes(direct_table, hash_table, base, nodes, count, has_wide_ids):
                 _, free, other = _probe(hash_table[slot], node, base, nodes, has_wide_ids)
             if free:
                 hash_table[slot] = (node << 32) | (base + position)
+                inserted += 1
+    return inserted
+
+
+@njit(cache=True, nogil=True)
+def _relabel_self_loops(nodes, destination, ends, chunk_size, local_ids):
+    """Give the self loops of destinations that occur twice their own local ids."""
+    edge = 0
+    for i in range(chunk_size):
+        while edge < ends[i]:
+            if nodes[local_ids[edge]] == nodes[destination + i]:
+                local_ids[edge] = destination + i
+            edge += 1
 
 
 @njit(cache=True, nogil=True)
@@ -326,6 +345,7 @@ def sample_hops(
     key,
     excluded,
     once,
+    has_duplicates,
     direct_table,
     hash_table,
     base,
@@ -424,6 +444,8 @@ def sample_hops(
                 count = _relabel_hashed(
                     sources, hash_table, base, nodes, count, local_ids, has_wide_ids
                 )
+            if has_duplicates:
+                _relabel_self_loops(nodes, destination, ends, chunk_size, local_ids)
             edges += total
             destination += chunk_size
         if done:

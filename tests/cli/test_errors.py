@@ -370,3 +370,62 @@ def test_an_options_file_that_is_no_object_is_reported_as_damaged(run, tmp_path,
     shutil.copytree(run, folder)
     (folder / "config.json").write_text("[1, 2]")
     assert "config.json is damaged" in answer_of(capsys, ["evaluate", folder], 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"epoch": None},
+        {"loss": "x"},
+        {"metric": [1]},
+        {"valid_accuracy": "x"},
+        {"test_accuracy": {}},
+        {"epoch_s": None},
+    ],
+)
+def test_values_of_a_wrong_type_in_a_record_are_reported(run, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    path = folder / "record.jsonl"
+    lines = [json.loads(text) | damage for text in path.read_text().splitlines()]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "record.jsonl is damaged" in answer_of(capsys, ["plot", folder], 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"classes": value} for value in ("x", [], -1, ["a"], [1, 2, 3, 4])),
+        *({"num_classes": value} for value in (0, "4", True, None)),
+        {"features": 3},
+        {"num_tasks": -1},
+    ],
+)
+def test_a_damaged_schema_is_reported(run, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    path = folder / "schema.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    words = ["predict", folder, "--out", tmp_path / "out.csv"]
+    assert f"schema.json is damaged: {next(iter(damage))} is" in answer_of(capsys, words, 1)
+
+
+def test_an_option_of_another_command_is_compared_with_those_of_this_one(graph, capsys):
+    text = answer_of(capsys, ["train", graph, "--layer", "2"], 2)
+    assert "Unrecognized options: --layer, 2" in text
+    assert "did you mean --layers?" in text
+
+
+def test_a_binary_file_of_options_is_named(graph, tmp_path, capsys):
+    path = tmp_path / "options.toml"
+    path.write_bytes(b"\x89PNG\xac\xff")
+    assert f"{path} is not TOML" in answer_of(capsys, ["train", graph, "--config", path], 2)
+
+
+def test_an_epoch_of_a_single_step_is_reported(graph, tmp_path, capsys):
+    words = ["train", str(graph), *SMALL[:-4], "--epochs", "1", "--threads", "1"]
+    message = "warning: an epoch is a single step, since the"
+    assert main([*words, "--out", str(tmp_path / "one")]) == 0
+    assert message in capsys.readouterr().err
+    assert main([*words, "--batch-size", "32", "--out", str(tmp_path / "several")]) == 0
+    assert message not in capsys.readouterr().err

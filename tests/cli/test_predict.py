@@ -191,6 +191,9 @@ def test_scores_of_pairs(graph, tmp_path, capsys):
     again = predict_links(run, pairs=(table["source"][:2], table["target"][:2]))
     np.testing.assert_allclose(again.scores, found["score"][:2], rtol=1e-4)
     assert "this is a link-prediction run" in error_of(capsys, run, "--out", tmp_path / "q.csv")
+    pairs.write_text("source,target\n")
+    assert line_of(capsys, run, "--pairs", pairs, "--out", out)["predictions"] == 0
+    assert out.read_text() == "source,target,score\n"
     pairs.write_text("source,target\nn1,n2000\n")
     message = "line 2, column 'target': no node has the id 'n2000'"
     assert message in error_of(capsys, run, "--pairs", pairs, "--out", tmp_path / "q.csv")
@@ -305,3 +308,25 @@ def test_embeddings_are_outputs_of_layers(graph, run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert "hint: " in error
+
+
+def test_no_nodes_have_no_predictions(run, tmp_path, capsys):
+    nodes, out = tmp_path / "nodes.csv", tmp_path / "out.csv"
+    nodes.write_text("node\n")
+    assert line_of(capsys, run, "--nodes", nodes, "--out", out)["predictions"] == 0
+    assert out.read_text() == "node,class\n"
+    np.save(tmp_path / "nodes.npy", np.empty(0, np.int64))
+    line_of(capsys, run, "--nodes", tmp_path / "nodes.npy", "--out", out, "--probabilities")
+    assert out.read_text() == "node,class,p_ant,p_bee,p_cow\n"
+    found = predict(run, nodes=[])
+    assert (len(found.classes), found.probabilities.shape) == (0, (0, 3))
+
+
+def test_a_graph_without_labels_and_splits_is_predicted_from_an_archive(run, graph, tmp_path):
+    data = gcnzc.load(graph)
+    out = tmp_path / "bare.npz"
+    edges = np.stack([ends.numpy() for ends in data.graph.edges()])
+    np.savez(out, edge_index=edges, node_feat=data.features.numpy(), bidirected=False)
+    found, expected = predict(run, out), predict(run)
+    assert (found.classes == expected.classes).all()
+    np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=1e-5)

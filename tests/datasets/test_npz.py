@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 from tiny_graph import tiny
 
 from gcnzc.datasets import rows
@@ -137,6 +138,30 @@ def test_splits_are_chosen_by_name_or_number(tmp_path: Path) -> None:
     assert (NpzGraph(path).split()["test"] == graph.split["test"]).all()
     with pytest.raises(ValueError, match="has no split\n\nhint: "):
         NpzGraph(graph.but(split={}).write_npz(tmp_path / "c.npz"))
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_graph_to_predict_on_has_neither_labels_nor_splits(
+    tmp_path: Path, is_sparse: bool
+) -> None:
+    graph = tiny(num_columns=9)
+    arrays = dict(np.load(graph.write_npz(tmp_path / "whole.npz")))
+    kept = {key: arrays[key] for key in ("edge_index", "node_feat")}
+    if is_sparse:
+        dense = scipy.sparse.csr_array(kept.pop("node_feat"))
+        kept |= {"feat_data": dense.data, "feat_indices": dense.indices}
+        kept |= {"feat_indptr": dense.indptr, "feat_shape": np.array(dense.shape)}
+    np.savez(tmp_path / "bare.npz", **kept)
+    bare = NpzGraph(tmp_path / "bare.npz")
+    assert (bare.num_nodes, bare.split_name) == (40, "none")
+    assert (bare.labels() == -1).all()
+    assert not any(map(len, bare.split().values()))
+    for key in ("node_label", "train_idx"):
+        np.savez(tmp_path / "partial.npz", **kept, **{key: arrays[key]})
+        with pytest.raises(ValueError, match=r"has no (array node_label|split)\n\nhint: "):
+            NpzGraph(tmp_path / "partial.npz")
+    with pytest.raises(ValueError, match="has no split"):
+        NpzGraph(tmp_path / "bare.npz", split="standard")
 
 
 def test_real_npz_files_are_read(shared_data: Path) -> None:

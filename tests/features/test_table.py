@@ -759,3 +759,8 @@ def test_a_gpu_gathers_pinned_rows(device):
     rows = torch.randn(5, 3, device=device)
     with pinned(rows) as table:
         assert table.gather(torch.tensor([4], device=device)).tolist() == rows[4:].tolist()
+
+
+def test_complex_rows_are_rejected():
+    with pytest.raises(ValueError, match="a table of features has real values"):
+        FeatureTable(torch.empty(3, 2, dtype=torch.complex64))

@@ -50,3 +50,9 @@ def test_statistics_of_workers_add_up_to_those_of_all_seeds():
         assert whole.seeds_checksum == seeds_checksum(seeds)
         assert (whole.seeds, whole.steps) == (90, 1)
         assert whole.right.item() == tally_of(slice(0, 90)).right.item()
+
+
+def test_progress_has_no_accuracy_of_several_labels():
+    stats = EpochStats(torch.device("cpu"))
+    assert "minibatch accuracy" in stats.format_progress(True)
+    assert "accuracy" not in stats.format_progress(False)

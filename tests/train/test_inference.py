@@ -68,7 +68,7 @@ def test_inference_for_some_nodes(name, in_features):
     )
     torch.testing.assert_close(found, whole[nodes.long()])
     hidden = [{40, 7, 99, 0, 39, 6, 98}, {40, 7, 99, 0, 39, 6, 98, 38, 5, 97}]
-    assert seen[-1] == (5 + len(hidden[0]) + len(hidden[1]),) * 2
+    assert seen[-1] == (4 + len(hidden[0]) + len(hidden[1]),) * 2
 
 
 KINDS = ["half", "sparse", "rows apart", "codes"]
@@ -273,3 +273,34 @@ def test_invalid_arguments_are_rejected():
         inference(model, graph, FeatureTable(torch.randn(59, 5)))
     with pytest.raises(ValueError, match="60, but the graph has 60 nodes"):
         inference(model, graph, table, nodes=torch.tensor([60]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_nodes_that_are_given_twice_have_equal_rows_also_with_self_loops(name, dtype, tmp_path):
+    # node 0 has a self loop, which layers that add their own one must not count twice
+    graph = Graph.from_edges(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 1, 2]), 3)
+    model = made(name, 5, 6, 4).float()
+    table = FeatureTable(torch.randn(3, 5).to(dtype))
+    whole = inference(model, graph, table)
+    nodes = [0, 2, 0, 0, 1]
+    assert torch.equal(inference(model, graph, table, nodes=nodes), whole[nodes])
+    scratch = inference(model, graph, table, nodes=nodes, scratch=tmp_path / "scratch")
+    assert torch.equal(scratch, whole[nodes])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sampled_seeds_that_are_given_twice_have_equal_rows_also_with_self_loops(name):
+    graph = Graph.from_edges(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 1, 2]), 3)
+    model, x = made(name, 5, 6, 4).eval(), torch.randn(3, 5).double()
+    nodes = torch.tensor([0, 2, 0, 0, 1])
+    batch = Sampler(graph, [-1] * 3).sample(nodes, epoch=0)
+    expected = inference(model, graph, FeatureTable(x))[nodes]
+    torch.testing.assert_close(model(batch.blocks, x[batch.nodes]), expected)
+
+
+def test_a_model_on_another_device_is_rejected():
+    graph, table = random_graph(), FeatureTable(torch.randn(60, 5))
+    model = SAGE(5, 6, 3, num_layers=1).to("meta")
+    with pytest.raises(ValueError, match="the model is on meta, but device is cpu"):
+        inference(model, graph, table)

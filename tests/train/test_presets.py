@@ -11,7 +11,13 @@ from gcnzc.cli.parser import parse
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_to_dict
-from gcnzc.train.presets import FOLDER, accept_preset, preset_names, read_preset
+from gcnzc.train.presets import (
+    FOLDER,
+    accept_preset,
+    describe_published_score,
+    preset_names,
+    read_preset,
+)
 from gcnzc.train.unused_options import unused_options
 
 
@@ -142,3 +148,13 @@ def test_the_files_are_in_the_package():
         assert (FOLDER / f"{name}.toml").is_file()
         assert set(read_preset(name).options) <= names
     assert accept_preset.__module__ == "gcnzc.train.presets"
+
+
+def test_a_run_states_how_it_differs_from_the_preset():
+    preset = read_preset("tuned/cora-gcn")
+    same = describe_published_score(preset, "cora", vars(TrainConfig(preset=preset.name)))
+    assert same.startswith("preset tuned/cora-gcn: published test accuracy 0.8510 ± 0.0067 on cora")
+    assert "this run" not in same
+    config = TrainConfig(preset=preset.name, epochs=3, hidden=16)
+    other = describe_published_score(preset, "citeseer", vars(config))
+    assert other == f"{same}; this run is on citeseer and has another --hidden, --epochs"

@@ -321,3 +321,8 @@ def test_a_link_property_dataset_is_rejected_for_node_classification(chance, con
     split = {part: torch.empty(0, dtype=torch.int64) for part in data.split}
     with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: use --task link"):
         build_task(replace(config, task="node"), replace(data, split=split))
+
+
+def test_in_batch_negatives_need_a_minibatch_of_several_edges(config, tmp_path):
+    with pytest.raises(ValueError, match="--negatives in-batch with --batch-size 1"):
+        train(replace(config, negatives="in-batch", batch_size=1), tmp_path / "run")

@@ -118,7 +118,8 @@ def test_the_table_has_the_options_of_each_optimizer_and_model(graph):
 def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys):
     assert set(OTHERS) == set(READ_WITH)
     for name, value in OTHERS.items():
-        ((choice, readers),) = READ_WITH[name].items()
+        # the second choice of --no-skip has a test of its own
+        choice, readers = next(iter(READ_WITH[name].items()))
         other = next(
             each for each in (ONE_FEATURE[choice], OTHER.get(choice, "")) if each not in readers
         )
@@ -157,3 +158,13 @@ def test_unused_options_are_reported_in_python_too(graph, tmp_path):
     config = TrainConfig(data=graph, layers=1, fanouts=(2,), epochs=1, heads=2)
     train(replace(config, model="gcn"), tmp_path / "run", listener)
     assert any("--heads 2 has no effect with --model gcn" in text for text in listener.said)
+
+
+def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, capsys):
+    words = ["train", str(graph), "--model", "gat", "--no-skip", "--residual"]
+    assert main(words) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: --no-skip has no effect with --residual"
+    assert hint == "hint: omit --residual"
+    assert not unused_options(TrainConfig(model="gat", skip=False))
+    assert not unused_options(TrainConfig(model="gat", residual=True))

@@ -1,5 +1,6 @@
 """Averages of weights equal their definition, on one worker and on several."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -51,7 +52,7 @@ class Small(nn.Sequential):
 
 def test_the_averages_are_those_of_their_definitions():
     model = Small()
-    ema = WeightAverage(TrainConfig(average="ema", average_decay=0.9), model)
+    ema = WeightAverage(TrainConfig(average="ema", average_decay=0.5), model)
     swa = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
     weights, statistics, by_epoch = [], [], []
     for epoch in range(4):
@@ -68,10 +69,13 @@ def test_the_averages_are_those_of_their_definitions():
         if epoch < 2:
             assert run(swa.build_evaluated_model(), Group()) is model
     expected, statistic = weights[0], statistics[0]
-    for value in weights[1:]:
-        expected = 0.9 * expected + 0.1 * value
-    for value in statistics[1:]:
-        statistic = statistic.lerp(value, 1 - 0.9**3)
+    decays = [min(0.5, (1 + number) / (10 + number)) for number in range(12)]
+    assert decays[7] < 0.5 == decays[8]
+    for decay, value in zip(decays[1:], weights[1:], strict=True):
+        expected = decay * expected + (1 - decay) * value
+    for epoch, value in enumerate(statistics[1:], start=1):
+        kept = math.prod(decays[3 * epoch : 3 * epoch + 3])
+        statistic = statistic.lerp(value, 1 - kept)
     found = run(ema.build_evaluated_model(), Group())
     torch.testing.assert_close(found[0].weight, expected)
     torch.testing.assert_close(found[1].running_mean, statistic)

@@ -82,8 +82,8 @@ def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
         f"validation {metric} (epoch {result['best_epoch']}); curves in "
         f"{folder / run_folder.CURVES}",
     ]
-    if rate:
-        # a full-batch run may use the features in place
+    if rate and result["options"]["batch_size"] != "all":
+        # a full-batch run gathers at most once
         lines.append(f"features were gathered at {format_rate(rate)}{share}")
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]

@@ -14,6 +14,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gcnzc.train.options import option_name
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -75,19 +77,44 @@ def read_preset(name: str) -> Preset:
         near = near or [each for each in known if name and name in each][:3]
         suggestion = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"there is no preset {name!r:.100}\n\nhint: {suggestion}`gcnzc presets` lists all"
+            f"there is no preset {name!r:.100}\n\nhint: {suggestion}`gcnzc presets` lists all; "
+            "--config FILE.toml reads options of your own"
         )
     values = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     return Preset(name=name, **values)
 
 
-def describe_published_score(preset: Preset) -> str:
-    """Return one line: the published score, and the graph that it is of."""
+def describe_published_score(preset: Preset, data_name: str, options: Mapping[str, Any]) -> str:
+    """Return one line: the published score, and how a run differs from the preset.
+
+    Args:
+        preset: the preset.
+        data_name: name of the run's graph.
+        options: the run's options, by field name.
+    """
     prepared = f", prepared with {preset.prepare}" if preset.prepare else ""
-    return (
+    text = (
         f"preset {preset.name}: published test {preset.metric} {preset.score:.4f} ± "
         f"{preset.deviation:.4f} on {preset.data}{prepared}"
     )
+    if preset.differs:
+        text += f" (see `gcnzc presets {preset.name}`)"
+    differs = [] if data_name == preset.data else [f"is on {data_name}"]
+    changed = [
+        option_name(name)
+        for name, value in preset.options.items()
+        if name in options and _as_toml(options[name]) != _as_toml(value)
+    ]
+    if changed:
+        differs.append(f"has another {', '.join(changed)}")
+    return f"{text}; this run {' and '.join(differs)}" if differs else text
+
+
+def _as_toml(value: Any) -> Any:
+    """Return an option's value with lists in place of tuples, and numbers as floats."""
+    if isinstance(value, tuple | list):
+        return [_as_toml(each) for each in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def accept_preset(kind: type[C]) -> type[C]:

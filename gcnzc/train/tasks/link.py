@@ -56,6 +56,11 @@ class LinkTask:
                 "training edges\n\n"
                 "hint: use --cache-policy in-degree"
             )
+        if config.negatives == "in-batch" and config.batch_size == 1:
+            raise ValueError(
+                "--negatives in-batch with --batch-size 1: the negative pairs of an edge have the "
+                "targets of the other edges of its minibatch\n\nhint: use a larger --batch-size"
+            )
         if config.metric not in ("as-is", data.links.metric):
             raise ValueError(
                 f"--metric {config.metric} is of node classification\n\n"

@@ -194,9 +194,14 @@ def _check_label_inputs(config: TrainConfig, num_seeds: int) -> None:
     batch = num_seeds if config.batch_size == "all" else min(config.batch_size, num_seeds)
     # not batch * (1 - share) < 1, which is rounded to below 1 for 10 nodes and a share of 0.9
     if batch * config.label_inputs > batch - 1:
+        remedy = "a smaller one" if batch > 1 else "more training nodes"
+        if batch < num_seeds:
+            remedy = (
+                "a larger --batch-size" if batch == 1 else f"{remedy}, or a larger --batch-size"
+            )
         raise ValueError(
             f"--label-inputs {config.label_inputs} leaves less than one of the {batch:,} "
-            "training nodes of a minibatch to predict\n\nhint: use a smaller one; 0.5 is common"
+            f"training nodes of a minibatch to predict\n\nhint: use {remedy}"
         )
 
 

@@ -112,6 +112,15 @@ def test_seeds_may_occur_twice(uneven, table):
     assert not set(torch.cat(drawn.indices).tolist()) & {2, 3}
 
 
+def test_the_self_loops_of_a_seed_that_occurs_twice_are_its_own(table):
+    graph = graph_of_columns([[0, 1, 0], [0], [2, 0]])
+    seeds = torch.tensor([2, 0, 2, 0, 1])
+    drawn = sample(*graph, seeds, [-1, -1], 5, 0)
+    assert_same(drawn, sample_reference(*graph, seeds, [-1, -1], 5, 0))
+    rows = [row.tolist() for row in drawn.indices[0].tensor_split(drawn.indptr[0][1:-1])]
+    assert rows == [[0, 1], [1, 4, 1], [2, 1], [3, 4, 3], [1]]
+
+
 def test_local_ids_refer_to_the_sampled_neighbours(uneven):
     indptr, indices = uneven
     drawn = sample(*uneven, torch.randperm(500)[:40], [6, 5, 4], 9, 3, edge_ids=True)
