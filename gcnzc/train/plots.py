@@ -107,13 +107,14 @@ def curves(runs: Sequence[Path], out: Path) -> None:
             axis.set_xlabel("epoch")
             axis.tick_params(labelbottom=True)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            # epochs count from 1
-            axis.set_xlim(left=0.5)
             axis.grid(alpha=0.3)
             # above the panel, where it covers no curve
             place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
             columns = 1 if len(runs) > 1 and longest > LABEL_OF_HALF_PANEL else 2
             axis.legend(fontsize="small", ncols=columns, **place)
+    for axis in panels.flatten():
+        # epochs count from 1; after all rows are drawn, which share the right limit
+        axis.set_xlim(left=0.5)
     _plot_seconds(lower, {labels[run]: lines for run, lines in records.items()})
     save(figure, out)
 
@@ -188,7 +189,7 @@ def _read_record(run: Path) -> list[dict[str, Any]]:
 
 
 def _is_intact(line: Mapping[str, Any]) -> bool:
-    """Whether a line of the record has what is keys, with numbers for the scores and times."""
+    """Whether a line of the record has what is plotted, with numbers for the scores and times."""
     if not {"epoch", "loss", "metric", "epoch_s"} <= line.keys():
         return False
     keys = {*STAGES, "epoch", "loss", "epoch_s"}
