@@ -15,8 +15,10 @@ from bench.docs.result_tables import (
     table,
     with_caption,
 )
-from gcnzc.exchange.algorithms import BUILTIN, CHAIN, CRITICAL_PATHS, default_algorithm
-from gcnzc.exchange.collectives import PIECE_BYTES
+from gcnzc.exchange.algorithms import default_algorithm
+from gcnzc.exchange.collectives import COLLECTIVES
+from gcnzc.exchange.collectives.broadcast import CHAIN, PIECE_BYTES
+from gcnzc.exchange.requests import BUILTIN
 
 
 @table
@@ -184,7 +186,7 @@ def default_collectives() -> str:
     lines = timed_collectives()
     rows, used = [], []
     for link, count, kind in sorted({key[:3] for key in lines}):
-        if kind not in CRITICAL_PATHS:
+        if not COLLECTIVES[kind].critical_paths(1, count):
             continue
         of_fastest, of_builtin = {}, {}
         for (*group, num_bytes), line in lines.items():

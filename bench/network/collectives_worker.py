@@ -39,11 +39,10 @@ from gcnzc.exchange import (
     init_group,
     tune,
 )
-from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN, CHAIN
-from gcnzc.exchange.choices import kind_of, sent_bytes
+from gcnzc.exchange.collectives.broadcast import CHAIN
 from gcnzc.exchange.ledger import Entry
 from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
-from gcnzc.exchange.requests import Collective, num_bytes_of
+from gcnzc.exchange.requests import BUILTIN, Collective
 from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0
@@ -167,7 +166,7 @@ def is_equal(group: Group, kind: str, size: int, name: str) -> bool:
 def formula_s(
     kind: str, name: str, size: int, world_size: int, alpha_s: float, bytes_per_s: float
 ) -> float | None:
-    """Return the time by the formulas of gcnzc/exchange/collectives.py; gloo uses rings."""
+    """Return the time by the formulas of gcnzc/exchange/collectives/; gloo uses rings."""
     transfer_s, others = size / bytes_per_s, world_size - 1
     doublings = math.ceil(math.log2(world_size))
     shares_s = others / world_size * transfer_s
@@ -195,14 +194,13 @@ def count_bytes(group: Group) -> Iterator[Line]:
     if group.monitor is not None:
         group.monitor.stop()  # the interface would count its heartbeats, too
     for request in make_requests(group.rank, group.world_size):
-        kind = kind_of(request)
-        for name in ALGORITHMS[kind]:
+        for name in request.algorithms:
             times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
-                _run(group, kind, request, name)
+                _run(group, request.kind, request, name)
             after = _counters(group, request)
-            formula = times * sent_bytes(request, group.rank, group.world_size, name)
+            formula = times * request.sent_bytes(name, group.rank, group.world_size)
             own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
             gathered = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
             sent, messages, wire, packets, formula = gathered.sum(0).tolist()
@@ -210,7 +208,7 @@ def count_bytes(group: Group) -> Iterator[Line]:
                 "request": type(request).__name__,
                 "algorithm": name,
                 "requests": times,
-                "num_bytes": num_bytes_of(request),
+                "num_bytes": request.num_bytes,
                 "ledger_bytes": sent,
                 "formula_bytes": formula,
                 "same_on_each": bool((gathered[:, 0] == gathered[:, 4]).all()),

@@ -3,6 +3,16 @@
 from gcnzc._moved import renamed
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.collectives import (
+    AllGather,
+    AllGatherScalar,
+    AllToAll,
+    Broadcast,
+    Mean,
+    ReduceScatter,
+    SendReceive,
+    Sum,
+)
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.group import Group, current_group, run
 from gcnzc.exchange.init import init_group
@@ -11,22 +21,14 @@ from gcnzc.exchange.lockstep import Outcome, lockstep
 from gcnzc.exchange.measure import tune
 from gcnzc.exchange.requests import (
     Algorithm,
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
     Caller,
     Compute,
-    Mean,
     Now,
     Receive,
-    ReduceScatter,
     Request,
     Scratch,
     Send,
-    SendReceive,
     Start,
-    Sum,
     Wait,
 )
 from gcnzc.exchange.simulated_network import Crash, Link, SlowDown

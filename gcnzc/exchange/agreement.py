@@ -20,26 +20,12 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from gcnzc.exchange.rendezvous import Store
-from gcnzc.exchange.requests import (
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Message,
-    Request,
-    Send,
-    SendReceive,
-    describe_request,
-)
+from gcnzc.exchange.requests import Collective, Message, Request
 
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
@@ -50,8 +36,6 @@ REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
 # torch's collectives are fewer
 HEADERS_KEPT = 160
-# descriptions of collectives that are kept, one for each kind and shape
-DESCRIPTIONS_KEPT = 1024
 # tag of the message that ends a rank's waits; no header has this tag
 ABORT_TAG = 2**31 - 1
 _VERDICT_KEY = "gcnzc/mismatch"
@@ -130,13 +114,11 @@ class RequestLog:
 
     def record_collective(self, channel: str, request: Collective, caller: str = "") -> Header:
         """Add a collective to the sequence of its channel."""
-        words, sent, expected = describe_collective(request)
-        return self.record(channel_sequence(channel), words, sent, expected, caller)
+        return self.record(channel_sequence(channel), *request.describe_header(), caller)
 
     def record_message(self, message: Message, caller: str = "") -> Header:
         """Add a message to the sequence of its two ranks."""
-        words = describe_values(message.values)
-        return self.record(message_sequence(message, self.rank), words, caller=caller)
+        return self.record(message.sequence(self.rank), *message.describe_header(), caller)
 
 
 def channel_sequence(channel: str) -> str:
@@ -144,66 +126,9 @@ def channel_sequence(channel: str) -> str:
     return f"channel {channel or 'default'}"
 
 
-def message_sequence(message: Message, rank: int) -> str:
-    """Return the name of the sequence that a message of `rank` belongs to."""
-    pair = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
-    return f"messages from rank {pair[0]} to rank {pair[1]}"
-
-
 def message_tag(header: Header, num_bytes: int) -> int:
     """Return the tag, below `ABORT_TAG`, of a message of a request."""
     return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
-
-
-def describe_values(values: Tensor) -> str:
-    """Return the size and dtype of a tensor as text."""
-    return f"{values.numel()} {str(values.dtype).removeprefix('torch.')}"
-
-
-def describe_collective(request: Collective) -> tuple[str, dict[int, str], dict[int, str]]:
-    """Describe a collective; the results are cached by kind and shape, and must not be changed.
-
-    Returns:
-        The description that must be the same on all ranks, and by peer the size and dtype sent to
-        it and expected from it.
-    """
-    if isinstance(request, AllGatherScalar):
-        dtype = "float64" if isinstance(request.value, float) else "int64"
-        return f"AllGatherScalar of {dtype}", {}, {}
-    if isinstance(request, AllToAll):
-        counts = None if request.counts is None else tuple(request.counts)
-        lengths = tuple(part.numel() for part in request.parts)
-        return _describe_all_to_all(request.parts[0].dtype, lengths, counts)
-    values, rank = request.values, None
-    if isinstance(request, SendReceive):
-        rank = request.peer
-    elif isinstance(request, Broadcast):
-        rank = request.root
-    return _describe_shape(type(request).__name__, values.numel(), values.dtype, rank)
-
-
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
-def _describe_all_to_all(
-    dtype: torch.dtype, lengths: Sequence[int], counts: Sequence[int] | None
-) -> tuple[str, dict[int, str], dict[int, str]]:
-    name = str(dtype).removeprefix("torch.")
-    words = f"AllToAll of {name}, counts {'not given' if counts is None else 'given'}"
-    sent = {rank: f"{length} {name}" for rank, length in enumerate(lengths)}
-    expected = {rank: f"{count} {name}" for rank, count in enumerate(counts or ())}
-    return words, sent, expected
-
-
-@lru_cache(maxsize=DESCRIPTIONS_KEPT)
-def _describe_shape(
-    kind: str, num_elements: int, dtype: torch.dtype, rank: int | None
-) -> tuple[str, dict[int, str], dict[int, str]]:
-    shape = f"{num_elements} {str(dtype).removeprefix('torch.')}"
-    if kind == SendReceive.__name__:
-        # pairs of ranks may differ in size and dtype
-        assert rank is not None, "the peer"
-        return "SendReceive", {rank: shape}, {rank: shape}
-    words = f"{kind} of {shape}"
-    return words if rank is None else f"{words} from rank {rank}", {}, {}
 
 
 def find_difference(ranks: tuple[int, int], sequence: str, one: Header, other: Header) -> str:
@@ -333,7 +258,7 @@ class StallMonitor:
         own = _Record(
             self._num_records,
             wait.began_s,
-            describe_request(wait.request),
+            wait.request.describe(),
             need,
             self.find_busy(),
             sequences,

@@ -1,4 +1,4 @@
-"""The choice of a collective algorithm for each request, and the bytes that each one sends.
+"""The choice of a collective algorithm for each request.
 
 The answer of a request does not depend on the algorithm, except for the order of additions in sums.
 `builtin` is the process group's own collective; simulations use the algorithm that gloo uses.
@@ -8,33 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from gcnzc.exchange import collectives
-from gcnzc.exchange.algorithms import (
-    ALGORITHMS,
-    BUILTIN,
-    CHAIN,
-    DEFAULT,
-    LIKE_GLOO,
-    default_algorithm,
-)
-from gcnzc.exchange.requests import (
-    Algorithm,
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Mean,
-    ReduceScatter,
-    SendReceive,
-    Sum,
-    num_bytes_of,
-)
+from gcnzc.exchange.algorithms import ALGORITHMS, DEFAULT, default_algorithm
+from gcnzc.exchange.collectives.broadcast import CHAIN
+from gcnzc.exchange.requests import BUILTIN, Collective
 
 Steps = tuple[tuple[int | None, str], ...]
 
@@ -81,11 +58,11 @@ class Choices:
 
     def find(self, request: Collective, world_size: int) -> str:
         """Return the name of the algorithm for a request of that many ranks."""
-        kind = kind_of(request)
+        kind = request.kind
         steps = self.steps.get(kind)
         if steps is not None and len(steps) == 1 and steps[0][1] != DEFAULT:
             return steps[0][1]
-        return self.find_for_size(kind, num_bytes_of(request), world_size)
+        return self.find_for_size(kind, request.num_bytes, world_size)
 
     def find_for_size(self, kind: str, num_bytes: int, world_size: int) -> str:
         """Return the name of the algorithm for requests of a kind and a size in bytes."""
@@ -127,168 +104,3 @@ def _check_known(kind: str, name: str) -> None:
     if plain not in ALGORITHMS.get(kind, ()) or not fits:
         known = ", ".join(ALGORITHMS.get(kind, ALGORITHMS))
         raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: use one of {known}")
-
-
-def kind_of(request: Collective) -> str:
-    """Return the kind of a request in `ALGORITHMS`; a mean is a kind of sum."""
-    return "Sum" if isinstance(request, Mean) else type(request).__name__
-
-
-def expand(request: Collective, rank: int, world_size: int, name: str) -> Algorithm[Any]:
-    """Execute a collective by point-to-point messages, and return its answer.
-
-    Args:
-        request: the collective, with tensors on the host; `check_request` accepts it.
-        rank: this rank.
-        world_size: the number of ranks.
-        name: the name of the algorithm.
-    """
-    if name == BUILTIN:
-        name = LIKE_GLOO[kind_of(request)]
-    name, _, piece = name.partition(":")
-    if isinstance(request, Sum | Mean):
-        all_reduce = getattr(collectives, f"{name}_sum")
-        yield from all_reduce(request.values.view(-1), rank, world_size)
-        return finish_sum(request, world_size)
-    if isinstance(request, AllGather):
-        gather = getattr(collectives, f"{name}_gather")
-        rows = yield from gather(as_bytes(request.values), rank, world_size)
-        return rows.view(-1).view(request.values.dtype).view(world_size, *request.values.shape)
-    if isinstance(request, AllGatherScalar):
-        value = scalar_tensor(request)
-        rows = yield from collectives.doubling_gather(value, rank, world_size)
-        return tuple(rows[:, 0].tolist())
-    if isinstance(request, ReduceScatter):
-        return (yield from collectives.direct_scatter(request.values, rank, world_size))
-    if isinstance(request, Broadcast):
-        flat = as_bytes(request.values)
-        if name == CHAIN:
-            piece_bytes = int(piece or collectives.PIECE_BYTES)
-            yield from collectives.chain(flat, request.root, rank, world_size, piece_bytes)
-        else:
-            yield from collectives.binomial(flat, request.root, rank, world_size)
-        return copy_back(request.values, flat)
-    if isinstance(request, SendReceive):
-        flat = yield from collectives.send_receive(as_bytes(request.values), request.peer, rank)
-        return flat.view(request.values.dtype).view(request.values.shape)
-    counts = request.counts
-    if counts is None:
-        lengths = [torch.tensor([len(part)]) for part in request.parts]
-        received = yield from collectives.direct_exchange(lengths, [1] * world_size, rank)
-        counts = [int(count) for count in received]
-    dtype, size = request.parts[0].dtype, request.parts[0].element_size()
-    if dtype == torch.uint8:
-        return (yield from collectives.direct_exchange(request.parts, counts, rank))
-    parts = yield from collectives.direct_exchange(
-        [as_bytes(part) for part in request.parts], [count * size for count in counts], rank
-    )
-    return [part.view(dtype) for part in parts]
-
-
-def sent_bytes(request: Collective, rank: int, world_size: int, name: str) -> float:
-    """Return the bytes that a rank sends for a request, by the formula of its algorithm.
-
-    The formula is exact if the number of elements is a multiple of the number of ranks and, for
-    sums by halving, the number of ranks is a power of two. For `builtin` it is that of gloo's
-    algorithms.
-    """
-    size, world = num_bytes_of(request), world_size
-    if name == BUILTIN:
-        name = LIKE_GLOO[kind_of(request)]
-    if isinstance(request, Sum | Mean):
-        if name == "ring":
-            return 2 * (world - 1) / world * size
-        rounds = world.bit_length() - 1
-        power = 1 << rounds
-        pairs = world - power
-        if rank < 2 * pairs and rank % 2:
-            return size
-        own = rounds * size if name == "doubling" else 2 * (power - 1) / power * size
-        return own + (size if rank < 2 * pairs else 0)
-    if isinstance(request, AllGather | AllGatherScalar):
-        return (world - 1) * size
-    if isinstance(request, ReduceScatter):
-        return (world - 1) / world * size
-    if isinstance(request, SendReceive):
-        return 0 if request.peer == rank else size
-    if isinstance(request, Broadcast):
-        position = (rank - request.root) % world
-        if name.startswith(CHAIN):
-            return size if position < world - 1 else 0
-        step = 1
-        while step < world and not position & step:
-            step *= 2
-        return size * sum(position + (1 << b) < world for b in range(step.bit_length() - 1))
-    own = request.parts[rank].numel() * request.parts[rank].element_size()
-    return size - own + (8 * (world - 1) if request.counts is None else 0)
-
-
-def check_request(request: Collective, world_size: int) -> None:
-    """Check a request.
-
-    Raises:
-        ValueError: it is invalid, or does not match the number of ranks.
-    """
-    if isinstance(request, AllToAll):
-        if len(request.parts) != world_size:
-            raise ValueError(
-                f"AllToAll: {len(request.parts)} parts for {world_size} ranks\n\n"
-                "hint: give one part per rank, which may be empty"
-            )
-        if len({part.dtype for part in request.parts}) > 1:
-            raise ValueError(
-                "AllToAll: parts of several dtypes\n\nhint: send bytes with .view(torch.uint8)"
-            )
-        return
-    if isinstance(request, AllGatherScalar):
-        return
-    if isinstance(request, Broadcast):
-        if not 0 <= request.root < world_size:
-            raise ValueError(
-                f"Broadcast from rank {request.root} of {world_size}\n\nhint: ranks start at 0"
-            )
-        return
-    if not request.values.is_contiguous():
-        raise ValueError(
-            f"{type(request).__name__}: values with strides {tuple(request.values.stride())} are "
-            "not contiguous\n\nhint: copy them with .contiguous()"
-        )
-    if isinstance(request, Mean) and not request.values.dtype.is_floating_point:
-        raise ValueError(
-            f"Mean of {request.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
-        )
-    if isinstance(request, ReduceScatter) and request.values.numel() % world_size:
-        raise ValueError(
-            f"ReduceScatter: {request.values.numel()} elements for {world_size} ranks\n\n"
-            "hint: pad the values to a multiple of the number of ranks"
-        )
-    if isinstance(request, SendReceive) and not 0 <= request.peer < world_size:
-        raise ValueError(
-            f"SendReceive with rank {request.peer} of {world_size}\n\nhint: ranks start at 0"
-        )
-
-
-def finish_sum(request: Sum | Mean, world_size: int) -> Tensor:
-    """Return the answer of a request whose values are the sum: divide them for a mean."""
-    if isinstance(request, Mean):
-        request.values.div_(world_size)
-    return request.values
-
-
-def scalar_tensor(request: AllGatherScalar) -> Tensor:
-    """Return the number as (1,) int64 or float64."""
-    dtype = torch.float64 if isinstance(request.value, float) else torch.int64
-    return torch.tensor([request.value], dtype=dtype)
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    """Return (bytes,) uint8: a view of `values`, or of a copy if it is not contiguous."""
-    # a zero-dimensional tensor has no view of another element size
-    return values.contiguous().view(-1).view(torch.uint8)
-
-
-def copy_back(values: Tensor, flat: Tensor) -> Tensor:
-    """Return `values`, after copying `flat`, its bytes, to it if `as_bytes` has copied them."""
-    if not values.is_contiguous():
-        values.copy_(flat.view(values.dtype).view(values.shape))
-    return values

@@ -22,14 +22,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gcnzc._moved import renamed_attribute
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.collectives import AllGatherScalar
 from gcnzc.exchange.errors import ConnectionBroken, WorkerLost, explain
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.process_group import Channel, T, network
 from gcnzc.exchange.requests import (
     Algorithm,
-    AllGatherScalar,
     Caller,
+    Collective,
     Compute,
     Message,
     Now,
@@ -39,7 +40,6 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
-    describe_request,
 )
 from gcnzc.exchange.start import is_initialized
 
@@ -118,6 +118,17 @@ class Group:
         # start and end of each request on a channel's thread
         self.overlapped: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         self.log = RequestLog(rank)
+        # other requests are collectives
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            Caller: lambda request: self._default_channel.set_caller(request.name),
+            Compute: lambda request: time.sleep(request.seconds),
+            Now: lambda _: time.monotonic(),
+            Scratch: lambda request: torch.empty_like(request.values),
+            Send: self._run_message,
+            Receive: self._run_message,
+            Start: self._start,
+            Wait: self._wait,
+        }
         self._num_callers = 0
         self._channels: dict[str, Channel] = {}
         self._default_channel = self.channel("")
@@ -239,7 +250,7 @@ class Group:
         Args:
             first: the first rank of this machine in the parent group.
         """
-        firsts = self.run(_all_gather_scalar(first))
+        firsts = self._answer(AllGatherScalar(first))
         members = [rank for rank, each in enumerate(firsts) if each == first]
         self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
@@ -315,58 +326,52 @@ class Group:
             answer = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
-        if isinstance(request, Caller):
-            before, self._default_channel.caller = self._default_channel.caller, request.name
-            return before
-        if self.world_size > 1 and not self.backend:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.world_size} is not connected, so it cannot execute "
-                f"{describe_request(request)}\n\nhint: initialize torch.distributed before "
-                "an optimizer is unpickled, or load its state_dict() into a new one"
-            )
-        if self.is_closed and self.world_size > 1:
+        is_connected = self.world_size == 1 or (self.backend and not self.is_closed)
+        if not is_connected and type(request) is not Caller:
             self._reject(request)
-        if isinstance(request, Compute | Now):
-            return time.monotonic() if isinstance(request, Now) else time.sleep(request.seconds)
-        if isinstance(request, Start):
-            if isinstance(request.request, Send | Receive):
-                return self._start_message(request.request, request)
-            channel = self._channels.get(request.channel) or self._execute(
-                lambda: self.channel(request.channel), request, self._default_channel.find_need
-            )
-            return channel.start(request.request)
-        if isinstance(request, Wait):
-            pending = request.pending
-            return self._execute(pending.result, request, pending.find_need)
-        if isinstance(request, Scratch):
-            return torch.empty_like(request.values)
-        if isinstance(request, Send | Receive):
-            work = self._start_message(request, request)
-            return self._execute(work.result, request, work.find_need)
-        return self._execute(
-            lambda: self._default_channel.execute(request), request, self._default_channel.find_need
-        )
-
-    def _start_message(self, message: Message, request: Request) -> Any:
-        """Start a message; `request` is the message or its `Start`, for errors."""
-        return self._execute(
-            lambda: self._default_channel.start_message(message),
-            request,
-            lambda: None,
-            is_wait=False,
-        )
+        return self._handlers.get(type(request), self._run_collective)(request)
 
     def _reject(self, request: Request) -> None:
-        """Raise the error of a request to a closed group, and report it to the other ranks."""
+        """Raise the error of a request to a group that is not connected, or closed."""
+        if not self.backend:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.world_size} is not connected, so it cannot execute "
+                f"{request.describe()}\n\nhint: initialize torch.distributed before "
+                "an optimizer is unpickled, or load its state_dict() into a new one"
+            )
         if self.monitor is not None:
             self.monitor.stop("its group is closed")
             # otherwise the other ranks would wait for the time limit
             self._abort()
         raise RuntimeError(
-            f"rank {self.rank} requests {describe_request(request)} of a group that is closed\n\n"
+            f"rank {self.rank} requests {request.describe()} of a group that is closed\n\n"
             "hint: call finalize() and everything else that communicates before close(), the end "
             "of `with init_group()`, and destroy_process_group()"
         )
+
+    def _run_collective(self, request: Collective) -> Any:
+        channel = self._default_channel
+        return self._execute(lambda: channel.execute(request), request, channel.find_need)
+
+    def _run_message(self, message: Message) -> Any:
+        work = self._start_message(message, message)
+        return self._execute(work.result, message, work.find_need)
+
+    def _start(self, request: Start) -> Any:
+        if isinstance(request.request, Message):
+            return self._start_message(request.request, request)
+        channel = self._channels.get(request.channel) or self._execute(
+            lambda: self.channel(request.channel), request, self._default_channel.find_need
+        )
+        return channel.start(request.request)
+
+    def _start_message(self, message: Message, request: Request) -> Any:
+        """Start a message; `request` is the message or its `Start`, for errors."""
+        start = self._default_channel.start_message
+        return self._execute(lambda: start(message), request, lambda: None, is_wait=False)
+
+    def _wait(self, request: Wait) -> Any:
+        return self._execute(request.pending.result, request, request.pending.find_need)
 
     def _execute(
         self,
@@ -404,7 +409,7 @@ class Group:
             step, limit = self.monitor.step, f"; the time limit of a wait is {self.timeout_s:g} s"
             raise WorkerLost(
                 f"{describe_rank(self.rank, self.ranks)} waited {waited:.0f} s"
-                f"{'' if step is None else f' in step {step}'} for {describe_request(request)}: "
+                f"{'' if step is None else f' in step {step}'} for {request.describe()}: "
                 # NCCL has the time limit of its process group
                 f"{failure}\n\nhint: {self.remedy}{limit if self.backend == 'gloo' else ''}"
             ) from error.__cause__
@@ -442,11 +447,6 @@ def _unpickle_group(
         if is_same_size and ranks[rank] == dist.get_rank():
             return current_group() if members is None else current_group().subgroup(members)
     return Group(rank, world_size)
-
-
-def _all_gather_scalar(value: int) -> Algorithm[tuple[int, ...]]:
-    answer: tuple[int, ...] = yield AllGatherScalar(value)
-    return answer
 
 
 def _pop_all(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -20,17 +20,9 @@ from torch import Tensor
 
 from gcnzc.exchange.algorithms import ALGORITHMS
 from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.collectives import AllGather, AllGatherScalar, AllToAll, Broadcast, Sum
 from gcnzc.exchange.group import Group
-from gcnzc.exchange.requests import (
-    Algorithm,
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Request,
-    Sum,
-)
+from gcnzc.exchange.requests import Algorithm, Collective, Request
 from gcnzc.exchange.tuner import KINDS, PIECES, SIZES, Times, Tuning, measure
 from gcnzc.system import files
 

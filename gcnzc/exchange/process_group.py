@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,45 +17,25 @@ from gcnzc.exchange.agreement import (
     Header,
     Need,
     channel_sequence,
-    message_sequence,
     message_tag,
 )
-from gcnzc.exchange.algorithms import BUILTIN
-from gcnzc.exchange.choices import (
-    Choices,
-    as_bytes,
-    check_request,
-    copy_back,
-    expand,
-    finish_sum,
-    scalar_tensor,
-    sent_bytes,
-)
-from gcnzc.exchange.collectives import barrier
+from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.collectives.barrier import barrier
+from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import ConnectionBroken
 from gcnzc.exchange.requests import (
+    BUILTIN,
     Algorithm,
-    AllGather,
-    AllGatherScalar,
-    AllToAll,
-    Broadcast,
-    Caller,
     Collective,
     Compute,
-    Mean,
     Message,
-    Now,
-    Receive,
-    ReduceScatter,
     Request,
     Scratch,
     Send,
-    SendReceive,
     Start,
-    Sum,
     Wait,
 )
-from gcnzc.exchange.staging import StagedRequest, StagingBuffers, is_on_gpu
+from gcnzc.exchange.staging import StagingBuffers
 from gcnzc.system.streams import CudaStreams
 
 if TYPE_CHECKING:
@@ -119,11 +98,68 @@ def _wait(work: Any, limit_s: float | None) -> None:
             work.wait(timedelta(seconds=limit_s))
 
 
+class BuiltinCollectives:
+    """The collectives of a process group of torch.distributed, with the ranks of a group.
+
+    Each method starts a collective, and returns its work.
+    """
+
+    def __init__(self, group: "Group", process_group: Any) -> None:
+        self.group, self.process_group = group, process_group
+        self.options = {"group": process_group, "async_op": True}
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.group.world_size
+
+    def all_reduce(self, values: Tensor) -> Any:
+        """All-reduce (n,) in place with a sum."""
+        return dist.all_reduce(values, **self.options)
+
+    def broadcast(self, values: Tensor, root: int) -> Any:
+        """Broadcast (n,) from one rank of the group, in place."""
+        return dist.broadcast(values, self.group.ranks[root], **self.options)
+
+    def all_gather(self, rows: Tensor, values: Tensor) -> Any:
+        """All-gather `values`, (n,), to `rows`, (W n,)."""
+        return _all_gather(rows, values, **self.options)
+
+    def reduce_scatter(self, share: Tensor, values: Tensor) -> Any:
+        """Reduce-scatter `values`, (n,), to `share`, (n / W,), with a sum."""
+        return _reduce_scatter(share, values, **self.options)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+    ) -> Any:
+        """Exchange the parts of `sent`, which have these sizes; None divides it equally."""
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, **self.options)
+
+    def send_receive(self, sent: Tensor, received: Tensor, peer: int) -> Any:
+        """Send a tensor to one rank of the group, and receive another from it."""
+        peer = self.group.ranks[peer]
+        operations = [
+            dist.P2POp(dist.isend, sent, peer, self.process_group),
+            dist.P2POp(dist.irecv, received, peer, self.process_group),
+        ]
+        return dist.batch_isend_irecv(operations)[-1]
+
+
 class Channel:
     """Executes requests one after the other, over its own process group."""
 
     def __init__(self, group: "Group", name: str, process_group: Any) -> None:
         self.group, self.process_group = group, process_group
+        self.builtin = BuiltinCollectives(group, process_group)
         self.buffers = StagingBuffers()
         self.threads: ThreadPoolExecutor | None = None
         self.streams: CudaStreams | None = None
@@ -146,17 +182,20 @@ class Channel:
         """Return the request of a peer that the current request waits for."""
         return self.need
 
+    def set_caller(self, name: str) -> str:
+        """Set the caller of the requests that follow, and return the previous one."""
+        before, self.caller = self.caller, name
+        return before
+
     def start(self, request: Request | Algorithm[Any]) -> Any:
         """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
             return self._start_algorithm(request)
-        assert not isinstance(
-            request, Start | Wait | Compute | Now | Scratch | Caller | Send | Receive
-        ), "only exchanges can be started"
-        if self.group.backend == "nccl" and is_on_gpu(request):
+        assert isinstance(request, Collective), "only exchanges can be started"
+        if self.group.backend == "nccl" and request.is_on_gpu:
             # NCCL runs it on its own stream, without a thread
             return self._nccl(request)
-        ready = torch.cuda.current_stream().record_event() if is_on_gpu(request) else None
+        ready = torch.cuda.current_stream().record_event() if request.is_on_gpu else None
         return _Background(self._submit(lambda: self._run_after(ready, request)), self)
 
     def _submit(self, function: Callable[[], T]) -> "Future[T]":
@@ -211,18 +250,16 @@ class Channel:
 
     def _run_algorithm(self, algorithm: Algorithm[Any]) -> Any:
         answer: Any = None
+        handlers: dict[type, Callable[[Any], Any]] = {
+            Scratch: lambda request: torch.empty_like(request.values),
+            Compute: lambda request: time.sleep(request.seconds),
+        }
         while True:
             try:
                 request = algorithm.send(answer)
             except StopIteration as stop:
                 return stop.value
-            if isinstance(request, Scratch):
-                answer = torch.empty_like(request.values)
-            elif isinstance(request, Compute):
-                time.sleep(request.seconds)
-                answer = None
-            else:
-                answer = self._run_timed(request)  # type: ignore[arg-type]
+            answer = handlers.get(type(request), self._run_timed)(request)
 
     def execute(self, request: Collective, choices: Choices | None = None) -> Any:
         """Execute a request together with the other ranks, and return its answer.
@@ -232,8 +269,9 @@ class Channel:
             choices: selects the algorithm; None uses those of the group.
         """
         group = self.group
-        check_request(request, group.world_size)
-        if group.backend == "nccl" and is_on_gpu(request):
+        request.check(group.world_size)
+        is_on_gpu = request.is_on_gpu
+        if group.backend == "nccl" and is_on_gpu:
             if not self.name:
                 # other channels record no NCCL requests, since the order of threads may differ;
                 # the digest of this one is part of later headers
@@ -246,16 +284,17 @@ class Channel:
             self.header = group.log.record_collective(self.name, request, self.caller)
             is_checked = self._add_pair(before, self.header.words)
             is_checked |= self.header.number % CHECK_EVERY == 0
-            staged = StagedRequest(request, self.buffers)
-            name = (choices or group.choices).find(staged.request, group.world_size)
+            staged = request.copy_to_host(self.buffers) if is_on_gpu else request
+            name = (choices or group.choices).find(staged, group.world_size)
             if name == BUILTIN and group.world_size > 1:
-                sent = round(sent_bytes(request, group.rank, group.world_size, name))
+                sent = round(request.sent_bytes(name, group.rank, group.world_size))
                 group.ledger.add(kind, sent, 0)
-                answer = self._run_builtin(staged.request, is_checked=is_checked)
+                answer = self._run_builtin(staged, is_checked=is_checked)
             else:
-                algorithm = expand(staged.request, group.rank, group.world_size, name)
+                algorithm = staged.messages(name, group.rank, group.world_size)
                 answer = self._run_messages(algorithm, kind)
-            answer = staged.copy_answer(answer)
+            if is_on_gpu:
+                answer = request.copy_answer(answer)
             self.buffers.take_back()
         return answer
 
@@ -282,7 +321,7 @@ class Channel:
         peer = (group.rank + 1) % group.world_size
         self.need = Need(peer, self.sequence, header.number, is_for_all=True)
         with network():
-            work = self._builtin(request)
+            work = self._start_builtin(request)
         answer = work.result()
         self.need = None
         return answer
@@ -296,21 +335,24 @@ class Channel:
     def _run_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
         """Run a collective by its messages; the ledger counts them as `kind` unless it is empty."""
         answer: Any = None
+        step: Any
         while True:
             try:
                 step = algorithm.send(answer)
             except StopIteration as stop:
                 return stop.value
             answer = None
-            if isinstance(step, Scratch):
+            # a table of functions would add a call to each message
+            step_type = type(step)
+            if step_type is Start:
+                answer = self._message(step.request, self.sequence, self.header, kind)
+            elif step_type is Scratch:
                 answer = self.buffers.lend(step.values)
-            elif isinstance(step, Start):
-                answer = self._message(step.request, self.sequence, self.header, kind)  # type: ignore[arg-type]
             else:
                 work = (
                     step.pending
-                    if isinstance(step, Wait)
-                    else self._message(step, self.sequence, self.header, kind)  # type: ignore[arg-type]
+                    if step_type is Wait
+                    else self._message(step, self.sequence, self.header, kind)
                 )
                 self.need = work.need
                 answer = work.result()
@@ -318,18 +360,16 @@ class Channel:
 
     def start_message(self, request: Message) -> _PendingMessage:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
-        group, values = self.group, request.values
+        group = self.group
         header = group.log.record_message(request, self.caller)
-        sequence = message_sequence(request, group.rank)
-        if group.backend == "nccl" or not is_on_gpu(request):
+        sequence = request.sequence(group.rank)
+        if group.backend == "nccl" or not request.is_on_gpu:
             return self._message(request, sequence, header, "Send")
-        host = self.buffers.lend(values, pinned=True, is_kept=True)
-        if isinstance(request, Send):
-            host.view(values.shape).copy_(values)
-        work = self._message(replace(request, values=host), sequence, header, "Send")
+        host = self.buffers.lend(request.values, pinned=True, is_kept=True)
+        work = self._message(request.copy_to_host(host), sequence, header, "Send")
 
         def finish() -> Tensor | None:
-            answer = None if isinstance(request, Send) else values.copy_(host.view(values.shape))
+            answer = request.copy_answer(host)
             self.buffers.give_back(host, pinned=True)
             return answer
 
@@ -345,7 +385,7 @@ class Channel:
         need = Need(request.peer, sequence, header.number)
         limit_s, peer = self._limit_s(request), self.group.ranks[request.peer]
         with network():
-            if isinstance(request, Send):
+            if type(request) is Send:
                 if kind:
                     self.group.ledger.add(kind, len(data))
                 work = dist.isend(data, peer, self.process_group, tag)
@@ -366,78 +406,19 @@ class Channel:
         group, kind = self.group, type(request).__name__
         group.ledger.count(kind)
         name = group.choices.find(request, group.world_size)
-        sent = round(sent_bytes(request, group.rank, group.world_size, name))
+        sent = round(request.sent_bytes(name, group.rank, group.world_size))
         group.ledger.add(kind, sent, 0)
-        return self._builtin(request)
+        return self._start_builtin(request)
 
-    def _builtin(self, request: Collective) -> "_PendingCollective":
+    def _start_builtin(self, request: Collective) -> "_PendingCollective":
         """Start the process group's own collective."""
-        options, world = {"group": self.process_group, "async_op": True}, self.group.world_size
-        limit_s = self._limit_s(request)
-        if isinstance(request, Sum | Mean):
-            work = dist.all_reduce(request.values.view(-1), **options)
-            return _PendingCollective(work, lambda: finish_sum(request, world), limit_s)
-        if isinstance(request, Broadcast):
-            flat = as_bytes(request.values)
-            work = dist.broadcast(flat, self.group.ranks[request.root], **options)
-            return _PendingCollective(work, lambda: copy_back(request.values, flat), limit_s)
-        if isinstance(request, AllGather):
-            values = as_bytes(request.values)
-            rows = values.new_empty(world * len(values))
-            work = _all_gather(rows, values, **options)
-            shape = (world, *request.values.shape)
-            return _PendingCollective(
-                work, lambda: rows.view(request.values.dtype).view(shape), limit_s
-            )
-        if isinstance(request, ReduceScatter):
-            share = request.values.new_empty(request.values.numel() // world)
-            work = _reduce_scatter(share, request.values.view(-1), **options)
-            return _PendingCollective(work, lambda: share, limit_s)
-        if isinstance(request, AllToAll):
-            return self._all_to_all(request, options, limit_s)
-        if isinstance(request, AllGatherScalar):
-            value = scalar_tensor(request)
-            rows = value.new_empty(world)
-            work = _all_gather(rows, value, **options)
-            return _PendingCollective(work, lambda: tuple(rows.tolist()), limit_s)
-        assert isinstance(request, SendReceive), "all kinds of requests"
-        other = torch.empty_like(request.values)
-        if request.peer == self.group.rank:
-            return _PendingCollective(None, lambda: other.copy_(request.values), limit_s)
-        peer = self.group.ranks[request.peer]
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, request.values, peer, self.process_group),
-                dist.P2POp(dist.irecv, other, peer, self.process_group),
-            ]
-        )
-        return _PendingCollective(works[-1], lambda: other, limit_s)
+        work, finish = request.start_builtin(self.builtin)
+        return _PendingCollective(work, finish, self._limit_s(request))
 
     def _limit_s(self, request: Collective | Message) -> float | None:
         """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
-        is_nccl = self.group.backend == "nccl" and is_on_gpu(request)
+        is_nccl = self.group.backend == "nccl" and request.is_on_gpu
         return None if is_nccl else self.group.timeout_s
-
-    def _all_to_all(
-        self, request: AllToAll, options: dict[str, Any], limit_s: float | None
-    ) -> "_PendingCollective":
-        parts, size = [as_bytes(part) for part in request.parts], request.parts[0].element_size()
-        counts = request.counts
-        if counts is None:
-            # host tensors, so gloo exchanges them without a device synchronization
-            lengths = torch.tensor([len(part) for part in request.parts])
-            received_lengths = torch.empty_like(lengths)
-            dist.all_to_all_single(received_lengths, lengths, group=self.process_group)
-            counts = received_lengths.tolist()
-        sent_sizes = [len(part) for part in parts]
-        sizes = [count * size for count in counts]
-        received = parts[0].new_empty(sum(sizes))
-        work = dist.all_to_all_single(received, torch.cat(parts), sizes, sent_sizes, **options)
-        dtype = request.parts[0].dtype
-        # the parts have one dtype, so they are aligned for the view
-        return _PendingCollective(
-            work, lambda: [part.view(dtype) for part in received.split(sizes)], limit_s
-        )
 
     def close(self) -> None:
         """Stop the thread that executes requests in the background."""

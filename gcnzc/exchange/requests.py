@@ -1,95 +1,173 @@
-"""The requests of distributed algorithms: collectives and point-to-point messages.
+"""The requests of distributed algorithms: point-to-point messages, and the base of collectives.
 
 An algorithm is a generator: it yields requests, receives each answer as the value of the `yield`,
 and returns its result. It does not use a process group itself, so the same code runs on processes
 (`run`) and is simulated for W ranks in one process (`lockstep`). All ranks must yield the same
 collectives in the same order. Each `Send` needs a `Receive` on its peer; other ranks need neither.
 
-Notation: W ranks, n elements.
+The collectives are in `gcnzc.exchange.collectives`, each with its checks and its algorithms.
 """
 
-from collections.abc import Generator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gcnzc.exchange.process_group import BuiltinCollectives
+    from gcnzc.exchange.staging import StagingBuffers
 
 T = TypeVar("T")
 
+# descriptions of collectives that are kept, for each kind one for each shape
+DESCRIPTIONS_KEPT = 1024
 
-@dataclass(eq=False, slots=True)
-class Sum:
-    """All-reduce with a sum; the answer is `values`, written in place, equal on all ranks."""
+BUILTIN = "builtin"
+"""name of the process group's own collective; simulations use the algorithm that gloo uses"""
+
+HeaderFields: TypeAlias = tuple[str, dict[int, str], dict[int, str]]
+"""the description of a request that must be the same on all ranks, and by peer the size and dtype
+sent to it and expected from it"""
+
+Paths: TypeAlias = Mapping[str, tuple[float, float]]
+"""by algorithm, the messages and the bytes that are sent one after the other"""
+
+
+class BaseRequest:
+    """The base of all requests."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """Describe the request, for error messages."""
+        return type(self).__name__
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the tensors of the request are on a GPU."""
+        return False
+
+
+class Collective(BaseRequest, ABC):
+    """A request that all ranks make together.
+
+    A subclass has the checks of a collective, its algorithms and the process group's own collective
+    that executes it. Headers and ledgers use the name of the class.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """the kind of request in `Choices`: the name of the class, or "Sum" for a `Mean`"""
+    algorithms: ClassVar[tuple[str, ...]]
+    """names of the algorithms"""
+
+    def describe(self) -> str:
+        """Describe the kind and the size of the request, for error messages."""
+        return f"{type(self).__name__} of {self.num_bytes:,} bytes"
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """The bytes of the values on this rank; `Choices` selects algorithms by them."""
+
+    @abstractmethod
+    def check(self, world_size: int) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: it is invalid, or does not match the number of ranks.
+        """
+
+    @abstractmethod
+    def describe_header(self) -> HeaderFields:
+        """Describe the request for its header; the results are cached, and must not be changed."""
+
+    @abstractmethod
+    def messages(self, name: str, rank: int, world_size: int) -> "Algorithm[Any]":
+        """Execute the request by point-to-point messages, and return its answer.
+
+        Args:
+            name: one of `algorithms`, or for a `Broadcast` also a chain with its piece size.
+            rank: this rank.
+            world_size: the number of ranks; `check` accepts it.
+        """
+
+    @abstractmethod
+    def sent_bytes(self, name: str, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, by the formula of an algorithm.
+
+        The formula is exact if the number of elements is a multiple of the number of ranks and, for
+        sums by halving, the number of ranks is a power of two. For "builtin" it is that of gloo's
+        algorithms.
+        """
+
+    @abstractmethod
+    def copy_to_host(self, buffers: "StagingBuffers") -> "Collective":
+        """Return the request with copies of its tensors in buffers on the host."""
+
+    @abstractmethod
+    def copy_answer(self, answer: Any) -> Any:
+        """Copy the answer of `copy_to_host`'s request to this request's device, and return it."""
+
+    @abstractmethod
+    def start_builtin(self, process_group: "BuiltinCollectives") -> tuple[Any, Callable[[], Any]]:
+        """Start the process group's own collective.
+
+        Returns:
+            The work of torch.distributed, or None if there is none, and a function that returns the
+            answer after the work has finished.
+        """
+
+    @classmethod
+    def critical_paths(cls, num_bytes: int, world_size: int) -> Paths:
+        """Return the cost of each algorithm that may be the default one, for W > 1 ranks.
+
+        Empty if the first of `algorithms` is always the default.
+        """
+        return {}
+
+
+class Message(BaseRequest, ABC):
+    """The base of `Send` and `Receive`."""
+
+    __slots__ = ()
 
     values: Tensor
-    """contiguous, of any shape, with the same size and dtype on all ranks"""
-
-
-@dataclass(eq=False, slots=True)
-class Mean:
-    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks."""
-
-    values: Tensor
-    """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
-
-
-@dataclass(eq=False, slots=True)
-class AllGather:
-    """All-gather; the answer is (W, n), with one row per rank."""
-
-    values: Tensor
-    """(n,), contiguous, with the same size and dtype on all ranks"""
-
-
-@dataclass(eq=False, slots=True)
-class ReduceScatter:
-    """Reduce-scatter with a sum; the answer is (n / W,), this rank's share of the sum."""
-
-    values: Tensor
-    """(n,), contiguous; n is a multiple of W, and rank r gets share r"""
-
-
-@dataclass(eq=False, slots=True)
-class AllToAll:
-    """All-to-all; the answer is a list of W tensors, the parts that the ranks sent to this rank."""
-
-    parts: Sequence[Tensor]
-    """W one-dimensional tensors of one dtype and of any lengths; part r is sent to rank r"""
-    counts: Sequence[int] | None = None
-    """the number of elements to receive from each rank; None exchanges the lengths first"""
-
-
-@dataclass(eq=False, slots=True)
-class Broadcast:
-    """Broadcast from one rank; the answer is `values`, written in place on the other ranks."""
-
-    values: Tensor
-    """of any shape, with the same size and dtype on all ranks"""
-    root: int = 0
-    """the rank that sends its values"""
-
-
-@dataclass(eq=False, slots=True)
-class SendReceive:
-    """Exchange of tensors between pairs of ranks; the answer is the peer's tensor."""
-
-    values: Tensor
-    """contiguous, with the same shape and dtype on both ranks"""
     peer: int
-    """the other rank, whose `peer` must be this rank; if it is this rank itself, the answer is a
-    copy of `values`"""
 
+    def describe(self) -> str:
+        """Describe the size and the peer of the message, for error messages."""
+        size = count_bytes(self.values)
+        return f"{type(self).__name__} of {size:,} bytes with rank {self.peer}"
 
-@dataclass(slots=True)
-class AllGatherScalar:
-    """All-gather of a number; the answer is a tuple of W numbers, in the order of ranks."""
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the values are on a GPU."""
+        return self.values.is_cuda
 
-    value: int | float
-    """sent as int64 or float64; of the same type on all ranks"""
+    def describe_header(self) -> HeaderFields:
+        """Describe the message for its header: its size and dtype."""
+        return describe_size(self.values.numel(), self.values.dtype), {}, {}
+
+    @abstractmethod
+    def sequence(self, rank: int) -> str:
+        """Return the name of the sequence of messages that this one of `rank` belongs to."""
+
+    @abstractmethod
+    def copy_to_host(self, host: Tensor) -> "Message":
+        """Return the message with `host`, (n,), as its values; of a `Send`, copy them to it."""
+
+    @abstractmethod
+    def copy_answer(self, host: Tensor) -> Tensor | None:
+        """Return the answer, after the message with the values `host` has finished."""
 
 
 @dataclass(eq=False, slots=True)
-class Send:
+class Send(Message):
     """Send a message to one rank, which needs a matching `Receive`; the answer is None."""
 
     values: Tensor
@@ -97,9 +175,21 @@ class Send:
     peer: int
     """the rank that receives the message"""
 
+    def sequence(self, rank: int) -> str:
+        """Return the name of the sequence of messages that this one of `rank` belongs to."""
+        return message_sequence(rank, self.peer)
+
+    def copy_to_host(self, host: Tensor) -> "Send":
+        """Copy the values to `host`, (n,), and return a message with them."""
+        host.view(self.values.shape).copy_(self.values)
+        return Send(host, self.peer)
+
+    def copy_answer(self, host: Tensor) -> None:
+        """Return the answer, None."""
+
 
 @dataclass(eq=False, slots=True)
-class Receive:
+class Receive(Message):
     """Receive the next message from one rank; the answer is `values`, written in place."""
 
     values: Tensor
@@ -107,9 +197,21 @@ class Receive:
     peer: int
     """the rank that sends the message"""
 
+    def sequence(self, rank: int) -> str:
+        """Return the name of the sequence of messages that this one of `rank` belongs to."""
+        return message_sequence(self.peer, rank)
+
+    def copy_to_host(self, host: Tensor) -> "Receive":
+        """Return a message that is received into `host`, (n,)."""
+        return Receive(host, self.peer)
+
+    def copy_answer(self, host: Tensor) -> Tensor:
+        """Copy the received values from `host` to those of this request, and return them."""
+        return self.values.copy_(host.view(self.values.shape))
+
 
 @dataclass(eq=False, slots=True)
-class Scratch:
+class Scratch(BaseRequest):
     """Allocate scratch memory; the answer is an uninitialized tensor like `values`.
 
     It is valid until the end of the algorithm that yields this request, such as a ring all-reduce.
@@ -117,9 +219,18 @@ class Scratch:
 
     values: Tensor
 
+    def describe(self) -> str:
+        """Describe the size, for error messages."""
+        return f"Scratch of {count_bytes(self.values):,} bytes"
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the memory is on a GPU."""
+        return self.values.is_cuda
+
 
 @dataclass(slots=True)
-class Caller:
+class Caller(BaseRequest):
     """Set the name of the caller of the requests that follow, such as an optimizer.
 
     The name is part of the requests' headers, so equal requests of different callers are a
@@ -131,14 +242,18 @@ class Caller:
 
 
 @dataclass(slots=True)
-class Compute:
+class Compute(BaseRequest):
     """Simulate a computation: `lockstep` advances the clock of the simulation, `run` sleeps."""
 
     seconds: float
 
+    def describe(self) -> str:
+        """Describe the time, for error messages."""
+        return f"Compute of {self.seconds:g} s"
+
 
 @dataclass(slots=True)
-class Now:
+class Now(BaseRequest):
     """Read the clock; the answer is the time in seconds, from an arbitrary beginning.
 
     `lockstep` answers the virtual time, and `run` that of `time.monotonic`. The clocks of ranks
@@ -147,7 +262,7 @@ class Now:
 
 
 @dataclass(eq=False, slots=True)
-class Start:
+class Start(BaseRequest):
     """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
     The answer is a handle for `Wait`. The tensors of the request must not be used before the answer
@@ -161,43 +276,39 @@ class Start:
     """requests on one channel run one after the other, those on different channels concurrently;
     ignored for `Send` and `Receive`"""
 
+    def describe(self) -> str:
+        """Describe what is started, for error messages; an algorithm by its name."""
+        if isinstance(self.request, Generator):
+            return f"the start of {getattr(self.request, '__name__', 'an algorithm')}"
+        return f"the start of {self.request.describe()}"
+
 
 @dataclass(eq=False, slots=True)
-class Wait:
+class Wait(BaseRequest):
     """Wait for a started request; the answer is the request's answer."""
 
     pending: Any
     """the answer of `Start`"""
 
+    def describe(self) -> str:
+        """Describe the wait, for error messages."""
+        return "the end of a started request"
 
-Collective: TypeAlias = (
-    Sum | Mean | AllGather | ReduceScatter | AllToAll | Broadcast | SendReceive | AllGatherScalar
-)
-Message: TypeAlias = Send | Receive
+
 Request: TypeAlias = Collective | Message | Scratch | Compute | Now | Caller | Start | Wait
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
-def num_bytes_of(request: Collective) -> int:
-    """Return the bytes of a request's values on this rank; `Choices` selects algorithms by them."""
-    if isinstance(request, AllToAll):
-        return sum(part.numel() * part.element_size() for part in request.parts)
-    if isinstance(request, AllGatherScalar):
-        return 8
-    return request.values.numel() * request.values.element_size()
+def message_sequence(sender: int, receiver: int) -> str:
+    """Return the name of the sequence of messages from one rank to another."""
+    return f"messages from rank {sender} to rank {receiver}"
 
 
-def describe_request(request: object) -> str:
-    """Describe a request, for error messages."""
-    if isinstance(request, Start):
-        return f"the start of {describe_request(request.request)}"
-    if isinstance(request, Wait):
-        return "the end of a started request"
-    if isinstance(request, Generator):
-        return getattr(request, "__name__", "an algorithm")
-    name = type(request).__name__
-    if isinstance(request, Compute):
-        return f"{name} of {request.seconds:g} s"
-    peer = getattr(request, "peer", None)
-    text = f"{name} of {num_bytes_of(request):,} bytes"  # type: ignore[arg-type]
-    return text if peer is None else f"{text} with rank {peer}"
+def describe_size(num_elements: int, dtype: torch.dtype) -> str:
+    """Return the size and dtype of a tensor as text."""
+    return f"{num_elements} {str(dtype).removeprefix('torch.')}"
+
+
+def count_bytes(values: Tensor) -> int:
+    """Return the bytes of the elements of a tensor."""
+    return values.numel() * values.element_size()

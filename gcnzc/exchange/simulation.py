@@ -12,12 +12,11 @@ from gcnzc.exchange.agreement import (
     Header,
     RequestLog,
     channel_sequence,
-    describe_collective,
     find_difference,
-    message_sequence,
     mismatch,
 )
-from gcnzc.exchange.choices import Choices, as_bytes, check_request, expand
+from gcnzc.exchange.choices import Choices
+from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
@@ -31,7 +30,6 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
-    describe_request,
 )
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_tasks import (
@@ -269,12 +267,12 @@ class Simulation:
             request: the collective.
         """
         sequence = channel_sequence(channel or "")
-        header = self.logs[rank].record(sequence, *describe_collective(request), caller)
+        header = self.logs[rank].record_collective(channel or "", request, caller)
         self.check(rank, sequence, header, range(self.world_size))
-        check_request(request, self.world_size)
+        request.check(self.world_size)
         choices = self.choices if channel is None else self.choices.in_background
         name = choices.find(request, self.world_size)
-        return expand(request, rank, self.world_size, name)
+        return request.messages(name, rank, self.world_size)
 
     def execute_later(self, rank: int, caller: str, channel: str, request: Any) -> Algorithm[Any]:
         """See `execute`; checks the collective when the algorithm runs."""
@@ -312,8 +310,7 @@ class Simulation:
     def check_message(self, task: Task, message: Send | Receive) -> None:
         """Compare a message with its peer's request, if that has been made."""
         header = self.logs[task.rank].record_message(message, task.caller)
-        sequence = message_sequence(message, task.rank)
-        self.check(task.rank, sequence, header, [message.peer])
+        self.check(task.rank, message.sequence(task.rank), header, [message.peer])
 
     # messages
 
@@ -479,7 +476,7 @@ class Simulation:
         peer = request.peer
         at, error = self.broken.get(peer) or self.broken[peer, task.channel]
         return WorkerLost(
-            f"rank {task.rank} waited for {describe_request(request)}, whose connections broke at "
+            f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
             f"{at:g} s: {error}"
         )
 
@@ -493,5 +490,5 @@ def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
 def _describe_wait(task: Task) -> str:
     within = f" in {task.kind}" if task.kind else ""
     if isinstance(task.waits_for, StartedReceive | SentMessage):
-        return f"rank {task.rank} waits for {describe_request(task.waits_for.request)}{within}"
+        return f"rank {task.rank} waits for {task.waits_for.request.describe()}{within}"
     return f"rank {task.rank} waits for a request that it started{within}"

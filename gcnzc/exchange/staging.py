@@ -1,12 +1,9 @@
 """Staging buffers: GPU tensors are sent and received through host memory."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from gcnzc.exchange.requests import AllGatherScalar, AllToAll, Broadcast, Collective, Mean, Sum
 
 
 class StagingBuffers:
@@ -36,6 +33,10 @@ class StagingBuffers:
             self.lent.append((key, buffer))
         return buffer
 
+    def copy_to_host(self, values: Tensor) -> Tensor:
+        """Copy `values` to page-locked memory; wait until they are computed and copied."""
+        return self.lend(values, pinned=True).view(values.shape).copy_(values)
+
     def give_back(self, buffer: Tensor, *, pinned: bool) -> None:
         """Return a buffer that was lent with `is_kept`, for reuse."""
         self.free[buffer.numel(), buffer.dtype, pinned].append(buffer)
@@ -53,48 +54,3 @@ def _allocate(values: Tensor, *, pinned: bool) -> Tensor:
         return torch.empty(values.numel(), dtype=values.dtype, pin_memory=pinned)
     except RuntimeError:
         return torch.empty(values.numel(), dtype=values.dtype)
-
-
-class StagedRequest:
-    """A request whose GPU tensors are copied to the host.
-
-    Args:
-        request: the request.
-        buffers: for the host tensors.
-    """
-
-    def __init__(self, request: Collective, buffers: StagingBuffers) -> None:
-        self.original = self.request = request
-        if not is_on_gpu(request):
-            return
-        if isinstance(request, AllToAll):
-            self.request = replace(
-                request, parts=[_copy_to_host(part, buffers) for part in request.parts]
-            )
-        else:
-            assert not isinstance(request, AllGatherScalar), "scalars have no tensor"
-            self.request = replace(request, values=_copy_to_host(request.values, buffers))
-
-    def copy_answer(self, answer: Any) -> Any:
-        """Copy the answer to the device of the original request's tensors, and return it."""
-        if self.request is self.original:
-            return answer
-        if isinstance(self.original, AllToAll):
-            device = self.original.parts[0].device
-            return [part.to(device) for part in answer]
-        assert not isinstance(self.original, AllGatherScalar), "scalars have no tensor"
-        values = self.original.values
-        if isinstance(self.original, Sum | Mean | Broadcast):
-            return values.copy_(answer)
-        return answer.to(values.device)
-
-
-def is_on_gpu(request: Any) -> bool:
-    """Whether a request's values are on a GPU."""
-    values = request.parts[0] if isinstance(request, AllToAll) else getattr(request, "values", None)
-    return values is not None and values.is_cuda
-
-
-def _copy_to_host(values: Tensor, buffers: StagingBuffers) -> Tensor:
-    """Copy `values` to page-locked memory; wait until they are computed and copied."""
-    return buffers.lend(values, pinned=True).view(values.shape).copy_(values)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN, CHAIN, DEFAULT
+from gcnzc.exchange.algorithms import ALGORITHMS, DEFAULT
 from gcnzc.exchange.choices import Choices, Steps
+from gcnzc.exchange.collectives.broadcast import CHAIN
+from gcnzc.exchange.requests import BUILTIN
 
 KINDS = tuple(kind for kind, names in ALGORITHMS.items() if len(names) > 1)
 

@@ -9,14 +9,13 @@ import pytest
 from gcnzc.exchange import AllGather, Broadcast, Choices, Link, SizeOnly, Sum, lockstep
 from gcnzc.exchange.algorithms import (
     ALGORITHMS,
-    BUILTIN,
     BUILTIN_FACTOR,
-    CRITICAL_PATHS,
     LATENCIES,
     MEASURED_FACTORS,
-    PIECE_OVERHEAD,
     default_algorithm,
 )
+from gcnzc.exchange.collectives.broadcast import PIECE_OVERHEAD
+from gcnzc.exchange.requests import BUILTIN
 
 BYTES_PER_S = 12.5e6
 KINDS = {"Sum": Sum, "AllGather": AllGather, "Broadcast": Broadcast}
@@ -36,7 +35,7 @@ def test_costs_are_the_simulated_times(kind, world_size):
     is_power = world_size & (world_size - 1) == 0
     for latency in LATENCIES:
         for num_bytes in (1 << 12, 1 << 20):
-            for name, (messages, size) in CRITICAL_PATHS[kind](num_bytes, world_size).items():
+            for name, (messages, size) in KINDS[kind].critical_paths(num_bytes, world_size).items():
                 if name == BUILTIN:
                     continue
                 message_s = PIECE_OVERHEAD / BYTES_PER_S if name.startswith("chain") else 0.0
@@ -58,7 +57,7 @@ def test_costs_are_the_simulated_times(kind, world_size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_has_the_least_largest_factor(kind, world_size):
     for num_bytes in (1, 1 << 10, 386_000, 1 << 24, 1 << 30):
-        paths, factors = CRITICAL_PATHS[kind](num_bytes, world_size), {}
+        paths, factors = KINDS[kind].critical_paths(num_bytes, world_size), {}
         for latency in LATENCIES:
             costs = {
                 name: messages * latency + MEASURED_FACTORS.get(kind, {}).get(name, 1) * size

@@ -20,7 +20,6 @@ from gcnzc.exchange import (
     lockstep,
 )
 from gcnzc.exchange.algorithms import ALGORITHMS
-from gcnzc.exchange.choices import sent_bytes
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
 
@@ -186,7 +185,7 @@ def test_the_ledger_counts_the_bytes_of_the_formula(title, world_size):
         found = run_all(world_size, lambda r: REQUESTS[title](r, world_size), choices=choices)
         for rank, ledger in enumerate(found.ledgers):
             request = REQUESTS[title](rank, world_size)
-            assert ledger.bytes_sent == sent_bytes(request, rank, world_size, name)
+            assert ledger.bytes_sent == request.sent_bytes(name, rank, world_size)
             assert ledger.entries[kind].requests == 1
 
 

@@ -23,7 +23,8 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN
+from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange.requests import BUILTIN
 
 OURS = [
     {"Sum": "doubling", "Broadcast": "chain", "AllGather": "doubling"},

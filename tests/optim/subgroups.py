@@ -9,7 +9,8 @@ from optim.replicas import taught, values_of
 from torch import distributed
 
 from gcnzc.exchange import Choices, current_group, init_group, run
-from gcnzc.exchange.algorithms import ALGORITHMS, BUILTIN
+from gcnzc.exchange.algorithms import ALGORITHMS
+from gcnzc.exchange.requests import BUILTIN
 from gcnzc.optim import OneBitAdam, StreamingDiLoCo
 from gcnzc.train.shared_data import first_workers, share_result
 

@@ -17,7 +17,6 @@ from gcnzc.cli.commands import cost
 from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.reports import network as reports_network
 from gcnzc.exchange import Choices, Sum, lockstep
-from gcnzc.exchange.choices import sent_bytes
 from gcnzc.graph import load
 from gcnzc.optim import cost as optim_cost
 from gcnzc.optim.cost import METHODS, Computed, Cost, Network
@@ -60,7 +59,7 @@ def test_a_cost_matches_its_formula(name, workers, messages, vectors):
     assert cost.latency_s == pytest.approx(messages * ALPHA_S, rel=1e-12)
     assert cost.serial_bytes == pytest.approx(vectors * BYTES, rel=1e-9)
     ask = Sum(torch.zeros(BYTES // 4))
-    assert cost.sent_bytes == max(sent_bytes(ask, rank, workers, name) for rank in range(workers))
+    assert cost.sent_bytes == max(ask.sent_bytes(name, rank, workers) for rank in range(workers))
 
 
 def test_a_rank_beyond_a_power_of_two_waits_twice():

@@ -1,0 +1,267 @@
+"""All-reduce: the requests `Sum` and `Mean`, by doubling, halving and a ring.
+
+Sums are equal on all ranks bit for bit: an element is either summed on one rank, or by the same
+pairs on all ranks, and addition is commutative.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gcnzc.exchange.collectives.messages import (
+    PendingReceive,
+    send,
+    send_and_wait,
+    start_receive,
+)
+from gcnzc.exchange.collectives.one_tensor import TensorCollective, check_contiguous
+from gcnzc.exchange.requests import BUILTIN, Algorithm, Paths, Receive, Scratch, Send, Start, Wait
+
+if TYPE_CHECKING:
+    from gcnzc.exchange.process_group import BuiltinCollectives
+
+# turns of a ring whose receives are posted ahead
+LOOK_AHEAD = 16
+
+
+class AllReduce(TensorCollective):
+    """The base of `Sum` and `Mean`."""
+
+    __slots__ = ()
+
+    kind = "Sum"
+    algorithms = ("doubling", "halving", "ring", BUILTIN)
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous."""
+        check_contiguous(self)
+
+    def finish(self, world_size: int) -> Tensor:
+        """Return the answer, after the values have become the sum."""
+        return self.values
+
+    def messages(self, name: str, rank: int, world_size: int) -> Algorithm[Tensor]:
+        """Add the values of all ranks in place, by point-to-point messages."""
+        yield from _ALGORITHMS[name](self.values.view(-1), rank, world_size)
+        return self.finish(world_size)
+
+    def sent_bytes(self, name: str, rank: int, world_size: int) -> float:
+        """Return the bytes that a rank sends, by the formula of an algorithm."""
+        size = self.num_bytes
+        if name in ("ring", BUILTIN):
+            return 2 * (world_size - 1) / world_size * size
+        rounds = world_size.bit_length() - 1
+        power = 1 << rounds
+        pairs = world_size - power
+        if rank < 2 * pairs and rank % 2:
+            return size
+        own = rounds * size if name == "doubling" else 2 * (power - 1) / power * size
+        return own + (size if rank < 2 * pairs else 0)
+
+    def copy_answer(self, answer: Tensor) -> Tensor:
+        """Copy the answer to the values, and return them."""
+        return self.values.copy_(answer)
+
+    def start_builtin(
+        self, process_group: "BuiltinCollectives"
+    ) -> tuple[Any, Callable[[], Tensor]]:
+        """Start the all-reduce of the process group."""
+        work = process_group.all_reduce(self.values.view(-1))
+        return work, lambda: self.finish(process_group.world_size)
+
+    @classmethod
+    def critical_paths(cls, num_bytes: int, world_size: int) -> Paths:
+        """Return the costs of doubling, halving and the process group's ring."""
+        rounds = world_size.bit_length() - 1
+        power = 1 << rounds
+        fold = 0 if power == world_size else 2
+        turns = 2 * (world_size - 1)
+        halves = 2 * (power - 1) / power
+        return {
+            "doubling": (rounds + fold, (rounds + fold) * num_bytes),
+            "halving": (2 * rounds + fold, (halves + fold) * num_bytes),
+            BUILTIN: (2 * turns, turns / world_size * num_bytes),
+        }
+
+
+@dataclass(eq=False, slots=True)
+class Sum(AllReduce):
+    """All-reduce with a sum; the answer is `values`, written in place, equal on all ranks."""
+
+    values: Tensor
+    """contiguous, of any shape, with the same size and dtype on all ranks"""
+
+
+@dataclass(eq=False, slots=True)
+class Mean(AllReduce):
+    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks."""
+
+    values: Tensor
+    """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
+
+    def check(self, world_size: int) -> None:
+        """Check that the values are contiguous and floating-point."""
+        check_contiguous(self)
+        if not self.values.dtype.is_floating_point:
+            raise ValueError(
+                f"Mean of {self.values.dtype}\n\nhint: use a floating-point dtype, or Sum"
+            )
+
+    def finish(self, world_size: int) -> Tensor:
+        """Divide the sum by the number of ranks, and return it."""
+        self.values.div_(world_size)
+        return self.values
+
+
+def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place by recursive doubling: whole vectors in log2 W rounds.
+
+    If W is not a power of two, there are ⌊log2 W⌋ + 2 rounds. Uses log2 W times the memory of the
+    values as scratch; the other sums use at most their size.
+    """
+    fold = yield from _make_fold(values, rank, world_size)
+    peers = [fold.find_rank(fold.position ^ step) for step in fold.steps]
+    receives = []
+    for peer in peers:
+        receives.append((yield from start_receive((yield Scratch(values)), peer)))
+    yield from fold.reduce_pairs(values)
+    for peer, receive in zip(peers, receives, strict=True):
+        yield from send_and_wait(values, peer, receive)
+        values += receive.values
+    yield from fold.send_results(values)
+    return values
+
+
+def halving_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place by recursive halving (reduce-scatter) and doubling (all-gather)."""
+    fold = yield from _make_fold(values, rank, world_size)
+    halves = []
+    begin, end = 0, len(values)
+    for step in reversed(fold.steps):
+        middle = (begin + end) // 2
+        lower, upper = values[begin:middle], values[middle:end]
+        is_upper = bool(fold.position & step)
+        own, other = (upper, lower) if is_upper else (lower, upper)
+        halves.append((own, other, fold.find_rank(fold.position ^ step)))
+        begin, end = (middle, end) if is_upper else (begin, middle)
+    reduces, gathers = [], []
+    for own, _, peer in halves:
+        reduces.append((yield from start_receive((yield Scratch(own)), peer)))
+    for _, other, peer in reversed(halves):
+        gathers.append((yield from start_receive(other, peer)))
+    yield from fold.reduce_pairs(values)
+    for (own, other, peer), receive in zip(halves, reduces, strict=True):
+        yield from send_and_wait(other, peer, receive)
+        own += receive.values
+    for (own, _, peer), receive in zip(reversed(halves), gathers, strict=True):
+        yield from send_and_wait(own, peer, receive)
+    yield from fold.send_results(values)
+    return values
+
+
+def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
+    """All-reduce (n,) in place around a ring: the fewest bytes in the most rounds."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    parts = values.tensor_split(world_size)
+    # part `turn` is sent in this turn, and part `turn + 1` is received
+    shares = [parts[(rank - turn) % world_size] for turn in range(world_size)]
+    turns = 2 * (world_size - 1)
+    scratch = []
+    for _ in range(min(LOOK_AHEAD, world_size - 1)):
+        # the first part is the largest
+        scratch.append((yield Scratch(parts[0])))
+    # all parts have elements, and often the same number
+    is_full = len(values) >= world_size
+    is_even = is_full and len(values) % world_size == 0
+
+    def target(turn: int) -> Tensor:
+        if turn < world_size - 1:
+            buffer = scratch[turn % LOOK_AHEAD]
+            return buffer if is_even else buffer[: len(shares[turn + 1])]
+        # the whole sum of a share
+        return shares[turn - world_size + 1]
+
+    receives: list[tuple[Tensor, Any]] = []
+    # requests are made here and not by functions, since a simulation spends its time with them
+    for turn in range(min(LOOK_AHEAD, turns)):
+        into = target(turn)
+        is_sent = is_full or into.numel()
+        receives.append((into, (yield Start(Receive(into, before))) if is_sent else None))
+    for turn in range(turns):
+        sent = shares[turn % world_size]
+        send = (yield Start(Send(sent, after))) if is_full or sent.numel() else None
+        into, receive = receives[turn % LOOK_AHEAD]
+        if receive is not None:
+            yield Wait(receive)
+        if send is not None:
+            yield Wait(send)
+        if turn < world_size - 1:
+            shares[turn + 1] += into
+        if turn + LOOK_AHEAD < turns:
+            into = target(turn + LOOK_AHEAD)
+            is_sent = is_full or into.numel()
+            receive = (yield Start(Receive(into, before))) if is_sent else None
+            receives[turn % LOOK_AHEAD] = into, receive
+    return values
+
+
+class _Fold:
+    """Folds W ranks to the next lower power of two, which recursive doubling and halving need.
+
+    If W is not a power of two, the first ranks form pairs: the odd rank of a pair sends its values
+    to the even one, which takes part for both and sends the result back. Each pair, and each rank
+    without a pair, has a position in [0, power of two).
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        power = 1 << (world_size.bit_length() - 1)
+        self.num_pairs = world_size - power
+        in_pair = rank < 2 * self.num_pairs
+        self.is_folded = in_pair and rank % 2 == 1
+        self.has_folded = in_pair and rank % 2 == 0
+        self.position = rank // 2 if in_pair else rank - self.num_pairs
+        # the positions of a rank and of its peers differ in one of these bits
+        self.steps = [] if self.is_folded else [1 << bit for bit in range(power.bit_length() - 1)]
+        self.receive: PendingReceive | None = None
+
+    def find_rank(self, position: int) -> int:
+        """Return the rank that takes part for a position."""
+        return 2 * position if position < self.num_pairs else position + self.num_pairs
+
+    def reduce_pairs(self, values: Tensor) -> Algorithm[None]:
+        """Add the values of each odd rank to those of its even one."""
+        if self.is_folded:
+            yield from send(values, self.rank - 1)
+        elif self.receive is not None:
+            yield from self.receive.wait()
+            values += self.receive.values
+
+    def send_results(self, values: Tensor) -> Algorithm[None]:
+        """Send the result of each even rank to its odd one."""
+        if self.is_folded:
+            assert self.receive is not None, "_make_fold has started it"
+            yield from self.receive.wait()
+        elif self.has_folded:
+            yield from send(values, self.rank + 1)
+
+
+def _make_fold(values: Tensor, rank: int, world_size: int) -> Algorithm[_Fold]:
+    """Create a fold, and start the receive of this rank's pair."""
+    fold = _Fold(rank, world_size)
+    if fold.is_folded:
+        fold.receive = yield from start_receive(values, rank - 1)
+    elif fold.has_folded:
+        fold.receive = yield from start_receive((yield Scratch(values)), rank + 1)
+    return fold
+
+
+_ALGORITHMS = {
+    "doubling": doubling_sum,
+    "halving": halving_sum,
+    "ring": ring_sum,
+    # as in gloo
+    BUILTIN: ring_sum,
+}
