@@ -152,14 +152,14 @@ def is_equal(group: Group, kind: str, size: int, name: str) -> bool:
         for part in request.parts:
             part.random_(generator=generator)
         sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
-        parts = _run(group, kind, request, name)
+        parts = _run(group, request, name)
         received = sum(_hash(part, source, group.rank) for source, part in enumerate(parts))
         return sum(group.run(yield_request(AllGatherScalar(sent - received)))) == 0
     if isinstance(request, Sum):
         request.values.normal_(generator=generator)
     else:
         request.values.random_(generator=generator)
-    own = _hash(_run(group, kind, request, name))
+    own = _hash(_run(group, request, name))
     return len(set(group.run(yield_request(AllGatherScalar(own))))) == 1
 
 
@@ -198,7 +198,7 @@ def count_bytes(group: Group) -> Iterator[Line]:
             times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
             before = _counters(group, request)
             for _ in range(times):
-                _run(group, request.kind, request, name)
+                _run(group, request, name)
             after = _counters(group, request)
             formula = times * request.sent_bytes(name, group.rank, group.world_size)
             own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
@@ -236,10 +236,10 @@ def make_requests(rank: int, world_size: int) -> list[Collective]:
     ]
 
 
-def _run(group: Group, kind: str, request: Collective, name: str) -> Any:
+def _run(group: Group, request: Collective, name: str) -> Any:
     """Run a request by an algorithm, and return its result."""
     default = group.choices
-    group.choices = Choices.always(**{kind: name})
+    group.choices = Choices.always(**{request.kind: name})
     result = group.run(yield_request(request))
     group.choices = default
     return result

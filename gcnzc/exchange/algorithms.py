@@ -1,4 +1,4 @@
-"""The collective algorithms, and the default one for each size and number of ranks.
+"""The default collective algorithm for each kind, size and number of ranks.
 
 The default minimizes a cost: the time of the formulas of `gcnzc.exchange.collectives` in units of
 1/B, so that M bytes cost M, and a message costs `latency` = α B bytes. Without a measurement, the

@@ -55,7 +55,8 @@ class Collective(BaseRequest, ABC):
     """A request that all ranks make together.
 
     A subclass has the checks of a collective, its algorithms and the process group's own collective
-    that executes it. Headers and ledgers use the name of the class.
+    that executes it. `gcnzc.exchange.collectives.COLLECTIVES` lists the subclasses. Headers and
+    ledgers use the name of the class.
     """
 
     __slots__ = ()
