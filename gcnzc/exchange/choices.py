@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gcnzc.exchange.algorithms import ALGORITHMS, DEFAULT, default_algorithm
-from gcnzc.exchange.collectives.broadcast import CHAIN
+from gcnzc.exchange.collectives import COLLECTIVES
 from gcnzc.exchange.requests import BUILTIN, Collective
 
 Steps = tuple[tuple[int | None, str], ...]
@@ -97,10 +97,7 @@ class Choices:
 
 
 def _check_known(kind: str, name: str) -> None:
-    if name == DEFAULT and kind in ALGORITHMS:
-        return
-    plain, colon, piece = name.partition(":")
-    fits = not colon or (plain == CHAIN and piece.isdecimal() and int(piece) > 0)
-    if plain not in ALGORITHMS.get(kind, ()) or not fits:
+    request = COLLECTIVES.get(kind)
+    if request is None or not (name == DEFAULT or request.has_algorithm(name)):
         known = ", ".join(ALGORITHMS.get(kind, ALGORITHMS))
         raise ValueError(f"no algorithm {name!r} for {kind}\n\nhint: use one of {known}")

@@ -124,6 +124,11 @@ class Collective(BaseRequest, ABC):
         """
 
     @classmethod
+    def has_algorithm(cls, name: str) -> bool:
+        """Whether there is an algorithm with that name."""
+        return name in cls.algorithms
+
+    @classmethod
     def critical_paths(cls, num_bytes: int, world_size: int) -> Paths:
         """Return the cost of each algorithm that may be the default one, for W > 1 ranks.
 

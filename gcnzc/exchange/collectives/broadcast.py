@@ -91,6 +91,14 @@ class Broadcast(TensorCollective):
         return work, lambda: copy_back(self.values, flat)
 
     @classmethod
+    def has_algorithm(cls, name: str) -> bool:
+        """Whether there is an algorithm with that name, such as "chain:16384"."""
+        plain, colon, piece = name.partition(":")
+        if colon:
+            return plain == CHAIN and piece.isdecimal() and int(piece) > 0
+        return name in cls.algorithms
+
+    @classmethod
     def critical_paths(cls, num_bytes: int, world_size: int) -> Paths:
         """Return the costs of a binomial tree and of a chain."""
         others = world_size - 1
