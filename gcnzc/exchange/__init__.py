@@ -20,9 +20,11 @@ from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Outcome, lockstep
 from gcnzc.exchange.measure import tune
 from gcnzc.exchange.requests import (
+    Abandon,
     Algorithm,
     Caller,
     Compute,
+    First,
     Now,
     Receive,
     Request,
@@ -37,6 +39,7 @@ from gcnzc.exchange.start import is_worker
 from gcnzc.exchange.tuner import Tuning
 
 __all__ = [
+    "Abandon",
     "Algorithm",
     "AllGather",
     "AllGatherScalar",
@@ -46,6 +49,7 @@ __all__ = [
     "Choices",
     "Compute",
     "Crash",
+    "First",
     "Group",
     "Ledger",
     "Link",

@@ -116,9 +116,10 @@ class RequestLog:
         """Add a collective to the sequence of its channel."""
         return self.record(channel_sequence(channel), *request.describe_header(), caller)
 
-    def record_message(self, message: Message, caller: str = "") -> Header:
-        """Add a message to the sequence of its two ranks."""
-        return self.record(message.sequence(self.rank), *message.describe_header(), caller)
+    def record_message(self, message: Message, caller: str = "", channel: str = "") -> Header:
+        """Add a message to the sequence of its two ranks, and of its channel if it has one."""
+        sequence = message.sequence(self.rank, channel)
+        return self.record(sequence, *message.describe_header(), caller)
 
 
 def channel_sequence(channel: str) -> str:

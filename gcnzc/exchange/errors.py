@@ -2,9 +2,19 @@
 
 from gcnzc.exchange.heartbeat import HeartbeatMonitor
 
+# default remedy in the message of `WorkerLost`
+REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
+
 
 class WorkerLost(RuntimeError):
-    """An exchange failed, because a rank or the network failed, or a rank is far behind."""
+    """An exchange failed, because a rank or the network failed, or a rank is far behind.
+
+    It is raised in the algorithm at the `yield` of the request. An algorithm may catch it and
+    continue with other ranks; otherwise it ends `run`.
+    """
+
+    reason = ""
+    """why, for the messages of other ranks"""
 
 
 class ConnectionBroken(Exception):
@@ -18,3 +28,23 @@ def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> str:
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{monitor.describe_failure()} (torch.distributed reports: {lines[0]})"
+
+
+def worker_lost(
+    who: str, waited_s: float, step: int | None, what: str, failure: str, hint: str
+) -> WorkerLost:
+    """Return the error of a wait that failed.
+
+    Args:
+        who: the rank that waited.
+        waited_s: for how many seconds.
+        step: in which step; None if it is not known.
+        what: the request that it waited for.
+        failure: why it failed, also for the messages of other ranks.
+        hint: the remedy.
+    """
+    in_step = "" if step is None else f" in step {step}"
+    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure}\n\nhint: {hint}"
+    error = WorkerLost(text)
+    error.reason = failure
+    return error

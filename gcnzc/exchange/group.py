@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ from gcnzc._moved import renamed_attribute
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import AllGatherScalar
-from gcnzc.exchange.errors import ConnectionBroken, WorkerLost, explain
+from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.process_group import Channel, T, network
+from gcnzc.exchange.process_group import Channel, T
 from gcnzc.exchange.requests import (
+    DEFAULT_CHANNEL,
+    Abandon,
     Algorithm,
     Caller,
     Collective,
     Compute,
+    First,
     Message,
     Now,
     Receive,
@@ -42,13 +46,10 @@ from gcnzc.exchange.requests import (
     Wait,
 )
 from gcnzc.exchange.start import is_initialized
+from gcnzc.exchange.started_requests import abandon, network, wait_for_first
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
-
-# default remedy in the message of `WorkerLost`
-REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
-
 # maximum number of intervals kept until `pop_request_intervals` or `pop_overlapped_intervals`
 TIMES_KEPT = 10_000
 
@@ -128,6 +129,8 @@ class Group:
             Receive: self._run_message,
             Start: self._start,
             Wait: self._wait,
+            First: self._wait_for_first,
+            Abandon: abandon,
         }
         self._num_callers = 0
         self._channels: dict[str, Channel] = {}
@@ -213,22 +216,16 @@ class Group:
         rank, world_size = members.index(self.rank), len(members)
         if world_size == 1:
             return Group(choices=self.choices, timeout_s=self.timeout_s, remedy=self.remedy)
-        num_before = sum(
-            group.ranks == [self.ranks[each] for each in members] for group in self._subgroups
-        )
+        own_ranks = [self.ranks[each] for each in members]
+        num_before = sum(group.ranks == own_ranks for group in self._subgroups)
         store = self.store
         if store is not None:
             name = "-".join(map(str, members))
             store = PrefixStore(f"subgroup {name} number {num_before}", store)
         try:
             group = Group(
-                rank,
-                world_size,
-                self.backend,
-                store,
-                self.choices,
-                self.timeout_s,
-                [self.ranks[each] for each in members],
+                *(rank, world_size, self.backend, store, self.choices, self.timeout_s),
+                ranks=own_ranks,
                 store_host=self.monitor.store_host if self.monitor is not None else None,
                 remedy=self.remedy,
             )
@@ -281,21 +278,21 @@ class Group:
             self.monitor.count_step(num_steps)
 
     def pop_request_intervals(self) -> list[tuple[float, float]]:
-        """Return and clear the start and end of each wait of this rank for a request's result.
+        """Return and clear the start and end of this rank's waits for requests.
 
-        These are the waits since the last call, at most the last 10,000; none with a single rank.
-        Only the `Wait` of a started request counts. Times are `time.perf_counter()`, in seconds.
+        At most the last 10,000, by `time.perf_counter()`; none with a single rank. Of a started
+        request, its `Wait` counts.
         """
-        return _pop_all(self.waits)
+        return [self.waits.popleft() for _ in range(len(self.waits))]
 
     def pop_overlapped_intervals(self) -> list[tuple[float, float]]:
         """Return and clear the start and end of each request that a channel's thread executed.
 
-        These are the requests since the last call, at most the last 10,000; none with a single
-        rank. They include the requests of started algorithms. A single collective that is started
-        over NCCL needs no thread, and is not included. Times are `time.perf_counter()`, in seconds.
+        At most the last 10,000, by `time.perf_counter()`; none with a single rank. A single
+        collective that is started over NCCL needs no thread, and is not included.
         """
-        return _pop_all(self.overlapped)
+        # the channels' threads may append meanwhile
+        return [self.overlapped.popleft() for _ in range(len(self.overlapped))]
 
     @property
     def num_staging_buffers(self) -> int:
@@ -317,13 +314,21 @@ class Group:
         Raises:
             RuntimeError: the group is closed or not connected.
         """
-        answer, self._default_channel.caller = None, ""
-        while True:
-            try:
-                request = algorithm.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = self._answer(request)
+        answer, lost, self._default_channel.caller = None, None, ""
+        try:
+            while True:
+                request = algorithm.send(answer) if lost is None else algorithm.throw(lost)
+                try:
+                    answer, lost = self._answer(request), None
+                except WorkerLost as error:
+                    # the algorithm may continue without that rank
+                    lost = error
+        except StopIteration as stop:
+            return stop.value
+        except WorkerLost as error:
+            if self.monitor is not None:
+                self.monitor.stop(error.reason)
+            raise
 
     def _answer(self, request: Request) -> Any:
         is_connected = self.world_size == 1 or (self.backend and not self.is_closed)
@@ -358,20 +363,25 @@ class Group:
         return self._execute(work.result, message, work.find_need)
 
     def _start(self, request: Start) -> Any:
-        if isinstance(request.request, Message):
-            return self._start_message(request.request, request)
-        channel = self._channels.get(request.channel) or self._execute(
-            lambda: self.channel(request.channel), request, self._default_channel.find_need
+        started = request.request
+        if isinstance(started, Message) and request.channel is None:
+            return self._start_message(started, request)
+        name = request.channel or DEFAULT_CHANNEL
+        channel = self._channels.get(name) or self._execute(
+            lambda: self.channel(name), request, self._default_channel.find_need
         )
-        return channel.start(request.request)
+        return self._execute(lambda: channel.start(started), request, lambda: None, is_wait=False)
 
     def _start_message(self, message: Message, request: Request) -> Any:
         """Start a message; `request` is the message or its `Start`, for errors."""
-        start = self._default_channel.start_message
-        return self._execute(lambda: start(message), request, lambda: None, is_wait=False)
+        start = partial(self._default_channel.start_message, message, self.caller)
+        return self._execute(start, request, lambda: None, is_wait=False)
 
     def _wait(self, request: Wait) -> Any:
         return self._execute(request.pending.result, request, request.pending.find_need)
+
+    def _wait_for_first(self, request: First) -> Any:
+        return self._execute(lambda: wait_for_first(request), request, lambda: None)
 
     def _execute(
         self,
@@ -403,16 +413,14 @@ class Group:
             if reason := self._stall_monitor.find_reason():
                 self.monitor.stop(f"the ranks' requests do not match: {reason}")
                 raise mismatch(reason) from error.__cause__
-            waited = time.perf_counter() - began
+            waited_s = time.perf_counter() - began
             failure = explain(self.monitor, error.__cause__)
-            self.monitor.stop(failure)
-            step, limit = self.monitor.step, f"; the time limit of a wait is {self.timeout_s:g} s"
-            raise WorkerLost(
-                f"{describe_rank(self.rank, self.ranks)} waited {waited:.0f} s"
-                f"{'' if step is None else f' in step {step}'} for {request.describe()}: "
-                # NCCL has the time limit of its process group
-                f"{failure}\n\nhint: {self.remedy}{limit if self.backend == 'gloo' else ''}"
-            ) from error.__cause__
+            limit = f"; the time limit of a wait is {self.timeout_s:g} s"
+            # NCCL has the time limit of its process group
+            hint = self.remedy + (limit if self.backend == "gloo" else "")
+            who = describe_rank(self.rank, self.ranks)
+            what = waited_s, self.monitor.step, request.describe()
+            raise worker_lost(who, *what, failure, hint) from error.__cause__
         finally:
             if self._stall_monitor is not None:
                 self._stall_monitor.wait = None
@@ -435,11 +443,7 @@ def _unpickle_group(
 ) -> Group:
     """Return the group of these ranks; unconnected unless torch.distributed has the same ranks.
 
-    Args:
-        rank: this process's rank in the group.
-        world_size: the number of ranks in the group.
-        members: their ranks in torch.distributed's default group; all if None.
-        was_connected: whether the pickled group had a backend.
+    `members` are their ranks in the default group, None for all of them.
     """
     if was_connected and dist.is_initialized():
         ranks = list(range(world_size)) if members is None else list(members)
@@ -447,11 +451,6 @@ def _unpickle_group(
         if is_same_size and ranks[rank] == dist.get_rank():
             return current_group() if members is None else current_group().subgroup(members)
     return Group(rank, world_size)
-
-
-def _pop_all(times: deque[tuple[float, float]]) -> list[tuple[float, float]]:
-    # another thread may append to the deque meanwhile
-    return [times.popleft() for _ in range(len(times))]
 
 
 def current_group() -> Group:

@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.group import REMEDY, TIMEOUT_S, Group
+from gcnzc.exchange.errors import REMEDY
+from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
 from gcnzc.exchange.start import destroy, initialize, is_worker
 

@@ -2,9 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,6 @@ from gcnzc.exchange.agreement import (
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
 from gcnzc.exchange.collectives.messages import as_bytes
-from gcnzc.exchange.errors import ConnectionBroken
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
@@ -36,6 +35,13 @@ from gcnzc.exchange.requests import (
     Wait,
 )
 from gcnzc.exchange.staging import StagingBuffers
+from gcnzc.exchange.started_requests import (
+    AlgorithmOnStream,
+    Background,
+    PendingCollective,
+    PendingMessage,
+    network,
+)
 from gcnzc.system.streams import CudaStreams
 
 if TYPE_CHECKING:
@@ -58,44 +64,6 @@ PAIRS_KEPT = 4096
 # at least one of this many requests of a channel has a header; the barrier that sends it takes
 # about as long as a short collective of torch
 CHECK_EVERY = 128
-
-
-@contextmanager
-def network() -> Iterator[None]:
-    """Raise `ConnectionBroken` in place of the errors of torch.distributed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionBroken from error
-
-
-class _PendingMessage:
-    """A message that has started."""
-
-    def __init__(
-        self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
-    ) -> None:
-        # `keep` is memory that must not be freed until the message is sent or received
-        self.work, self.finish, self.keep, self.need = work, finish, keep, need
-        self.limit_s = limit_s
-
-    def find_need(self) -> Need | None:
-        return self.need
-
-    def result(self) -> Any:
-        _wait(self.work, self.limit_s)
-        return self.finish()
-
-
-def _wait(work: Any, limit_s: float | None) -> None:
-    """Wait for work of torch.distributed; `limit_s` is None for NCCL, which has its own limit."""
-    with network():
-        if limit_s is None:
-            # with a time limit, the host would poll until the device has finished
-            work.wait()
-        else:
-            # gloo's messages have no other time limit; after a timeout the connection is closed
-            work.wait(timedelta(seconds=limit_s))
 
 
 class BuiltinCollectives:
@@ -172,6 +140,7 @@ class Channel:
         self.pairs: set[tuple[str, str]] = set()  # of successive requests
         self.need: Need | None = None
         self.num_started = self.num_finished = 0  # tasks of this channel's thread
+        self.has_abandoned = False  # whether an algorithm does not wait for some of them
 
     @property
     def is_busy(self) -> bool:
@@ -191,12 +160,22 @@ class Channel:
         """Start a request, or an algorithm, in the background."""
         if isinstance(request, Generator):
             return self._start_algorithm(request)
+        if isinstance(request, Message):
+            if request.is_on_gpu:
+                raise ValueError(
+                    f"{request.describe()} on a channel has a tensor on a GPU\n\n"
+                    "hint: copy it to the host, or start the message without a channel"
+                )
+            if type(request) is Send:
+                return self.start_message(request, self.group.caller)
+            receive = request
+            return Background(self._submit(lambda: self._receive(receive)), self)
         assert isinstance(request, Collective), "only exchanges can be started"
         if self.group.backend == "nccl" and request.is_on_gpu:
             # NCCL runs it on its own stream, without a thread
             return self._nccl(request)
         ready = torch.cuda.current_stream().record_event() if request.is_on_gpu else None
-        return _Background(self._submit(lambda: self._run_after(ready, request)), self)
+        return Background(self._submit(lambda: self._run_after(ready, request)), self)
 
     def _submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on this channel's thread."""
@@ -234,7 +213,7 @@ class Channel:
         for the work of the algorithm.
         """
         if not torch.cuda.is_initialized():
-            return _Background(self._submit(lambda: self._run_algorithm(algorithm)), self)
+            return Background(self._submit(lambda: self._run_algorithm(algorithm)), self)
         if self.streams is None:
             self.streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
             self.stream = self.streams.new()
@@ -246,7 +225,7 @@ class Channel:
             stream.do(lambda: answers.append(self._run_algorithm(algorithm)))
             return answers[0], stream.record()
 
-        return _AlgorithmOnStream(self._submit(on_stream), self)
+        return AlgorithmOnStream(self._submit(on_stream), self)
 
     def _run_algorithm(self, algorithm: Algorithm[Any]) -> Any:
         answer: Any = None
@@ -358,11 +337,15 @@ class Channel:
                 answer = work.result()
                 self.need = None
 
-    def start_message(self, request: Message) -> _PendingMessage:
+    def _receive(self, request: Message) -> Any:
+        """Receive a message on this channel's thread."""
+        return self.start_message(request, self.caller).result()
+
+    def start_message(self, request: Message, caller: str) -> PendingMessage:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
         group = self.group
-        header = group.log.record_message(request, self.caller)
-        sequence = request.sequence(group.rank)
+        header = group.log.record_message(request, caller, self.name)
+        sequence = request.sequence(group.rank, self.name)
         if group.backend == "nccl" or not request.is_on_gpu:
             return self._message(request, sequence, header, "Send")
         host = self.buffers.lend(request.values, pinned=True, is_kept=True)
@@ -378,7 +361,7 @@ class Channel:
 
     def _message(
         self, request: Message, sequence: str, header: Header, kind: str
-    ) -> _PendingMessage:
+    ) -> PendingMessage:
         """Start to send or to receive a message."""
         data, values = as_bytes(request.values), request.values
         tag = message_tag(header, len(data))
@@ -389,9 +372,9 @@ class Channel:
                 if kind:
                     self.group.ledger.add(kind, len(data))
                 work = dist.isend(data, peer, self.process_group, tag)
-                return _PendingMessage(work, lambda: None, data, need, limit_s)
+                return PendingMessage(work, lambda: None, data, need, limit_s)
             work = dist.irecv(data, peer, self.process_group, tag)
-            return _PendingMessage(work, lambda: values, data, need, limit_s)
+            return PendingMessage(work, lambda: values, data, need, limit_s)
 
     def abort(self) -> None:
         """End all waits over this channel's connections."""
@@ -402,7 +385,7 @@ class Channel:
             work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
             work.wait(timedelta(milliseconds=1))
 
-    def _nccl(self, request: Collective) -> "_PendingCollective":
+    def _nccl(self, request: Collective) -> "PendingCollective":
         group, kind = self.group, type(request).__name__
         group.ledger.count(kind)
         name = group.choices.find(request, group.world_size)
@@ -410,10 +393,10 @@ class Channel:
         group.ledger.add(kind, sent, 0)
         return self._start_builtin(request)
 
-    def _start_builtin(self, request: Collective) -> "_PendingCollective":
+    def _start_builtin(self, request: Collective) -> "PendingCollective":
         """Start the process group's own collective."""
         work, finish = request.start_builtin(self.builtin)
-        return _PendingCollective(work, finish, self._limit_s(request))
+        return PendingCollective(work, finish, self._limit_s(request))
 
     def _limit_s(self, request: Collective | Message) -> float | None:
         """Return the time limit of a wait in seconds; None for NCCL, which has its own limit."""
@@ -424,41 +407,6 @@ class Channel:
         """Stop the thread that executes requests in the background."""
         if self.threads is not None:
             self.threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _PendingCollective:
-    """A collective that has started, and the function that returns its answer."""
-
-    def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
-        self.work, self.finish, self.limit_s = work, finish, limit_s
-
-    def find_need(self) -> None:
-        """Return None: all ranks have agreed on the request, or NCCL executes it."""
-
-    def result(self) -> Any:
-        if self.work is not None:
-            _wait(self.work, self.limit_s)
-        return self.finish()
-
-
-class _Background:
-    """A request or an algorithm that runs on a channel's thread."""
-
-    def __init__(self, future: Future[Any], channel: Channel) -> None:
-        self.future, self.find_need = future, channel.find_need
-
-    def result(self) -> Any:
-        return self.future.result()
-
-
-class _AlgorithmOnStream:
-    """An algorithm that runs on a channel's thread and CUDA stream."""
-
-    def __init__(self, future: Future[Any], channel: Channel) -> None:
-        assert channel.streams is not None, "created before the algorithm starts"
-        self.future, self.streams, self.find_need = future, channel.streams, channel.find_need
-
-    def result(self) -> Any:
-        answer, done = self.future.result()
-        self.streams.current().wait(done)
-        return answer
+        if self.is_busy and self.has_abandoned:
+            # otherwise its thread would wait for the time limit, and the process for the thread
+            self.abort()

@@ -9,7 +9,7 @@ The collectives are in `gcnzc.exchange.collectives`, each with its checks and it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
@@ -27,6 +27,9 @@ DESCRIPTIONS_KEPT = 1024
 
 BUILTIN = "builtin"
 """name of the process group's own collective; simulations use the algorithm that gloo uses"""
+
+DEFAULT_CHANNEL = "background"
+"""name of the channel of started collectives and algorithms"""
 
 HeaderFields: TypeAlias = tuple[str, dict[int, str], dict[int, str]]
 """the description of a request that must be the same on all ranks, and by peer the size and dtype
@@ -160,8 +163,13 @@ class Message(BaseRequest, ABC):
         return describe_size(self.values.numel(), self.values.dtype), {}, {}
 
     @abstractmethod
-    def sequence(self, rank: int) -> str:
-        """Return the name of the sequence of messages that this one of `rank` belongs to."""
+    def sequence(self, rank: int, channel: str = "") -> str:
+        """Return the name of the sequence of messages that this one of `rank` belongs to.
+
+        Args:
+            rank: this rank.
+            channel: the channel that executes the message; empty for none.
+        """
 
     @abstractmethod
     def copy_to_host(self, host: Tensor) -> "Message":
@@ -181,9 +189,9 @@ class Send(Message):
     peer: int
     """the rank that receives the message"""
 
-    def sequence(self, rank: int) -> str:
+    def sequence(self, rank: int, channel: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return message_sequence(rank, self.peer)
+        return message_sequence(rank, self.peer, channel)
 
     def copy_to_host(self, host: Tensor) -> "Send":
         """Copy the values to `host`, (n,), and return a message with them."""
@@ -203,9 +211,9 @@ class Receive(Message):
     peer: int
     """the rank that sends the message"""
 
-    def sequence(self, rank: int) -> str:
+    def sequence(self, rank: int, channel: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return message_sequence(self.peer, rank)
+        return message_sequence(self.peer, rank, channel)
 
     def copy_to_host(self, host: Tensor) -> "Receive":
         """Return a message that is received into `host`, (n,)."""
@@ -272,15 +280,17 @@ class Start(BaseRequest):
     """Start a request, or a whole algorithm, that is overlapped with the requests that follow.
 
     The answer is a handle for `Wait`. The tensors of the request must not be used before the answer
-    of `Wait`.
+    of `Wait`. Keep the handle of a `Send` until then: without it, the message may not be sent.
     """
 
     request: "Request | Algorithm[Any]"
     """a collective, a `Send` or `Receive`, or an algorithm that yields only collectives, `Scratch`
     and `Compute`"""
-    channel: str = "background"
-    """requests on one channel run one after the other, those on different channels concurrently;
-    ignored for `Send` and `Receive`"""
+    channel: str | None = None
+    """requests on one channel run one after the other, those on different channels concurrently.
+    A `Send` on a channel starts at once and needs a `Receive` on it; their tensors are on the host.
+    All ranks use a channel for the first time in the same order. None: the channel "background",
+    or for a `Send` or `Receive` no channel; it starts at once, and `First` cannot wait for it"""
 
     def describe(self) -> str:
         """Describe what is started, for error messages; an algorithm by its name."""
@@ -301,13 +311,71 @@ class Wait(BaseRequest):
         return "the end of a started request"
 
 
-Request: TypeAlias = Collective | Message | Scratch | Compute | Now | Caller | Start | Wait
+@dataclass(eq=False, slots=True)
+class First(BaseRequest):
+    """Wait until one of several requests on channels has ended, or for a limited time.
+
+    The answer is the index of a request in `pending` that has ended, the smallest one if there are
+    several, or None if none has ended in time. `Wait` for it returns its answer, or raises its
+    error. The others continue.
+    """
+
+    pending: Sequence[Any]
+    """answers of `Start`, at least one"""
+    seconds: float | None = None
+    """the limit, at least 0; None for no limit. A limit does not affect the requests, whose own
+    time limit is that of the group"""
+
+    def describe(self) -> str:
+        """Describe the wait, for error messages."""
+        return f"the first of {len(self.pending)} started requests"
+
+
+@dataclass(eq=False, slots=True)
+class Abandon(BaseRequest):
+    """Do not wait for a request on a channel any more; the answer is None.
+
+    The request continues: its message is still sent, or received and dropped, before the next
+    request of its channel. An algorithm abandons requests that may not end before it does, such as
+    receives from ranks that have nothing left to send.
+    """
+
+    pending: Any
+    """the answer of `Start`"""
+
+
+Request: TypeAlias = (
+    Collective | Message | Scratch | Compute | Now | Caller | Start | Wait | First | Abandon
+)
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
-def message_sequence(sender: int, receiver: int) -> str:
-    """Return the name of the sequence of messages from one rank to another."""
-    return f"messages from rank {sender} to rank {receiver}"
+def check_on_channels(request: First | Abandon, kind: type) -> None:
+    """Check that the requests that `First` or `Abandon` names run on channels.
+
+    Args:
+        request: the request.
+        kind: the type of their handles.
+
+    Raises:
+        ValueError: there are none, one has no channel, or a time limit is negative or NaN.
+    """
+    if isinstance(request, First) and request.seconds is not None and not request.seconds >= 0:
+        raise ValueError(
+            f"{request.describe()} for {request.seconds} s\n\nhint: give at least 0 s, or None"
+        )
+    pending = request.pending if isinstance(request, First) else [request.pending]
+    if not pending or not all(isinstance(each, kind) for each in pending):
+        raise ValueError(
+            f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}"
+            '\n\nhint: start receives with the name of a channel, as Start(Receive(...), "mail")'
+        )
+
+
+def message_sequence(sender: int, receiver: int, channel: str = "") -> str:
+    """Return the name of the sequence of messages from one rank to another, on one channel."""
+    words = f"messages from rank {sender} to rank {receiver}"
+    return f"{words} on channel {channel}" if channel else words
 
 
 def describe_size(num_elements: int, dtype: torch.dtype) -> str:

@@ -4,9 +4,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from gcnzc.exchange.agreement import mismatch
+from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import Algorithm, Receive, Send
+from gcnzc.exchange.requests import Algorithm, First, Receive, Send
 
 NEVER = float("inf")
 
@@ -31,8 +35,8 @@ class Task:
     """The algorithm of a rank, or a request that it has started."""
 
     __slots__ = (
-        "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_done", "kind", "now",
-        "rank", "stack", "waiting", "waits_for",
+        "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_abandoned",
+        "is_done", "kind", "now", "rank", "stack", "waiting", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -53,8 +57,44 @@ class Task:
         """raised in the algorithm when the task runs next; of a task that has ended, its error"""
         self.waits_for: Any = None
         self.is_done = False
-        self.waiting: list[Task] = []
+        self.is_abandoned = False
+        self.waiting: list[Task | FirstWait] = []
         """tasks that wait for this one"""
+
+    def describe_wait(self) -> str:
+        """Describe what the task waits for, for error messages."""
+        within = f" in {self.kind}" if self.kind else ""
+        if isinstance(self.waits_for, StartedReceive | SentMessage):
+            return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
+        if isinstance(self.waits_for, FirstWait):
+            return f"rank {self.rank} waits for {self.waits_for.request.describe()}"
+        return f"rank {self.rank} waits for a request that it started{within}"
+
+
+class FirstWait:
+    """A task that waits for the first of several others."""
+
+    __slots__ = ("is_over", "request", "task")
+
+    def __init__(self, task: Task, request: First) -> None:
+        self.task, self.request = task, request
+        self.is_over = False
+        task.waits_for = self
+        for each in request.pending:
+            each.waiting.append(self)
+
+    def end(self, ended: Task | None) -> bool:
+        """Answer with the task that has ended, or None; return whether it waited until now."""
+        if self.is_over or self.task.is_done:
+            # the rank has crashed
+            return False
+        self.is_over = True
+        pending = self.request.pending
+        self.task.answer = None if ended is None else pending.index(ended)
+        for each in pending:
+            if each is not ended:
+                each.waiting.remove(self)
+        return True
 
 
 class SentMessage:
@@ -76,6 +116,14 @@ class SentMessage:
         self.waiter: Task | None = None
         """the task that waits until it is sent"""
 
+    def check_unchanged(self, rank: int) -> None:
+        """Check that the values have not changed while they were sent."""
+        if self.copy is not None and not torch.equal(as_bytes(self.request.values), self.copy):
+            raise RuntimeError(
+                f"rank {rank} changed a tensor while it was being sent\n\n"
+                "hint: do not write to a tensor between Start and Wait"
+            )
+
 
 class StartedReceive:
     """A receive that has started, and the answer of its `Start`."""
@@ -86,6 +134,20 @@ class StartedReceive:
         self.request = request
         self.message: SentMessage | None = None
         self.waiter: Task | None = None
+
+    def take(self, rank: int) -> Any:
+        """Write the values of the message, which has arrived, to those of the receive."""
+        message = self.message
+        assert message is not None, "it has arrived"
+        values = self.request.values
+        if values.nbytes != message.num_bytes:
+            raise mismatch(
+                f"rank {rank} expects {values.nbytes} bytes from rank {self.request.peer}, which "
+                f"sends {message.num_bytes}"
+            )
+        if message.copy is not None:
+            as_bytes(values).copy_(message.copy)
+        return values
 
 
 class Mailbox:

@@ -20,9 +20,12 @@ from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
+    DEFAULT_CHANNEL,
+    Abandon,
     Algorithm,
     Caller,
     Compute,
+    First,
     Now,
     Receive,
     Request,
@@ -30,10 +33,12 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
+    check_on_channels,
 )
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_tasks import (
     NEVER,
+    FirstWait,
     Mailbox,
     Outcome,
     SentMessage,
@@ -78,6 +83,8 @@ class Simulation:
             Wait: self.wait,
             Send: self.send_and_wait,
             Receive: self.receive_and_wait,
+            First: self.wait_for_first,
+            Abandon: self.abandon,
         }
         self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
         for rank, machine in enumerate(self.machines):
@@ -93,8 +100,8 @@ class Simulation:
                 self.advance(event, at)
             else:
                 event(at)  # type: ignore[operator]
-        if self.tasks:
-            waits = "; ".join(map(_describe_wait, self.tasks))
+        waiting = (each.describe_wait() for each in self.tasks if not each.is_abandoned)
+        if waits := "; ".join(waiting):
             raise mismatch(f"{waits}, and none of them can continue")
         outcome = Outcome([], [], [], self.ledgers, self.errors)
         for task in self.mains:
@@ -175,8 +182,11 @@ class Simulation:
         task.is_done = True
         self.tasks.pop(task, None)
         for other in task.waiting:
-            other.answer, other.error = task.answer, task.error
-            self.resume(other, task.now)
+            if type(other) is FirstWait:
+                self.end_first(other, task, task.now)
+                continue
+            other.answer, other.error = task.answer, task.error  # type: ignore[union-attr]
+            self.resume(other, task.now)  # type: ignore[arg-type]
         task.waiting.clear()
         if task.channel is None and isinstance(task.error, WorkerLost):
             self.lose(task.rank, task.now, task.error)
@@ -216,11 +226,14 @@ class Simulation:
         started = request.request
         kind = type(started)
         if kind is Send:
-            task.answer = self.start_send(task, started)  # type: ignore[arg-type]
-        elif kind is Receive:
+            channel = task.channel if request.channel is None else request.channel
+            task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
+        elif kind is Receive and request.channel is None:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
         else:
-            task.answer = self.start_task(task, started, request.channel)
+            if kind is Receive:
+                started = _execute_message(started)  # type: ignore[arg-type]
+            task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
     def wait(self, task: Task, request: Wait) -> bool:
@@ -238,9 +251,32 @@ class Simulation:
         pending.waiting.append(task)
         return False
 
+    def wait_for_first(self, task: Task, request: First) -> bool:
+        """Answer a `First`, now or later."""
+        check_on_channels(request, Task)
+        for index, pending in enumerate(request.pending):
+            if pending.is_done:
+                task.answer = index
+                return self.continue_at(task, pending.now)
+        wait = FirstWait(task, request)
+        if request.seconds is not None:
+            self.schedule(task.now + request.seconds, lambda at: self.end_first(wait, None, at))
+        return False
+
+    def end_first(self, wait: FirstWait, ended: Task | None, at: float) -> None:
+        """Resume a task that waits for the first of several others, unless it was before."""
+        if wait.end(ended):
+            self.resume(wait.task, at)
+
+    def abandon(self, task: Task, request: Abandon) -> bool:
+        """Answer an `Abandon`."""
+        check_on_channels(request, Task)
+        request.pending.is_abandoned = True
+        return True
+
     def send_and_wait(self, task: Task, request: Send) -> bool:
         """Answer a `Send`, now or later."""
-        return self.wait_for_send(task, self.start_send(task, request))
+        return self.wait_for_send(task, self.start_send(task, request, task.channel))
 
     def receive_and_wait(self, task: Task, request: Receive) -> bool:
         """Answer a `Receive`, now or later."""
@@ -260,11 +296,7 @@ class Simulation:
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective against those of other ranks; return the algorithm of its messages.
 
-        Args:
-            rank: the rank that requests it.
-            caller: its current caller.
-            channel: the channel of a started collective; None if it is not started.
-            request: the collective.
+        It is a started collective unless `channel` is None.
         """
         sequence = channel_sequence(channel or "")
         header = self.logs[rank].record_collective(channel or "", request, caller)
@@ -307,18 +339,18 @@ class Simulation:
                     # it equals that of all ranks that made it before
                     return
 
-    def check_message(self, task: Task, message: Send | Receive) -> None:
+    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> None:
         """Compare a message with its peer's request, if that has been made."""
-        header = self.logs[task.rank].record_message(message, task.caller)
-        self.check(task.rank, message.sequence(task.rank), header, [message.peer])
+        header = self.logs[task.rank].record_message(message, task.caller, channel or "")
+        self.check(task.rank, message.sequence(task.rank, channel or ""), header, [message.peer])
 
     # messages
 
-    def start_send(self, task: Task, request: Send) -> SentMessage:
+    def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
         if not task.kind:
-            self.check_message(task, request)
+            self.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
@@ -326,7 +358,7 @@ class Simulation:
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
         message = SentMessage(request, copy, num_bytes, sent_at)
         # messages of collectives are not received by `Receive` requests of algorithms
-        mailbox = self.mailboxes[sender, receiver, task.channel, task.kind == ""]
+        mailbox = self.mailboxes[sender, receiver, channel, task.kind == ""]
         if mailbox.receives:
             self.match(message, mailbox.receives.popleft(), task.now)
         else:
@@ -349,14 +381,14 @@ class Simulation:
         message.arrives_at = at
         receive, message.receive = message.receive, None
         if receive is not None and receive.waiter is not None:
-            self.deliver(receive.waiter, receive)
+            receive.waiter.answer = receive.take(receive.waiter.rank)
             self.resume(receive.waiter, at)
             receive.waiter = None
 
     def start_receive(self, task: Task, request: Receive) -> StartedReceive:
         """Start a receive, and match it with a message."""
         if not task.kind:
-            self.check_message(task, request)
+            self.check_message(task, request, task.channel)
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, task.kind == ""]
         if mailbox.messages:
@@ -371,7 +403,7 @@ class Simulation:
         if message.arrives_at == NEVER:
             message.receive = receive
         if message.waiter is not None:
-            self.end_send(message.waiter, message)
+            message.check_unchanged(message.waiter.rank)
             self.resume(message.waiter, max(message.sent_at, now))
             message.waiter = None
 
@@ -379,14 +411,14 @@ class Simulation:
         """Answer with the values of a message, now or when it arrives."""
         message = receive.message
         if message is not None and message.arrives_at < NEVER:
-            self.deliver(task, receive)
+            task.answer = receive.take(task.rank)
             return self.continue_at(task, message.arrives_at)
         return self.suspend(task, receive)
 
     def wait_for_send(self, task: Task, message: SentMessage) -> bool:
         """Wait until a message has left this rank and its peer has started to receive."""
         if message.matched_at < NEVER:
-            self.end_send(task, message)
+            message.check_unchanged(task.rank)
             return self.continue_at(task, max(message.sent_at, message.matched_at))
         # as over gloo, a send finishes only after its peer has started to receive; the simulated
         # transfer does not wait for that
@@ -399,29 +431,6 @@ class Simulation:
             return True
         task.waits_for, pending.waiter = pending, task
         return False
-
-    def end_send(self, task: Task, message: SentMessage) -> None:
-        """Check that the values of a message have not changed while it was sent."""
-        if message.copy is not None and not torch.equal(
-            as_bytes(message.request.values), message.copy
-        ):
-            raise RuntimeError(
-                f"rank {task.rank} changed a tensor while it was being sent\n\n"
-                "hint: do not write to a tensor between Start and Wait"
-            )
-
-    def deliver(self, task: Task, receive: StartedReceive) -> None:
-        """Write the values of a message to those of its receive, which the task is answered."""
-        message = receive.message
-        assert message is not None, "it has arrived"
-        values = task.answer = receive.request.values
-        if values.nbytes != message.num_bytes:
-            raise mismatch(
-                f"rank {task.rank} expects {values.nbytes} bytes from rank {receive.request.peer}, "
-                f"which sends {message.num_bytes}"
-            )
-        if message.copy is not None:
-            as_bytes(values).copy_(message.copy)
 
     # faults
 
@@ -487,8 +496,5 @@ def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
     return (yield from algorithm)
 
 
-def _describe_wait(task: Task) -> str:
-    within = f" in {task.kind}" if task.kind else ""
-    if isinstance(task.waits_for, StartedReceive | SentMessage):
-        return f"rank {task.rank} waits for {task.waits_for.request.describe()}{within}"
-    return f"rank {task.rank} waits for a request that it started{within}"
+def _execute_message(message: Receive) -> Algorithm[Any]:
+    return (yield message)

@@ -1,0 +1,112 @@
+"""The handles of started requests over processes, and waits for them."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from gcnzc.exchange.agreement import Need
+from gcnzc.exchange.errors import ConnectionBroken
+from gcnzc.exchange.requests import Abandon, First, check_on_channels
+
+if TYPE_CHECKING:
+    from gcnzc.exchange.process_group import Channel
+
+
+@contextmanager
+def network() -> Iterator[None]:
+    """Raise `ConnectionBroken` in place of the errors of torch.distributed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken from error
+
+
+class PendingMessage:
+    """A message that has started."""
+
+    def __init__(
+        self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
+    ) -> None:
+        # `keep` is memory that must not be freed until the message is sent or received
+        self.work, self.finish, self.keep, self.need = work, finish, keep, need
+        self.limit_s = limit_s
+
+    def find_need(self) -> Need | None:
+        """Return the request of the peer that the message waits for."""
+        return self.need
+
+    def result(self) -> Any:
+        """Wait until the message is sent or received, and return the answer."""
+        _wait(self.work, self.limit_s)
+        return self.finish()
+
+
+def _wait(work: Any, limit_s: float | None) -> None:
+    """Wait for work of torch.distributed; `limit_s` is None for NCCL, which has its own limit."""
+    with network():
+        if limit_s is None:
+            # with a time limit, the host would poll until the device has finished
+            work.wait()
+        else:
+            # gloo's messages have no other time limit; after a timeout the connection is closed
+            work.wait(timedelta(seconds=limit_s))
+
+
+class PendingCollective:
+    """A collective that has started, and the function that returns its answer."""
+
+    def __init__(self, work: Any, finish: Callable[[], Any], limit_s: float | None) -> None:
+        self.work, self.finish, self.limit_s = work, finish, limit_s
+
+    def find_need(self) -> None:
+        """Return None: all ranks have agreed on the request, or NCCL executes it."""
+
+    def result(self) -> Any:
+        """Wait for the collective, and return the answer."""
+        if self.work is not None:
+            _wait(self.work, self.limit_s)
+        return self.finish()
+
+
+class Background:
+    """A request or an algorithm that runs on a channel's thread."""
+
+    def __init__(self, future: Future[Any], channel: "Channel") -> None:
+        self.future, self.channel, self.find_need = future, channel, channel.find_need
+
+    def result(self) -> Any:
+        """Wait for the answer, and return it."""
+        return self.future.result()
+
+
+class AlgorithmOnStream(Background):
+    """An algorithm that runs on a channel's thread and CUDA stream."""
+
+    def __init__(self, future: Future[Any], channel: "Channel") -> None:
+        super().__init__(future, channel)
+        assert channel.streams is not None, "created before the algorithm starts"
+        self.streams = channel.streams
+
+    def result(self) -> Any:
+        """Return the answer, which the current stream waits for."""
+        answer, done = self.future.result()
+        self.streams.current().wait(done)
+        return answer
+
+
+def wait_for_first(request: First) -> int | None:
+    """Return the index of a request that has ended; see `First`."""
+    check_on_channels(request, Background)
+    futures = [each.future for each in request.pending]
+    # an ended wait does not affect the requests, unlike the time limit of gloo's waits, which
+    # closes the connection
+    ended, _ = wait(futures, request.seconds, FIRST_COMPLETED)
+    return next((index for index, each in enumerate(futures) if each in ended), None)
+
+
+def abandon(request: Abandon) -> None:
+    """Note that nothing waits for a request on a channel any more; see `Abandon`."""
+    check_on_channels(request, Background)
+    request.pending.channel.has_abandoned = True

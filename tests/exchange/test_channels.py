@@ -1,0 +1,341 @@
+"""Messages on channels: waits with a limit for the first of several, and requests left behind."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+from processes import results, talk, workers
+
+from gcnzc.exchange import (
+    Abandon,
+    Compute,
+    Crash,
+    First,
+    Link,
+    Mean,
+    Now,
+    Receive,
+    RequestMismatch,
+    Send,
+    SlowDown,
+    Start,
+    Wait,
+    WorkerLost,
+    init_group,
+    lockstep,
+    run,
+)
+
+DELAY_S = 0.01
+LINK = Link(delay_s=DELAY_S)
+
+
+def number():
+    return torch.zeros(1)
+
+
+def wait_with_limits():
+    """Rank 0 of 3 waits for the first message of the others, twice with a limit."""
+    inboxes = []
+    for peer in (1, 2):
+        inboxes.append((yield Start(Receive(number(), peer), f"from {peer}")))
+    began = yield Now()
+    early = yield First(inboxes, 0.25)
+    elapsed = (yield Now()) - began
+    first = yield First(inboxes)
+    value = yield Wait(inboxes[first])
+    rest = [inboxes[1 - first]]
+    second = yield First(rest, 60)
+    other = yield Wait(rest[second])
+    return early, elapsed, first, float(value), float(other)
+
+
+def send_after(rank, seconds):
+    """Another rank, which opens the channels in the same order as rank 0."""
+    for peer in (1, 2):
+        # nothing is sent to this rank
+        yield Abandon((yield Start(Receive(number(), 0), f"from {peer}")))
+    yield Compute(seconds)
+    yield Wait((yield Start(Send(number() + rank, 0), f"from {rank}")))
+
+
+def of_three(rank):
+    return wait_with_limits() if rank == 0 else send_after(rank, (1.5, 0.75)[rank - 1])
+
+
+def test_the_first_message_is_found_within_a_limit():
+    outcome = lockstep([of_three(rank) for rank in range(3)], LINK)
+    early, elapsed, first, value, other = outcome.results[0]
+    assert (early, first, value, other) == (None, 1, 2, 1)
+    assert elapsed == pytest.approx(0.25)
+    # rank 1 sends last
+    assert outcome.seconds[0] == pytest.approx(1.5 + DELAY_S)
+
+
+def test_a_message_that_has_arrived_answers_at_once_and_the_smallest_index_wins():
+    def receive():
+        inboxes = []
+        for peer in (1, 2):
+            inboxes.append((yield Start(Receive(number(), peer), f"from {peer}")))
+        yield Compute(1.0)
+        return (yield First(inboxes, 0.0)), (yield Now())
+
+    def send(rank):
+        yield Wait((yield Start(Send(number(), 0), f"from {rank}")))
+
+    outcome = lockstep([receive(), send(1), send(2)], LINK)
+    assert outcome.results[0] == (0, 1.0)
+
+
+def test_a_limit_of_no_time_and_a_wait_that_ends_later():
+    def receive():
+        inbox = yield Start(Receive(number(), 1), "mail")
+        missed = yield First([inbox], 0.0)
+        # the limit of a wait that ended before does not end the next wait
+        found = yield First([inbox], 5.0)
+        yield Compute(10.0)
+        return missed, found, float((yield Wait(inbox)))
+
+    def send():
+        yield Compute(1.0)
+        yield Wait((yield Start(Send(number() + 7, 0), "mail")))
+
+    outcome = lockstep([receive(), send()], LINK)
+    assert outcome.results[0] == (None, 0, 7)
+    assert outcome.seconds[0] == pytest.approx(11.0 + DELAY_S)
+
+
+def test_channels_have_messages_of_their_own():
+    def receive():
+        first = yield Start(Receive(number(), 1), "a")
+        second = yield Start(Receive(number(), 1), "b")
+        direct = yield Receive(number(), 1)
+        return float((yield Wait(first))), float((yield Wait(second))), float(direct)
+
+    def send():
+        pending = []
+        for value, channel in ((3, None), (2, "b"), (1, "a")):
+            pending.append((yield Start(Send(number() + value, 0), channel)))
+        for each in pending:
+            yield Wait(each)
+
+    assert lockstep([receive(), send()], LINK).results[0] == (1, 2, 3)
+
+
+def test_messages_of_a_channel_arrive_in_order_and_one_after_the_other():
+    def receive():
+        inboxes = []
+        for _ in range(3):
+            inboxes.append((yield Start(Receive(number(), 1), "mail")))
+        values = []
+        for inbox in inboxes:
+            values.append(float((yield Wait(inbox))))
+        return values
+
+    def send():
+        for value in range(3):
+            yield Wait((yield Start(Send(number() + value, 0), "mail")))
+
+    assert lockstep([receive(), send()], LINK).results[0] == [0, 1, 2]
+
+
+def test_a_receive_without_a_message_must_be_abandoned():
+    def leave(is_abandoned):
+        inbox = yield Start(Receive(number(), 1), "mail")
+        if is_abandoned:
+            yield Abandon(inbox)
+        return "left"
+
+    def nothing():
+        return "nothing"
+        yield
+
+    assert lockstep([leave(True), nothing()]).results == ["left", "nothing"]
+    with pytest.raises(RequestMismatch, match="rank 0 waits for Receive of 4 bytes with rank 1"):
+        lockstep([leave(False), nothing()])
+
+
+def test_an_abandoned_receive_drops_its_message():
+    def receive():
+        yield Abandon((yield Start(Receive(number(), 1), "mail")))
+        return float((yield Wait((yield Start(Receive(number(), 1), "mail")))))
+
+    def send():
+        for value in (1, 2):
+            yield Wait((yield Start(Send(number() + value, 0), "mail")))
+
+    assert lockstep([receive(), send()]).results[0] == 2
+
+
+def test_a_crash_ends_the_wait_for_the_first():
+    def receive():
+        inboxes = []
+        for peer in (1, 2):
+            inboxes.append((yield Start(Receive(number(), peer), f"from {peer}")))
+        lost = yield First(inboxes, 100.0)
+        with pytest.raises(WorkerLost, match="rank 2 crashed"):
+            yield Wait(inboxes[lost])
+        return lost, (yield Now()), float((yield Wait(inboxes[0])))
+
+    def send(rank, seconds):
+        yield Compute(seconds)
+        yield Wait((yield Start(Send(number() + rank, 0), f"from {rank}")))
+
+    faults = {2: [Crash(0.5)]}
+    outcome = lockstep([receive(), send(1, 1.0), send(2, 1.0)], LINK, faults=faults)
+    assert outcome.results[0] == (1, pytest.approx(0.5 + DELAY_S), 1)
+
+
+def test_a_rank_may_wait_for_the_first_collective():
+    def reduce(rank):
+        pending = []
+        for name in ("slow", "fast"):
+            yield Compute(0.1 * rank)
+            pending.append((yield Start(Mean(number() + rank), name)))
+        index = yield First(pending)
+        values = []
+        for each in pending:
+            values.append(float((yield Wait(each))))
+        return index, values
+
+    for index, values in lockstep([reduce(rank) for rank in range(3)], LINK).results:
+        assert (index, values) == (0, [1, 1])
+
+
+def first_of_nothing():
+    yield First([])
+
+
+def first_for_a_negative_time():
+    yield First([(yield Start(Receive(number(), 0), "mail"))], -1.0)
+
+
+def first_of_a_direct_message():
+    yield First([(yield Start(Receive(number(), 0)))])
+
+
+def abandon_a_direct_message():
+    yield Abandon((yield Start(Receive(number(), 0))))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        (first_of_nothing, "the first of 0 started requests: none is given"),
+        (first_for_a_negative_time, "the first of 1 started requests for -1.0 s"),
+        (first_of_a_direct_message, "the first of 1 started requests: a request has no channel"),
+        (abandon_a_direct_message, "Abandon: a request has no channel"),
+    ],
+)
+def test_only_requests_on_channels_have_limits(algorithm, text):
+    with pytest.raises(ValueError, match=text):
+        lockstep([algorithm(), algorithm()])
+
+
+def wait_over_processes():
+    began = time.monotonic()
+    with init_group(timeout_s=60) as group:
+        answer = run(of_three(group.rank), group)
+        with pytest.raises(ValueError, match="none is given"):
+            run(first_of_nothing(), group)
+    return answer, time.monotonic() - began
+
+
+def test_processes_wait_as_the_simulation_does(tmp_path):
+    found = results(3, tmp_path, wait_over_processes)
+    early, elapsed, first, value, other = found[0][0]
+    assert (early, first, value, other) == (None, 1, 2, 1)
+    # a loaded machine may take longer, but not less time
+    assert elapsed >= 0.24
+    # abandoned receives of the other ranks do not delay the end until the time limit
+    assert max(seconds for _, seconds in found) < 40
+
+
+def lose_a_peer():
+    with init_group(timeout_s=30) as group:
+        if group.rank == 1:
+            # opens the channel, and ends
+            run(leave_at_once(0), group)
+            os._exit(3)
+        return run(report_loss(), group)
+
+
+def leave_at_once(peer):
+    yield Abandon((yield Start(Receive(number(), peer), "mail")))
+
+
+def report_loss():
+    inbox = yield Start(Receive(number(), 1), "mail")
+    index = yield First([inbox], 60)
+    try:
+        yield Wait(inbox)
+    except WorkerLost as error:
+        return index, str(error)
+
+
+def test_the_end_of_a_process_ends_the_wait_for_its_message(tmp_path):
+    with workers(2, tmp_path, lose_a_peer) as processes:
+        processes[0].join(90)
+        assert processes[0].exitcode == 0, talk(tmp_path, 0)
+    index, text = torch.load(tmp_path / "0.pt")
+    assert index == 0
+    assert "rank 1" in text
+
+
+def gather_until(rank, world_size, seconds, limit_s):
+    """Sum the powers of two of the ranks that answer in time, of which each has one."""
+    peers = [peer for peer in range(world_size) if peer != rank]
+    inboxes = {}
+    for peer in peers:
+        inboxes[peer] = yield Start(Receive(number(), peer), f"from {peer}")
+    yield Compute(seconds)
+    sends = []
+    for peer in peers:
+        sends.append((yield Start(Send(number() + 2**rank, peer), f"from {rank}")))
+    end, total, lost = (yield Now()) + limit_s, 2**rank, set()
+    while inboxes:
+        waiting = list(inboxes)
+        now = yield Now()
+        index = yield First([inboxes[peer] for peer in waiting], max(end - now, 0.0))
+        if index is None:
+            break
+        peer = waiting[index]
+        try:
+            total += int((yield Wait(inboxes.pop(peer))))
+        except WorkerLost:
+            lost.add(peer)
+    for inbox in inboxes.values():
+        yield Abandon(inbox)
+    return total, lost, set(inboxes)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_each_rank_is_counted_once_or_lost_or_late(seed):
+    choose = random.Random(seed)
+    world_size, limit_s = choose.randint(2, 6), choose.choice([0.0, 0.1, 1.0])
+    times = [choose.choice([0.0, choose.random()]) for _ in range(world_size)]
+    faults = {
+        rank: [
+            choose.choice([Crash(choose.random()), SlowDown(choose.random(), float("inf"), 0.5)])
+        ]
+        for rank in range(1, world_size)
+        if choose.random() < 0.3
+    }
+    ranks = [gather_until(rank, world_size, times[rank], limit_s) for rank in range(world_size)]
+    outcome = lockstep(ranks, Link(1e6, 0.01), faults=faults)
+    for rank, (found, error) in enumerate(zip(outcome.results, outcome.errors, strict=True)):
+        if error is not None:
+            assert any(isinstance(fault, Crash) for fault in faults[rank])
+            continue
+        total, lost, late = found
+        counted = {peer for peer in range(world_size) if total >> peer & 1}
+        assert total < 2**world_size
+        assert (len(counted) + len(lost) + len(late), counted | lost | late) == (
+            world_size,
+            set(range(world_size)),
+        )
+        assert all(outcome.errors[peer] is not None for peer in lost)
+        if not faults and limit_s == 1.0:
+            assert not late
