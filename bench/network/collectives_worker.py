@@ -41,8 +41,8 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.collectives.broadcast import CHAIN
 from gcnzc.exchange.ledger import Entry
-from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
-from gcnzc.exchange.requests import BUILTIN, Collective
+from gcnzc.exchange.measure import make_request, time_algorithms
+from gcnzc.exchange.requests import BUILTIN, Collective, yield_request
 from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0

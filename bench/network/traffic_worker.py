@@ -17,7 +17,7 @@ import torch
 
 from gcnzc.compress import Dense, Sign, compression
 from gcnzc.exchange import AllGather, AllGatherScalar, Group, init_group
-from gcnzc.exchange.measure import yield_request
+from gcnzc.exchange.requests import yield_request
 from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, StreamingDiLoCo
 
 LAST_ACKNOWLEDGEMENTS_S = 0.1  # time until the last acknowledgements have arrived

@@ -286,7 +286,7 @@ class StallMonitor:
                 return ""
             if difference := _find_difference((rank, peer), record, other):
                 return difference
-            if other.has_made(sequence, number) or sequence in other.busy:
+            if other.has_made(sequence, number) or other.is_busy_with(sequence):
                 return ""
             if peer in path:
                 ranks = list(path)
@@ -322,6 +322,10 @@ class _Record:
     need: Need
     busy: list[str]
     sequences: dict[str, list[Header]]
+
+    def is_busy_with(self, sequence: str) -> bool:
+        """Whether a channel's thread makes the requests of a sequence, and is not idle."""
+        return any(sequence == each or sequence.endswith(f" on {each}") for each in self.busy)
 
     def has_made(self, sequence: str, number: int) -> bool:
         headers = self.sequences.get(sequence, [])

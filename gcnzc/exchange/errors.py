@@ -9,8 +9,9 @@ REMEDY = "start all workers again, and load the state_dict() and the model that 
 class WorkerLost(RuntimeError):
     """An exchange failed, because a rank or the network failed, or a rank is far behind.
 
-    It is raised in the algorithm at the `yield` of the request. An algorithm may catch it and
-    continue with other ranks; otherwise it ends `run`.
+    `run` raises it in the algorithm, at the `yield` of the request. An algorithm may catch it and
+    continue with other ranks if the peer has ended. After the time limit of a message without a
+    channel, or of a collective, the connections to all ranks are closed.
     """
 
     reason = ""

@@ -44,6 +44,7 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
+    yield_request,
 )
 from gcnzc.exchange.start import is_initialized
 from gcnzc.exchange.started_requests import abandon, network, wait_for_first
@@ -247,7 +248,7 @@ class Group:
         Args:
             first: the first rank of this machine in the parent group.
         """
-        firsts = self._answer(AllGatherScalar(first))
+        firsts = self.run(yield_request(AllGatherScalar(first)))
         members = [rank for rank, each in enumerate(firsts) if each == first]
         self.local_rank, self.local_world_size = members.index(self.rank), len(members)
 
@@ -364,7 +365,7 @@ class Group:
 
     def _start(self, request: Start) -> Any:
         started = request.request
-        if isinstance(started, Message) and request.channel is None:
+        if isinstance(started, Message) and not request.channel:
             return self._start_message(started, request)
         name = request.channel or DEFAULT_CHANNEL
         channel = self._channels.get(name) or self._execute(

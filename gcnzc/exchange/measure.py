@@ -22,7 +22,7 @@ from gcnzc.exchange.algorithms import ALGORITHMS
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import AllGather, AllGatherScalar, AllToAll, Broadcast, Sum
 from gcnzc.exchange.group import Group
-from gcnzc.exchange.requests import Algorithm, Collective, Request
+from gcnzc.exchange.requests import Collective, yield_request
 from gcnzc.exchange.tuner import KINDS, PIECES, SIZES, Times, Tuning, measure
 from gcnzc.system import files
 
@@ -122,11 +122,6 @@ def time_algorithms(
         group.choices = choices
     gathered = group.run(yield_request(AllGather(seconds[1:].flatten())))
     return gathered.amax(0).view(rounds, len(names))
-
-
-def yield_request(request: Request) -> Algorithm[Any]:
-    """Yield one request, and return its answer: the algorithm of a single request."""
-    return (yield request)
 
 
 def _time_fastest_rounds(

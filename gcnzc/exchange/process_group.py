@@ -66,6 +66,10 @@ PAIRS_KEPT = 4096
 CHECK_EVERY = 128
 
 
+# time limit of a receive on a channel's thread: gloo's waits have one
+UNLIMITED_S = 3e7
+
+
 class BuiltinCollectives:
     """The collectives of a process group of torch.distributed, with the ranks of a group.
 
@@ -126,6 +130,11 @@ class Channel:
     """Executes requests one after the other, over its own process group."""
 
     def __init__(self, group: "Group", name: str, process_group: Any) -> None:
+        if name == "default":
+            raise ValueError(
+                'the channel name "default" is reserved, since messages name the channel of '
+                "requests that are not started so\n\nhint: use another name"
+            )
         self.group, self.process_group = group, process_group
         self.builtin = BuiltinCollectives(group, process_group)
         self.buffers = StagingBuffers()
@@ -140,7 +149,7 @@ class Channel:
         self.pairs: set[tuple[str, str]] = set()  # of successive requests
         self.need: Need | None = None
         self.num_started = self.num_finished = 0  # tasks of this channel's thread
-        self.has_abandoned = False  # whether an algorithm does not wait for some of them
+        self.has_receives = False  # whether some of them are receives, which have no time limit
 
     @property
     def is_busy(self) -> bool:
@@ -168,8 +177,8 @@ class Channel:
                 )
             if type(request) is Send:
                 return self.start_message(request, self.group.caller)
-            receive = request
-            return Background(self._submit(lambda: self._receive(receive)), self)
+            receive, self.has_receives = request, True
+            return Background(self._submit(lambda: self._receive(receive)), self, is_receive=True)
         assert isinstance(request, Collective), "only exchanges can be started"
         if self.group.backend == "nccl" and request.is_on_gpu:
             # NCCL runs it on its own stream, without a thread
@@ -338,8 +347,17 @@ class Channel:
                 self.need = None
 
     def _receive(self, request: Message) -> Any:
-        """Receive a message on this channel's thread."""
-        return self.start_message(request, self.caller).result()
+        """Receive a message on this channel's thread, without a time limit.
+
+        gloo would close the channel's connections to all ranks after the time limit of a wait.
+        `Wait` has the time limit of the group, and `First` its own.
+        """
+        work = self.start_message(request, self.caller)
+        work.limit_s = UNLIMITED_S
+        self.need = work.need
+        answer = work.result()
+        self.need = None
+        return answer
 
     def start_message(self, request: Message, caller: str) -> PendingMessage:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
@@ -407,6 +425,6 @@ class Channel:
         """Stop the thread that executes requests in the background."""
         if self.threads is not None:
             self.threads.shutdown(wait=False, cancel_futures=True)
-        if self.is_busy and self.has_abandoned:
-            # otherwise its thread would wait for the time limit, and the process for the thread
+        if self.is_busy and self.has_receives:
+            # otherwise its thread would wait forever, and the process for the thread
             self.abort()

@@ -287,10 +287,11 @@ class Start(BaseRequest):
     """a collective, a `Send` or `Receive`, or an algorithm that yields only collectives, `Scratch`
     and `Compute`"""
     channel: str | None = None
-    """requests on one channel run one after the other, those on different channels concurrently.
-    A `Send` on a channel starts at once and needs a `Receive` on it; their tensors are on the host.
-    All ranks use a channel for the first time in the same order. None: the channel "background",
-    or for a `Send` or `Receive` no channel; it starts at once, and `First` cannot wait for it"""
+    """Requests on one channel run in order, and channels run concurrently. All ranks open a channel
+    together: the first `Start` with its name waits for the same on the others. A `Send` on a
+    channel starts at once, also while earlier requests run, and needs a `Receive` on it; their
+    tensors are on the host. None or "": the channel "background", or for messages no channel, so
+    that `First` cannot wait for them"""
 
     def describe(self) -> str:
         """Describe what is started, for error messages; an algorithm by its name."""
@@ -315,16 +316,15 @@ class Wait(BaseRequest):
 class First(BaseRequest):
     """Wait until one of several requests on channels has ended, or for a limited time.
 
-    The answer is the index of a request in `pending` that has ended, the smallest one if there are
-    several, or None if none has ended in time. `Wait` for it returns its answer, or raises its
-    error. The others continue.
+    The answer is the index of a request in `pending` that has ended, the smallest index if several
+    have ended, or None if none has ended in time. `Wait` for it returns its answer, or raises its
+    error. The others continue. Ranks must not base a decision about collectives on the answer.
     """
 
     pending: Sequence[Any]
     """answers of `Start`, at least one"""
     seconds: float | None = None
-    """the limit, at least 0; None for no limit. A limit does not affect the requests, whose own
-    time limit is that of the group"""
+    """the limit, at least 0; None for no limit. It does not affect the requests"""
 
     def describe(self) -> str:
         """Describe the wait, for error messages."""
@@ -333,11 +333,11 @@ class First(BaseRequest):
 
 @dataclass(eq=False, slots=True)
 class Abandon(BaseRequest):
-    """Do not wait for a request on a channel any more; the answer is None.
+    """Stop waiting for a `Receive` on a channel, a collective or an algorithm; the answer is None.
 
-    The request continues: its message is still sent, or received and dropped, before the next
-    request of its channel. An algorithm abandons requests that may not end before it does, such as
-    receives from ranks that have nothing left to send.
+    It still runs before the next request of its channel. A message that arrives still overwrites
+    `values`. An algorithm abandons requests that may not end before it does, such as receives from
+    ranks that have nothing left to send.
     """
 
     pending: Any
@@ -370,6 +370,11 @@ def check_on_channels(request: First | Abandon, kind: type) -> None:
             f"{request.describe()}: {'a request has no channel' if pending else 'none is given'}"
             '\n\nhint: start receives with the name of a channel, as Start(Receive(...), "mail")'
         )
+
+
+def yield_request(request: Request) -> Algorithm[Any]:
+    """Yield one request, and return its answer: the algorithm of a single request."""
+    return (yield request)
 
 
 def message_sequence(sender: int, receiver: int, channel: str = "") -> str:

@@ -84,7 +84,7 @@ class FirstWait:
             each.waiting.append(self)
 
     def end(self, ended: Task | None) -> bool:
-        """Answer with the task that has ended, or None; return whether it waited until now."""
+        """Answer with the task that has ended, or None; return whether the wait was pending."""
         if self.is_over or self.task.is_done:
             # the rank has crashed
             return False

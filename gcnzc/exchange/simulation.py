@@ -3,6 +3,7 @@
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -226,9 +227,9 @@ class Simulation:
         started = request.request
         kind = type(started)
         if kind is Send:
-            channel = task.channel if request.channel is None else request.channel
+            channel = request.channel or task.channel
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
-        elif kind is Receive and request.channel is None:
+        elif kind is Receive and not request.channel:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
         else:
             if kind is Receive:
@@ -259,12 +260,12 @@ class Simulation:
                 task.answer = index
                 return self.continue_at(task, pending.now)
         wait = FirstWait(task, request)
-        if request.seconds is not None:
+        if request.seconds is not None and request.seconds < NEVER:
             self.schedule(task.now + request.seconds, lambda at: self.end_first(wait, None, at))
         return False
 
     def end_first(self, wait: FirstWait, ended: Task | None, at: float) -> None:
-        """Resume a task that waits for the first of several others, unless it was before."""
+        """Resume a task that waits for the first of several others, unless that was done before."""
         if wait.end(ended):
             self.resume(wait.task, at)
 
@@ -294,10 +295,7 @@ class Simulation:
     # collectives
 
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
-        """Check a collective against those of other ranks; return the algorithm of its messages.
-
-        It is a started collective unless `channel` is None.
-        """
+        """Check a collective, which has a channel if it is started; return its algorithm."""
         sequence = channel_sequence(channel or "")
         header = self.logs[rank].record_collective(channel or "", request, caller)
         self.check(rank, sequence, header, range(self.world_size))
@@ -491,8 +489,9 @@ class Simulation:
 
 
 def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """Run an algorithm after the previous request of its channel."""
-    yield Wait(before)
+    """Run an algorithm after the previous request of its channel, also if that failed."""
+    with suppress(WorkerLost):
+        yield Wait(before)
     return (yield from algorithm)
 
 

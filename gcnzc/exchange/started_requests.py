@@ -1,7 +1,9 @@
 """The handles of started requests over processes, and waits for them."""
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -73,12 +75,19 @@ class PendingCollective:
 class Background:
     """A request or an algorithm that runs on a channel's thread."""
 
-    def __init__(self, future: Future[Any], channel: "Channel") -> None:
+    def __init__(
+        self, future: Future[Any], channel: "Channel", *, is_receive: bool = False
+    ) -> None:
         self.future, self.channel, self.find_need = future, channel, channel.find_need
+        self.is_receive = is_receive
 
     def result(self) -> Any:
-        """Wait for the answer, and return it."""
-        return self.future.result()
+        """Wait for the answer, and return it; collectives have time limits of their own."""
+        try:
+            return self.future.result(self.channel.group.timeout_s if self.is_receive else None)
+        except FutureTimeout:
+            limit = TimeoutError("no message within the time limit")
+            raise ConnectionBroken from limit
 
 
 class AlgorithmOnStream(Background):
@@ -102,11 +111,13 @@ def wait_for_first(request: First) -> int | None:
     futures = [each.future for each in request.pending]
     # an ended wait does not affect the requests, unlike the time limit of gloo's waits, which
     # closes the connection
-    ended, _ = wait(futures, request.seconds, FIRST_COMPLETED)
+    limit = request.seconds
+    if limit is not None and limit > threading.TIMEOUT_MAX:
+        limit = None
+    ended, _ = wait(futures, limit, FIRST_COMPLETED)
     return next((index for index, each in enumerate(futures) if each in ended), None)
 
 
 def abandon(request: Abandon) -> None:
-    """Note that nothing waits for a request on a channel any more; see `Abandon`."""
+    """Check an `Abandon`; `Channel.close` ends receives that have no message."""
     check_on_channels(request, Background)
-    request.pending.channel.has_abandoned = True

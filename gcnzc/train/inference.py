@@ -217,7 +217,7 @@ def check_device_of(model: Model, device: torch.device) -> None:
     Raises:
         ValueError: its parameters are on another device.
     """
-    found = next(model.parameters()).device
+    found = next((each.device for each in model.parameters()), device)
     if found.type != device.type or device.index not in (None, found.index):
         raise ValueError(
             f"the model is on {found}, but device is {device}\n\nhint: model.to({str(device)!r})"

@@ -86,8 +86,9 @@ def _check(schema: Schema) -> None:
         if names is None:
             continue
         is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
-        if not is_list or len(names) != (len(names) if count is None else count):
-            raise TypeError(f"{name} is {names!r:.100}, not a list of {count or ''} names")
+        if not is_list or (count is not None and len(names) != count):
+            number = "" if count is None else f"{count} "
+            raise TypeError(f"{name} is {names!r:.100}, not a list of {number}names")
 
 
 def check_names(schema: Schema, data: Dataset, source: Path) -> None:

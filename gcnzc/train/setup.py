@@ -240,8 +240,8 @@ def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> s
     batch = config.batch_size
     if batch == "all" or num_seeds >= batch * workers or config.epochs >= FEW_STEPS:
         return ""
+    seeds = "edges" if config.task == "link" else "nodes"
     return (
-        f"an epoch is a single step, since the {num_seeds:,} training "
-        f"{'edges' if config.task == 'link' else 'nodes'} fit into one minibatch; use a smaller "
-        "--batch-size, or more --epochs"
+        f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into one "
+        "minibatch of each worker; use a smaller --batch-size, or more --epochs"
     )

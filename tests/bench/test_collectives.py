@@ -9,7 +9,8 @@ from bench import harness
 from bench.network import collectives
 from bench.network.collectives_worker import formula_s
 from gcnzc.exchange import Choices, Link, lockstep
-from gcnzc.exchange.measure import make_request, yield_request
+from gcnzc.exchange.measure import make_request
+from gcnzc.exchange.requests import yield_request
 
 ALPHA_S, BYTES_PER_S, WORKERS = 1e-3, 1e7, 8
 

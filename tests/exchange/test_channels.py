@@ -288,8 +288,13 @@ def gather_until(rank, world_size, seconds, limit_s):
     """Sum the powers of two of the ranks that answer in time, of which each has one."""
     peers = [peer for peer in range(world_size) if peer != rank]
     inboxes = {}
-    for peer in peers:
-        inboxes[peer] = yield Start(Receive(number(), peer), f"from {peer}")
+    for peer in range(world_size):
+        # all ranks open the channels in the same order
+        pending = yield Start(Receive(number(), peers[0] if peer == rank else peer), f"from {peer}")
+        if peer == rank:
+            yield Abandon(pending)
+        else:
+            inboxes[peer] = pending
     yield Compute(seconds)
     sends = []
     for peer in peers:
@@ -339,3 +344,67 @@ def test_each_rank_is_counted_once_or_lost_or_late(seed):
         assert all(outcome.errors[peer] is not None for peer in lost)
         if not faults and limit_s == 1.0:
             assert not late
+
+
+def test_an_error_of_a_receive_is_not_that_of_the_next_one_on_its_channel():
+    def receive():
+        lost = yield Start(Receive(number(), 1), "mail")
+        other = yield Start(Receive(number(), 2), "mail")
+        with pytest.raises(WorkerLost):
+            yield Wait(lost)
+        return float((yield Wait(other)))
+
+    def send(rank):
+        yield Compute(1.0)
+        yield Wait((yield Start(Send(number() + rank, 0), "mail")))
+
+    outcome = lockstep([receive(), send(1), send(2)], LINK, faults={1: [Crash(0.5)]})
+    assert outcome.results[0] == 2
+
+
+def wait_behind_a_slow_rank(rank):
+    """A receive waits behind another one on its channel, while two ranks wait for each other."""
+    if rank == 0:
+        first = yield Start(Receive(number(), 2), "mail")
+        second = yield Start(Receive(number(), 1), "mail")
+        direct = yield Receive(number(), 1)
+        values = [direct, (yield Wait(first)), (yield Wait(second))]
+        return [float(each) for each in values]
+    yield Abandon((yield Start(Receive(number(), 3 - rank), "mail")))
+    if rank == 1:
+        yield Wait((yield Start(Send(number() + 1, 0), "mail")))
+        yield Send(number() + 3, 0)
+    else:
+        yield Compute(4.0)
+        yield Wait((yield Start(Send(number() + 2, 0), "mail")))
+    return []
+
+
+def run_behind_a_slow_rank():
+    with init_group(timeout_s=60) as group:
+        return run(wait_behind_a_slow_rank(group.rank), group)
+
+
+def test_ranks_that_wait_for_a_busy_channel_are_no_mismatch(tmp_path):
+    expected = [[3.0, 2.0, 1.0], [], []]
+    assert lockstep([wait_behind_a_slow_rank(rank) for rank in range(3)]).results == expected
+    assert results(3, tmp_path, run_behind_a_slow_rank) == expected
+
+
+def miss_messages():
+    """Abandon a receive for longer than the time limit, and use its channel again."""
+    with init_group(timeout_s=3) as group:
+        return run(use_after_the_limit(group.rank), group)
+
+
+def use_after_the_limit(rank):
+    peer = 1 - rank
+    inbox = yield Start(Receive(number(), peer), "mail")
+    missed = yield First([inbox], 4.0)
+    yield Compute(2.0)
+    yield Wait((yield Start(Send(number() + rank, peer), "mail")))
+    return missed, float((yield Wait(inbox)))
+
+
+def test_a_receive_on_a_channel_has_no_time_limit(tmp_path):
+    assert results(2, tmp_path, miss_messages) == [(None, 1.0), (None, 0.0)]

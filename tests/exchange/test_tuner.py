@@ -5,7 +5,8 @@ import pytest
 from processes import results
 
 from gcnzc.exchange import AllGatherScalar, Choices, Link, Tuning, init_group, lockstep, tune
-from gcnzc.exchange.measure import make_request, time_algorithms, yield_request
+from gcnzc.exchange.measure import make_request, time_algorithms
+from gcnzc.exchange.requests import yield_request
 from gcnzc.exchange.tuner import KINDS, SIZES, candidates, measure
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e7

@@ -157,4 +157,4 @@ def test_a_run_states_how_it_differs_from_the_preset():
     assert "this run" not in same
     config = TrainConfig(preset=preset.name, epochs=3, hidden=16)
     other = describe_published_score(preset, "citeseer", vars(config))
-    assert other == f"{same}; this run is on citeseer and has another --hidden, --epochs"
+    assert other == f"{same}; this run uses citeseer and sets --hidden, --epochs differently"

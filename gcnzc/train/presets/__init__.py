@@ -99,14 +99,14 @@ def describe_published_score(preset: Preset, data_name: str, options: Mapping[st
     )
     if preset.differs:
         text += f" (see `gcnzc presets {preset.name}`)"
-    differs = [] if data_name == preset.data else [f"is on {data_name}"]
+    differs = [] if data_name == preset.data else [f"uses {data_name}"]
     changed = [
         option_name(name)
         for name, value in preset.options.items()
         if name in options and _as_toml(options[name]) != _as_toml(value)
     ]
     if changed:
-        differs.append(f"has another {', '.join(changed)}")
+        differs.append(f"sets {', '.join(changed)} differently")
     return f"{text}; this run {' and '.join(differs)}" if differs else text
 
 
