@@ -196,7 +196,7 @@ def _check(
     if nodes is not None:
         nodes = check_seeds("nodes", nodes, graph.num_nodes)
     device = check_device("device", device)
-    check_device_of(model, device)
+    check_has_values(model)
     batch_nodes = check_integer("batch_nodes", batch_nodes, 1)
     check_callable("progress", progress)
     if layer is not None:
@@ -211,16 +211,16 @@ def _check(
     return _Arguments(model, graph, table, device, nodes, layer, batch_nodes, progress, workers)
 
 
-def check_device_of(model: Model, device: torch.device) -> None:
-    """Check that a model is on the device of a computation.
+def check_has_values(model: Model) -> None:
+    """Check that a model is not on the meta device, which has no values.
 
     Raises:
-        ValueError: its parameters are on another device.
+        ValueError: it is.
     """
-    found = next((each.device for each in model.parameters()), device)
-    if found.type != device.type or device.index not in (None, found.index):
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"the model is on {found}, but device is {device}\n\nhint: model.to({str(device)!r})"
+            "the model is on the meta device, so its parameters have no values\n\n"
+            "hint: model.to_empty(device=...), then load a state_dict()"
         )
 
 
