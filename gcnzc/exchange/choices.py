@@ -16,8 +16,8 @@ from gcnzc.exchange.requests import BUILTIN, Collective
 Steps = tuple[tuple[int | None, str], ...]
 
 # a started request is executed by a thread that shares the GIL with the training thread. The
-# messages of gcnzc's algorithms need it, so that on busy cores larger sums than this one, and all
-# gathers, cost more time than these algorithms save
+# messages of gcnzc's algorithms need it, so that on busy cores sums above BACKGROUND_BYTES, all
+# gathers and all all-to-alls cost more time than these algorithms save
 BACKGROUND_BYTES = 16 * 1024
 _IN_BACKGROUND: dict[str, Steps] = {
     "Sum": ((BACKGROUND_BYTES, DEFAULT), (None, BUILTIN)),

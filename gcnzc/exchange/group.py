@@ -327,6 +327,7 @@ class Group:
         except StopIteration as stop:
             return stop.value
         except WorkerLost as error:
+            lost = None  # its traceback refers to this frame
             if self.monitor is not None:
                 self.monitor.stop(error.reason)
             raise
@@ -419,9 +420,8 @@ class Group:
             limit = f"; the time limit of a wait is {self.timeout_s:g} s"
             # NCCL has the time limit of its process group
             hint = self.remedy + (limit if self.backend == "gloo" else "")
-            who = describe_rank(self.rank, self.ranks)
-            what = waited_s, self.monitor.step, request.describe()
-            raise worker_lost(who, *what, failure, hint) from error.__cause__
+            waited = describe_rank(self.rank, self.ranks), waited_s, self.monitor.step
+            raise worker_lost(*waited, request.describe(), failure, hint) from error.__cause__
         finally:
             if self._stall_monitor is not None:
                 self._stall_monitor.wait = None

@@ -237,11 +237,6 @@ class Scratch(BaseRequest):
         """Describe the size, for error messages."""
         return f"Scratch of {count_bytes(self.values):,} bytes"
 
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether the memory is on a GPU."""
-        return self.values.is_cuda
-
 
 @dataclass(slots=True)
 class Caller(BaseRequest):

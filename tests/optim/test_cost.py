@@ -209,10 +209,10 @@ def test_times_below_a_second_are_shown_in_milliseconds():
     assert reports_network.format_seconds(1.23456) == "1.23 s"
 
 
-@pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "usual"), (2e6, "other")])
+@pytest.mark.parametrize(("serial_bytes", "method"), [(1.02e6, "default"), (2e6, "other")])
 def test_the_default_method_unless_another_is_clearly_faster(serial_bytes, method):
-    lines = [line(method="other"), line(method="usual", serial_bytes=serial_bytes)]
-    defaults = dict.fromkeys(range(2, 9), "usual")
+    lines = [line(method="other"), line(method="default", serial_bytes=serial_bytes)]
+    defaults = dict.fromkeys(range(2, 9), "default")
     assert reports_network.advice(lines, defaults)["choose_method"] == method
 
 
