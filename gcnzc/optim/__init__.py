@@ -6,10 +6,13 @@ from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.late_phase import LatePhaseWarning
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.co2 import CO2
-from gcnzc.optim.local.diloco import DiLoCo
-from gcnzc.optim.local.local_sgd import LocalSGD
+from gcnzc.optim.local.diloco import DiLoCo, diloco
+from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.resize import resize_state
+from gcnzc.optim.strategy.recipe import Recipe
+from gcnzc.optim.strategy.selsync import selsync
+from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.synchronous.averaged import Averaged
 from gcnzc.optim.synchronous.base import Replicated
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
@@ -27,12 +30,17 @@ __all__ = [
     "LocalUpdates",
     "OneBitAdam",
     "OneBitLamb",
+    "Recipe",
     "Replicated",
+    "Strategy",
     "StreamingDiLoCo",
     "ZeroOneAdam",
     "ZeroOneSchedule",
+    "diloco",
     "keep_gradients_local",
+    "local_sgd",
     "resize_state",
+    "selsync",
 ]
 
 __getattr__ = renamed(

@@ -2,9 +2,7 @@
 
 Extras are numbers that are appended to an exchanged vector. The common extras, which all optimizers
 send, are a number that shows whether the ranks differ (see `Comparison.bit`), and the signals,
-which are flags such as a request to stop. If an optimizer exchanges the parameter groups with
-`compress=False` separately, that exchange has no extras. `Comparison` compares lines of text, such
-as an option and its value, which must be equal on all ranks.
+which are flags such as a request to stop.
 """
 
 from abc import abstractmethod
@@ -66,8 +64,7 @@ class DistributedOptimizer(Optimizer):
     """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
 
     is_replicated = True
-    """whether checksums of trained parameters are compared between ranks; False for `LocalUpdates`,
-    whose ranks have different parameters before an exchange"""
+    """whether checksums of trained parameters are compared between ranks; not by `LocalUpdates`"""
 
     # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
     _step_supports_amp_scaling = True
@@ -115,9 +112,8 @@ class DistributedOptimizer(Optimizer):
         """number of steps taken, equal on all ranks; only `LocalUpdates` counts skipped steps"""
         self.loaded = "none"
         """description of the state that was loaded last; equal on all ranks"""
-        self.identity = type(self).__name__
-        """name in the headers of requests: the class, and the number of this optimizer among those
-        of `group`; a copy of the optimizer has the same name"""
+        self.identity = self.name
+        """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
         self.option_text = OptionText()
         self.initial_requires_grad: list[bool] = []
@@ -129,6 +125,11 @@ class DistributedOptimizer(Optimizer):
         self.skip_reason = ""
         """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
         nothing was skipped or excluded"""
+
+    @property
+    def name(self) -> str:
+        """The name of the type of optimizer, in messages, states and headers of requests."""
+        return type(self).__name__
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -142,7 +143,7 @@ class DistributedOptimizer(Optimizer):
 
     def check_param_group(self, group: Mapping[str, Any]) -> None:
         """Check the parameters and options of a group; see `add_param_group`."""
-        check_parameters(type(self).__name__, group["params"])
+        check_parameters(self.name, group["params"])
         self.check_options(group)
 
     def check_options(
@@ -168,7 +169,6 @@ class DistributedOptimizer(Optimizer):
         return {
             name: value
             for name, value in vars(self).items()
-            # a scheduler replaces the `step` of its own optimizer by a wrapper
             if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
         }
 
@@ -280,7 +280,7 @@ class DistributedOptimizer(Optimizer):
                 `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
         """
         check_state_dict_options()
-        return pack_state(type(self).__name__, self.snapshot(), self.param_groups)
+        return pack_state(self.name, self.snapshot(), self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
@@ -289,7 +289,7 @@ class DistributedOptimizer(Optimizer):
             ValueError: the state belongs to another rank, number of ranks, type of optimizer or
                 model, or has an option that is out of its range. Nothing is loaded then.
         """
-        snapshot = unpack_state(type(self).__name__, state_dict, self.group.rank)
+        snapshot = unpack_state(self.name, state_dict, self.group.rank)
         self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
         self.restore(snapshot)
         self.mark_loaded()
@@ -389,7 +389,7 @@ class DistributedOptimizer(Optimizer):
         attributes that the constructor of a subclass sets after `super().__init__()`. A subclass of
         `LocalUpdates` calls it at the end of its own constructor.
         """
-        if self.identity == type(self).__name__:
+        if self.identity == self.name:
             self.identity = self.group.new_caller(self.identity)
         if self.group.backend:
             run(self.broadcast_model(), self.group)
@@ -434,9 +434,7 @@ class DistributedOptimizer(Optimizer):
             ValueError: a parameter was frozen, unfrozen, added or removed.
         """
         names = [name for name, _ in self.named_parameters()]
-        check_same_flags(
-            type(self).__name__, self.requires_grad_flags(), self.initial_requires_grad, names
-        )
+        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
 
     def late_phase(self) -> str:
         """Return the name of a phase, such as compression, that has not begun; empty if none."""
@@ -451,7 +449,7 @@ class DistributedOptimizer(Optimizer):
         if self.group.rank or self.group.world_size == 1 or not is_late(steps, self.total_steps):
             return
         if phase := self.late_phase():
-            warn_of_late_phase(type(self).__name__, phase, steps, self.total_steps)
+            warn_of_late_phase(self.name, phase, steps, self.total_steps)
 
     def finalize(self) -> None:
         """Make parameters and dense buffers equal on all ranks; call it once, after the last step.

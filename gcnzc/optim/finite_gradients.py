@@ -1,11 +1,12 @@
-"""Check whether the gradients of a rank are finite, and small enough for the optimizer state."""
+"""Check whether the gradients and the optimizer state of a rank are finite."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gcnzc.kernels.finite import can_be_squared, square_limit
+from gcnzc.kernels.finite import are_finite, can_be_squared, square_limit
 from gcnzc.optim.flat_parameters import to_device
 from gcnzc.system.scalars import read_scalars
 
@@ -46,6 +47,21 @@ def count_bad_elements(parameter: Tensor, factor: float | Tensor) -> Tensor:
         # products of other elements with 0 are finite
         factor = factor.to(parameter.device).nan_to_num(0.0)
     return (~((values * factor).abs() < square_limit(values.dtype))).sum()
+
+
+def delete_nonfinite_state(
+    state: MutableMapping[Tensor, Any], parameters: Iterable[Tensor]
+) -> None:
+    """Delete an optimizer's state of the parameters for which it is not finite.
+
+    Args:
+        state: the attribute `state` of an optimizer of torch.
+        parameters: the parameters to check.
+    """
+    for parameter in parameters:
+        tensors = [each for each in state.get(parameter, {}).values() if isinstance(each, Tensor)]
+        if not all(bool(are_finite(each)) for each in tensors):
+            del state[parameter]
 
 
 def _values(gradient: Tensor) -> Tensor:

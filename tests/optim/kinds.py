@@ -10,9 +10,11 @@ from gcnzc.optim import (
     LocalSGD,
     OneBitAdam,
     OneBitLamb,
+    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
+    selsync,
 )
 
 LR = 0.01
@@ -54,6 +56,12 @@ REPLICATED = {
     "zero-one-adam": replicated(ZeroOneAdam),
 }
 ZERO_ONE_LOCAL = {"zero-one-adam local steps": replicated(ZeroOneAdam, schedule=WITH_LOCAL_STEPS)}
+
+
+def strategy(recipe, **own):
+    return lambda model, group, **options: Strategy(adamw(model), recipe(**own), group, **options)
+
+
 LOCAL = {
     "local-sgd": local(LocalSGD),
     "diloco": local(DiLoCo),
@@ -61,6 +69,8 @@ LOCAL = {
     "streaming-diloco": local(StreamingDiLoCo, fragments=2),
     "co2": local(CO2),
     "co2 sharded": local(CO2, sharded=True),
+    "selsync": strategy(selsync, window=2, threshold=0.01),
+    "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
 }
 EVERY_STEP = AVERAGED | REPLICATED
 """whose ranks exchange in every step"""

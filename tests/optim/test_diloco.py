@@ -18,10 +18,11 @@ from optim.models import Everything, batches, loss_of
 
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Group, lockstep
-from gcnzc.optim.local.diloco import DiLoCo, Outer
+from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.resize import resize_state
+from gcnzc.optim.strategy.outer_step import Outer
 
 HALF = Dense(torch.float16)
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -121,8 +122,10 @@ def test_ranks_are_in_sync_after_every_outer_step_and_at_the_end(options):
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean)
     for optimizer in optimizers:
-        common = optimizer.vector()[optimizer.begin : optimizer.end]
-        assert torch.equal(optimizer.anchor, common)
+        shards = optimizer.recipe.exchange
+        begin, end = (shards.begin, shards.end) if "sharded" in options else (0, None)
+        common = optimizer.vector()[begin:end]
+        assert torch.equal(optimizer.recipe.update.anchor, common)
     # and may go on, from there
     train(models, optimizers, 14, 10)
     assert all_equal(models)
@@ -196,8 +199,8 @@ def test_another_number_of_ranks_resumes(old, new, options):
     torch.testing.assert_close(vector_of(again[0]), mean_of(models))
     if min(old, new) > 1:
         for name in ("anchor", "momentum"):
-            before = [getattr(optimizer, name) for optimizer in optimizers]
-            after = [getattr(optimizer, name) for optimizer in others]
+            before = [getattr(optimizer.recipe.update, name) for optimizer in optimizers]
+            after = [getattr(optimizer.recipe.update, name) for optimizer in others]
             if "sharded" in options:
                 before, after = [torch.cat(before)], [torch.cat(after)]
             assert all(torch.equal(each, before[0]) for each in after)
@@ -245,14 +248,17 @@ def test_a_rank_whose_parameters_are_not_finite_gets_the_common_ones(options):
 def test_nothing_changes_if_no_rank_is_finite(sharded):
     models, optimizers = team(2, every(2, sharded=sharded))
     train(models, optimizers, 3)
-    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    kept = [
+        (each.recipe.update.anchor.clone(), each.recipe.update.momentum.clone())
+        for each in optimizers
+    ]
     with torch.no_grad():
         for model in models:
             model.rare[1] = float("nan")
     train(models, optimizers, 4, 3)
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
-        assert torch.equal(optimizer.anchor, anchor)
-        assert torch.equal(optimizer.momentum, momentum)
+        assert torch.equal(optimizer.recipe.update.anchor, anchor)
+        assert torch.equal(optimizer.recipe.update.momentum, momentum)
         assert "no rank's parameters are finite" in optimizer.skip_reason
         assert optimizer.dropped == 1
 
@@ -261,18 +267,22 @@ def test_nothing_changes_if_no_rank_is_finite(sharded):
 def test_nothing_changes_if_the_mean_overflows(options):
     models, optimizers = team(2, every(2, **options), sgd, torch.float32)
     train(models, optimizers, 3)
-    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
+    kept = [
+        (each.recipe.update.anchor.clone(), each.recipe.update.momentum.clone())
+        for each in optimizers
+    ]
     with torch.no_grad():
         for model in models:
             # of the first share alone
             model.table.weight[0, 0] = 1e6
     for optimizer in optimizers:
         # overflows where the difference, which is not compressed, does not
-        optimizer.outer = dataclasses.replace(optimizer.outer, lr=1e38)
+        update = optimizer.recipe.update
+        update.outer = dataclasses.replace(update.outer, lr=1e38)
     train(models, optimizers, 4, 3)
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
-        assert torch.equal(optimizer.anchor, anchor)
-        assert torch.equal(optimizer.momentum, momentum)
+        assert torch.equal(optimizer.recipe.update.anchor, anchor)
+        assert torch.equal(optimizer.recipe.update.momentum, momentum)
         assert optimizer.skip_reason.startswith("synchronization skipped: ")
         assert "no rank" not in optimizer.skip_reason
         assert optimizer.dropped == 1

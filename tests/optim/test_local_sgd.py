@@ -65,7 +65,7 @@ def test_means_of_differences_are_means_of_parameters():
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), vector_of(plain[0]), rtol=0, atol=1e-12)
     # from the last mean on, not from the first parameters
-    assert all(torch.equal(each.anchor, each.vector()) for each in optimizers)
+    assert all(torch.equal(each.recipe.update.anchor, each.vector()) for each in optimizers)
 
 
 def test_ranks_are_in_sync_only_after_each_mean():
@@ -199,13 +199,13 @@ def test_nothing_changes_if_no_rank_is_finite():
     with torch.no_grad():
         models[0].rare[1] = models[1].rare[0] = float("nan")
     before = copy.deepcopy([list(model.parameters()) for model in models])
-    anchor = optimizers[0].anchor.clone()
+    anchor = optimizers[0].recipe.update.anchor.clone()
     train(models, optimizers, 2, 1)
     for model, values, optimizer in zip(models, before, optimizers, strict=True):
         for found, right in zip(model.parameters(), values, strict=True):
             torch.testing.assert_close(found, right, rtol=0, atol=1, equal_nan=True)
         assert "no rank's parameters are finite" in optimizer.skip_reason
-        assert torch.equal(optimizer.anchor, anchor)
+        assert torch.equal(optimizer.recipe.update.anchor, anchor)
 
 
 def test_signals_are_sent_with_a_mean_and_reach_all_ranks():
@@ -243,8 +243,8 @@ def test_finalize_sets_the_mean_bit_for_bit(compress):
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     for optimizer in optimizers:
-        if optimizer.anchor is not None:
-            assert torch.equal(optimizer.anchor, optimizer.vector())
+        if compress != Dense():
+            assert torch.equal(optimizer.recipe.update.anchor, optimizer.vector())
     # and may go on
     train(models, optimizers, 12, 7)
     assert all_equal(models)
@@ -301,7 +301,7 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
             seen.append((number, optimizers[rank].local_steps))
 
     for rank, optimizer in enumerate(optimizers):
-        slow(optimizer.mean, rank)
+        slow(optimizer.recipe.exchange.reducer, rank)
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
         assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)

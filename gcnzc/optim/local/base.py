@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
 from gcnzc.exchange import Algorithm, Group, Start, run
-from gcnzc.kernels.finite import are_finite, can_be_squared
+from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.caller import identify_caller
-from gcnzc.optim.finite_gradients import have_finite_gradients
+from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
@@ -74,7 +74,7 @@ class LocalUpdates(DistributedOptimizer):
         module: nn.Module | None = None,
     ) -> None:
         self.is_constructed = False
-        check_inner(type(self).__name__, inner)
+        check_inner(self.name, inner)
         super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
         self.is_constructed = True
         self.inner = inner
@@ -248,10 +248,7 @@ class LocalUpdates(DistributedOptimizer):
             return False
         count, bits, *signals = sums or values[end:].tolist()
         count = round(count)
-        self.comparison.receive(bits, workers)
-        self.received_signals = [
-            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
-        ]
+        self.receive_common([bits, *signals], workers)
         if count == workers:
             self.is_counted = True
             return True
@@ -263,6 +260,14 @@ class LocalUpdates(DistributedOptimizer):
         )
         values[:end] *= workers / count
         return True
+
+    def receive_common(self, sums: Sequence[float], workers: int) -> None:
+        """Read the sums of the common extras over `workers` ranks."""
+        bits, *signals = sums
+        self.comparison.receive(bits, workers)
+        self.received_signals = [
+            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
+        ]
 
     def clear_extras(self, pending: PendingReduction, num_elements: int) -> PendingReduction:
         """Clear the extras of a reduction from a checkpoint, which belong to the earlier run.
@@ -293,7 +298,7 @@ class LocalUpdates(DistributedOptimizer):
             Whether there is a mean. If not, no rank may change its parameters.
         """
         self.prepare_mean(values)
-        skip_reason = yield from self.sync_interval.time_exchange(reducer.mean(values, self.extras))
+        skip_reason = yield from reducer.mean(values, self.extras)
         return self.complete_mean(values, skip_reason, sums=reducer.extra_sums)
 
     def start_mean(self, reducer: Reducer, values: Tensor) -> Algorithm[PendingReduction]:
@@ -334,15 +339,7 @@ class LocalUpdates(DistributedOptimizer):
         self.flat_params.write_parameters(common)
         self.is_in_sync = True
         if not self.is_counted:
-            self.reset_nonfinite_state()
-
-    def reset_nonfinite_state(self) -> None:
-        """Delete the inner optimizer's state of parameters for which it is not finite."""
-        for parameter in self.flat_params.parameters:
-            kept = self.state.get(parameter, {}).values()
-            tensors = [each for each in kept if isinstance(each, Tensor)]
-            if not all(bool(are_finite(each)) for each in tensors):
-                del self.state[parameter]
+            delete_nonfinite_state(self.state, self.flat_params.parameters)
 
     @identify_caller
     def average_parameters(self) -> Algorithm[Tensor]:
@@ -488,7 +485,7 @@ class LocalUpdates(DistributedOptimizer):
         """
         if self.is_constructed:
             raise RuntimeError(
-                f"{type(self).__name__} does not support adding parameters\n\nhint: add them to "
+                f"{self.name} does not support adding parameters\n\nhint: add them to "
                 "the inner optimizer before wrapping it"
             )
         super().add_param_group(param_group)

@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, ReduceScatter, Start, Sum
 from gcnzc.optim import defaults
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.staleness_gap import StalenessGap
@@ -271,7 +272,7 @@ class CO2(LocalUpdates):
             torch.sub(self.own if self.eager else before, values[:count], out=values[:count])
         self.prepare_mean(values)
         if not self.is_counted:
-            self.reset_nonfinite_state()
+            delete_nonfinite_state(self.state, self.flat_params.parameters)
         if self.eager:
             self.flat_params.read_parameters(self.own).sub_(values[:count], alpha=self.eager)
             self.flat_params.write_parameters(self.own)
@@ -325,8 +326,6 @@ class CO2(LocalUpdates):
         """See `LocalUpdates`."""
         if self.pending is not None:
             yield from self.pending.wait()
-
-    # --- overlapped with the steps
 
     def _compute_next_start(self, values: Tensor) -> Algorithm[str]:
         """Exchange the differences of a round, and take the outer step.

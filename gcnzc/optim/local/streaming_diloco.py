@@ -26,11 +26,12 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.local.base import LocalUpdates
-from gcnzc.optim.local.diloco import Outer
 from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.pending_reduction import PendingReduction
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS, MAX_OVERLAP_SHARE, Clocks, SyncInterval
+from gcnzc.optim.strategy.outer_step import Outer
 from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction
 
 
@@ -203,7 +204,7 @@ class StreamingDiLoCo(LocalUpdates):
             fragment.write(own.mul_(self.mixing).add_(anchor, alpha=1 - self.mixing))
         else:
             fragment.write(anchor)
-            self.reset_nonfinite_state()
+            delete_nonfinite_state(self.state, self.flat_params.parameters)
 
     def apply_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""

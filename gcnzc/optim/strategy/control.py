@@ -1,0 +1,57 @@
+"""Sum signals and votes over all ranks, independently of the exchanges of parameters.
+
+A strategy whose ranks exchange rarely, or in pairs, sends its signals, such as a request to stop,
+and the bit that shows whether options differ, in a small all-reduce of its own. It takes
+log2(W) messages of some bytes one after the other.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gcnzc.exchange import Algorithm, Sum
+
+if TYPE_CHECKING:
+    from gcnzc.optim.strategy.strategy import Strategy
+
+
+class Control:
+    """Sums the common extras and votes of all ranks.
+
+    Args:
+        strategy: the optimizer whose common extras are sent.
+        interval: the number of steps from one sum to the next in `take_turn`; None for no sums.
+    """
+
+    def __init__(self, strategy: "Strategy", interval: int | None) -> None:
+        self.strategy, self.interval = strategy, interval
+
+    def take_turn(self) -> Algorithm[None]:
+        """Sum the common extras if that is due; called after each step on all ranks."""
+        if self.interval is not None and self.strategy.steps % self.interval == 0:
+            yield from self.sum()
+
+    def sum(self, votes: Sequence[float] = ()) -> Algorithm[list[float]]:
+        """Sum the common extras and votes over the ranks now.
+
+        Args:
+            votes: numbers of this rank, of the same length on all ranks.
+
+        Returns:
+            The sums of the votes, equal on all ranks.
+        """
+        extras = self.strategy.common_extras()
+        values = torch.tensor([*extras, *votes], dtype=torch.float64)
+        return self.receive((yield Sum(values)))
+
+    def receive(self, values: torch.Tensor) -> list[float]:
+        """Read the sums of the common extras and votes, and return those of the votes.
+
+        Args:
+            values: the sums (common extras + votes,) on the host.
+        """
+        sums = values.tolist()
+        num_extras = self.strategy.num_common_extras
+        self.strategy.receive_common(sums[:num_extras], self.strategy.group.world_size)
+        return sums[num_extras:]

@@ -1,0 +1,173 @@
+"""Updates that take a step of an outer optimizer, whose gradient is the mean difference.
+
+    d   <- mean_i (a - x_i)                          a: the anchor, where all ranks started
+    b   <- m b + d
+    a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
+    x_i <- a
+
+Notation: W ranks, n elements, s elements of a rank's shard.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm, AllGather
+from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.flat_parameters import tiles
+from gcnzc.optim.strategy.all_ranks import Shards
+from gcnzc.optim.strategy.parameter_mean import DifferenceMean
+from gcnzc.optim.strategy.recipe import Update
+from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_at_least_zero, check_fraction
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer: SGD with momentum, as in torch, on one flat vector.
+
+    Raises:
+        ValueError: `lr` is negative, or `momentum` not in [0, 1).
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least_zero("outer_lr", self.lr)
+        check_fraction("outer_momentum", self.momentum)
+
+    @torch.no_grad()
+    def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:
+        """Update the anchor and the momentum in place; all vectors have the same shape.
+
+        Args:
+            anchor: the parameters at the last outer step.
+            buffer: the momentum.
+            difference: the anchor minus the mean of the ranks' parameters; overwritten.
+        """
+        for here in tiles(0, len(anchor), anchor.device):
+            step = difference[here]
+            if self.momentum:
+                moved = buffer[here].mul_(self.momentum).add_(step)
+                step = step.add_(moved, alpha=self.momentum) if self.nesterov else moved
+            anchor[here].add_(step, alpha=-self.lr)
+
+    def describe(self) -> str:
+        """Return the options as text."""
+        return f"outer_lr={self.lr}, outer_momentum={self.momentum}, nesterov={self.nesterov}"
+
+
+class OuterStep(DifferenceMean):
+    """Exchange the differences from the anchor, and take an outer step with their mean.
+
+    Args:
+        outer: the outer optimizer.
+    """
+
+    momentum: Tensor
+    """(n,): the outer momentum, equal on all ranks"""
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `Part`."""
+        super().attach(strategy)
+        self.momentum = self.anchor
+
+    def describe(self) -> str:
+        """See `Update`."""
+        return self.outer.describe()
+
+    def initialize(self) -> None:
+        """See `Part`."""
+        self.reinitialize()
+        self.momentum = torch.zeros_like(self.anchor)
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        self.outer.step(self.anchor, self.momentum, mean)
+        self.strategy.set_parameters(self.anchor)
+        return
+        yield
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `Part`."""
+        return {"anchor": self.anchor, "momentum": self.momentum}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`."""
+        self.anchor = self.strategy.vector(shared["anchor"])
+        self.momentum = self.strategy.vector(shared["momentum"])
+
+
+class ShardedOuterStep(Update):
+    """Exchange the parameters, take the outer step for this rank's shard, and all-gather shards.
+
+    Args:
+        outer: the outer optimizer.
+        shards: the exchange, which computes shards of the mean.
+    """
+
+    anchor: Tensor
+    """(s,): this rank's shard of the parameters at the last outer step"""
+    momentum: Tensor
+    """(s,): this rank's shard of the outer momentum"""
+
+    def __init__(self, outer: Outer, shards: Shards) -> None:
+        self.outer, self.shards = outer, shards
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `Part`."""
+        super().attach(strategy)
+        # no elements before `initialize`
+        self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
+
+    def describe(self) -> str:
+        """See `Update`."""
+        return self.outer.describe()
+
+    def initialize(self) -> None:
+        """See `Part`."""
+        self.reinitialize()
+        self.momentum = torch.zeros_like(self.anchor)
+
+    def reinitialize(self) -> None:
+        """See `Part`."""
+        self.anchor = self.strategy.vector()[self.shards.begin : self.shards.end].clone()
+
+    def read(self, out: Tensor) -> None:
+        """See `Update`."""
+        self.strategy.flat_params.read_parameters(out)
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        anchor, momentum = self.anchor.clone(), self.momentum.clone()
+        self.outer.step(anchor, momentum, anchor - mean)
+        sent = anchor.new_zeros(self.shards.shard_size)
+        sent[: len(anchor)] = anchor
+        parameters = (yield AllGather(sent)).view(-1)[: self.num_elements]
+        # all ranks detect a sum that overflows on one rank
+        if not bool(are_finite(parameters)):
+            self.strategy.record_drop("synchronization skipped: the mean overflows")
+            return
+        self.anchor, self.momentum = anchor, momentum
+        self.strategy.set_parameters(parameters)
+
+    def shard_state(self) -> dict[str, Tensor]:
+        """See `Part`."""
+        return {"anchor": self.anchor, "momentum": self.momentum}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`."""
+        self.anchor = self.strategy.vector(shards["anchor"])
+        self.momentum = self.strategy.vector(shards["momentum"])

@@ -1,0 +1,181 @@
+"""Recipes: strategies of communication that are composed of three parts.
+
+    policy     when this rank exchanges, and with which ranks
+    update     what is exchanged, such as parameters, and how the mean is applied
+    exchange   how the mean is computed: over all ranks with a compression, or between pairs
+
+A strategy is a function that returns a `Recipe`, such as `gcnzc.optim.selsync`.
+`gcnzc.optim.Strategy` executes the recipe around any optimizer of torch. A part has options, and
+after `attach` the state of one rank, so each optimizer needs its own recipe.
+
+Notation: W ranks, n elements of the flat parameter vector, m elements of an exchanged vector, k
+extras (numbers appended to an exchanged vector, such as signals).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm
+
+if TYPE_CHECKING:
+    from gcnzc.optim.strategy.strategy import Strategy
+
+
+class Part:
+    """The base of the parts of a recipe.
+
+    The names in the states of a recipe's parts must differ.
+    """
+
+    strategy: "Strategy"
+    """the optimizer that the part belongs to; set by `attach`"""
+
+    def attach(self, strategy: "Strategy") -> None:
+        """Allocate the state for the ranks and parameters of an optimizer; called once.
+
+        The parameters are not equal on all ranks yet; see `initialize`.
+        """
+        self.strategy = strategy
+
+    def initialize(self) -> None:
+        """Initialize the state from the parameters, which are equal on all ranks."""
+
+    def reinitialize(self) -> None:
+        """Continue from the current parameters, equal on all ranks, in the middle of a run."""
+
+    def finish_pending(self) -> Algorithm[None]:
+        """Wait for pending requests, and keep their results until they are due."""
+        return
+        yield
+
+    def apply_pending(self) -> Algorithm[None]:
+        """Wait for pending requests, and apply their results."""
+        return
+        yield
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the tensors and numbers that are equal on all ranks."""
+        return {}
+
+    def local_state(self) -> dict[str, Tensor]:
+        """Return the tensors of this rank.
+
+        If the number of ranks changes, the means of floating-point tensors over the ranks are
+        loaded, and the first rank's tensors of integers.
+        """
+        return {}
+
+    def shard_state(self) -> dict[str, Tensor]:
+        """Return this rank's shards of sharded vectors."""
+        return {}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """Load the states of all parts; each part reads its own names.
+
+        The parameters are loaded already.
+        """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tensors of this part's state between steps, without compression errors."""
+        states = (self.shared_state(), self.local_state(), self.shard_state())
+        return sum(
+            each.nbytes for state in states for each in state.values() if isinstance(each, Tensor)
+        )
+
+
+class Policy(Part, ABC):
+    """Decides after each local step whether the ranks exchange."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text for `repr`."""
+
+    def observe(self) -> None:
+        """Read this rank's gradients before its local step; does nothing by default."""
+
+    @abstractmethod
+    def is_due(self) -> Algorithm[bool]:
+        """Return whether the ranks exchange after the current step; equal on all ranks."""
+
+
+class Update(Part, ABC):
+    """What the ranks exchange, and how its mean is applied."""
+
+    @property
+    def num_elements(self) -> int:
+        """m, the number of exchanged elements; n by default."""
+        return self.strategy.flat_params.num_elements
+
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text; empty for none."""
+        return ""
+
+    @abstractmethod
+    def read(self, out: Tensor) -> None:
+        """Write the vector to exchange into the first m elements of `out`, (m + k,)."""
+
+    @abstractmethod
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """Apply a mean.
+
+        Args:
+            mean: the result of `Exchange.mean`; may be overwritten.
+        """
+
+
+class Exchange(Part, ABC):
+    """Computes means over ranks."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text for `repr`."""
+
+    @abstractmethod
+    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
+        """Compute the mean of a vector over ranks.
+
+        Args:
+            values: (m + k,), of which the extras are not set yet; overwritten.
+
+        Returns:
+            The mean (m,), or its part (elements of this rank's shard,) if the exchange is sharded;
+            None if there is no mean, and the parameters must not change.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A strategy of communication; `gcnzc.optim.Strategy` executes it."""
+
+    name: str
+    """name of the strategy, in messages, checkpoints and headers of requests"""
+    policy: Policy
+    update: Update
+    exchange: Exchange
+    local_steps: int | str = 1
+    """number of local steps from one exchange to the next, or "auto"; see `SyncInterval`. Only the
+    policy `EveryInterval` uses it"""
+    control_interval: int | None = None
+    """number of steps from one sum of signals over all ranks to the next; None if the exchanges and
+    the policy's votes also sum the signals"""
+    is_for_one_rank: bool = False
+    """whether a single rank also executes the recipe; if False, it takes only local steps"""
+
+    @property
+    def parts(self) -> tuple[Policy, Update, Exchange]:
+        """The three parts."""
+        return self.policy, self.update, self.exchange
+
+    def describe(self) -> str:
+        """Return the name and the options, which must be equal on all ranks, as text."""
+        options = [part.describe() for part in self.parts]
+        if self.control_interval is not None:
+            options.append(f"control_interval={self.control_interval}")
+        return f"{self.name}({', '.join(filter(None, options))})"

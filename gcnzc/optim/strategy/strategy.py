@@ -1,0 +1,173 @@
+"""The optimizer that executes a recipe around any optimizer of torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.local.base import LocalUpdates
+from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
+from gcnzc.optim.strategy.control import Control
+from gcnzc.optim.strategy.recipe import Recipe
+
+
+class Strategy(LocalUpdates):
+    """Takes local steps, and exchanges with other ranks as a recipe defines it.
+
+    ::
+
+        optimizer = Strategy(torch.optim.SGD(model.parameters(), lr=0.1), selsync())
+        loss.backward()
+        optimizer.step()
+
+    Call `finalize` after the last step: it sets the parameters of all ranks to their mean.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps. The wrapper shares its parameter
+            groups and state, so learning rate schedulers work.
+        recipe: the strategy, such as the result of `selsync`; it must not be used by another
+            optimizer.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        signals: the number of flags, such as a request to stop, that the ranks combine by a logical
+            or.
+        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
+            first exchange is late in the run.
+        module: see `DistributedOptimizer`.
+        target: the largest fraction of exchanges in the wall time for local steps "auto".
+        clocks: the clocks that measure for local steps "auto".
+
+    Raises:
+        TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
+            sharded, complex, or of a dtype that cannot be averaged.
+        ValueError: an option is out of range, or the parameters of the ranks differ.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        recipe: Recipe,
+        group: Group | None = None,
+        *,
+        signals: int = 0,
+        total_steps: int | None = None,
+        module: nn.Module | None = None,
+        target: float = 0.05,
+        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
+    ) -> None:
+        if any(hasattr(part, "strategy") for part in recipe.parts):
+            raise ValueError(
+                f"a recipe of {recipe.name} that another optimizer uses\n\nhint: make a new recipe "
+                "for each optimizer"
+            )
+        self.recipe = recipe
+        super().__init__(
+            inner,
+            group,
+            signals=signals,
+            total_steps=total_steps,
+            sync_interval=SyncInterval(recipe.local_steps, target, clocks),
+            alone=recipe.is_for_one_rank,
+            module=module,
+        )
+        self.control = Control(self, recipe.control_interval)
+        self.num_exchanges = 0
+        """number of steps with an exchange so far, equal on all ranks"""
+        for part in recipe.parts:
+            part.attach(self)
+        self.connect()
+
+    @property
+    def name(self) -> str:
+        """See `DistributedOptimizer`: the name of the recipe."""
+        return self.recipe.name
+
+    def describe_options(self) -> str:
+        """See `LocalUpdates`."""
+        return self.recipe.describe()
+
+    def initialize(self) -> None:
+        """See `LocalUpdates`."""
+        for part in self.recipe.parts:
+            part.initialize()
+
+    def reinitialize(self) -> None:
+        """See `LocalUpdates`."""
+        for part in self.recipe.parts:
+            part.reinitialize()
+
+    def local_step(self) -> None:
+        """See `LocalUpdates`; the policy reads the gradients before."""
+        if not self.is_inner_only:
+            self.recipe.policy.observe()
+        super().local_step()
+
+    def after_step(self) -> Algorithm[None]:
+        """See `LocalUpdates`: exchange if the policy decides so."""
+        self.since += 1
+        if (yield from self.recipe.policy.is_due()):
+            self.since = 0
+            yield from self.sync_interval.time_exchange(self.synchronize())
+        yield from self.control.take_turn()
+
+    def synchronize(self) -> Algorithm[None]:
+        """See `LocalUpdates`."""
+        update, flat_params = self.recipe.update, self.flat_params
+        count = update.num_elements + self.extras
+        values = torch.empty(count, dtype=flat_params.dtype, device=flat_params.device)
+        update.read(values)
+        mean = yield from self.recipe.exchange.mean(values)
+        self.num_exchanges += 1
+        if mean is not None:
+            yield from update.apply(mean)
+
+    def finish_pending(self) -> Algorithm[None]:
+        """See `LocalUpdates`."""
+        for part in self.recipe.parts:
+            yield from part.finish_pending()
+
+    def apply_pending(self) -> Algorithm[None]:
+        """See `LocalUpdates`."""
+        for part in self.recipe.parts:
+            yield from part.apply_pending()
+
+    @property
+    def local_share(self) -> float:
+        """The fraction of steps without an exchange so far; 0 before the first step."""
+        return 1 - self.num_exchanges / self.steps if self.steps else 0.0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state between steps, without that of the inner optimizer."""
+        errors = sum(reducer.state_bytes for reducer in self.reducers.values())
+        return sum(part.state_bytes for part in self.recipe.parts) + errors
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `LocalUpdates`."""
+        state: dict[str, Any] = {"num_exchanges": self.num_exchanges}
+        for part in self.recipe.parts:
+            state |= part.shared_state()
+        return state
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `LocalUpdates`."""
+        return {
+            name: each for part in self.recipe.parts for name, each in part.local_state().items()
+        }
+
+    def shard_state(self) -> dict[str, Tensor]:
+        """See `LocalUpdates`."""
+        return {
+            name: each for part in self.recipe.parts for name, each in part.shard_state().items()
+        }
+
+    def load_own(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `LocalUpdates`."""
+        # states of version 0.2 do not have it
+        self.num_exchanges = shared.get("num_exchanges", 0)
+        for part in self.recipe.parts:
+            part.load(shared, local, shards)
