@@ -21,7 +21,7 @@ class AllRanks(Exchange):
         self.compress, self.name = Dense() if compress is None else compress, name
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         count = strategy.recipe.update.num_elements
         self.reducer = strategy.reducer(self.name, self.compress, count)
@@ -47,7 +47,7 @@ class Shards(Exchange):
     """The mean over all ranks whose vector is finite; each rank gets its shard of it."""
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         count, world_size = strategy.recipe.update.num_elements, strategy.group.world_size
         self.shard_size = shard_bounds(count, 0, world_size)[1]

@@ -76,7 +76,7 @@ class OuterStep(DifferenceMean):
         self.outer = outer
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         self.momentum = self.anchor
 
@@ -85,7 +85,7 @@ class OuterStep(DifferenceMean):
         return self.outer.describe()
 
     def initialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.reinitialize()
         self.momentum = torch.zeros_like(self.anchor)
 
@@ -97,13 +97,13 @@ class OuterStep(DifferenceMean):
         yield
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.anchor = self.strategy.vector(shared["anchor"])
         self.momentum = self.strategy.vector(shared["momentum"])
 
@@ -125,7 +125,7 @@ class ShardedOuterStep(Update):
         self.outer, self.shards = outer, shards
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         # no elements before `initialize`
         self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
@@ -135,12 +135,12 @@ class ShardedOuterStep(Update):
         return self.outer.describe()
 
     def initialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.reinitialize()
         self.momentum = torch.zeros_like(self.anchor)
 
     def reinitialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.anchor = self.strategy.vector()[self.shards.begin : self.shards.end].clone()
 
     def read(self, out: Tensor) -> None:
@@ -162,12 +162,12 @@ class ShardedOuterStep(Update):
         self.strategy.set_parameters(parameters)
 
     def shard_state(self) -> dict[str, Tensor]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.anchor = self.strategy.vector(shards["anchor"])
         self.momentum = self.strategy.vector(shards["momentum"])

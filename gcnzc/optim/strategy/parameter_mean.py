@@ -35,13 +35,13 @@ class DifferenceMean(Update):
     """(n,): the parameters after the last exchange, equal on all ranks"""
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         # no elements before `initialize`
         self.anchor = strategy.flat_params.zeros()[:0]
 
     def reinitialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.anchor = self.strategy.vector()
 
     initialize = reinitialize
@@ -59,11 +59,11 @@ class DifferenceMean(Update):
         yield
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {"anchor": self.anchor}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.anchor = self.strategy.vector(shared["anchor"])

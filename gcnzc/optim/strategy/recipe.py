@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
-class Part:
+class RecipePart:
     """The base of the parts of a recipe.
 
     The names in the states of a recipe's parts must differ.
@@ -90,7 +90,7 @@ class Part:
         )
 
 
-class Policy(Part, ABC):
+class Policy(RecipePart, ABC):
     """Decides after each local step whether the ranks exchange."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Policy(Part, ABC):
         """Return whether the ranks exchange after the current step; equal on all ranks."""
 
 
-class Update(Part, ABC):
+class Update(RecipePart, ABC):
     """What the ranks exchange, and how its mean is applied."""
 
     @property
@@ -130,7 +130,7 @@ class Update(Part, ABC):
         """
 
 
-class Exchange(Part, ABC):
+class Exchange(RecipePart, ABC):
     """Computes means over ranks."""
 
     @abstractmethod

@@ -126,13 +126,13 @@ class GradientChange(Policy):
         return is_due
 
     def finish_pending(self) -> Algorithm[None]:
-        """See `Part`."""
+        """See `RecipePart`."""
         if self.pending is not None:
             self.votes = yield Wait(self.pending)
             self.pending = None
 
     def apply_pending(self) -> Algorithm[None]:
-        """See `Part`; the votes have no effect at the end, since all ranks exchange then."""
+        """See `RecipePart`; the votes have no effect at the end, since all ranks exchange then."""
         yield from self.finish_pending()
         if self.votes is not None:
             self.strategy.control.receive(self.votes)
@@ -161,17 +161,17 @@ class GradientChange(Policy):
         return float(self.squares[:count] @ weights / weights.sum())
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {} if self.votes is None else {"votes": self.votes[-1:]}
 
     def local_state(self) -> dict[str, Tensor]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {"squares": self.squares, "num_squares": self.num_squares}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.squares, self.num_squares = local["squares"].clone(), local["num_squares"].clone()
         votes = shared.get("votes")
         if votes is not None:
