@@ -50,7 +50,7 @@ WORKER = "bench.network.strategies_worker"
 WORKERS = 4
 LIMIT_S = 1800.0  # time limit per run
 # name of each method: its options of `gcnzc train`
-STREAMING = "--optimizer streaming-diloco --inner-optimizer adamw"
+STREAMING = "--optimizer adamw --strategy streaming-diloco"
 METHODS = {
     "adamw": "--optimizer adamw",
     "adamw bfloat16": "--optimizer adamw --compress bfloat16",
@@ -59,15 +59,15 @@ METHODS = {
     # LAMB scales its updates by the norm of the weights, so it needs another learning rate
     "onebit-lamb": "--optimizer onebit-lamb --lr 0.006",
     "zero-one-adam": "--optimizer zero-one-adam",
-    "local-sgd": "--optimizer local-sgd --inner-optimizer adamw",
-    "diloco": "--optimizer diloco --inner-optimizer adamw",
+    "local-sgd": "--optimizer adamw --strategy local-sgd",
+    "diloco": "--optimizer adamw --strategy diloco",
     "streaming-diloco": STREAMING,
     "streaming-diloco fp4": f"{STREAMING} --compress float4_e3m0",
     "streaming-diloco auto": f"{STREAMING} --local-steps auto",
     "streaming-diloco fp4 auto": (f"{STREAMING} --compress float4_e3m0 --local-steps auto"),
-    "co2": "--optimizer co2 --inner-optimizer adamw",
-    "co2 auto": "--optimizer co2 --inner-optimizer adamw --local-steps auto",
-    "co2 48": "--optimizer co2 --inner-optimizer adamw --local-steps 48",
+    "co2": "--optimizer adamw --strategy co2",
+    "co2 auto": "--optimizer adamw --strategy co2 --local-steps auto",
+    "co2 48": "--optimizer adamw --strategy co2 --local-steps 48",
 }
 # methods that adapt to the link rate, which `accuracy` does not limit
 TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
@@ -77,7 +77,7 @@ NONE = "none"
 # methods that `gcnzc cost` predicts; `adamw` is its "averaged"
 PREDICTED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
 # local steps without synchronization
-NO_EXCHANGE = "--optimizer local-sgd --inner-optimizer adamw --local-steps 1000000000"
+NO_EXCHANGE = "--optimizer adamw --strategy local-sgd --local-steps 1000000000"
 
 
 @dataclass(frozen=True)

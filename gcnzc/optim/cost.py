@@ -92,7 +92,7 @@ def _every(method: str) -> float:
 WARMUP = WARMUP_DEFAULTS.share  # share of the steps of a run
 
 
-# by the names of `gcnzc train --optimizer`, with their default options
+# by the names of `gcnzc train --optimizer` and `--strategy`, with their default options
 METHODS: dict[str, MethodTraffic] = {
     **{
         f"averaged, {name}": MethodTraffic(((1.0, partial(exchange_averaged, name=name)),))

@@ -91,7 +91,7 @@ LOCAL = {
     "streaming-diloco": STREAMING_DILOCO,
     "co2": CO2,
 }
-"""defaults by the names of the optimizers on the command line"""
+"""defaults by the names of the strategies on the command line"""
 
 LATE_SHARE = 0.5
 """share of `total_steps` after which a phase that has not begun causes a warning"""

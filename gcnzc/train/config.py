@@ -24,6 +24,7 @@ from gcnzc.train.learning_options import (
 )
 from gcnzc.train.model_options import ModelOptions
 from gcnzc.train.old_names import accept_old_options
+from gcnzc.train.optimizer_options import OptimizerOptions
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
     CorrectAndSmoothOptions,
@@ -31,7 +32,6 @@ from gcnzc.train.option_groups import (
     FeatureOptions,
     LoaderOptions,
     Metric,
-    OptimizerOptions,
     OutputOptions,
     ScheduleOptions,
     TaskOptions,
@@ -39,6 +39,7 @@ from gcnzc.train.option_groups import (
 )
 from gcnzc.train.options import Fanouts, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
+from gcnzc.train.strategies import check_strategy
 
 
 # dataclasses order inherited fields from the last base to the first
@@ -68,6 +69,7 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_strategy(self)
         if self.is_full_batch:
             _check_full_batch(self)
             if self.fanouts == DEFAULT_FANOUTS:

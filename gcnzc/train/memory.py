@@ -15,7 +15,6 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.models.stack import Model
 from gcnzc.system.host_memory import total_bytes
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.option_groups import LOCAL
 from gcnzc.train.precision import AUTOCAST_DTYPES
 
 
@@ -68,8 +67,7 @@ def footprint_of(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # mixed precision has features and outputs of 16 bits
     item = AUTOCAST_DTYPES.get(config.precision, next(model.parameters()).dtype).itemsize
-    inner = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
-    states = 1 if inner == "sgd" else 2
+    states = 1 if config.optimizer == "sgd" else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
     training = weights * (2 + states)
     if layer_nodes is not None:

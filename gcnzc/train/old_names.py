@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+from gcnzc.train.strategy_aliases import resolve_strategy, resolve_words
+
 C = TypeVar("C")
 
 COMMANDS = {"link": "pcie", "plan": "cost", "plan-cache": "cache-forecast"}
@@ -42,7 +44,8 @@ def rename_command_line(words: Sequence[str]) -> list[str]:
     """Replace old names in the words of a command line by the present ones.
 
     Raises:
-        ValueError: an option is given by its old name and by its present one.
+        ValueError: an option is given by its old name and by its present one, or options
+            contradict each other.
     """
     if not words:
         return []
@@ -80,6 +83,8 @@ def rename_command_line(words: Sequence[str]) -> list[str]:
         else:
             changed.append(_renamed_value(command, option, word))
             option = ""
+    if command == "train":
+        changed = resolve_words(changed)
     return changed + positional
 
 
@@ -101,7 +106,8 @@ def rename_options(
         The values by field name.
 
     Raises:
-        ValueError: an option is given twice, by two spellings of its name.
+        ValueError: an option is given twice, by two spellings of its name, or options contradict
+            each other.
     """
     found: dict[str, Any] = {}
     spelling: dict[str, str] = {}
@@ -118,7 +124,7 @@ def rename_options(
             )
         spelling[name] = key
         found[name] = _renamed_value(command, name, value) if isinstance(value, str) else value
-    return found
+    return resolve_strategy(found, source) if command == "train" else found
 
 
 def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
@@ -130,13 +136,15 @@ def accept_old_options(command: str) -> Callable[[type[C]], type[C]]:
         command: the command of the config.
     """
 
+    old = {*OPTIONS.get(command, {}), *FLAGS.get(command, {})}
+
     def decorate(kind: type[C]) -> type[C]:
         initialize: Callable[..., None] = kind.__init__
 
         @wraps(initialize)
         def initialize_renamed(self: C, **options: Any) -> None:
             present = rename_options(options, kind.__name__, command)
-            for name in options.keys() - present.keys():
+            for name in options.keys() & old:
                 other = OPTIONS[command].get(name) or FLAGS[command][name][0]
                 warnings.warn(
                     f"option {name} of {kind.__name__} is now {other}; the old name will be "

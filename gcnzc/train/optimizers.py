@@ -9,21 +9,14 @@ from torch import nn
 from gcnzc.compress import compression
 from gcnzc.exchange import Group
 from gcnzc.optim import (
-    CO2,
-    Averaged,
-    DiLoCo,
     DistributedOptimizer,
-    LocalSGD,
     OneBitAdam,
     OneBitLamb,
-    StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
-from gcnzc.optim.defaults import DELAY
-from gcnzc.optim.defaults import LOCAL as LOCAL_DEFAULTS
-from gcnzc.train.option_groups import LOCAL, ONE_BIT, OptimizerOptions
-from gcnzc.train.options import parse_fragments
+from gcnzc.train.optimizer_options import ONE_BIT, OptimizerOptions
+from gcnzc.train.strategies import TrainingSetup, build_strategy
 
 # fewest steps of a warm-up without a warning
 SHORT_WARMUP_STEPS = 10
@@ -32,7 +25,7 @@ SHORT_WARMUP_STEPS = 10
 def build_optimizer(
     config: OptimizerOptions, model: torch.nn.Module, workers: int = 1
 ) -> torch.optim.Optimizer:
-    """Build the torch optimizer of a run; with local steps, the inner optimizer.
+    """Build the torch optimizer of a run, which a strategy then wraps.
 
     Args:
         config: options of the run.
@@ -41,10 +34,9 @@ def build_optimizer(
     """
     parameters, decay = parameter_groups(config, model), config.weight_decay
     lr = learning_rate(config, workers)
-    name = config.inner_optimizer if config.optimizer in LOCAL else config.optimizer
-    if name == "sgd":
+    if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
-    if name == "adamw":
+    if config.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=decay)
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
 
@@ -61,19 +53,6 @@ def parameter_groups(config: OptimizerOptions, model: nn.Module) -> list[dict[st
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _clip_local_steps(config: OptimizerOptions, inner: torch.optim.Optimizer) -> None:
-    """Clip the gradients of this worker before each step of an inner optimizer."""
-    norm = config.clip_gradients
-    if norm is None:
-        return
-
-    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, norm)
-
-    inner.register_step_pre_hook(clip)
 
 
 def learning_rate(config: OptimizerOptions, workers: int) -> float:
@@ -99,26 +78,7 @@ def build_method(
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
-    options: dict[str, Any]
-    if config.optimizer not in LOCAL:
-        options = {"clip_norm": config.clip_gradients, "module": model, **_compress(config)}
-        return Averaged(inner, group, signals, **options)
-    _clip_local_steps(config, inner)
-    options = {"signals": signals, "total_steps": steps, "module": model, **_compress(config)}
-    options["local_steps"] = _local_steps(config)
-    if config.optimizer == "local-sgd":
-        return LocalSGD(inner, group, **options)
-    default = LOCAL_DEFAULTS[config.optimizer]
-    options["outer_lr"] = default.outer_lr if config.outer_lr is None else config.outer_lr
-    momentum = config.outer_momentum
-    options["outer_momentum"] = default.outer_momentum if momentum is None else momentum
-    if config.optimizer == "diloco":
-        return DiLoCo(inner, group, **options)
-    if config.optimizer == "co2":
-        return CO2(inner, group, eager=config.eager_weight, **options)
-    options["delay"] = _delay(config)
-    options["fragments"] = parse_fragments(config.fragments)
-    return StreamingDiLoCo(inner, group, named_parameters=model.named_parameters(), **options)
+    return build_strategy(TrainingSetup(config, model, inner, group, steps, signals))
 
 
 def _one_bit(
@@ -131,7 +91,9 @@ def _one_bit(
     }
     options: dict[str, Any] = {"lr": learning_rate(config, group.world_size), "group": group}
     options |= {"weight_decay": config.weight_decay, "signals": signals, "module": model}
-    options |= {"total_steps": steps, "clip_norm": config.clip_gradients, **_compress(config)}
+    options |= {"total_steps": steps, "clip_norm": config.clip_gradients}
+    if config.compress != "auto":
+        options["compress"] = compression(config.compress)
     warmup = warmup_steps(config, steps)
     if config.optimizer == "zero-one-adam":
         options["schedule"] = ZeroOneSchedule.for_run(steps, warmup)
@@ -165,22 +127,3 @@ def format_warmup_warning(config: OptimizerOptions, steps: int) -> str:
         "from the gradients of these steps, so training may diverge; use more --epochs, a smaller "
         "--batch-size, a longer --warmup or another --optimizer"
     )
-
-
-def _delay(config: OptimizerOptions) -> int | str:
-    text = config.delay
-    if text == "default":
-        return "auto" if config.local_steps == "auto" else DELAY
-    return text if text == "auto" else int(text)
-
-
-def _compress(config: OptimizerOptions) -> dict[str, Any]:
-    """Return the optimizer's argument `compress`; auto takes the default of its class."""
-    return {} if config.compress == "auto" else {"compress": compression(config.compress)}
-
-
-def _local_steps(config: OptimizerOptions) -> int | str:
-    text = config.local_steps
-    if text == "default":
-        return LOCAL_DEFAULTS[config.optimizer].local_steps
-    return text if text == "auto" else int(text)

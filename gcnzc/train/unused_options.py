@@ -5,19 +5,28 @@ from dataclasses import fields
 from typing import Any
 
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.option_groups import LOCAL, ONE_BIT
+from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.options import option_name
+from gcnzc.train.strategies import STRATEGIES
 
 Choices = Mapping[str, tuple[str | bool, ...]]
 
 _LINK: Choices = {"task": ("link",)}
 _NODE: Choices = {"task": ("node",)}
-_LOCAL: Choices = {"optimizer": LOCAL}
-_OUTER: Choices = {"optimizer": ("diloco", "streaming-diloco", "co2")}
-_STREAMING: Choices = {"optimizer": ("streaming-diloco",)}
 _GAT: Choices = {"model": ("gat", "gatv2")}
 _CACHED: Choices = {"features": ("cached",)}
 _STEP: Choices = {"schedule": ("step",)}
+
+
+def _strategy_options() -> dict[str, Choices]:
+    """Return the options that only some strategies read."""
+    names = dict.fromkeys(name for each in STRATEGIES.values() for name in each.options)
+    readers = {
+        name: tuple(key for key, each in STRATEGIES.items() if name in each.options)
+        for name in names
+    }
+    return {name: {"strategy": found} for name, found in readers.items() if found != (*STRATEGIES,)}
+
 
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
@@ -28,15 +37,9 @@ READ_WITH: Mapping[str, Choices] = {
     "num_negatives": _LINK,
     "strict_negatives": _LINK,
     "exclude": _LINK,
-    "inner_optimizer": _LOCAL,
-    "local_steps": _LOCAL,
     "warmup": {"optimizer": ONE_BIT},
     "refresh": {"optimizer": ("onebit-adam",)},
-    "outer_lr": _OUTER,
-    "outer_momentum": _OUTER,
-    "eager_weight": {"optimizer": ("co2",)},
-    "delay": _STREAMING,
-    "fragments": _STREAMING,
+    **_strategy_options(),
     "heads": _GAT,
     "output_heads": _GAT,
     "attention_dropout": _GAT,

@@ -19,9 +19,11 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
+from gcnzc.optim.defaults import LOCAL
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.option_groups import LOCAL, ONE_BIT
+from gcnzc.train.strategies import STRATEGIES
 
 COMPRESSED = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
 LOCAL_STEPS = {
@@ -78,6 +80,7 @@ def describe(optimizer):
 
 def test_every_method_is_tested():
     assert set(METHODS) == {*ONE_BIT, *LOCAL}
+    assert set(LOCAL) < set(STRATEGIES)
 
 
 @pytest.mark.parametrize("steps", [40, 7000])
@@ -85,7 +88,8 @@ def test_every_method_is_tested():
 def test_class_and_command_line_have_the_same_defaults(method, steps):
     group = Group(0, 4)
     parameters = list(nn.Linear(30, 20).parameters())
-    config = TrainConfig(optimizer=method, lr=0.001)
+    option = "optimizer" if method in COMPRESSED else "strategy"
+    config = TrainConfig(lr=0.001, **{option: method})
     of_command_line = build_method(config, nn.Linear(30, 20), group, steps)
     # only a share of the run depends on its length
     options = {"total_steps": steps, "weight_decay": 0.0} if method in COMPRESSED else {}

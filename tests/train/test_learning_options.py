@@ -19,11 +19,12 @@ from gcnzc.models.metrics import compute_loss
 from gcnzc.train import checkpoint
 from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.schedule import Schedule, build_schedule
+from gcnzc.train.strategies import STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +190,18 @@ def stepped(config, gradients):
     return [parameter.detach() for parameter in model.parameters()]
 
 
-OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", *ONE_BIT, *LOCAL])
+OPTIMIZERS = pytest.mark.parametrize(
+    "options",
+    [
+        *(pytest.param({"optimizer": name}, id=name) for name in ONE_BIT),
+        *(pytest.param({"optimizer": "adamw", "strategy": name}, id=name) for name in STRATEGIES),
+    ],
+)
 
 
 @OPTIMIZERS
-def test_every_optimizer_clips_gradients(optimizer):
-    config = TrainConfig(optimizer=optimizer, lr=0.1)
+def test_every_optimizer_clips_gradients(options):
+    config = TrainConfig(lr=0.1, **options)
     generator = torch.Generator().manual_seed(1)
     large, small = (functional.normalize(torch.randn(12, generator=generator), dim=0) for _ in "ab")
     expected = stepped(config, [large * 2, small])
@@ -206,8 +213,8 @@ def test_every_optimizer_clips_gradients(optimizer):
 
 
 @OPTIMIZERS
-def test_only_weights_decay_in_every_optimizer(optimizer):
-    config = TrainConfig(optimizer=optimizer, inner_optimizer="adamw", weight_decay=0.5, lr=0.1)
+def test_only_weights_decay_in_every_optimizer(options):
+    config = TrainConfig(weight_decay=0.5, lr=0.1, **options)
     before = stepped(config, [])
     for decay, moved in (("all", [True, True, True]), ("weights", [True, False, False])):
         after = stepped(replace(config, decay=decay), [torch.zeros(12)])

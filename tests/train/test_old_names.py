@@ -16,13 +16,12 @@ CHANGED = {
     "hot": "0.3",
     "hot_by": "in-degree",
     "eager": "0.25",
-    "inner": "sgd",
 }
 
 
 def test_old_options_work_on_the_command_line():
     words = [word for name, value in CHANGED.items() for word in (option_name(name), value)]
-    chosen = ["--features", "cached", "--optimizer", "co2", "--hot-split", "--no-plan"]
+    chosen = ["--features", "cached", "--strategy", "co2", "--hot-split", "--no-plan"]
     config = parse(["train", *chosen, *words, "--local-steps", "usual"])
     expected = {"cache_sharded": True, "tuning_profile": False, "local_steps": "default"}
     for old, value in CHANGED.items():
@@ -32,7 +31,7 @@ def test_old_options_work_on_the_command_line():
     assert parse(["check", "--hot-memory", "2GB"]).cache_memory == "2GB"
     assert isinstance(parse(["check"]), CheckConfig)
     assert not parse(["train", "--no_plan"]).tuning_profile
-    assert parse(["train", "--optimizer=co2", "--local-steps=8", "usual"]).data == Path("usual")
+    assert parse(["train", "--strategy=co2", "--local-steps=8", "usual"]).data == Path("usual")
     words = ["prepare", "a", "b", "--bidirected", "as-usual", "--duplicates=as-usual"]
     assert parse(words) == parse(["prepare", "a", "b"])
 
@@ -107,7 +106,9 @@ def test_old_commands_work(old, new):
 
 
 def test_every_old_name_has_a_present_one():
-    assert set(old_names.OPTIONS["train"].values()) < set(TrainConfig.__dataclass_fields__)
+    # `inner_optimizer` is an alias, too
+    present = {"inner_optimizer", *TrainConfig.__dataclass_fields__}
+    assert set(old_names.OPTIONS["train"].values()) < present
     assert not set(old_names.OPTIONS["train"]) & set(TrainConfig.__dataclass_fields__)
     assert set(old_names.OPTIONS["check"].values()) < set(CheckConfig.__dataclass_fields__)
 

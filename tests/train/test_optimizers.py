@@ -14,12 +14,14 @@ from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, resize_state
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method, format_warmup_warning, warmup_steps
-from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.run import train
+from gcnzc.train.strategies import STRATEGIES
 
 METHODS = {
-    **{name: {"optimizer": name} for name in (*ONE_BIT, *LOCAL)},
+    **{name: {"optimizer": name} for name in ONE_BIT},
+    **{name: {"strategy": name} for name in STRATEGIES if name != "average"},
     "int8": {"optimizer": "adam", "compress": "int8"},
     "sign": {"optimizer": "adam", "compress": "sign"},
 }
@@ -135,8 +137,10 @@ def test_a_missing_state_is_reported(config, tmp_path):
 
 def test_options_create_the_optimizer_that_they_name():
     model = torch.nn.Linear(3, 2)
-    for name in (*ONE_BIT, *LOCAL):
-        made = build_method(TrainConfig(optimizer=name), model, Group(), 100)
+    for name, options in METHODS.items():
+        if options.keys() & {"compress"}:
+            continue
+        made = build_method(TrainConfig(**options), model, Group(), 100)
         spelt = type(made).__name__.lower()
         assert spelt.replace("one", "1").replace("zero", "0") == name.replace("-", "").replace(
             "one", "1"
@@ -188,7 +192,7 @@ def test_a_warm_up_too_short_for_the_variance_is_warned_of():
 
 def test_fragments_may_be_modules_or_named():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
-    config = TrainConfig(optimizer="streaming-diloco", fragments="modules")
+    config = TrainConfig(strategy="streaming-diloco", fragments="modules")
     made = build_method(config, model, Group(), 100)
     assert [fragment.num_elements for fragment in made.fragments] == [8, 15]
     made = build_method(replace(config, fragments="3"), model, Group(), 100)
@@ -201,7 +205,7 @@ def test_fragments_may_be_modules_or_named():
 
 def test_eager_workers_have_no_gap_penalty():
     model = torch.nn.Linear(3, 2)
-    config = TrainConfig(optimizer="co2")
+    config = TrainConfig(strategy="co2")
     made = build_method(config, model, Group(), 100)
     assert (made.eager, made.gap.rule) == (config.eager_weight, "none")
     made = build_method(replace(config, eager_weight=0.0), model, Group(), 100)

@@ -172,7 +172,7 @@ def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "write", write_unless_broken)
-    local = TrainConfig(**{**vars(config), "optimizer": "local-sgd", "local_steps": "2"})
+    local = TrainConfig(**{**vars(config), "strategy": "local-sgd", "local_steps": "2"})
     after_epoch[1] = lambda: broken.add("checkpoint.pt")
     after_epoch[2] = lambda: broken.add("workers")
     after_epoch[3] = end

@@ -23,15 +23,20 @@ from gcnzc.train import checkpoint, precision
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.memory import footprint_of
+from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.option_groups import LOCAL, ONE_BIT
 from gcnzc.train.precision import Precision, build_precision, check_precision, slow_reason
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
+from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.tasks.node import NodeTask
 
 CPU = torch.device("cpu")
-OPTIMIZERS = ("adam", "sgd", *ONE_BIT, *LOCAL)
+OPTIMIZERS = {
+    **{name: {"optimizer": name} for name in ("adam", "sgd")},
+    **{name: {"optimizer": name, "warmup": "2"} for name in ONE_BIT},
+    **{name: {"strategy": name} for name in STRATEGIES if name != "average"},
+}
 # a scale with which gradients overflow in the first steps, and which grows often
 HIGH = partial(torch.amp.GradScaler, init_scale=2.0**20, growth_interval=3)
 
@@ -164,7 +169,7 @@ RESUMED = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_gradients": 0.1, "schedule": "cosine", "average": "ema"},
     "fp16 with compression": {"precision": "fp16", "optimizer": "onebit-adam", "warmup": "5"},
-    "fp16 with local steps": {"precision": "fp16", "optimizer": "diloco", "local_steps": "3"},
+    "fp16 with local steps": {"precision": "fp16", "strategy": "diloco", "local_steps": "3"},
 }
 
 
@@ -235,8 +240,7 @@ def steps_of(config, scaled, steps=6):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling(optimizer, clip):
-    options = {"warmup": "2"} if optimizer in ONE_BIT else {}
-    config = TrainConfig(optimizer=optimizer, lr=0.1, clip_gradients=clip, **options)
+    config = TrainConfig(lr=0.1, clip_gradients=clip, **OPTIMIZERS[optimizer])
     scaled = Precision("fp16", CPU)
     found = steps_of(config, scaled)
     # a power of two
@@ -246,9 +250,8 @@ def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_worker_without_seeds_takes_the_step(optimizer):
-    options = {"warmup": "2"} if optimizer in ONE_BIT else {}
     model = nn.Linear(5, 3)
-    method = build_method(TrainConfig(optimizer=optimizer, **options), model, Group(), 4)
+    method = build_method(TrainConfig(**OPTIMIZERS[optimizer]), model, Group(), 4)
     scaled = Precision("fp16", CPU)
     before = scaled.state()
     scaled.step(method)
@@ -264,10 +267,13 @@ def train_scaled(config, folder):
     torch.set_num_threads(1)
     found = {}
     with init_group() as group:
-        for optimizer in ("sgd", "onebit-adam", "diloco"):
-            options = {"warmup": "5"} if optimizer == "onebit-adam" else {}
+        for optimizer, options in (
+            ("sgd", {"optimizer": "sgd"}),
+            ("onebit-adam", {"optimizer": "onebit-adam", "warmup": "5"}),
+            ("diloco", {"strategy": "diloco"}),
+        ):
             listener = Listener()
-            chosen = replace(config, optimizer=optimizer, **options)
+            chosen = replace(config, **options)
             line = train(chosen, folder / optimizer, listener, group)
             found[optimizer] = line["valid_accuracy"], listener.said
     return found

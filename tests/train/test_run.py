@@ -329,11 +329,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "local-sgd"])
-def test_a_run_that_skips_its_steps_reports_some_and_ends(optimizer, config, tmp_path):
+@pytest.mark.parametrize("strategy", ["average", "local-sgd"])
+def test_a_run_that_skips_its_steps_reports_some_and_ends(strategy, config, tmp_path):
     listener = Listener()
     # 17 steps per epoch; gradients overflow after the first ones
-    config = replace(config, optimizer=optimizer, inner_optimizer="sgd", lr=1e9)
+    config = replace(config, optimizer="sgd", strategy=strategy, lr=1e9)
     with pytest.raises(ValueError, match=r"the last 1\d steps .* were skipped(.|\n)*hint: .*--lr"):
         train(config, tmp_path / "run", listener)
     said = [line for line in listener.said if "skipped" in line]

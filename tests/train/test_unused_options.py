@@ -12,8 +12,10 @@ from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
+from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.run import train
+from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.unused_options import READ_WITH, unused_options
 
 # a value that is not the default
@@ -23,7 +25,6 @@ OTHERS = {
     "num_negatives": 2,
     "strict_negatives": False,
     "exclude": "none",
-    "inner_optimizer": "sgd",
     "local_steps": "5",
     "warmup": "auto",
     "refresh": 7,
@@ -54,6 +55,7 @@ ONE_FEATURE = {
     "model": "sage",
     "task": "node",
     "optimizer": "adam",
+    "strategy": "average",
     "features": "host",
     "schedule": "constant",
     "average": "none",
@@ -94,10 +96,10 @@ def words_of(name, value):
 def test_the_table_has_the_options_of_each_optimizer_and_model(graph):
     data = load(graph)
     hints = {field.name: field for field in fields(TrainConfig)}
-    readers = {"optimizer": {}, "model": {}}
+    readers = {"optimizer": {}, "strategy": {}, "model": {}}
     for choice, choices in (
-        ("optimizer", ("adam", "adamw", "sgd", "onebit-adam", "onebit-lamb", "zero-one-adam")),
-        ("optimizer", ("local-sgd", "diloco", "streaming-diloco", "co2")),
+        ("optimizer", (*UPDATE_RULES, *ONE_BIT)),
+        ("strategy", tuple(STRATEGIES)),
         ("model", ("sage", "gcn", "gin", "gat", "gatv2")),
     ):
         for chosen in choices:
@@ -109,7 +111,7 @@ def test_the_table_has_the_options_of_each_optimizer_and_model(graph):
             readers[choice][chosen] = recording.seen & set(hints)
     for choice, seen in readers.items():
         names = set().union(*seen.values())
-        for name in names - {choice}:
+        for name in names - {"optimizer", "strategy", "model"}:
             found = {chosen for chosen in seen if name in seen[chosen]}
             expected = READ_WITH.get(name, {}).get(choice)
             assert found == (set(seen) if expected is None else set(expected)), name
@@ -139,14 +141,14 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
 def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(
-        'optimizer = "diloco"\nlocal-steps = "5"\nlayers = 2\nfanouts = [3, 3]\nhidden = 4\n'
+        'strategy = "diloco"\nlocal-steps = "5"\nlayers = 2\nfanouts = [3, 3]\nhidden = 4\n'
     )
     words = ["train", str(graph), "--config", str(file), "--epochs", "1"]
     words += ["--out", str(tmp_path / "run")]
-    assert main([*words, "--optimizer", "adam", "--local-steps", "6"]) == 2
+    assert main([*words, "--strategy", "average", "--local-steps", "6"]) == 2
     assert "--local-steps 6 has no effect" in capsys.readouterr().err
-    assert main([*words, "--optimizer", "adam"]) == 0
-    warning = "warning: --local-steps 5 has no effect with --optimizer adam; only --optimizer"
+    assert main([*words, "--strategy", "average"]) == 0
+    warning = "warning: --local-steps 5 has no effect with --strategy average; only --strategy"
     assert capsys.readouterr().err.count(warning) == 1
     # nor is a run that has them lost
     assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0

@@ -1,0 +1,141 @@
+"""Options of `gcnzc train` for the optimizer, and for what workers exchange."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
+from gcnzc.train.options import Options, at_least, check_number, parse_fragments
+
+UpdateRule: TypeAlias = Literal["adam", "adamw", "sgd"]
+
+OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
+
+OptimizerName: TypeAlias = UpdateRule | OneBit
+
+# the keys of `gcnzc.train.strategies.STRATEGIES`
+StrategyName: TypeAlias = Literal["average", "local-sgd", "diloco", "streaming-diloco", "co2"]
+
+UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
+
+Compress: TypeAlias = Literal[
+    "auto",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+    "int4",
+    "float4_e3m0",
+    "sign",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(Options):
+    """The optimizer, and what workers exchange."""
+
+    optimizer: OptimizerName = "adam"
+    """update rule: adam, adamw or sgd (momentum 0.9), with any --strategy; onebit-adam, onebit-lamb
+    and zero-one-adam compress the updates that workers exchange, and have no other --strategy"""
+    strategy: StrategyName = "average"
+    """what workers exchange, and when: average averages their gradients in every step; local-sgd,
+    diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer"""
+    lr: float = 0.003
+    """learning rate"""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """multiply --lr by the number of workers, or its square root, because the global batch grows
+    with the workers"""
+    weight_decay: float = 0.0
+    """weight decay, as the optimizer defines it"""
+    decay: Literal["all", "weights"] = "all"
+    """parameters with weight decay: all; or weights, which excludes biases and the scales and
+    shifts of normalization layers"""
+    clip_gradients: float | None = None
+    """maximum L2 norm of the gradient of all parameters together; a larger gradient is scaled down
+    to it. Several workers clip the mean gradient, or in local steps their own gradients"""
+    compress: Compress = "auto"
+    """number format of the exchanged values; auto: sign for the onebit and zero-one optimizers, and
+    else the default of --strategy, which is float32"""
+    warmup: str = f"{WARMUP.share:g}"
+    """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
+    run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
+    the run at most. zero-one-adam: length of the phase without local steps; auto: the whole run"""
+    refresh: int = REFRESH
+    """onebit-adam: steps from the end of the warm-up to the first update of the variance, with
+    uncompressed gradients; the interval then doubles; 0 never updates it"""
+    local_steps: str = "default"
+    """strategies with local steps: steps between two exchanges; default: 8 for local-sgd and co2,
+    and 12 for the others; auto measures the smallest number of steps that overlaps with the whole
+    exchange"""
+    outer_lr: float | None = None
+    """diloco, streaming-diloco and co2: learning rate of the outer optimizer; the strategy's
+    default if not given"""
+    outer_momentum: float | None = None
+    """diloco, streaming-diloco and co2: momentum of the outer optimizer; the strategy's default if
+    not given"""
+    eager_weight: float = EAGER
+    """co2: fraction of a worker's own last update applied before the all-reduce of the mean
+    finishes; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
+    delay: str = "default"
+    """streaming-diloco: steps that overlap with an exchange; default: 1, or auto with --local-steps
+    auto; auto measures the smallest number of steps that overlaps with the whole exchange"""
+    fragments: str = str(FRAGMENTS)
+    """streaming-diloco: parts of the model that are exchanged at different steps: a number of parts
+    of equal size; or modules, for one part per module; or regular expressions separated by
+    commas; a parameter belongs to the first expression that matches its name"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, "weight_decay", self.weight_decay)
+        if self.decay != "all" and not self.weight_decay:
+            raise ValueError(
+                f"--decay {self.decay} has no effect with --weight-decay 0\n\n"
+                "hint: also choose a --weight-decay, such as 0.01"
+            )
+        if self.clip_gradients is not None and not self.clip_gradients > 0:
+            raise ValueError(
+                f"--clip-gradients must be above 0, got {self.clip_gradients}\n\n"
+                "hint: 1 is common; omit --clip-gradients to turn clipping off"
+            )
+        at_least(0, "refresh", self.refresh)
+        if not 0 <= self.eager_weight < 1:
+            raise ValueError(
+                f"--eager-weight must be in [0, 1), got {self.eager_weight}\n\n"
+                "hint: the default is 0.5"
+            )
+        if self.outer_lr is not None:
+            at_least(0, "outer_lr", self.outer_lr)
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"--outer-momentum must be in [0, 1), got {self.outer_momentum}\n\n"
+                "hint: omit --outer-momentum for the default"
+            )
+        if not self.lr > 0:
+            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
+        self._check_number_or_keyword()
+
+    def _check_number_or_keyword(self) -> None:
+        """Check the options that are a number or a keyword."""
+        check_number(
+            "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
+        )
+        if self.warmup != "auto" and float(self.warmup) > 1 and float(self.warmup) % 1:
+            raise ValueError(
+                f"--warmup {self.warmup} is neither a fraction of the steps nor a number of steps"
+                "\n\nhint: 0.15 means 15 % of the steps; 500 means 500 steps"
+            )
+        check_number(
+            "--local-steps",
+            self.local_steps,
+            ("default", "auto"),
+            "12 is a common number",
+            whole=True,
+        )
+        parse_fragments(self.fragments)
+        check_number("--delay", self.delay, ("default", "auto"), "the default is 1", whole=True)
+        if self.delay == "auto" and self.local_steps != "auto":
+            raise ValueError(
+                f"--delay auto with --local-steps {self.local_steps}\n\n"
+                "hint: auto needs --local-steps auto; both are measured together"
+            )

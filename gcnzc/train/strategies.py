@@ -1,0 +1,149 @@
+"""Strategies: what the workers of a run exchange, and when; the choices of `--strategy`.
+
+`STRATEGIES` has all that a strategy needs besides its name in `StrategyName` and its options in
+`OptimizerOptions`, both in `gcnzc.train.optimizer_options`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gcnzc.compress import compression
+from gcnzc.exchange import Group
+from gcnzc.optim import CO2, Averaged, DiLoCo, DistributedOptimizer, LocalSGD, StreamingDiLoCo
+from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerOptions
+from gcnzc.train.options import parse_fragments
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What the optimizer of a run is built from."""
+
+    config: OptimizerOptions
+    """the options of the run"""
+    model: nn.Module
+    """on this worker's device"""
+    inner: Optimizer
+    """the update rule that --optimizer names"""
+    group: Group
+    """all workers"""
+    steps: int
+    """number of steps of the whole run"""
+    signals: int = 0
+    """number of flags that are sent with each exchange"""
+
+
+Build: TypeAlias = Callable[[TrainingSetup, dict[str, Any]], DistributedOptimizer]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the distributed optimizer of a strategy is built."""
+
+    build: Build
+    """returns the optimizer for the setup, and for the keyword arguments that `options` yields"""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """options that it reads, and the keyword argument of each; an option that is not given is
+    omitted, so that the default of the optimizer's class applies"""
+    clips_own_gradients: bool = False
+    """whether --clip-gradients limits each worker's gradients before its own step; otherwise it is
+    the keyword argument `clip_norm`, which limits the mean gradient"""
+
+
+def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
+    """Build the distributed optimizer of the strategy that `setup.config` names.
+
+    Raises:
+        ValueError: options contradict each other.
+    """
+    config = setup.config
+    strategy = STRATEGIES[config.strategy]
+    arguments: dict[str, Any] = {}
+    for option, argument in strategy.options.items():
+        value = getattr(config, option)
+        if value not in (None, NOT_GIVEN.get(option)):
+            arguments[argument] = PARSERS.get(option, lambda value: value)(value)
+    if not strategy.clips_own_gradients:
+        arguments["clip_norm"] = config.clip_gradients
+    elif config.clip_gradients is not None:
+        _clip_before_steps(setup.inner, config.clip_gradients)
+    return strategy.build(setup, arguments)
+
+
+def check_strategy(config: OptimizerOptions) -> None:
+    """Raise a ValueError if --optimizer does not support --strategy."""
+    if config.optimizer in ONE_BIT and config.strategy != "average":
+        raise ValueError(
+            f"--optimizer {config.optimizer} with --strategy {config.strategy}: "
+            f"{config.optimizer} has an exchange of its own\n\n"
+            f"hint: omit --strategy, or use --strategy {config.strategy} with --optimizer "
+            f"{' or '.join(UPDATE_RULES)}"
+        )
+
+
+def _clip_before_steps(inner: Optimizer, norm: float) -> None:
+    """Clip the gradients of this worker before each step of an inner optimizer."""
+
+    def clip(optimizer: Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, norm)
+
+    inner.register_step_pre_hook(clip)
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+# by option: the value with which the default of the optimizer's class applies, besides None
+NOT_GIVEN = {"compress": "auto", "local_steps": "default", "delay": "default"}
+# by option: converts its value to that of the keyword argument
+PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "compress": compression,
+    "local_steps": _number_or_word,
+    "delay": _number_or_word,
+    "fragments": parse_fragments,
+}
+
+
+def _average(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    return Averaged(setup.inner, setup.group, setup.signals, module=setup.model, **arguments)
+
+
+def _with_local_steps(kind: Callable[..., DistributedOptimizer]) -> Build:
+    """Return a function that builds an optimizer of `gcnzc.optim.local`."""
+
+    def build(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+        run = {"signals": setup.signals, "total_steps": setup.steps, "module": setup.model}
+        return kind(setup.inner, setup.group, **run, **arguments)
+
+    return build
+
+
+def _streaming_diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    if setup.config.local_steps == "auto":
+        arguments.setdefault("delay", "auto")
+    arguments["named_parameters"] = setup.model.named_parameters()
+    return _with_local_steps(StreamingDiLoCo)(setup, arguments)
+
+
+_COMPRESS = {"compress": "compress"}
+_LOCAL = {**_COMPRESS, "local_steps": "local_steps"}
+_OUTER = {**_LOCAL, "outer_lr": "outer_lr", "outer_momentum": "outer_momentum"}
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "average": Strategy(_average, _COMPRESS),
+    "local-sgd": Strategy(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
+    "diloco": Strategy(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
+    "streaming-diloco": Strategy(
+        _streaming_diloco,
+        {**_OUTER, "delay": "delay", "fragments": "fragments"},
+        clips_own_gradients=True,
+    ),
+    "co2": Strategy(
+        _with_local_steps(CO2), {**_OUTER, "eager_weight": "eager"}, clips_own_gradients=True
+    ),
+}
