@@ -30,7 +30,8 @@ from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.loader.loader import Batches, Loader, stop_iteration_error
+from gcnzc.loader.batches import Batches, stop_iteration_error
+from gcnzc.loader.loader import Loader
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.batch import Batch

@@ -4,7 +4,8 @@
 batch and do not request another one after the last, so each iteration must be the next epoch.
 """
 
-from gcnzc.loader.loader import Batches, Loader
+from gcnzc.loader.batches import Batches
+from gcnzc.loader.loader import Loader
 
 
 class EpochPerIteration:

@@ -6,16 +6,12 @@ labels, in compiled code that releases the GIL and runs in parallel to the model
 their order depends on the number of threads.
 """
 
-import os
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
+from gcnzc.loader.batches import UNTRACKED, Batches
 from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
@@ -37,7 +34,16 @@ from gcnzc.loader.checks import (
     check_threads,
     is_copied,
 )
-from gcnzc.loader.seeds import Shares, epoch_order
+from gcnzc.loader.seed_order import (
+    Division,
+    SeedOrder,
+    check_order,
+    check_parts,
+    chunk_offset,
+    order_seeds,
+    resumed_division,
+)
+from gcnzc.loader.seeds import Shares
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Batch, Block
@@ -54,21 +60,13 @@ from gcnzc.system.arguments import (
 )
 from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
-from gcnzc.system.threads import use_batch_scheduling
 
-# seconds that `Batches.close` waits for each thread to finish its current batch
-JOIN_TIMEOUT_S = 30.0
-
-# `Batches._number` of closed iterators and of those from `batches_of`: `state_dict` ignores them
-UNTRACKED = -1
 # attributes of the loader, and of `loader.shares`, that `__reduce__` passes to the constructor
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
-    *("sampler", "copied_share", "priority", "in_degrees"),
+    *("sampler", "copied_share", "priority", "in_degrees", "seed_order", "parts"),
 )
 SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
-
-_executor_numbers = count()
 
 
 class Loader:
@@ -105,8 +103,7 @@ class Loader:
         labels: (N,) or (N, T), one row per node, a tensor or an array; None for batches without
             `y`.
         device: device of the batches.
-        shuffle: shuffle the seeds each epoch, by `epoch_order`. Default: True, unlike torch's
-            `DataLoader`.
+        shuffle: shuffle the seeds each epoch. Default: True, unlike torch's `DataLoader`.
         drop_last: drop the last step if it is not full; a step has one batch on each rank.
         seed: random seed of the shuffling and, unless `sampler` is given, of the sampling; a 64-bit
             integer.
@@ -126,6 +123,15 @@ class Loader:
             such a model computes them on the host, which synchronizes with the GPU.
         may_be_empty: allow an epoch with no batches: there are no seeds, or `drop_last` drops the
             only step.
+        seed_order: the seeds on which each rank trains in an epoch: random seeds ("shuffled"); one
+            of `world_size` random chunks, another one in each epoch ("rotating"); or those of its
+            part of the graph ("local"). In each of them an epoch is one pass over all seeds by all
+            ranks together. See `gcnzc.loader.seed_order`.
+        parts: with `seed_order="local"`, (N,) the part of each node in [0, world_size), as a
+            tensor, an array or a list, the same on every rank; see `gcnzc.graph.partition_graph`.
+            Rank r trains on the seeds of part r. Seeds of parts with more seeds than the others
+            move to other ranks, so that all have equally many. If `sampler` has the attribute
+            `num_items`, the part of each item.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -153,6 +159,8 @@ class Loader:
         priority: int = 0,
         in_degrees: bool = False,
         may_be_empty: bool = False,
+        seed_order: SeedOrder = "shuffled",
+        parts: IdsLike | None = None,
     ) -> None:
         set_by_subclass = set(vars(self))
         check_graph(graph)
@@ -175,6 +183,12 @@ class Loader:
         self.shares = Shares(
             *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
         )
+        self.seed_order = check_order(seed_order, self.shuffle, parts)
+        self.parts = parts
+        # the division of an epoch's seeds among the ranks; another one in a resumed epoch
+        sizes = self.shares.batch_size, self.shares.world_size
+        self._own_division = self._division_of(*sizes, parts)
+        self._division = self._own_division
         self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
         self.priority = check_integer(
             "priority", priority, most=0, hint="0, or -1 for a higher priority"
@@ -231,11 +245,8 @@ class Loader:
         """
         epoch = check_epoch("epoch", epoch)
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._position = self._resume_at = 0
-            self.shares = replace(self.shares, seeds_done=0)
-            # progress of an iterator of the previous epoch no longer counts
-            self._tracked_iterator += 1
+            self._begin_epoch(epoch)
+            self._resume_at = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position as plain values.
@@ -245,36 +256,61 @@ class Loader:
         """
         progress = {"position": self._position, "done": self.shares.seeds_done}
         partition = {name: getattr(self.shares, name) for name in PARTITION}
-        return {"epoch": self._epoch} | progress | partition | self._settings_to_match()
+        division = self._division.settings() if self.seed_order != "shuffled" else {}
+        return {
+            "epoch": self._epoch,
+            **progress,
+            **partition,
+            **division,
+            **self._settings_to_match(),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], parts: IdsLike | None = None) -> None:
         """Resume at the position of `state`, with the same batches bit for bit.
 
         With another world size or batch size, the unused seeds of the epoch are divided anew among
-        the ranks: none is used twice, and none is lost except those that `drop_last` drops.
+        the ranks: none is used twice, and none is lost except those that `drop_last` drops. With
+        another world size, the chunks or parts of `seed_order` apply again from the next epoch.
+
+        Args:
+            state: returned by `state_dict`.
+            parts: with `seed_order="local"` and another world size, the `parts` of the loader with
+                which the epoch of `state` began.
 
         Raises:
             TypeError: `state` is not a mapping, or one of its values has another type.
             ValueError: `state` is not the state of a loader, or differs from this loader in `seed`,
-                `shuffle`, `drop_last`, `seeds` or a setting of the sampler, such as `fanouts`.
+                `shuffle`, `drop_last`, `seeds`, `seed_order`, `parts` or a setting of the sampler,
+                such as `fanouts`.
         """
         numbers = check_state(state, self._settings_to_match(), len(self.seeds))
         partition = {name: numbers[name] for name in PARTITION}
         done, position = numbers["done"], numbers["position"]
         before = self.shares.resumed(done, **partition)
         check_position(position, len(before))
-        self.set_epoch(numbers["epoch"])
         if partition != {name: getattr(self.shares, name) for name in PARTITION}:
             done, position = before.step_start(position), 0
+        division = self._own_division
+        # an epoch of which no seed was used begins with the division of this loader
+        if self.seed_order != "shuffled" and (done or position):
+            others = [self._division]
+            if parts is not None:
+                world_size = check_integer(
+                    "state['order_world_size']", state.get("order_world_size"), 1
+                )
+                others.append(self._division_of(1, world_size, parts))
+            division = resumed_division(state, division, others)
+        self._begin_epoch(numbers["epoch"])
         self.shares = replace(self.shares, seeds_done=done)
         self._position = self._resume_at = position
-        self._tracked_iterator += 1
+        self._division = division
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {name: getattr(self, name) for name in OPTIONS}
         shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
         of_subclass = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
-        return _construct, (type(self), options | shares, self.state_dict()), of_subclass
+        state = self.state_dict(), self._division
+        return _construct, (type(self), options | shares, *state), of_subclass
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
         """Return the nodes of a batch whose rows the GPU's gather kernel reads in place.
@@ -288,8 +324,12 @@ class Loader:
         self._position = begin
         self._tracked_iterator += 1
         # Always a copy of `self.seeds`: users may write to `items` of a batch, a view of the copy.
-        ids, shares = self.seeds, self.shares
-        seeds = epoch_order(ids, self.seed, self._epoch) if self.shuffle else ids.clone()
+        seeds, shares = self.seeds, self.shares
+        if self.shuffle:
+            order = self.seed_order, seeds, self.seed, self._epoch, self._division
+            seeds = order_seeds(*order, drop_last=shares.drop_last)
+        else:
+            seeds = seeds.clone()
         batch_seeds = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
         return Batches(self, self._tracked_iterator, self._epoch, batch_seeds, begin)
 
@@ -310,6 +350,7 @@ class Loader:
             "seed": self.seed,
             "num_seeds": len(self.seeds),
             "shuffle": int(self.shuffle),
+            "seed_order": self.seed_order,
             "drop_last": int(self.shares.drop_last),
             "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
             **getattr(self.sampler, "settings", {}),
@@ -321,10 +362,21 @@ class Loader:
 
     def _finish_epoch(self, iterator_number: int) -> None:
         if iterator_number == self._tracked_iterator:
-            self._epoch += 1
-            self._position = 0
-            self.shares = replace(self.shares, seeds_done=0)
-            self._tracked_iterator += 1
+            self._begin_epoch(self._epoch + 1)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position, self._division = epoch, 0, self._own_division
+        offset = chunk_offset(self.seed_order, epoch, self.shares.world_size)
+        self.shares = replace(self.shares, seeds_done=0, offset=offset)
+        # progress of an iterator of the previous epoch no longer counts
+        self._tracked_iterator += 1
+
+    def _division_of(self, batch_size: int, world_size: int, parts: IdsLike | None) -> Division:
+        if parts is None:
+            return Division(batch_size, world_size)
+        num_items = getattr(self.sampler, "num_items", self.graph.num_nodes)
+        found = check_parts(parts, num_items, world_size).numpy()[self.seeds.numpy()]
+        return Division(batch_size, world_size, torch.from_numpy(found))
 
     def _open_transfer(self) -> Transfer:
         # the CPU gathers all rows if the GPU cannot read them, or if they are sparse
@@ -382,115 +434,13 @@ class Loader:
         return self._transfer.wait(prepared)
 
 
-class Batches(Iterator[Batch]):
-    """Iterator over batches with given seeds, in order, prefetched by threads of its own.
-
-    The threads end after the last batch, on an exception, on `close`, or when the iterator is
-    deleted. Several threads may share the iterator: each batch goes to one of them.
-
-    Raises:
-        RuntimeError: by `next`, in a process that was forked from the one that created it.
-    """
-
-    def __init__(
-        self, loader: Loader, number: int, epoch: int, seeds: Iterator[Tensor], begin: int = 0
-    ) -> None:
-        self._loader, self._number, self._epoch = loader, number, epoch
-        self._seeds, self._position = seeds, begin
-        self._process = os.getpid()
-        # held by the thread that waits for the next batch
-        self._next_lock = threading.Lock()
-        if loader._transfer is not None:
-            # the table may still be in the process of being copied to the GPU
-            loader._transfer.order_after_current_stream()
-        self._name = f"gcnzc-loader-{next(_executor_numbers)}-"
-        self._executor = ThreadPoolExecutor(
-            loader.threads, self._name, initializer=use_batch_scheduling
-        )
-        self._pending: deque[Future[Batch | PendingBatch]] = deque()
-        for _ in range(loader.ahead):
-            self._submit_next()
-
-    def __next__(self) -> Batch:
-        self._check_process()
-        with self._next_lock:
-            prepared = self._take()
-        return self._loader._wait_on_current_stream(prepared)
-
-    def _take(self) -> Batch | PendingBatch:
-        if not self._pending:
-            number = self._number
-            self.close()
-            self._loader._finish_epoch(number)
-            raise StopIteration
-        future = self._pending.popleft()
-        try:
-            prepared = future.result()
-        except BaseException as error:
-            if isinstance(error, CancelledError) and future.cancelled():
-                # another thread has closed the iterator
-                raise StopIteration from None
-            # an exception in the thread, or Ctrl-C while waiting
-            self.close()
-            if isinstance(error, StopIteration):
-                raise stop_iteration_error("the sampler") from error
-            raise
-        self._submit_next()
-        self._position += 1
-        self._loader._record_progress(self._number, self._position)
-        return prepared
-
-    def close(self) -> None:
-        """End the threads, each after its current batch; the iterator yields no more batches."""
-        self._number = UNTRACKED
-        self._pending.clear()
-        self._seeds = iter(())
-        if self._process != os.getpid():
-            # the threads exist in the parent only, and one may hold the executor's lock
-            return
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        # not `wait=True`: garbage collection may call this in one of the threads to be joined
-        for thread in threading.enumerate():
-            if thread.name.startswith(self._name) and thread is not threading.current_thread():
-                thread.join(JOIN_TIMEOUT_S)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pending"):
-            self.close()
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError(
-                f"this iterator belongs to process {self._process}, whose threads do not "
-                f"exist in the forked process {os.getpid()}\n\n"
-                "hint: call iter(loader) in the child process, or start the child with "
-                'multiprocessing.get_context("spawn")'
-            )
-
-    def _submit_next(self) -> None:
-        # tasks hold no reference to the iterator, so that it can be deleted while they run
-        seeds = next(self._seeds, None)
-        if seeds is not None:
-            self._pending.append(self._executor.submit(self._loader._prepare, seeds, self._epoch))
-
-
-def stop_iteration_error(function: str) -> RuntimeError:
-    """Return the error to raise instead of a StopIteration, which would silently end the epoch.
-
-    Args:
-        function: the user's function that raised it.
-    """
-    return RuntimeError(
-        f"{function} raised StopIteration, so a minibatch is missing\n\n"
-        "hint: the cause is often next(iterator) of an iterator that is exhausted; "
-        "next(iterator, None) returns None instead"
-    )
-
-
-def _construct(cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any]) -> Loader:
+def _construct(
+    cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any], division: Division
+) -> Loader:
     loader = cls.__new__(cls)
     # a subclass may take other arguments
     Loader.__init__(loader, **options, fanouts=())
+    loader._division = division
     loader.load_state_dict(state)
     return loader
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc._moved import renamed_attribute
@@ -13,17 +14,29 @@ from gcnzc.system.arguments import check_flag, check_integer
 def epoch_order(seeds: Tensor, seed: int, epoch: int) -> Tensor:
     """Return `seeds` in the order of an epoch, which is the same on every rank.
 
-    The permutation is drawn by NumPy's generator over Philox 4x64 with the key (seed, epoch).
-
     Args:
         seeds: (S,) on the host.
         seed: random seed of the run; any integer, of which the low 64 bits are used.
         epoch: counted from 0.
     """
-    key = np.array([seed % 2**64, epoch], np.uint64)
-    shuffled = np.random.Generator(np.random.Philox(key=key)).permutation(len(seeds))
     # torch's indexing uses threads, which do not exist in a forked child
-    return torch.from_numpy(seeds.numpy()[shuffled])
+    return torch.from_numpy(seeds.numpy()[permutation(len(seeds), seed, epoch)])
+
+
+def permutation(size: int, seed: int, number: int, stream: int = 0) -> NDArray[np.int64]:
+    """Return a random permutation of `range(size)`.
+
+    It is drawn by NumPy's generator over Philox 4x64 with the key (seed, number).
+
+    Args:
+        size: number of elements.
+        seed: random seed of the run; any integer, of which the low 64 bits are used.
+        number: a number of the permutation, such as the epoch.
+        stream: permutations of different streams are independent.
+    """
+    key = np.array([seed % 2**64, number], np.uint64)
+    generator = np.random.Generator(np.random.Philox(counter=[0, 0, 0, stream], key=key))
+    return generator.permutation(size)
 
 
 @dataclass(frozen=True)
@@ -32,10 +45,11 @@ class Shares:
 
     Each step takes the next `world_size * batch_size` seeds, and the last step the remainder. Of
     the m seeds of a step, rank r of W takes those from m * r // W to m * (r + 1) // W, which are
-    `batch_size` except in the last step. So all ranks have the same number of steps, every seed is
-    used once, except those that `drop_last` drops, and W ranks together take the same seeds as one
-    rank with a W times larger batch. A last step with fewer seeds than ranks takes some from the
-    step before, so that every rank has at least one.
+    `batch_size` except in the last step. With an `offset`, it takes those of another rank. So all
+    ranks have the same number of steps, every seed is used once, except those that `drop_last`
+    drops, and W ranks together take the same seeds as one rank with a W times larger batch. A last
+    step with fewer seeds than ranks takes some from the step before, so that every rank has at
+    least one.
 
     Raises:
         TypeError: an argument has another type.
@@ -49,6 +63,7 @@ class Shares:
     drop_last: bool = False  # drop the last step if it is not full
     seeds_done: int = 0  # seeds at the beginning of the order that were used before resuming
     may_be_empty: bool = False  # accept an epoch without steps
+    offset: int = 0  # rank r takes the range of rank r + offset, modulo the world size
 
     def __post_init__(self) -> None:
         ranks = "ranks are counted from 0 to world_size - 1"
@@ -108,8 +123,9 @@ class Shares:
     def seed_range(self, step: int) -> slice:
         """Return the range of this rank's seeds of a step, within the epoch's order."""
         begin, end = self.step_start(step), self.step_start(step + 1)
-        seeds, rank, world_size = end - begin, self.rank, self.world_size
-        return slice(begin + seeds * rank // world_size, begin + seeds * (rank + 1) // world_size)
+        seeds, world_size = end - begin, self.world_size
+        slot = (self.rank + self.offset) % world_size
+        return slice(begin + seeds * slot // world_size, begin + seeds * (slot + 1) // world_size)
 
     def step_start(self, step: int) -> int:
         """Return the start of a step's seeds of all ranks, within the epoch's order."""

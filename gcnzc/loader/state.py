@@ -15,6 +15,9 @@ PARTITION = ("batch_size", "world_size")
 # settings that states of all versions contain
 REQUIRED = {"seed", "num_seeds", "num_items", "shuffle", "drop_last", "seeds_crc32", "items_crc32"}
 
+# settings that states of older versions lack, with the value that those loaders had
+ADDED = {"seed_order": "shuffled"}
+
 
 def check_state(
     state: Mapping[str, Any], same: Mapping[str, Any], num_items: int
@@ -40,6 +43,7 @@ def check_state(
     needed = {"epoch", "position", "done", *PARTITION, *(same.keys() & REQUIRED)}
     if missing := needed - state.keys():
         raise ValueError(f"the state lacks {', '.join(sorted(missing))}\n\nhint: {hint}")
+    state = ADDED | dict(state)
     for name, own in same.items():
         if name in state and not _is_equal(state[name], own):
             raise ValueError(

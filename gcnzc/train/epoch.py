@@ -11,7 +11,8 @@ from typing import Any, cast
 from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
-from gcnzc.loader.loader import Batches, Loader
+from gcnzc.loader.batches import Batches
+from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer, LocalUpdates
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.malloc import freed_memory
