@@ -8,8 +8,17 @@ from gcnzc.graph.graph import Graph
 if TYPE_CHECKING:
     from gcnzc.graph.dataset import Dataset
     from gcnzc.graph.edge_split import EdgeShares, split_edges
+    from gcnzc.graph.partition import cut_fraction, merge_communities, partition_graph
 
-__all__ = ["Dataset", "EdgeShares", "Graph", "split_edges"]
+__all__ = [
+    "Dataset",
+    "EdgeShares",
+    "Graph",
+    "cut_fraction",
+    "merge_communities",
+    "partition_graph",
+    "split_edges",
+]
 
 # imported on first use, because they import pandas and SciPy
 __getattr__, __dir__ = lazy_attributes(
@@ -17,5 +26,6 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "gcnzc.graph.dataset": ("Dataset",),
         "gcnzc.graph.edge_split": ("EdgeShares", "split_edges"),
+        "gcnzc.graph.partition": ("cut_fraction", "merge_communities", "partition_graph"),
     },
 )

@@ -168,7 +168,8 @@ def check_parts(parts: IdsLike, num_items: int, world_size: int) -> Tensor:
     """Check the parts of all nodes, or of all items of a sampler; return (num_items,) int64.
 
     Raises:
-        ValueError: they are not a vector of integers, their number is not `num_items`, or one is not in [0, world_size).
+        ValueError: they are not a vector of integers, their number is not `num_items`, or one is
+            not in [0, world_size).
     """
     hint = "parts has the part of each node, from 0 to world_size - 1"
     found = as_ids("parts", parts, hint).cpu().long().contiguous()

@@ -102,6 +102,8 @@ def _check_full_batch(config: TrainConfig) -> None:
     for name, value, reason, hint in (
         ("task", "link", "link prediction samples edges and negatives in minibatches", number),
         ("sampler", "dgl", "nothing is sampled", f"omit --sampler, or {number}"),
+        ("seed_order", "rotating", "each step uses all seeds", f"omit --seed-order, or {number}"),
+        ("seed_order", "local", "each step uses all seeds", f"omit --seed-order, or {number}"),
         ("features", "cached", "features are gathered only once", "use --features host"),
     ):
         if getattr(config, name) == value:

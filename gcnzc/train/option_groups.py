@@ -99,6 +99,11 @@ class LoaderOptions(Options):
     step uses all training nodes and all neighbours, without sampling"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
+    seed_order: Literal["shuffled", "rotating", "local"] = "shuffled"
+    """seed nodes or seed edges of each worker in an epoch: random ones; one of as many random
+    chunks as there are workers, another chunk in each epoch (rotating); or those of its part of the
+    graph, which is partitioned into parts with few edges between them (local). In each case an
+    epoch uses every seed once"""
     threads: int = 0
     """threads of each worker that prepare minibatches; 0: the number in the tuning profile, or
     without a profile cores divided by workers, at most 4"""

@@ -10,6 +10,7 @@ import torch
 from gcnzc._files import remove_partial
 from gcnzc.exchange import Choices, run
 from gcnzc.exchange.sync import all_gather_scalar, broadcast_bytes, write_buffers
+from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.optim import resize_state
 from gcnzc.system import files
 from gcnzc.train import checkpoint, record
@@ -33,6 +34,7 @@ from gcnzc.train.run_folder import (
 )
 from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
+from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
 from gcnzc.train.worker_state import AVERAGE
 
@@ -202,7 +204,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.is_best_written = not trainer.best
     _restore_stats(trainer, state["tallies"] if "tallies" in state else [state["tally"]])
     if trainer.in_epoch:
-        trainer.loader.load_state_dict(state["loader"])
+        _restore_loader(trainer, state["loader"])
     _set_random_states(trainer, state)
     trainer.worker_lines = state["worker_lines"]
     trainer.on_rank_zero(lambda: _restore_records(trainer))
@@ -215,6 +217,17 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
         if is_finished
         else f"resuming {trainer.folder} {where}"
     )
+
+
+def _restore_loader(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    loader, world_size = trainer.loader, trainer.group.world_size
+    began_with = state.get("order_world_size", world_size)
+    if isinstance(loader, FullBatchLoader) or began_with == world_size:
+        loader.load_state_dict(state)
+        return
+    # the rest of the epoch keeps the parts with which it began
+    parts, _ = find_parts(trainer.config, trainer.data, trainer.task, began_with, trainer.group)
+    loader.load_state_dict(state, parts)
 
 
 def _restore_records(trainer: Trainer) -> None:

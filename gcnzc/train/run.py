@@ -39,6 +39,7 @@ from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
 from gcnzc.train.saving import handle_stop_request, save, write_pending
+from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     apply_profile,
     build_loader,
@@ -160,7 +161,12 @@ def train(
         if group.rank:
             # each worker has its own dropout masks
             torch.manual_seed(mixed_seed(config.seed, group.rank))
-        loader = build_loader(config, data, task, table, device, group, settings.loading)
+        seed_parts, cut = find_parts(config, data, task, group.world_size, group)
+        if seed_parts is not None and group.world_size > 1:
+            reporter.say(f"partition: {cut:.1%} of the edges connect parts of different workers")
+        loader = build_loader(
+            config, data, task, table, device, group, settings.loading, seed_parts
+        )
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)

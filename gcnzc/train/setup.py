@@ -194,6 +194,7 @@ def build_loader(
     device: torch.device,
     group: Group | None = None,
     loading: Mapping[str, Any] | None = None,
+    parts: Tensor | None = None,
 ) -> Loader | FullBatchLoader:
     """Build the loader of the training minibatches, or of the whole graph.
 
@@ -206,6 +207,7 @@ def build_loader(
         group: all workers, each of which loads its part of every minibatch; only this one if None.
         loading: arguments of the loader that affect its speed, see `apply_profile`; None for those
             of the options.
+        parts: with --seed-order local, those of `gcnzc.train.seed_parts.find_parts`.
     """
     group = group or Group()
     if not isinstance(config.batch_size, int):
@@ -225,6 +227,8 @@ def build_loader(
         in_degrees=config.model in ("gcn", "gin"),
         rank=group.rank,
         world_size=group.world_size,
+        seed_order=config.seed_order,
+        parts=parts,
         **(loading if loading is not None else {"threads": config.threads or None}),
     )
 

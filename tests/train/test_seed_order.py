@@ -1,0 +1,110 @@
+"""Runs train on each seed once an epoch, whichever worker takes it."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import results
+from training import Listener, saved, train_as_worker
+
+from gcnzc import load, prepare
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.exchange import Group, init_group
+from gcnzc.graph import EdgeShares
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.epoch_stats import seeds_checksum
+from gcnzc.train.run import train
+from gcnzc.train.seed_parts import find_parts
+from gcnzc.train.setup import build_loader
+from gcnzc.train.tasks import build_task
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("orders")
+    make(folder / "raw", "planted", Shape(1500, 9000, 16, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    prepare(folder / "raw", folder / "links", edge_split=EdgeShares())
+    sizes = {"fanouts": (4, 4), "layers": 2, "hidden": 8, "batch_size": 30}
+    return TrainConfig(data=folder / "graph", **sizes, epochs=3, lr=0.01, dropout=0.3)
+
+
+def record(run):
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+def train_and_listen(config, folder):
+    listener = Listener()
+    with init_group(timeout_s=config.timeout_s) as group:
+        train(config, folder, listener, group)
+    return listener.said
+
+
+@pytest.mark.parametrize("order", ["rotating", "local"])
+def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(order, config, tmp_path):
+    config = replace(config, seed_order=order)
+    whole = tmp_path / "whole"
+    said = results(2, tmp_path, train_and_listen, config, whole)
+    assert any("of the edges connect parts" in line for line in said[0]) == (order == "local")
+    expected = f"{seeds_checksum(load(config.data).split['train']):016x}"
+    for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
+        stopped = results(2, tmp_path, train_as_worker, config, folder, 7)
+        assert stopped[0] == stopped[1] == "stopped in epoch 1; all is saved"
+        assert saved(folder)["loader"]["order_world_size"] == 2
+        found = results(after, tmp_path, train_as_worker, replace(config, resume=folder), folder)
+        assert found[0]["workers"] == after
+        assert [line["seeds_checksum"] for line in record(folder)] == [expected] * 3
+    for name, value in saved(whole)["model"].items():
+        assert torch.equal(saved(tmp_path / "cut")["model"][name], value)
+
+
+def test_one_worker_has_the_run_of_the_default_order(config, tmp_path):
+    models = []
+    for order in ("shuffled", "rotating", "local"):
+        train(replace(config, seed_order=order, epochs=1), tmp_path / order)
+        models.append(saved(tmp_path / order)["model"])
+    for model in models[1:]:
+        assert all(torch.equal(model[name], value) for name, value in models[0].items())
+
+
+@pytest.mark.parametrize("sampler", ["gcnzc", "dgl"])
+def test_a_worker_trains_on_the_nodes_of_its_part(sampler, config):
+    if sampler == "dgl" and not importlib.util.find_spec("dgl"):
+        pytest.skip("DGL is not installed")
+    config = replace(config, seed_order="local", sampler=sampler)
+    data = load(config.data)
+    task = build_task(config, data)
+    parts, cut = find_parts(config, data, task, 3, Group())
+    assert 0 < cut < 0.66
+    for rank in range(3):
+        group = Group()
+        group.rank, group.world_size = rank, 3
+        loader = build_loader(
+            config, data, task, data.table, torch.device("cpu"), group, parts=parts
+        )
+        taken = torch.cat([batch.seeds for batch in loader])
+        assert (parts[taken] == rank).float().mean() > 0.99
+
+
+def test_a_seed_edge_belongs_to_the_part_of_its_source(config):
+    config = replace(
+        config, data=config.data.parent / "links", task="link", seed_order="local", batch_size=512
+    )
+    data = load(config.data)
+    task = build_task(config, data)
+    parts, _ = find_parts(config, data, task, 2, Group())
+    assert len(parts) == len(task.seeds)
+    sources = task.sampler.edges[0].long()
+    of_node = torch.full((data.graph.num_nodes,), -1)
+    of_node[sources] = parts
+    assert torch.equal(of_node[sources], parts)
+    sizes = parts.bincount()
+    assert (sizes.max() - sizes.min()) < 0.02 * len(parts)
+
+
+@pytest.mark.parametrize("order", ["rotating", "local"])
+def test_full_batches_have_no_order(order):
+    with pytest.raises(ValueError, match=rf"--seed-order {order} with --batch-size all: .*\n\nhi"):
+        TrainConfig(seed_order=order, batch_size="all")
