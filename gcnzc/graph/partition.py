@@ -31,9 +31,10 @@ CLUSTERS = 16
 # coarsening ends at this many nodes per part, or if a level keeps more than this share of its nodes
 COARSEST, SHRINKAGE = 64, 0.95
 # rounds of label propagation that find clusters, and at most that refine parts
-CLUSTER_ROUNDS, REFINE_ROUNDS = 3, 8
-# assignments of the coarsest graph, of which the best is kept
-TRIALS = 16
+CLUSTER_ROUNDS, REFINE_ROUNDS = 3, 4
+# assignments of the coarsest graph, of which the best is kept: at most TRIALS, and fewer if they
+# would read more than TRIAL_EDGES edges together, but at least two
+TRIALS, TRIAL_EDGES = 16, 2**26
 # limits of a part while nodes move, relative to the mean number of nodes and of seeds
 MAX_SIZE, MAX_LOAD = 1.1, 1.03
 # edges that `cut_fraction` compares at once
@@ -172,7 +173,7 @@ def _assign(
 ) -> Array:
     """Return the best of several assignments of a level's nodes to parts."""
     found: list[tuple[int, int, Array]] = []
-    for _ in range(TRIALS):
+    for _ in range(min(TRIALS, max(2, TRIAL_EDGES // (len(level.indices) + 1)))):
         graph = level.indptr, level.indices, level.weights
         order = random.permutation(level.num_nodes)
         labels = assign_labels(*graph, order, level.size, level.load, max_sizes, max_loads)
