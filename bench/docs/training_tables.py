@@ -11,6 +11,7 @@ from bench.docs.result_tables import (
     spread,
     table,
     with_caption,
+    with_source,
 )
 from bench.rivals.steps import KEPT
 
@@ -165,3 +166,30 @@ def large_graph() -> str:
     heads += ["evaluation, s", "test accuracy, %"]
     command = "python -m bench.training.large_graph FOLDER"
     return with_caption(markdown(heads, rows), lines.values(), command)
+
+
+@table
+def partition() -> str:
+    """Return the edges between the parts of workers, and the nodes that a worker reads."""
+    lines = newest(read("partition"), "graph", "workers")
+    workers = sorted({key[1] for key in lines})
+    most, rows = workers[-1], []
+    for graph in sorted({key[0] for key in lines}):
+        cuts = [
+            " / ".join(f"{lines[graph, number][name]:.0f} %" for number in workers)
+            for name in ("cut_percent", "random_cut_percent")
+        ]
+        last = lines[graph, most]
+        read_percents = (last["read_percent"], last["shuffled_read_percent"])
+        rows.append([graph, *cuts, *(f"{percent:.0f} %" for percent in read_percents)])
+    shown = " / ".join(map(str, workers))
+    heads = [
+        "graph",
+        f"edges between parts, {shown} workers",
+        "with random parts",
+        f"nodes that one of {most} workers reads in an epoch, `local`",
+        "`shuffled`",
+    ]
+    return with_source(
+        markdown(heads, rows), lines.values(), "python -m bench.loading.partition GRAPH.npz ..."
+    )
