@@ -13,7 +13,9 @@ OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
 OptimizerName: TypeAlias = UpdateRule | OneBit
 
 # the keys of `gcnzc.train.strategies.STRATEGIES`
-StrategyName: TypeAlias = Literal["average", "local-sgd", "diloco", "streaming-diloco", "co2"]
+StrategyName: TypeAlias = Literal[
+    "average", "local-sgd", "diloco", "streaming-diloco", "co2", "selsync"
+]
 
 UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
 
@@ -40,7 +42,8 @@ class OptimizerOptions(Options):
     and zero-one-adam compress the updates that workers exchange, and have no other --strategy"""
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
-    diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer"""
+    diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;
+    selsync averages parameters in the steps in which gradients change significantly"""
     lr: float = 0.003
     """learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -85,6 +88,13 @@ class OptimizerOptions(Options):
     of equal size; or modules, for one part per module; or regular expressions separated by
     commas; a parameter belongs to the first expression that matches its name"""
 
+    sync_threshold: float | None = None
+    """selsync: relative change of the squared gradient norm of a worker, smoothed over
+    --sync-window steps, from which all workers average their parameters; default: 0.3"""
+    sync_window: int | None = None
+    """selsync: steps over which the gradient norm is smoothed, and first steps that all average;
+    default: 25"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, "weight_decay", self.weight_decay)
@@ -111,6 +121,10 @@ class OptimizerOptions(Options):
                 f"--outer-momentum must be in [0, 1), got {self.outer_momentum}\n\n"
                 "hint: omit --outer-momentum for the default"
             )
+        if self.sync_threshold is not None:
+            at_least(0, "sync_threshold", self.sync_threshold)
+        if self.sync_window is not None:
+            at_least(1, "sync_window", self.sync_window)
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
         self._check_number_or_keyword()

@@ -13,7 +13,17 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import compression
 from gcnzc.exchange import Group
-from gcnzc.optim import CO2, Averaged, DiLoCo, DistributedOptimizer, LocalSGD, StreamingDiLoCo
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    DiLoCo,
+    DistributedOptimizer,
+    LocalSGD,
+    Recipe,
+    Strategy,
+    StreamingDiLoCo,
+    selsync,
+)
 from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerOptions
 from gcnzc.train.options import parse_fragments
 
@@ -40,7 +50,7 @@ Build: TypeAlias = Callable[[TrainingSetup, dict[str, Any]], DistributedOptimize
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategyChoice:
     """How the distributed optimizer of a strategy is built."""
 
     build: Build
@@ -123,6 +133,22 @@ def _with_local_steps(kind: Callable[..., DistributedOptimizer]) -> Build:
     return build
 
 
+def _from_recipe(make: Callable[..., Recipe]) -> Build:
+    """Return a function that builds the optimizer of a recipe."""
+
+    def build(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+        return Strategy(
+            setup.inner,
+            make(**arguments),
+            setup.group,
+            signals=setup.signals,
+            total_steps=setup.steps,
+            module=setup.model,
+        )
+
+    return build
+
+
 def _streaming_diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     if setup.config.local_steps == "auto":
         arguments.setdefault("delay", "auto")
@@ -134,16 +160,21 @@ _COMPRESS = {"compress": "compress"}
 _LOCAL = {**_COMPRESS, "local_steps": "local_steps"}
 _OUTER = {**_LOCAL, "outer_lr": "outer_lr", "outer_momentum": "outer_momentum"}
 
-STRATEGIES: Mapping[str, Strategy] = {
-    "average": Strategy(_average, _COMPRESS),
-    "local-sgd": Strategy(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
-    "diloco": Strategy(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
-    "streaming-diloco": Strategy(
+STRATEGIES: Mapping[str, StrategyChoice] = {
+    "average": StrategyChoice(_average, _COMPRESS),
+    "local-sgd": StrategyChoice(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
+    "diloco": StrategyChoice(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
+    "streaming-diloco": StrategyChoice(
         _streaming_diloco,
         {**_OUTER, "delay": "delay", "fragments": "fragments"},
         clips_own_gradients=True,
     ),
-    "co2": Strategy(
+    "co2": StrategyChoice(
         _with_local_steps(CO2), {**_OUTER, "eager_weight": "eager"}, clips_own_gradients=True
+    ),
+    "selsync": StrategyChoice(
+        _from_recipe(selsync),
+        {**_COMPRESS, "sync_threshold": "threshold", "sync_window": "window"},
+        clips_own_gradients=True,
     ),
 }

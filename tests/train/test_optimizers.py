@@ -141,7 +141,7 @@ def test_options_create_the_optimizer_that_they_name():
         if options.keys() & {"compress"}:
             continue
         made = build_method(TrainConfig(**options), model, Group(), 100)
-        spelt = type(made).__name__.lower()
+        spelt = made.name.lower()
         assert spelt.replace("one", "1").replace("zero", "0") == name.replace("-", "").replace(
             "one", "1"
         ).replace("zero", "0")

@@ -33,6 +33,8 @@ OTHERS = {
     "eager_weight": 0.25,
     "delay": "2",
     "fragments": "modules",
+    "sync_threshold": 0.1,
+    "sync_window": 7,
     "heads": 2,
     "output_heads": 1,
     "attention_dropout": 0.1,
