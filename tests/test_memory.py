@@ -18,7 +18,9 @@ def found_of(optimizer="adam", **options):
     return footprint_of(config, lambda: gnn.SAGE(10, 7, 3, 2), 1000, 10, 200)
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("adam", 4), ("sgd", 3), ("onebit-adam", 4)])
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [("adam", 4), ("sgd", 3), ("muon", 3), ("onebit-adam", 4)]
+)
 def test_weights_gradients_and_states_are_counted(optimizer, copies):
     weights = sum(p.numel() for p in gnn.SAGE(10, 7, 3, 2).parameters())
     assert found_of(optimizer).training == copies * weights * 4

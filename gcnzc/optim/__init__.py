@@ -9,6 +9,7 @@ from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo, diloco
 from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
+from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.selsync import selsync
@@ -28,6 +29,7 @@ __all__ = [
     "LatePhaseWarning",
     "LocalSGD",
     "LocalUpdates",
+    "Muon",
     "OneBitAdam",
     "OneBitLamb",
     "Recipe",

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gcnzc.optim.muon import Muon
+
 _HINT = "hint: load it into an optimizer of the same model"
 
 
@@ -51,8 +53,9 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
 def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Check that a state dict of an inner optimizer is of the same parameters.
 
-    Shapes are compared if torch implements the optimizer. Its optimizers, except Adafactor, have
-    tensors of the parameter's shape, and scalars such as `step`. Others may have other tensors.
+    Shapes are compared if torch implements the optimizer, and for `gcnzc.optim.Muon`. These, except
+    Adafactor, have tensors of the parameter's shape, and scalars such as `step`. Others may have
+    other tensors.
 
     Args:
         inner: the inner optimizer.
@@ -65,7 +68,8 @@ def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
     check_group_lengths(inner.param_groups, groups)
     kind = type(inner)
     # torch 2.4 has no Adafactor
-    if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Adafactor":
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ != "Adafactor"
+    if not (is_known or issubclass(kind, Muon)):
         return
     for number, (group, saved) in enumerate(zip(inner.param_groups, groups, strict=True)):
         pairs = zip(group["params"], saved["params"], strict=True)

@@ -67,7 +67,8 @@ def footprint_of(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     # mixed precision has features and outputs of 16 bits
     item = AUTOCAST_DTYPES.get(config.precision, next(model.parameters()).dtype).itemsize
-    states = 1 if config.optimizer == "sgd" else 2
+    # muon has one for weight matrices, which are nearly all parameters
+    states = 1 if config.optimizer in ("sgd", "muon") else 2
     widths = next(part.widths for part in model.modules() if isinstance(part, Model))
     training = weights * (2 + states)
     if layer_nodes is not None:

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
 from gcnzc.train.options import Options, at_least, check_number, parse_fragments
 
-UpdateRule: TypeAlias = Literal["adam", "adamw", "sgd"]
+UpdateRule: TypeAlias = Literal["adam", "adamw", "sgd", "muon"]
 
 OneBit: TypeAlias = Literal["onebit-adam", "onebit-lamb", "zero-one-adam"]
 
@@ -38,8 +38,9 @@ class OptimizerOptions(Options):
     """The optimizer, and what workers exchange."""
 
     optimizer: OptimizerName = "adam"
-    """update rule: adam, adamw or sgd (momentum 0.9), with any --strategy; onebit-adam, onebit-lamb
-    and zero-one-adam compress the updates that workers exchange, and have no other --strategy"""
+    """update rule: adam, adamw, sgd (momentum 0.9) or muon (adamw for all parameters but weight
+    matrices), with any --strategy; onebit-adam, onebit-lamb and zero-one-adam compress the updates
+    that workers exchange, and have no other --strategy"""
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
     diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;

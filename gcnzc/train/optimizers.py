@@ -10,6 +10,7 @@ from gcnzc.compress import compression
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     DistributedOptimizer,
+    Muon,
     OneBitAdam,
     OneBitLamb,
     ZeroOneAdam,
@@ -38,6 +39,8 @@ def build_optimizer(
         return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=decay)
     if config.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr, weight_decay=decay)
+    if config.optimizer == "muon":
+        return Muon(parameters, lr, weight_decay=decay, module=model)
     return torch.optim.Adam(parameters, lr, weight_decay=decay)
 
 

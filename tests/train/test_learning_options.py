@@ -193,7 +193,7 @@ def stepped(config, gradients):
 OPTIMIZERS = pytest.mark.parametrize(
     "options",
     [
-        *(pytest.param({"optimizer": name}, id=name) for name in ONE_BIT),
+        *(pytest.param({"optimizer": name}, id=name) for name in ("muon", *ONE_BIT)),
         *(pytest.param({"optimizer": "adamw", "strategy": name}, id=name) for name in STRATEGIES),
     ],
 )

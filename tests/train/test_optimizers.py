@@ -22,6 +22,7 @@ from gcnzc.train.strategies import STRATEGIES
 METHODS = {
     **{name: {"optimizer": name} for name in ONE_BIT},
     **{name: {"strategy": name} for name in STRATEGIES if name != "average"},
+    "muon in diloco": {"optimizer": "muon", "strategy": "diloco"},
     "int8": {"optimizer": "adam", "compress": "int8"},
     "sign": {"optimizer": "adam", "compress": "sign"},
 }
@@ -138,7 +139,7 @@ def test_a_missing_state_is_reported(config, tmp_path):
 def test_options_create_the_optimizer_that_they_name():
     model = torch.nn.Linear(3, 2)
     for name, options in METHODS.items():
-        if options.keys() & {"compress"}:
+        if options.get("strategy", options.get("optimizer")) != name:
             continue
         made = build_method(TrainConfig(**options), model, Group(), 100)
         spelt = made.name.lower()

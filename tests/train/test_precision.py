@@ -33,7 +33,7 @@ from gcnzc.train.tasks.node import NodeTask
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {
-    **{name: {"optimizer": name} for name in ("adam", "sgd")},
+    **{name: {"optimizer": name} for name in ("adam", "sgd", "muon")},
     **{name: {"optimizer": name, "warmup": "2"} for name in ONE_BIT},
     **{name: {"strategy": name} for name in STRATEGIES if name != "average"},
 }

@@ -208,7 +208,7 @@ def test_dgls_sampler_reaches_the_same_accuracy(config, tmp_path):
     assert abs(ours - theirs) < 3 * (2 * 0.2 * 0.8 / 560) ** 0.5
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "muon"])
 def test_every_optimizer_learns(optimizer, config, tmp_path):
     options = {"optimizer": optimizer, "lr": 0.05 if optimizer == "sgd" else 0.01}
     line = train(replace(config, epochs=3, weight_decay=1e-4, **options), tmp_path / "run")

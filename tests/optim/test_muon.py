@@ -1,0 +1,335 @@
+"""Muon and AdamW in one optimizer, alone and in optimizers that exchange."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from optim.local import (
+    all_equal,
+    check_resuming_at_every_step,
+    gradients_of,
+    mean_of,
+    saved,
+    team,
+    train,
+    vector_of,
+)
+from optim.models import Everything, batches, loss_of, train_on_shares
+from processes import results
+from torch import nn
+
+from gcnzc.exchange import Group, init_group, lockstep, run
+from gcnzc.optim import Averaged, DiLoCo, LocalSGD, Muon, resize_state
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+
+
+def muon(parameters):
+    return Muon(parameters, lr=0.01)
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4), nn.Linear(4, 4))
+
+
+def backward(model, optimizer, seed):
+    optimizer.zero_grad()
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+    model(rows).square().mean().backward()
+
+
+def take_steps(model, optimizer, steps, begin=0):
+    for number in range(begin, begin + steps):
+        backward(model, optimizer, number)
+        optimizer.step()
+    return vector_of(model)
+
+
+def test_a_step_is_that_of_torchs_optimizers_bit_for_bit():
+    model, other = build(), build()
+    optimizer = Muon(model.parameters(), lr=0.02, weight_decay=0.1, momentum=0.9, eps=1e-6)
+    matrices = [each for each in other.parameters() if each.ndim == 2]
+    vectors = [each for each in other.parameters() if each.ndim != 2]
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    first = torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn="match_rms_adamw", **options)
+    second = torch.optim.AdamW(vectors, eps=1e-6, **options)
+    for number in range(5):
+        backward(model, optimizer, number)
+        backward(other, first, number)
+        second.zero_grad()
+        backward(other, second, number)
+        first.step()
+        second.step()
+        optimizer.step()
+        assert torch.equal(vector_of(model), vector_of(other))
+
+
+def test_a_step_follows_the_formula():
+    generator = np.random.default_rng(0)
+    start, momentum = generator.normal(size=(5, 8)), np.zeros((5, 8))
+    parameter = nn.Parameter(torch.tensor(start))
+    optimizer = Muon([parameter], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        gradient = generator.normal(size=(5, 8))
+        before = parameter.detach().numpy().copy()
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = 0.05 * gradient + 0.95 * momentum
+        update /= np.linalg.norm(update)
+        a, b, c = COEFFICIENTS
+        for _ in range(5):
+            gram = update @ update.T
+            update = a * update + (b * gram + c * gram @ gram) @ update
+        expected = before * (1 - 0.1 * 0.5) - 0.1 * 0.2 * 8**0.5 * update
+        # the iterations are in bfloat16
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=0.01)
+        assert np.abs(update).max() > 0.3
+
+
+def rules(optimizer):
+    """For each group, its rule and the shapes of its parameters."""
+    return [
+        (group["use_muon"], [tuple(each.shape) for each in group["params"]])
+        for group in optimizer.param_groups
+    ]
+
+
+def test_groups_are_split_by_the_rule():
+    model = build()
+    expected = [(True, [(9, 6), (4, 9), (4, 4)]), (False, [(9,), (9,), (9,), (4,), (4,)])]
+    assert rules(Muon(model.parameters())) == expected
+    assert rules(Muon(model.named_parameters())) == expected
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.5},
+        {"params": [model[2].weight], "use_muon": False},
+        {"params": model[3].weight},
+        {"params": [model[3].bias]},
+    ]
+    optimizer = Muon(groups, weight_decay=0.25)
+    assert rules(optimizer) == [
+        (True, [(9, 6)]),
+        (False, [(9,)]),
+        (False, [(4, 9)]),
+        (True, [(4, 4)]),
+        (False, [(4,)]),
+    ]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 1e-3, 1e-3, 1e-3]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_a_model_tells_weights_from_embeddings_and_vectors():
+    model = nn.ModuleDict(
+        {
+            "table": nn.Embedding(5, 4),
+            "bag": nn.EmbeddingBag(6, 4),
+            "attention": nn.MultiheadAttention(4, 2),
+        }
+    )
+    model.scores = nn.Parameter(torch.zeros(2, 4))
+    optimizer = Muon(model.parameters(), module=model)
+    assert rules(optimizer)[0] == (True, [(12, 4), (4, 4)])
+    assert {(5, 4), (6, 4), (2, 4)} <= set(rules(optimizer)[1][1])
+
+
+def test_groups_may_be_added():
+    model = build()
+    optimizer = Muon(model[:3].parameters())
+    with pytest.raises(ValueError, match=r"(?s)matrices and other parameters\n\nhint: add a group"):
+        optimizer.add_param_group({"params": model[3].parameters()})
+    with pytest.raises(ValueError, match=r"(?s)parameter 0 .* the shape \(4,\)\n\nhint: Muon is"):
+        optimizer.add_param_group({"params": model[3].bias, "use_muon": True})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [model[3].weight], "lr": 0.5})
+    optimizer.add_param_group({"params": [model[3].bias]})
+    assert rules(optimizer)[2:] == [(True, [(4, 4)]), (False, [(4,)])]
+    before = vector_of(model)
+    assert (take_steps(model, optimizer, 1) != before).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"ns_steps": 0}, "ns_steps is 0"),
+        ({"ns_steps": 100}, "ns_steps is 100"),
+        ({"adjust_lr_fn": "other"}, "adjust_lr_fn is 'other'"),
+    ],
+)
+def test_invalid_options_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(build().parameters(), **options)
+
+
+def test_a_version_of_torch_without_muon_is_rejected(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(RuntimeError, match=r"(?s)has no Muon\n\nhint: install torch 2\.9"):
+        Muon(build().parameters())
+
+
+def test_a_state_resumes_bit_for_bit():
+    model = build()
+    optimizer = Muon(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for number in range(3):
+        take_steps(model, optimizer, 1, number)
+        schedule.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {0.05}
+    other = copy.deepcopy(model)
+    again = Muon(other.parameters(), lr=7.0)
+    again.load_state_dict(saved(optimizer.state_dict()))
+    third, copied = copy.deepcopy((model, optimizer))
+    fourth, unpickled = pickle.loads(pickle.dumps((model, optimizer)))
+    expected = take_steps(model, optimizer, 3, 3)
+    for each, its in ((other, again), (third, copied), (fourth, unpickled)):
+        assert torch.equal(take_steps(each, its, 3, 3), expected)
+
+
+def test_a_closure_computes_the_loss():
+    model, other = build(), build()
+    optimizer, plain = muon(model.parameters()), muon(other.parameters())
+
+    def closure():
+        backward(model, optimizer, 0)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert torch.equal(vector_of(model), take_steps(other, plain, 1))
+
+
+def whole(steps):
+    """The parameters of one rank that has all rows of every step."""
+    model = Everything()
+    optimizer = muon(model.parameters())
+    for rows in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mean_gradients_of_every_step_are_those_of_all_rows(world_size):
+    models = [Everything() for _ in range(world_size)]
+    lockstep(
+        [
+            train_on_shares(model, muon(model.parameters()), rank, world_size, 10)
+            for rank, model in enumerate(models)
+        ]
+    )
+    assert all_equal(models)
+    before, expected = vector_of(Everything()), vector_of(whole(10))
+    # sums round differently, and the iterations in bfloat16 enlarge the difference
+    assert (vector_of(models[0]) - expected).abs().max() < (0.004 if world_size > 1 else 1e-12)
+    assert (before - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(LocalSGD, {}), (DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0})]
+)
+def test_a_synchronization_is_the_mean_of_ranks_that_train_alone(kind, options, world_size):
+    models, optimizers = team(
+        world_size, lambda inner, group: kind(inner, group, local_steps=3, **options), muon
+    )
+    train(models, optimizers, 3)
+    alone = [Everything() for _ in range(world_size)]
+    for rank, model in enumerate(alone):
+        optimizer = muon(model.parameters())
+        optimizer.group = Group(rank, world_size)
+        for rows in batches(3):
+            gradients_of(model, optimizer, rows)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= optimizer.weight
+            optimizer.step()
+    torch.testing.assert_close(vector_of(models[0]), mean_of(alone), rtol=1e-9, atol=1e-9)
+    assert all_equal(models)
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_a_run_resumes_from_any_step(kind):
+    check_resuming_at_every_step(
+        lambda inner, group: kind(inner, group, local_steps=3), 3, 7, inner=muon
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_states_of_other_numbers_of_ranks_are_loaded(world_size):
+    def make(inner, group):
+        return DiLoCo(inner, group, local_steps=4)
+
+    models, optimizers = team(3, make, muon)
+    train(models, optimizers, 6)
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    more, others = team(world_size, make, muon)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resize_state(states, rank, world_size))
+
+    def momentum(optimizer):
+        return optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
+
+    mean = torch.stack([momentum(each) for each in optimizers]).mean(dim=0)
+    torch.testing.assert_close(momentum(others[0]), mean)
+    train(more, others, 8, 6)
+    assert all_equal(more)
+
+
+def test_a_state_of_another_shape_is_rejected():
+    def wrap(rows):
+        torch.manual_seed(0)
+        model = nn.Linear(6, rows)
+        return model, Averaged(muon(model.parameters()), Group())
+
+    model, optimizer = wrap(5)
+    take_steps(model, optimizer, 1)
+    _, other = wrap(4)
+    with pytest.raises(ValueError, match=r"momentum_buffer \(5, 6\) of group 0, parameter 0"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_damages_no_rank():
+    models = [build() for _ in range(3)]
+    optimizers = [
+        Averaged(muon(model.parameters()), Group(rank, 3)) for rank, model in enumerate(models)
+    ]
+
+    def take(rank):
+        for number in range(3):
+            backward(models[rank], optimizers[rank], number)
+            if rank == number == 1:
+                models[rank][0].weight.grad[0, 0] = torch.inf
+            yield from optimizers[rank].algorithm()
+
+    lockstep([take(rank) for rank in range(3)])
+    assert [optimizer.skipped for optimizer in optimizers] == [1, 1, 1]
+    assert all_equal(models)
+    assert torch.isfinite(vector_of(models[0])).all()
+
+
+def train_as_worker(steps):
+    with init_group() as group:
+        model = Everything()
+        inner = muon(model.parameters())
+        run(train_on_shares(model, inner, group.rank, group.world_size, steps, group), group)
+        return vector_of(model)
+
+
+def test_processes_train_as_lockstep_does(tmp_path):
+    found = results(2, tmp_path, train_as_worker, 4)
+    models = [Everything() for _ in range(2)]
+    lockstep(
+        [
+            train_on_shares(model, muon(model.parameters()), rank, 2, 4)
+            for rank, model in enumerate(models)
+        ]
+    )
+    for vector in found:
+        assert torch.equal(vector, vector_of(models[0]))
