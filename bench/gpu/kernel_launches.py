@@ -18,6 +18,7 @@ from gcnzc.kernels.aggregate.gatv2 import leaky_scores_triton, sum_leaky_slopes_
 from gcnzc.kernels.aggregate.weighted import sddmm_triton, weighted_spmm_triton
 from gcnzc.kernels.codec import blocks_gpu, signs_gpu
 from gcnzc.kernels.codec.block_layout import BlockLayout
+from gcnzc.kernels.codec.number_formats import BITS
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.cached_rows import CachedRows, Peers, make_cached_rows
 from gcnzc.kernels.gather.gpu import KernelConfig, gather_rows
@@ -152,11 +153,11 @@ def codecs() -> Iterator[tuple[str, Launch]]:
     for number_format, rounding in (
         ("int8", None),
         ("int4", None),
+        ("int2", None),
         ("float8_e4m3fn", (1, 2)),
         ("float4_e3m0", (1, 2)),
     ):
-        bits = 4 if "4_" in number_format or number_format == "int4" else 8
-        layout = BlockLayout(NUM_ELEMENTS, 2, bits, 1024)
+        layout = BlockLayout(NUM_ELEMENTS, 2, BITS[number_format], 1024)
         yield from blocks(number_format, layout, rounding, *vectors)
         yield from blocks(number_format, layout, rounding, values, error, None)
 

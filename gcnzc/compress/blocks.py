@@ -1,4 +1,4 @@
-"""Block-wise quantization: codes of 8 or 4 bits per element, with one scale per block."""
+"""Block-wise quantization: codes of 8, 4 or 2 bits per element, with one scale per block."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ SEED_BITS = 32
 
 @dataclass(frozen=True)
 class Blocks(Codec):
-    """Codes of 8 or 4 bits with one scale per block.
+    """Codes of 8, 4 or 2 bits with one scale per block.
 
     `gcnzc.kernels.codec.blocks` encodes them; `gcnzc.compress.two_stage` describes the exchange.
 
@@ -29,8 +29,8 @@ class Blocks(Codec):
     """
 
     number_format: str
-    """number format, one of `NUMBER_FORMATS`: float8_e4m3fn, float8_e5m2, int8, int4 or
-    float4_e3m0"""
+    """number format, one of `NUMBER_FORMATS`: float8_e4m3fn, float8_e5m2, int8, int4,
+    int2 or float4_e3m0; int2 converges only with error feedback"""
     block: int | None = 256
     """elements that share a scale, a multiple of 32; None for one scale per part, the slice of the
     vector of which one rank computes the mean"""

@@ -15,6 +15,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 BLOCKS = {"float4_e3m0": 1024}
 
 
+# codes that are so coarse that training does not converge without error feedback
+WITH_FEEDBACK = ("int2",)
+
+
 NAMES = (*DTYPES, "sign", *NUMBER_FORMATS)
 
 
@@ -24,7 +28,7 @@ def compression(name: str) -> Compression:
     Args:
         name: one of `NAMES`. "float32", "float16" and "bfloat16" send all elements in that dtype;
             "sign" sends one bit per element, with error feedback; the number formats of `Blocks`
-            send 8 or 4 bits per element.
+            send 8, 4 or 2 bits per element, "int2" with error feedback.
 
     Raises:
         ValueError: there is no compression of that name.
@@ -34,5 +38,5 @@ def compression(name: str) -> Compression:
     if name == "sign":
         return Sign()
     if name in NUMBER_FORMATS:
-        return Blocks(name, BLOCKS.get(name, 256))
+        return Blocks(name, BLOCKS.get(name, 256), has_feedback=name in WITH_FEEDBACK)
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")

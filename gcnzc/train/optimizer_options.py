@@ -28,6 +28,7 @@ Compress: TypeAlias = Literal[
     "float8_e5m2",
     "int8",
     "int4",
+    "int2",
     "float4_e3m0",
     "sign",
 ]

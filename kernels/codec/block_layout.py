@@ -25,16 +25,16 @@ class BlockLayout:
     num_elements: int
     num_parts: int
     bits: int
-    """bits of a code: 1, 4 or 8"""
+    """bits of a code: 1, 2, 4 or 8"""
     block: int | None
     """elements of a part that share a scale, a multiple of 32; the whole part if None"""
 
     def __post_init__(self) -> None:
-        if self.num_elements < 0 or self.num_parts < 1 or self.bits not in (1, 4, 8):
+        if self.num_elements < 0 or self.num_parts < 1 or self.bits not in (1, 2, 4, 8):
             raise ValueError(
                 f"{self.num_elements} elements in {self.num_parts} parts with codes of "
                 f"{self.bits} bits\n\n"
-                "hint: use at least 0 elements and 1 part; codes have 1, 4 or 8 bits"
+                "hint: use at least 0 elements and 1 part; codes have 1, 2, 4 or 8 bits"
             )
         if self.block is not None and (self.block < 1 or self.block % PART_MULTIPLE):
             raise ValueError(

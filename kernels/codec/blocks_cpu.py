@@ -94,11 +94,18 @@ def _decode_piece(codes, table, offset, count, scale, bits, decoded):
     if bits == 8:
         for k in range(count):
             decoded[uint64(k)] = table[codes[uint64(offset + k)]] * scale
-    else:
+    elif bits == 4:
         for b in range(count // 2):
             byte = codes[uint64(offset + b)]
             decoded[uint64(2 * b)] = table[byte & 15] * scale
             decoded[uint64(2 * b + 1)] = table[byte >> 4] * scale
+    else:
+        for b in range(count // 4):
+            byte = codes[uint64(offset + b)]
+            decoded[uint64(4 * b)] = table[byte & 3] * scale
+            decoded[uint64(4 * b + 1)] = table[byte >> 2 & 3] * scale
+            decoded[uint64(4 * b + 2)] = table[byte >> 4 & 3] * scale
+            decoded[uint64(4 * b + 3)] = table[byte >> 6] * scale
 
 
 @njit(nogil=True, cache=True)
@@ -173,10 +180,16 @@ def _encode_numba(
             first = j * stride + i
             for k in range(count):
                 codes[uint64(first + k)] = code[uint64(k)]
-        else:
+        elif bits == 4:
             first = j * stride + i // 2
             for b in range(count // 2):
                 codes[uint64(first + b)] = code[uint64(2 * b)] | code[uint64(2 * b + 1)] << 4
+        else:
+            first = j * stride + i // 4
+            for b in range(count // 4):
+                low_half = code[uint64(4 * b)] | code[uint64(4 * b + 1)] << 2
+                high_half = code[uint64(4 * b + 2)] | code[uint64(4 * b + 3)] << 2
+                codes[uint64(first + b)] = low_half | high_half << 4
 
 
 @njit(nogil=True, cache=True)
@@ -279,7 +292,9 @@ def encode_blocks_numba(
     _run_on_pieces(
         _largest_numba, layout, *vectors, largest.view(-1).numpy(), geometry, threads=threads
     )
-    store_scales(largest, rows, layout, NUMBER_FORMATS[number_format])
+    is_stochastic = seed_and_step is not None
+    code_format = NUMBER_FORMATS[number_format]
+    store_scales(largest, rows, layout, code_format, stochastic=is_stochastic)
     seed, step = seed_and_step or (0, 0)
     _run_on_pieces(
         _encode_numba,
@@ -288,8 +303,8 @@ def encode_blocks_numba(
         *_to_numpy(*flat_views(rows, layout)),
         geometry,
         (rows.stride(0), layout.code_bytes // 4, layout.bits),
-        _format_constants(NUMBER_FORMATS[number_format]),
-        seed_and_step is not None,
+        _format_constants(code_format),
+        is_stochastic,
         tuple(np.uint64(word) for word in (*split_key(step), *split_key(seed))),
         offset,
         threads=threads,

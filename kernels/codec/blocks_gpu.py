@@ -65,7 +65,8 @@ def encode_blocks_triton(
             COLUMNS=columns,
             enable_fp_fusion=False,
         )
-        store_scales(largest, rows, layout, code_format)
+        is_stochastic = seed_and_step is not None
+        store_scales(largest, rows, layout, code_format, stochastic=is_stochastic)
         encode_gpu[(layout.num_parts * tiles,)](
             *vectors,
             *flat_views(rows, layout),
@@ -80,7 +81,7 @@ def encode_blocks_triton(
             offset,
             **code_constants(code_format),
             **flags,
-            STOCHASTIC=seed_and_step is not None,
+            STOCHASTIC=is_stochastic,
             TILE=TILE,
             enable_fp_fusion=False,
         )
@@ -188,8 +189,9 @@ def _decode(codes, scales, table, start, i, mask, first_scale, block_elements, B
     if BITS == 8:
         code = tl.load(codes + start + i, mask=mask, other=0).to(tl.int32)
     else:
-        byte = tl.load(codes + start + i // 2, mask=mask, other=0).to(tl.int32)
-        code = (byte >> (i % 2 * 4).to(tl.int32)) & 15
+        per_byte: tl.constexpr = 8 // BITS
+        byte = tl.load(codes + start + i // per_byte, mask=mask, other=0).to(tl.int32)
+        code = (byte >> (i % per_byte * BITS).to(tl.int32)) & ((1 << BITS) - 1)
     scale = tl.load(scales + start // 4 + first_scale + i // block_elements, mask=mask, other=0.0)
     return tl.load(table + code, mask=mask, other=0.0) * scale
 
@@ -311,11 +313,17 @@ def encode_gpu(
     code = tl.where((bits < 0) & (code > 0), negative, code)
     if BITS == 8:
         tl.store(codes + j * stride + i, code.to(tl.uint8), mask=i < part_elements)
-    else:
+    elif BITS == 4:
         low_half, high_half = tl.split(tl.reshape(code, [TILE // 2, 2]))
         byte = first // 2 + tl.arange(0, TILE // 2)
         pair = (low_half | (high_half << 4)).to(tl.uint8)
         tl.store(codes + j * stride + byte, pair, mask=byte < part_elements // 2)
+    else:
+        even, odd = tl.split(tl.reshape(code, [TILE // 4, 2, 2]))
+        low_half, high_half = tl.split(even | (odd << 2))
+        byte = first // 4 + tl.arange(0, TILE // 4)
+        four = (low_half | (high_half << 4)).to(tl.uint8)
+        tl.store(codes + j * stride + byte, four, mask=byte < part_elements // 4)
 
 
 @triton.jit

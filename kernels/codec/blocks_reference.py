@@ -28,7 +28,9 @@ def encode_blocks_reference(
     blocks = torch.nn.functional.pad(y, (0, padding)).view(
         layout.num_parts, layout.blocks_per_part, layout.block_elements
     )
-    scales = _compute_scales(blocks.abs().amax(2), NUMBER_FORMATS[number_format])
+    is_stochastic = seed_and_step is not None
+    largest = blocks.abs().amax(2)
+    scales = _compute_scales(largest, NUMBER_FORMATS[number_format], stochastic=is_stochastic)
     _scales_view(rows, layout).copy_(scales)
     uniform = None
     if seed_and_step is not None:
@@ -36,8 +38,9 @@ def encode_blocks_reference(
     element_scales = _scale_of_elements(scales, layout)
     codes = _round_to_codes(y, element_scales, NUMBER_FORMATS[number_format], uniform)
     codes = codes.to(torch.uint8)
-    if layout.bits == 4:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    for bits in range(layout.bits.bit_length() - 1, 3):
+        # two codes of 2**bits bits become one of twice as many
+        codes = codes[:, ::2] | codes[:, 1::2] << (1 << bits)
     rows[:, : layout.code_bytes] = codes
 
 
@@ -82,9 +85,9 @@ def _sums(values: Tensor, error: Tensor | None, active: Tensor | None) -> Tensor
     return y if active is None else torch.where(active, y, 0.0)
 
 
-def _compute_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
+def _compute_scales(largest: Tensor, number_format: NumberFormat, *, stochastic: bool) -> Tensor:
     """Return the scales of blocks from the largest |y| of each, which may be NaN."""
-    largest_number = float(number_format.magnitudes[-1])
+    largest_number = number_format.scaled_largest(stochastic=stochastic)
     # the largest float32 could overflow when it is divided and multiplied again
     max_scale = torch.finfo(torch.float32).max / largest_number * (1 - 2.0**-23)
     # divide by a tensor: on a GPU torch replaces division by a number with a multiplication
@@ -137,14 +140,19 @@ def _round_to_codes(
 def _decode(rows: Tensor, layout: BlockLayout, number_format: str) -> Tensor:
     """Return the decoded (W, part elements) float32 numbers."""
     codes = rows[:, : layout.code_bytes].long()
-    if layout.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], 2).view(len(rows), layout.part_elements)
+    shifts = torch.arange(0, 8, layout.bits, device=rows.device)
+    codes = (codes[:, :, None] >> shifts & (1 << layout.bits) - 1).view(len(rows), -1)
     numbers = NUMBER_FORMATS[number_format].values.to(rows.device)[codes]
     return numbers * _scale_of_elements(_scales_view(rows, layout), layout)
 
 
 def store_scales(
-    largest: Tensor, rows: Tensor, layout: BlockLayout, number_format: NumberFormat
+    largest: Tensor,
+    rows: Tensor,
+    layout: BlockLayout,
+    number_format: NumberFormat,
+    *,
+    stochastic: bool,
 ) -> None:
     """Write the scales of blocks to their rows.
 
@@ -153,6 +161,8 @@ def store_scales(
         rows: (W, stride) uint8.
         layout: of the vector.
         number_format: of the codes.
+        stochastic: whether the codes are rounded at random.
     """
-    scales = _compute_scales(largest.amax(2).view(torch.float32), number_format)
+    sizes = largest.amax(2).view(torch.float32)
+    scales = _compute_scales(sizes, number_format, stochastic=stochastic)
     _scales_view(rows, layout).copy_(scales)

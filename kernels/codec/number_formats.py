@@ -23,6 +23,9 @@ class NumberFormat:
     min_exponent: int  # of the normal numbers; smaller codes count equal steps from zero
     max_code: int  # the largest code, without its sign
     ties_up: bool = False
+    # the largest element of a block in units of the largest number; stochastic rounding uses 1,
+    # because it would not be unbiased with clipping
+    clip: float = 1.0
 
     @property
     def is_integer(self) -> bool:
@@ -43,6 +46,10 @@ class NumberFormat:
     def exponent_shift(self) -> int:
         """The difference between float32's exponent bias and the code's, in the code's bits."""
         return (127 + self.min_exponent - 1) << self.mantissa_bits
+
+    def scaled_largest(self, *, stochastic: bool) -> float:
+        """Return the quotient of the largest |y| of a block and the block's scale."""
+        return float(self.magnitudes[-1]) * (1.0 if stochastic else self.clip)
 
     @cached_property
     def magnitudes(self) -> Tensor:
@@ -72,6 +79,7 @@ NUMBER_FORMATS = {
     "float8_e5m2": NumberFormat(8, mantissa_bits=2, min_exponent=-14, max_code=0x7B),
     "int8": NumberFormat(8, mantissa_bits=7, min_exponent=7, max_code=127),
     "int4": NumberFormat(4, mantissa_bits=3, min_exponent=3, max_code=7),
+    "int2": NumberFormat(2, mantissa_bits=1, min_exponent=1, max_code=1, clip=2.0),
     "float4_e3m0": NumberFormat(4, mantissa_bits=0, min_exponent=-6, max_code=7, ties_up=True),
 }
 

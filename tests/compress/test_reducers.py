@@ -99,6 +99,7 @@ def test_codes_send_their_bits_plus_the_scales(world_size):
         "sign": 1,
         "int8": 8,
         "int4": 4,
+        "int2": 2,
         "rounded": 16,
         "dense bfloat16": 16,
     }.items():
