@@ -21,8 +21,8 @@ al., "Streaming DiLoCo" (2025, https://arxiv.org/abs/2501.18512). A byte holds t
 
 Rounded to nearest, int2 divides the largest |y| by 2 instead of 1, so that elements above the scale
 are clipped to it. The largest error is half of the largest |y| in either case, but most elements
-are much smaller than the largest: the squared error of a normal vector in blocks of 256 is a third of
-that without clipping. With stochastic rounding, it does not clip.
+are much smaller than the largest: the squared error of a normal vector in blocks of 256 is a third
+of that without clipping. With stochastic rounding, it does not clip.
 
 Rounding is to the nearest number, with ties to the even code (float4_e3m0: to the larger number),
 or stochastic: the expected value of a decoded number is then y, to 2**-24 of the distance between
