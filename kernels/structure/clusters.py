@@ -107,16 +107,16 @@ def _propagate_labels(
             ):
                 best, best_gain = label, gain
         if is_overloaded and best == own:
-            room = np.int64(-1)
+            most_left = np.int64(-1)
             for label in range(num_labels):
                 left = max_loads_L[label] - loads_L[label]
                 if (
                     label != own
                     and left >= load
-                    and left > room
+                    and left > most_left
                     and sizes_L[label] + size <= max_sizes_L[label]
                 ):
-                    best, room = label, left
+                    best, most_left = label, left
         if best != own:
             labels_N[node] = best
             sizes_L[own] -= size
