@@ -16,6 +16,7 @@ from gcnzc.optim.strategy.selsync import selsync
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.synchronous.averaged import Averaged
 from gcnzc.optim.synchronous.base import Replicated
+from gcnzc.optim.synchronous.drop_compute import DropCompute
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.synchronous.one_bit_lamb import OneBitLamb
 from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam
@@ -26,6 +27,7 @@ __all__ = [
     "Averaged",
     "DiLoCo",
     "DistributedOptimizer",
+    "DropCompute",
     "LatePhaseWarning",
     "LocalSGD",
     "LocalUpdates",

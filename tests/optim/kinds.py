@@ -7,6 +7,7 @@ from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
+    DropCompute,
     LocalSGD,
     OneBitAdam,
     OneBitLamb,
@@ -32,6 +33,13 @@ def averaged(compress=None):
     )
 
 
+def drop_compute(compress=None):
+    """Without micro-batches, a step is that of Averaged."""
+    return lambda model, group, **options: DropCompute(
+        adamw(model), group, micro_batches=4, compress=compress, **options
+    )
+
+
 def replicated(kind, **own):
     return lambda model, group, **options: kind(
         model.parameters(), LR, group=group, **own, **options
@@ -48,6 +56,8 @@ AVERAGED = {
     "averaged": averaged(),
     "averaged int8": averaged(Blocks("int8")),
     "averaged sign": averaged(Sign(block=32)),
+    "drop-compute": drop_compute(),
+    "drop-compute sign": drop_compute(Sign(block=32)),
 }
 REPLICATED = {
     "onebit-adam": replicated(OneBitAdam, warmup=3),

@@ -1,0 +1,253 @@
+"""When a rank stops the micro-batches of a step: at a given threshold, or at a measured one.
+
+A measured threshold is chosen once the times of some steps are known. All ranks share their times
+and choose the same threshold. If more is dropped later than the limit permits, for example because
+other programs use the machines, the measurement begins again.
+
+Notation: W ranks, S measured steps, M micro-batches.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gcnzc.exchange import Algorithm, AllGather
+from gcnzc.optim.synchronous.compute_clock import ComputeClock
+from gcnzc.optim.synchronous.effective_speed import (
+    NO_THRESHOLD,
+    Threshold,
+    choose_threshold,
+    measured_overhead,
+)
+from gcnzc.optim.validation import check_count
+from gcnzc.system.streams import TimedEvent
+
+# first and last step that is measured, counted from 1; earlier ones compile kernels
+CALIBRATION = (6, 50)
+# largest fraction of the micro-batches that a measured threshold may drop
+MAX_DROPPED = 0.1
+# a new measurement begins if as many times `max_dropped` is dropped
+TOLERANCE = 1.5
+# the times of a step in which a rank has not computed all micro-batches; a state with NaN would not
+# be equal to its copy
+NOT_MEASURED = -1.0
+
+
+class ComputeDeadline:
+    """Decides before each micro-batch of a step whether this rank stops.
+
+    Args:
+        micro_batches: M, the largest number of micro-batches of a step, at least 2.
+        threshold: seconds from the begin of a step, after which no other micro-batch begins; None
+            or infinity for no threshold; "auto" measures the steps of `calibration` and then
+            selects the threshold of the largest effective speed.
+        calibration: the first and the last step that "auto" measures, counted from 1.
+        max_dropped: the largest fraction of the micro-batches that "auto" may drop.
+        clock: times the micro-batches.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        micro_batches: int,
+        threshold: float | str | None,
+        calibration: tuple[int, int],
+        max_dropped: float,
+        clock: ComputeClock,
+    ) -> None:
+        check_count("micro_batches", micro_batches, 2)
+        self.requested_s = _check_threshold(threshold)
+        """the threshold that was given, in seconds; None if it is measured"""
+        first, last = calibration
+        check_count("calibration[0]", first, 1)
+        check_count("calibration[1]", last, first)
+        if not 0 < max_dropped < 1:
+            raise ValueError(
+                f"max_dropped is {max_dropped!r}\n\nhint: give a number between 0 and 1, such as "
+                "0.1"
+            )
+        self.micro_batches, self.calibration = micro_batches, (first, last)
+        self.max_dropped, self.clock = max_dropped, clock
+        self.threshold_s = math.inf
+        """the current threshold in seconds; infinite for none"""
+        self.prediction: Threshold | None = None
+        """the predicted effect of a measured threshold; None if none was measured"""
+        self.is_calibrating = False
+        """whether the steps are measured, or will be, and nothing is dropped"""
+        self._restart()
+        self.calibrations = 0
+        """number of measurements that have ended"""
+        self._events: list[TimedEvent] = []
+        # the events of the last measured step
+        self._pending: list[TimedEvent] = []
+
+    def _restart(self) -> None:
+        """Begin a measurement, unless a threshold was given."""
+        self.is_calibrating = self.requested_s is None
+        self.threshold_s = math.inf if self.requested_s is None else self.requested_s
+        self.prediction = None
+        self._steps = 0
+        """number of steps since the measurement began or ended"""
+        self._dropped = 0.0
+        """sum of the fractions that were dropped in these steps"""
+        # for each measured step, the ends of M micro-batches and the seconds after the last one
+        self._rows: list[list[float]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that are copied and pickled: all except events."""
+        self._read_pending()
+        return {**vars(self), "_events": [], "_pending": []}
+
+    def describe(self) -> str:
+        """Return the options, which must be the same on all ranks, as text."""
+        requested = "auto" if self.requested_s is None else f"{self.requested_s:g}"
+        return (
+            f"micro_batches={self.micro_batches}, threshold={requested}, "
+            f"calibration={self.calibration}, max_dropped={self.max_dropped:g}"
+        )
+
+    def begin_step(self) -> None:
+        """Record the begin of the first micro-batch."""
+        self._events = [self.clock.record()]
+
+    def end_micro_batch(self) -> None:
+        """Record the end of a micro-batch."""
+        self._events.append(self.clock.record())
+
+    def is_over(self) -> bool:
+        """Whether no other micro-batch may begin, after at least one; see `ComputeClock.delay`."""
+        known = len(self._events) - 1 - self.clock.delay
+        if known < 1 or self.threshold_s == math.inf:
+            return False
+        return self._events[0].seconds_to(self._events[known]) >= self.threshold_s
+
+    def end_step(self, dropped: float) -> Algorithm[None]:
+        """Record the end of a step, after its exchange, and select the threshold if that is due.
+
+        Args:
+            dropped: the fraction of the micro-batches of all ranks that was dropped in the step,
+                the same on all ranks.
+        """
+        yield from self.clock.update()
+        # the GPU has computed the previous step
+        self._read_pending()
+        self._steps += 1
+        first, last = self.calibration
+        if not self.is_calibrating:
+            self._dropped += dropped
+            if self.requested_s is None and self._steps == last:
+                if self._dropped / self._steps > TOLERANCE * self.max_dropped:
+                    self._restart()
+                self._steps, self._dropped = 0, 0.0
+        elif self._steps >= first:
+            if self._events:
+                self._pending = [*self._events, self.clock.record()]
+            else:
+                self._rows.append(self._empty_row())
+            if self._steps == last:
+                yield from self._choose()
+        self._events = []
+
+    def _read_pending(self) -> None:
+        """Read the events of the last measured step, which waits for them."""
+        if not self._pending:
+            return
+        begin, *ends, end = self._pending
+        ends_s = [begin.seconds_to(each) for each in ends]
+        self._pending = []
+        row = self._empty_row()
+        # steps of fewer micro-batches, such as the last one of an epoch, are not used
+        if len(ends_s) == self.micro_batches:
+            row = [*ends_s, begin.seconds_to(end) - ends_s[-1]]
+        self._rows.append(row)
+
+    def _empty_row(self) -> list[float]:
+        """Return the row of a step with fewer than M micro-batches on this rank."""
+        return [NOT_MEASURED] * (self.micro_batches + 1)
+
+    def _choose(self) -> Algorithm[None]:
+        """Select the threshold of the largest effective speed; a single rank has none."""
+        self._read_pending()
+        columns = self.micro_batches + 1
+        own = torch.tensor(self._rows, dtype=torch.float64).view(-1)
+        gathered = yield AllGather(own)
+        rows = gathered.view(len(gathered), -1, columns).numpy()
+        # only steps in which all ranks have computed all micro-batches
+        rows = rows[:, (rows != NOT_MEASURED).all(axis=(0, 2))]
+        ends_s = rows[..., :-1]
+        found = NO_THRESHOLD
+        if len(rows) > 1:
+            overhead_s = measured_overhead(ends_s, rows[..., -1])
+            found = choose_threshold(ends_s, overhead_s, self.max_dropped, self.clock.delay)
+        # that of rank 0, because processors may round the sums differently
+        values = torch.tensor([found.seconds, found.speed, found.dropped], dtype=torch.float64)
+        self._restart()
+        found = Threshold(*(yield AllGather(values))[0].tolist())
+        # measure again if no step was complete on all ranks
+        self.is_calibrating = ends_s.shape[1] == 0
+        if not self.is_calibrating:
+            self.threshold_s, self.prediction = found.seconds, found
+            self.calibrations += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that is the same on all ranks."""
+        prediction = self.prediction
+        return {
+            "options": self.describe(),
+            # all numbers of a state are finite
+            "threshold_s": None if self.threshold_s == math.inf else self.threshold_s,
+            "prediction": prediction and [prediction.speed, prediction.dropped],
+            "is_calibrating": self.is_calibrating,
+            "calibrations": self.calibrations,
+            "steps": self._steps,
+            "dropped": self._dropped,
+        }
+
+    def measured_times(self) -> torch.Tensor:
+        """Return (S, M + 1) float64: the times that this rank has measured and not used yet."""
+        self._read_pending()
+        columns = self.micro_batches + 1
+        return torch.tensor(self._rows, dtype=torch.float64).view(-1, columns)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], times: torch.Tensor, *, is_resized: bool
+    ) -> None:
+        """Restore `state_dict` and `measured_times`.
+
+        If the number of ranks or an option has changed, a measurement begins again; a threshold of
+        the constructor remains.
+
+        Args:
+            state: a result of `state_dict`.
+            times: a result of `measured_times` of this rank.
+            is_resized: whether the state is of another number of ranks.
+        """
+        self._restart()
+        self.calibrations = state["calibrations"]
+        if is_resized or state["options"] != self.describe():
+            return
+        threshold_s, prediction = state["threshold_s"], state["prediction"]
+        self.threshold_s = math.inf if threshold_s is None else threshold_s
+        self.prediction = prediction and Threshold(self.threshold_s, *prediction)
+        self.is_calibrating = state["is_calibrating"]
+        self._steps, self._dropped = state["steps"], state["dropped"]
+        self._rows = times.tolist()
+
+
+def _check_threshold(threshold: float | str | None) -> float | None:
+    """Return the seconds of a threshold; infinity for None, and None for "auto"."""
+    if threshold == "auto":
+        return None
+    if threshold is None:
+        return math.inf
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not is_number or not float(threshold) > 0:
+        raise ValueError(
+            f"threshold is {threshold!r}\n\nhint: give seconds above 0, 'auto' to measure it, or "
+            "None to drop nothing"
+        )
+    return float(threshold)

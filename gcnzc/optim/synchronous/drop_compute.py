@@ -1,0 +1,294 @@
+"""DropCompute: gradient accumulation in which slow ranks drop their last micro-batches.
+
+In synchronous training, every step takes as long as that of the slowest rank. With DropCompute,
+each rank accumulates the gradients of up to M micro-batches, but begins no other one after a
+threshold. The gradients are averaged over the micro-batches that the ranks have computed.
+
+Niv Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute
+variance reduction", https://arxiv.org/abs/2306.10598.
+
+Notation: W ranks, M micro-batches.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gcnzc.compress import Compression
+from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.caller import identify_caller
+from gcnzc.optim.synchronous.averaged import Averaged, GradientMeans
+from gcnzc.optim.synchronous.compute_clock import ComputeClock
+from gcnzc.optim.synchronous.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeDeadline
+from gcnzc.optim.validation import check_inner
+
+T = TypeVar("T")
+
+# numbers that an exchange sends besides those of `Averaged`: the sizes that are missing, and the
+# micro-batches that were dropped
+NUM_COUNTS = 2
+
+
+class DropCompute(Averaged):
+    """Gradient accumulation in which slow ranks drop their last micro-batches.
+
+    Iterate over the micro-batches of a step with `micro_batches`, which stops at the threshold:
+
+        optimizer.zero_grad()
+        for batch in optimizer.micro_batches(batches):
+            loss(model, batch).backward()
+        optimizer.step()
+
+    Each loss is the mean over its micro-batch; do not divide it by the number of micro-batches. The
+    gradient of the step is the sum of all ranks' gradients divided by the number of micro-batches
+    that all ranks have computed, so dropping does not change its expectation. Each rank computes at
+    least its first micro-batch. Without a threshold, the steps are bit-identical to those of
+    `Averaged` with a `weight` of 1 / M. A step without `micro_batches` equals that of `Averaged`.
+
+    If `threshold` is "auto", the steps of `calibration` are timed, with nothing dropped. Then all
+    ranks select the threshold that maximizes the samples computed per second, and that drops at
+    most `max_dropped` of them. If 1.5 times as much is dropped in as many later steps, the
+    measurement begins again. A single rank selects no threshold.
+
+    The model must not communicate in its forward or backward pass, since the ranks compute
+    different numbers of micro-batches. BatchNorm updates its running statistics in computed
+    micro-batches only.
+
+    Args:
+        inner: see `Averaged`.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        signals: see `Averaged`.
+        micro_batches: M, the largest number of micro-batches of a step on one rank, at least 2.
+        threshold: seconds from the begin of a step's first micro-batch, after which no other one
+            begins; "auto" to measure it; None or infinity to drop nothing.
+        calibration: the first and the last step that "auto" times, counted from 1.
+        max_dropped: the largest fraction of the micro-batches that "auto" may drop.
+        clock: times the micro-batches; that of the parameters' device if None. Simulations use a
+            `gcnzc.optim.synchronous.compute_clock.SimulatedClock`.
+        compress: see `Averaged`.
+        clip_norm: see `Averaged`.
+        module: see `DistributedOptimizer`; also checked for layers that communicate.
+
+    Raises:
+        TypeError: see `Averaged`.
+        ValueError: an option is out of range, or `module` has a layer that communicates.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        signals: int = 0,
+        *,
+        micro_batches: int,
+        threshold: float | str | None = "auto",
+        calibration: tuple[int, int] = CALIBRATION,
+        max_dropped: float = MAX_DROPPED,
+        clock: ComputeClock | None = None,
+        compress: Compression | None = None,
+        clip_norm: float | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        check_inner(type(self).__name__, inner)
+        if module is not None:
+            _check_no_communication(module)
+        clock = clock or ComputeClock(inner.param_groups[0]["params"][0].device)
+        self.deadline = ComputeDeadline(micro_batches, threshold, calibration, max_dropped, clock)
+        """the current threshold, and the times from which it follows"""
+        super().__init__(
+            inner, group, signals, compress=compress, clip_norm=clip_norm, module=module
+        )
+        # also without compression, the ranks have measured different times
+        self.is_shared = False
+        self.fill_state()
+        self.num_common_extras += NUM_COUNTS
+        self.dropped_micro_batches = 0
+        """number of micro-batches that this rank has dropped"""
+        self.computed_micro_batches = 0
+        """number of micro-batches that this rank has computed"""
+        self.dropped_of_all = 0.0
+        """number of micro-batches that were dropped, the mean over the ranks"""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Set the counts of a step for which `micro_batches` is not called."""
+        self._is_accumulated = False
+        self._computed = self._offered = self.deadline.micro_batches
+        # the sizes of the computed micro-batches
+        self._size = float(self.deadline.micro_batches)
+        # M minus the computed sizes, and the dropped micro-batches: of this rank, and the means
+        self._own_counts = self._mean_counts = (0.0, 0.0)
+
+    @property
+    def dropped_share(self) -> float:
+        """The fraction of the M micro-batches of all steps that was dropped, over all ranks."""
+        num_steps = self.steps + self.skipped
+        return self.dropped_of_all / (num_steps * self.deadline.micro_batches) if num_steps else 0.0
+
+    def micro_batches(
+        self, batches: Iterable[T], sizes: Sequence[float] | None = None
+    ) -> Iterator[T]:
+        """Iterate over the micro-batches of a step, until the threshold.
+
+        A micro-batch that was yielded counts as computed. Those that are dropped are not taken from
+        `batches`. A second call before `step` starts the step again: reset the gradients too.
+
+        Args:
+            batches: at most M micro-batches, which may differ in number between ranks; from an
+                iterator, the first M are used.
+            sizes: for each micro-batch, the factor by which the caller multiplies its mean loss,
+                such as its number of samples divided by that of a full micro-batch; 1 for all if
+                None. The step divides by the sum of the sizes.
+
+        Raises:
+            ValueError: there are more than M micro-batches, or `sizes` does not fit them.
+        """
+        limit = self.deadline.micro_batches
+        count = len(batches) if isinstance(batches, Sized) else None
+        if sizes is not None:
+            _check_sizes(sizes, count)
+            count = len(sizes)
+        if count is not None and count > limit:
+            raise ValueError(
+                f"{count} micro-batches for a step of at most {limit}\n\nhint: give each step its "
+                f"part, or {type(self).__name__} a larger micro_batches"
+            )
+        return self._iterate(batches, limit if count is None else count, sizes)
+
+    def _iterate(
+        self, batches: Iterable[T], count: int, sizes: Sequence[float] | None
+    ) -> Iterator[T]:
+        self._is_accumulated = True
+        self._computed, self._offered, self._size = 0, count, 0.0
+        self.deadline.begin_step()
+        # an iterator is not asked for more than it has to give
+        for batch in islice(batches, count):
+            self._size += 1.0 if sizes is None else sizes[self._computed]
+            self._computed += 1
+            yield batch
+            self.deadline.end_micro_batch()
+            if self._computed < count and self.deadline.is_over():
+                return
+        # an iterator may have fewer
+        self._offered = self._computed
+
+    def layout_lines(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        return [f"DropCompute({self.deadline.describe()})", *super().layout_lines()]
+
+    def common_extras(self) -> list[float]:
+        """Return the common extras, the missing sizes and the dropped micro-batches."""
+        return [*super().common_extras(), *self._own_counts]
+
+    @identify_caller
+    def algorithm(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`: a step of `Averaged`, then the selection of a threshold."""
+        weight, limit = self.weight, self.deadline.micro_batches
+        dropped = self._offered - self._computed
+        # without `sizes` these are whole numbers, whose sum is exact also in float16; of a single
+        # rank they are the means
+        self._own_counts = self._mean_counts = (weight * (limit - self._size), float(dropped))
+        if self._is_accumulated:
+            # the same on all ranks, so that the sum of the gradients remains one
+            self.weight = weight / limit
+        try:
+            yield from super().algorithm()
+        finally:
+            self.weight = weight
+        _, mean_dropped = self._mean_counts
+        self.dropped_micro_batches += dropped
+        self.computed_micro_batches += self._computed
+        self.dropped_of_all += mean_dropped
+        self._begin_step()
+        yield from self.deadline.end_step(mean_dropped / limit)
+
+    def _exchange_gradients(self) -> Algorithm[GradientMeans]:
+        flags = yield from super()._exchange_gradients()
+        *_, missing, dropped = flags.shares
+        self._mean_counts = (missing, dropped)
+        del self.received_signals[-NUM_COUNTS:]
+        return flags
+
+    def _inner_step(self) -> None:
+        missing, _ = self._mean_counts
+        kept = 1 - missing / self.deadline.micro_batches
+        # nothing is kept if no rank had a micro-batch
+        if kept > 0 and kept != 1:
+            for _, parameter in self.gradients.named:
+                if parameter.grad is not None:
+                    parameter.grad.div_(kept)
+        super()._inner_step()
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`: that of `Averaged`, the threshold, times and counts."""
+        found = super().snapshot()
+        found["shared"] |= {
+            "deadline": self.deadline.state_dict(),
+            "dropped_of_all": self.dropped_of_all,
+            "ranks": self.group.world_size,
+        }
+        found["local"] |= {
+            "times": self.deadline.measured_times(),
+            "dropped": self.dropped_micro_batches,
+            "computed": self.computed_micro_batches,
+        }
+        return found
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a snapshot, see `Averaged`.
+
+        After `resize_state` for another number of ranks, "auto" measures the steps again.
+        """
+        super().restore(snapshot)
+        shared, local = snapshot["shared"], snapshot["local"]
+        is_resized = shared["ranks"] != self.group.world_size
+        self.deadline.load_state_dict(shared["deadline"], local["times"], is_resized=is_resized)
+        self.dropped_of_all = shared["dropped_of_all"]
+        self.dropped_micro_batches, self.computed_micro_batches = (
+            local["dropped"],
+            local["computed"],
+        )
+
+    def __repr__(self) -> str:
+        return f"DropCompute({self.deadline.describe()}) of {super().__repr__()}"
+
+
+def _check_sizes(sizes: Sequence[float], count: int | None) -> None:
+    """Check that sizes are finite, at least 0, and as many as the micro-batches.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if count is not None and len(sizes) != count:
+        raise ValueError(
+            f"{len(sizes)} sizes for {count} micro-batches\n\nhint: give one size for each"
+        )
+    if not all(0 <= size < math.inf for size in sizes):
+        raise ValueError(
+            f"sizes are {list(sizes)}\n\nhint: give finite numbers of at least 0, such as numbers "
+            "of samples divided by that of a full micro-batch"
+        )
+
+
+def _check_no_communication(module: nn.Module) -> None:
+    """Check that a model has no layers that communicate.
+
+    Raises:
+        ValueError: it has SyncBatchNorm, or is wrapped by DistributedDataParallel.
+    """
+    kinds = (nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)
+    for name, each in module.named_modules():
+        if isinstance(each, kinds):
+            kind = type(each).__name__
+            where = f"module {name!r} is a {kind}" if name else f"the model is a {kind}"
+            hint = "train the model inside it, its attribute `module`"
+            if isinstance(each, nn.SyncBatchNorm):
+                hint = "use BatchNorm, whose statistics `finalize` averages"
+            raise ValueError(
+                f"{where}, which communicates in each micro-batch, but the ranks compute different "
+                f"numbers of them\n\nhint: {hint}"
+            )

@@ -1,0 +1,732 @@
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from optim.models import ROWS, Everything, loss_of
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Dense, Sign
+from gcnzc.exchange import Choices, Group, init_group, lockstep, run
+from gcnzc.optim import Averaged, DropCompute, resize_state
+from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedClock, SimulatedEvent
+from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
+from gcnzc.optim.synchronous.effective_speed import (
+    choose_threshold,
+    effective_speed,
+    find_kept,
+    measured_overhead,
+)
+
+MICRO = 5
+WORLDS = [1, 2, 3, 5]
+SHORT = (2, 6)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class ScriptedClock(ComputeClock):
+    """A clock that a test sets forward."""
+
+    def __init__(self, device="cpu"):
+        super().__init__(torch.device(device))
+        self.time_s = 0.0
+
+    def record(self):
+        return SimulatedEvent(self.time_s)
+
+
+def micro_batch(step, rank, number):
+    generator = torch.Generator().manual_seed(1000 * step + 50 * rank + number)
+    return torch.randperm(ROWS, generator=generator)[: 6 + (step + number) % 3]
+
+
+def seconds(step, rank, number):
+    """The time of a micro-batch: rank 1 is slow in odd steps; sums are exact."""
+    slow = rank == 1 and step % 2 == 1
+    return (1 + (3 * step + 5 * rank + number) % 4) / 4 + 3 * slow
+
+
+def team(world_size, inner=sgd, dtype=torch.float64, **options):
+    models = [Everything().to(dtype) for _ in range(world_size)]
+    options = {"micro_batches": MICRO, "threshold": None, **options}
+    optimizers = [
+        DropCompute(
+            inner(model.parameters()), Group(rank, world_size), clock=SimulatedClock(), **options
+        )
+        for rank, model in enumerate(models)
+    ]
+    return models, optimizers
+
+
+def taught(model, optimizer, steps, times=seconds, each=None, computed=None):
+    """Steps of one rank in virtual time; `computed` collects (step, rank, number)."""
+    clock, rank = optimizer.deadline.clock, optimizer.group.rank
+    yield from clock.update()
+    for step in steps:
+        optimizer.zero_grad()
+        for number in optimizer.micro_batches(range(MICRO)):
+            loss_of(model, micro_batch(step, rank, number)).backward()
+            yield from clock.compute(times(step, rank, number))
+            if computed is not None:
+                computed.append((step, rank, number))
+        yield from optimizer.algorithm()
+        if each is not None:
+            each(step)
+
+
+def train(models, optimizers, steps, **options):
+    pairs = zip(models, optimizers, strict=True)
+    return lockstep([taught(*pair, steps, **options) for pair in pairs])
+
+
+def values_of(model):
+    return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+
+
+def all_equal(models):
+    return all(torch.equal(values_of(model), values_of(models[0])) for model in models)
+
+
+def accumulated(model, optimizer, steps):
+    """Plain accumulation, whose gradients `Averaged` divides by the number of micro-batches."""
+    for step in steps:
+        optimizer.zero_grad()
+        for number in range(MICRO):
+            loss_of(model, micro_batch(step, optimizer.group.rank, number)).backward()
+        optimizer.weight = 1 / MICRO
+        yield from optimizer.algorithm()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("compress", [None, Sign(block=64)], ids=["plain", "sign"])
+@pytest.mark.parametrize("threshold", [None, 1000.0])
+def test_without_drops_it_is_accumulation_bit_for_bit(world_size, compress, threshold):
+    dtype = torch.float32 if compress else torch.float64
+    models, optimizers = team(world_size, adam, dtype, compress=compress, threshold=threshold)
+    train(models, optimizers, range(6))
+    plain = [Everything().to(dtype) for _ in range(world_size)]
+    averaged = [
+        Averaged(adam(model.parameters()), Group(rank, world_size), compress=compress)
+        for rank, model in enumerate(plain)
+    ]
+    pairs = zip(plain, averaged, strict=True)
+    lockstep([accumulated(*pair, range(6)) for pair in pairs])
+    assert all(map(torch.equal, map(values_of, models), map(values_of, plain)))
+    assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
+    assert all(optimizer.computed_micro_batches == 6 * MICRO for optimizer in optimizers)
+
+
+def alone_over(computed, steps, inner=sgd):
+    """One process that accumulates exactly these micro-batches."""
+    model = Everything()
+    optimizer = inner(model.parameters())
+    for step in steps:
+        optimizer.zero_grad()
+        own = [each for each in computed if each[0] == step]
+        for each in own:
+            (loss_of(model, micro_batch(*each)) / len(own)).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("inner", [sgd, adam])
+def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size, inner):
+    models, optimizers = team(world_size, inner, threshold=2.0)
+    computed = []
+    train(models, optimizers, range(8), computed=computed)
+    assert all_equal(models)
+    expected = alone_over(computed, range(8), inner)
+    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-11)
+    # what is kept is what the times say
+    ends = np.array(
+        [
+            [np.cumsum([seconds(step, rank, m) for m in range(MICRO)]) for step in range(8)]
+            for rank in range(world_size)
+        ]
+    )
+    kept = find_kept(ends, 2.0)
+    assert sorted(computed) == sorted(
+        (step, rank, m) for rank, step, m in zip(*np.nonzero(kept), strict=True)
+    )
+    dropped = (~kept).sum(axis=(1, 2))
+    assert dropped.sum() > 0
+    assert [each.dropped_micro_batches for each in optimizers] == dropped.tolist()
+    assert [each.computed_micro_batches for each in optimizers] == kept.sum(axis=(1, 2)).tolist()
+    for optimizer in optimizers:
+        assert optimizer.dropped_share == pytest.approx(dropped.sum() / kept.size, rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sizes_weight_the_micro_batches(world_size):
+    models, optimizers = team(world_size)
+    # two micro-batches on even ranks, three on odd ones, of one to three rows
+    plan = [
+        [(torch.arange(rank + m, rank + m + 1 + m), (1 + m) / 2) for m in range(2 + rank % 2)]
+        for rank in range(world_size)
+    ]
+
+    def steps(rank):
+        optimizer = optimizers[rank]
+        rows, sizes = zip(*plan[rank], strict=True)
+        for number, batch in enumerate(optimizer.micro_batches(rows, sizes)):
+            (sizes[number] * loss_of(models[rank], batch)).backward()
+        yield from optimizer.algorithm()
+
+    lockstep([steps(rank) for rank in range(world_size)])
+    model = Everything()
+    inner = sgd(model.parameters())
+    loss_of(model, torch.cat([rows for each in plan for rows, _ in each])).backward()
+    inner.step()
+    for each in models:
+        torch.testing.assert_close(values_of(each), values_of(model), rtol=1e-9, atol=1e-12)
+    assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
+
+
+def test_micro_batches_end_at_the_threshold_and_leave_the_rest():
+    model, clock = nn.Linear(2, 2), ScriptedClock()
+    optimizer = DropCompute(sgd(model.parameters()), micro_batches=4, threshold=2.0, clock=clock)
+
+    def taken(batches, seconds_each):
+        found = []
+        for batch in optimizer.micro_batches(batches):
+            found.append(batch)
+            clock.time_s += seconds_each
+        return found
+
+    source = iter(range(10))
+    # at least one, and one that has begun is finished
+    assert taken(source, 100.0) == [0]
+    assert taken(source, 1.5) == [1, 2]
+    assert taken(source, 2.0) == [3]
+    # at most as many as a step has
+    assert taken(source, 0.25) == [4, 5, 6, 7]
+    assert taken(source, 0.0) == [8, 9]
+    assert taken([], 1.0) == []
+    optimizer.step()
+    # what an iterator does not have is not dropped
+    assert optimizer.dropped_micro_batches == 0
+    # the time to wait for a micro-batch counts
+
+    def slow():
+        for number in range(4):
+            clock.time_s += 1.0
+            yield number
+
+    assert taken(slow(), 0.0) == [0, 1]
+    optimizer.step()
+    assert optimizer.dropped_micro_batches == 2
+    for _ in optimizer.micro_batches(range(4)):
+        break
+    optimizer.step()
+    assert (optimizer.dropped_micro_batches, optimizer.computed_micro_batches) == (5, 3)
+
+
+def test_ranks_without_micro_batches_contribute_nothing():
+    models, optimizers = team(2)
+
+    def steps(rank):
+        rows = [torch.arange(4), torch.arange(4, 8)] if rank else []
+        for batch in optimizers[rank].micro_batches(rows):
+            loss_of(models[rank], batch).backward()
+        yield from optimizers[rank].algorithm()
+
+    lockstep([steps(0), steps(1)])
+    expected = Everything()
+    inner = sgd(expected.parameters())
+    loss_of(expected, torch.arange(8)).backward()
+    inner.step()
+    assert all_equal(models)
+    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-12)
+    # no rank has any: nothing is updated, and nothing is divided by zero
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        list(optimizer.micro_batches([]))
+    lockstep([optimizer.algorithm() for optimizer in optimizers])
+    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-12)
+
+
+class FakeEvent:
+    """An event of a GPU whose work is done only when something waits for it."""
+
+    def __init__(self, gpu):
+        self.gpu, self.number = gpu, len(gpu.queued)
+        gpu.queued.append(self)
+
+    def seconds_to(self, later):
+        # the work that is still queued when the host waits
+        self.gpu.behind.append(len(self.gpu.queued) - 1 - later.number)
+        return self.gpu.ends_s[later.number] - self.gpu.ends_s[self.number]
+
+
+class FakeGpu(ComputeClock):
+    """Computes micro-batches of these lengths in each step."""
+
+    def __init__(self, lengths_s):
+        super().__init__(torch.device("cuda"))
+        self.ends_s = [0.0, *np.cumsum(lengths_s)]
+        self.queued, self.behind = [], []
+
+    def record(self):
+        return FakeEvent(self)
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(None, 6), (2.5, 4), (1.0, 2), (0.5, 2)])
+def test_the_host_does_not_wait_for_the_last_micro_batch_of_a_gpu(threshold, expected):
+    model, gpu = nn.Linear(2, 2), FakeGpu([1.0] * 6)
+    optimizer = DropCompute(
+        sgd(model.parameters()), micro_batches=6, threshold=threshold, clock=gpu
+    )
+    assert len(list(optimizer.micro_batches(range(6)))) == expected
+    assert set(gpu.behind) <= {1}
+    assert (threshold is None) == (not gpu.behind)
+    kept = find_kept(np.cumsum([1.0] * 6), threshold or np.inf, gpu.delay)
+    assert kept.sum() == expected
+    # and not while it measures
+    again = FakeGpu([1.0] * 6)
+    optimizer = DropCompute(
+        sgd(model.parameters()), micro_batches=6, threshold="auto", calibration=(1, 9), clock=again
+    )
+    assert len(list(optimizer.micro_batches(range(6)))) == 6
+    optimizer.step()
+    assert again.behind == []
+
+
+def test_clocks_are_copied_without_handles():
+    clock = ComputeClock(torch.device("cpu"))
+    before = clock.record()
+    again = pickle.loads(pickle.dumps(clock))
+    assert before.seconds_to(again.record()) > 0
+    optimizer = team(1, threshold="auto", calibration=(1, 4))[1][0]
+    list(optimizer.micro_batches(range(MICRO)))
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    assert torch.equal(other.deadline.measured_times(), optimizer.deadline.measured_times())
+    assert len(other.deadline.measured_times()) == 1
+
+
+def speed_by_loops(ends, overhead, threshold):
+    """The effective speed, from its definition."""
+    world_size, steps, micro = ends.shape
+    speeds, kept = [], 0
+    for step in range(steps):
+        full = max(ends[rank, step, -1] for rank in range(world_size)) + overhead
+        count, longest = 0, 0.0
+        for rank in range(world_size):
+            for number in range(micro):
+                if number and ends[rank, step, number - 1] >= threshold:
+                    break
+                count += 1
+                longest = max(longest, ends[rank, step, number])
+        kept += count
+        speeds.append(count / (world_size * micro) * full / (longest + overhead))
+    return sum(speeds) / steps, 1 - kept / ends.size
+
+
+def log_normal(world_size, steps, micro, sigma=1.0, seed=0):
+    drawn = np.random.default_rng(seed).lognormal(0.0, sigma, (world_size, steps, micro))
+    return np.cumsum(drawn, axis=2)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 3.0])
+def test_the_effective_speed_follows_its_definition(overhead):
+    ends = log_normal(4, 7, 6)
+    found = effective_speed(ends, overhead, np.inf)
+    assert (found.speed, found.dropped) == (1.0, 0.0)
+    for threshold in np.quantile(ends, [0.0, 0.3, 0.6, 0.9]):
+        found = effective_speed(ends, overhead, threshold)
+        assert (found.speed, found.dropped) == pytest.approx(
+            speed_by_loops(ends, overhead, threshold)
+        )
+
+
+@pytest.mark.parametrize("max_dropped", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("overhead", [0.0, 3.0])
+def test_the_chosen_threshold_is_the_best_within_the_limit(overhead, max_dropped):
+    ends = log_normal(8, 20, 6)
+    found = choose_threshold(ends, overhead, max_dropped)
+    assert found.speed > 1
+    assert 0 < found.dropped <= max_dropped
+    assert (found.speed, found.dropped) == pytest.approx(
+        speed_by_loops(ends, overhead, found.seconds)
+    )
+    best = max(
+        speed
+        for speed, dropped in (speed_by_loops(ends, overhead, each) for each in np.unique(ends))
+        if dropped <= max_dropped
+    )
+    # there are fewer candidates than times
+    assert found.speed > 1 + 0.95 * (best - 1)
+
+
+def test_nothing_is_dropped_if_that_does_not_help():
+    # equal times
+    ends = np.cumsum(np.ones((4, 5, 6)), axis=2)
+    assert choose_threshold(ends, 0.5, 0.5).seconds == np.inf
+    # an exchange that takes far longer than the computation
+    assert choose_threshold(log_normal(4, 20, 6), 1e5, 0.1).seconds == np.inf
+    assert choose_threshold(np.empty((4, 0, 6)), 0.0, 0.1).seconds == np.inf
+    # too few micro-batches for the delay
+    assert find_kept(ends[..., :2], 0.1, delay=1).all()
+    assert choose_threshold(ends[..., :2], 0.0, 0.5, delay=1).seconds == np.inf
+
+
+def test_the_overhead_is_what_follows_the_slowest_rank():
+    ends = log_normal(3, 4, 5)
+    rest = ends[..., -1].max(axis=0) - ends[..., -1] + 0.25
+    assert measured_overhead(ends, rest) == pytest.approx(0.25)
+    assert measured_overhead(ends[:, :0], rest[:, :0]) == 0.0
+
+
+def noisy(seed, slow=lambda step: 1.0):
+    drawn = np.random.default_rng(seed).lognormal(-3.0, 1.0, (5, 400, MICRO))
+    return lambda step, rank, number: float(drawn[rank, step, number]) * slow(step)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_ranks_select_the_threshold_that_the_times_of_the_calibration_predict(world_size):
+    models, optimizers = team(world_size, threshold="auto", calibration=(3, 12), max_dropped=0.2)
+    computed, times = [], noisy(4)
+    train(models, optimizers, range(12), times=times, computed=computed)
+    # nothing is dropped while it is measured
+    assert len(computed) == world_size * 12 * MICRO
+    thresholds = {optimizer.deadline.threshold_s for optimizer in optimizers}
+    ends = np.array(
+        [
+            [np.cumsum([times(step, rank, m) for m in range(MICRO)]) for step in range(2, 12)]
+            for rank in range(world_size)
+        ]
+    )
+    expected = choose_threshold(ends, 0.0, 0.2)
+    if world_size == 1:
+        assert thresholds == {np.inf}
+    else:
+        assert thresholds.pop() == pytest.approx(expected.seconds)
+        assert not thresholds
+        assert optimizers[0].deadline.prediction.speed == pytest.approx(expected.speed)
+        assert not any(optimizer.deadline.is_calibrating for optimizer in optimizers)
+    train(models, optimizers, range(12, 80), times=times)
+    assert all_equal(models)
+    assert (optimizers[0].dropped_share > 0) == (world_size > 1)
+    assert optimizers[0].dropped_share < TOLERANCE * 0.2
+
+
+def test_it_measures_again_if_more_is_dropped_than_the_limit_permits():
+    times = noisy(5, lambda step: 3.0 if step >= 30 else 1.0)
+    models, optimizers = team(3, threshold="auto", calibration=(1, 15), max_dropped=0.2)
+    train(models, optimizers, range(30), times=times)
+    assert [each.deadline.calibrations for each in optimizers] == [1] * 3
+    before = optimizers[0].deadline.threshold_s
+    # everything takes three times as long
+    train(models, optimizers, range(30, 60), times=times)
+    after = {each.deadline.threshold_s for each in optimizers}
+    assert optimizers[0].deadline.calibrations >= 2
+    assert len(after) == 1
+    assert after.pop() > 1.5 * before
+    assert all_equal(models)
+
+
+def test_steps_of_fewer_micro_batches_are_not_measured():
+    models, optimizers = team(2, threshold="auto", calibration=(1, 4))
+    counts = {0: (MICRO, MICRO), 1: (MICRO, 2), 2: (0, MICRO), 3: (MICRO, MICRO)}
+
+    def steps(rank, counts):
+        optimizer, clock = optimizers[rank], optimizers[rank].deadline.clock
+        for step in range(4):
+            optimizer.zero_grad()
+            for number in optimizer.micro_batches(range(counts[step][rank])):
+                loss_of(models[rank], micro_batch(step, rank, number)).backward()
+                yield from clock.compute(1.0 + 5.0 * (step in (1, 2)) + (number == 2) * rank)
+            yield from optimizer.algorithm()
+
+    lockstep([steps(rank, counts) for rank in range(2)])
+    ends = np.cumsum([[[1.0] * MICRO] * 2, [[1.0, 1.0, 2.0, 1.0, 1.0]] * 2], axis=2)
+    expected = choose_threshold(ends, 0.0, 0.1)
+    assert {each.deadline.threshold_s for each in optimizers} == {expected.seconds}
+    # if no step can be used, the measurement begins again
+    models, optimizers = team(2, threshold="auto", calibration=(1, 4))
+    lockstep([steps(rank, dict.fromkeys(range(4), (MICRO, 2))) for rank in range(2)])
+    assert all(optimizer.deadline.is_calibrating for optimizer in optimizers)
+    assert all(optimizer.deadline.calibrations == 0 for optimizer in optimizers)
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+OPTIONS = {
+    "given": {"threshold": 2.0},
+    "auto": {"threshold": "auto", "calibration": SHORT, "max_dropped": 0.3},
+    "sign": {"threshold": 2.0, "compress": Sign(block=64), "dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_run_resumes_from_any_step(options):
+    models, optimizers = team(3, adam, **options)
+    states = {}
+
+    def keep(rank):
+        def each(step):
+            state = saved(optimizers[rank].state_dict())
+            states[step, rank] = state, copy.deepcopy(models[rank].state_dict())
+
+        return each
+
+    pairs = enumerate(zip(models, optimizers, strict=True))
+    lockstep([taught(*pair, range(12), each=keep(rank)) for rank, pair in pairs])
+    assert optimizers[0].dropped_share > 0
+    for step in range(11):
+        again, others = team(3, adam, **options)
+        for rank, other in enumerate(others):
+            state, weights = states[step, rank]
+            other.load_state_dict(state)
+            again[rank].load_state_dict(weights)
+        train(again, others, range(step + 1, 12))
+        assert all(map(torch.equal, map(values_of, again), map(values_of, models))), step
+        for other, optimizer in zip(others, optimizers, strict=True):
+            assert other.dropped_micro_batches == optimizer.dropped_micro_batches
+            assert other.computed_micro_batches == optimizer.computed_micro_batches
+            assert other.dropped_share == optimizer.dropped_share
+            assert other.deadline.state_dict() == optimizer.deadline.state_dict()
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (3, 1)])
+def test_another_number_of_ranks_measures_again(old, new):
+    options = {"threshold": "auto", "calibration": SHORT, "max_dropped": 0.3}
+    models, optimizers = team(old, **options)
+    train(models, optimizers, range(10))
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    assert not optimizers[0].deadline.is_calibrating
+    again, others = team(new, **options)
+    for rank, other in enumerate(others):
+        other.load_state_dict(resize_state(states, rank, new))
+        again[rank].load_state_dict(models[0].state_dict())
+        assert other.deadline.is_calibrating
+        assert other.deadline.threshold_s == np.inf
+        assert other.steps == 10
+    train(again, others, range(10, 20))
+    assert all_equal(again)
+    assert not others[0].deadline.is_calibrating
+
+
+def test_a_state_with_other_options_keeps_the_threshold_of_the_constructor():
+    models, optimizers = team(2, threshold=2.0)
+    train(models, optimizers, range(3))
+    _, others = team(2, threshold=3.0)
+    for other, optimizer in zip(others, optimizers, strict=True):
+        other.load_state_dict(optimizer.state_dict())
+        assert other.deadline.threshold_s == 3.0
+        assert other.dropped_micro_batches == optimizer.dropped_micro_batches
+
+
+@pytest.mark.parametrize("compress", [None, Dense(torch.float16)], ids=["plain", "half"])
+def test_two_numbers_are_sent_with_the_gradients(compress):
+    options = {"signals": 2, "compress": compress}
+    models, optimizers = team(4, dtype=torch.float32, threshold=2.0, **options)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    train(models, optimizers, range(1))
+    pairs = zip(models, optimizers, strict=True)
+    found = lockstep(
+        [taught(*pair, range(1, 6)) for pair in pairs], choices=Choices.always(Sum="ring")
+    )
+    layout = optimizers[0].gradients.layouts[0]
+    # a flag for each parameter, the hash bit, the signals, and the counts
+    elements = layout.num_elements + len(layout.parameters) + 1 + 2 + 2
+    for ledger in found.ledgers:
+        stated = 5 * (compress or Dense()).bytes_sent(elements, 4)
+        # the parts of the ring differ by an element
+        assert abs(ledger.bytes_sent - stated) <= 5 * 6 * 4
+        assert ledger.requests == 5
+    assert sum(optimizer.dropped_micro_batches for optimizer in optimizers) > 0
+
+
+def test_a_calibration_gathers_its_times_once():
+    models, optimizers = team(3, threshold="auto", calibration=(1, 4))
+    found = train(models, optimizers, range(4))
+    entry = found.ledgers[0].entries["AllGather"]
+    # the kinds of gradients in the first step, then the times, and the choice of rank 0
+    kinds = len(optimizers[0].gradients.named)
+    assert entry.requests == 3
+    assert entry.bytes_sent == 2 * (kinds + 4 * (MICRO + 1) * 8 + 3 * 8)
+
+
+def test_signals_are_those_of_the_caller():
+    models, optimizers = team(3, signals=2, threshold=2.0)
+    optimizers[2].signals = [False, True]
+    train(models, optimizers, range(2))
+    assert all(optimizer.received_signals == [False, True] for optimizer in optimizers)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(bad):
+    models, optimizers = team(3, threshold=2.0)
+    train(models, optimizers, range(2))
+    before = values_of(models[0])
+
+    def steps(rank):
+        for number in optimizers[rank].micro_batches(range(MICRO)):
+            loss_of(models[rank], micro_batch(2, rank, number)).backward()
+        if rank == 1:
+            models[rank].rare.grad = torch.full_like(models[rank].rare, bad)
+        yield from optimizers[rank].algorithm()
+
+    lockstep([steps(rank) for rank in range(3)])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert torch.equal(values_of(model), before)
+        assert optimizer.skipped == 1
+        assert "rank 1 has" in optimizer.skip_reason
+    train(models, optimizers, range(3, 5))
+    assert all_equal(models)
+    assert values_of(models[0]).isfinite().all()
+
+
+def test_a_grad_scaler_leaves_the_gradients_to_the_step():
+    (model,), (optimizer,) = team(1, adam, torch.float32, threshold=2.0)
+    (other,), (unscaled,) = team(1, adam, torch.float32, threshold=2.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        for each, taking, scale, take in (
+            (model, optimizer, scaler.scale, lambda: scaler.step(optimizer)),
+            (other, unscaled, lambda loss: loss, unscaled.step),
+        ):
+            taking.zero_grad()
+            for number in taking.micro_batches(range(MICRO)):
+                scale(loss_of(each, micro_batch(step, 0, number))).backward()
+                taking.deadline.clock.time_s += 1.0
+            take()
+        scaler.update()
+    assert optimizer.dropped_micro_batches == 4 * 3
+    torch.testing.assert_close(values_of(model), values_of(other), rtol=1e-5, atol=1e-6)
+
+
+def test_options_that_differ_are_an_error():
+    models = [Everything() for _ in range(2)]
+    optimizers = [
+        DropCompute(sgd(model.parameters()), Group(rank, 2), micro_batches=4, threshold=1.0 + rank)
+        for rank, model in enumerate(models)
+    ]
+    with pytest.raises(ValueError, match=r"threshold=1,.*threshold=2,"):
+        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batches": 1}, "micro_batches is 1"),
+        ({"micro_batches": 2.5}, "micro_batches is 2.5"),
+        ({"threshold": 0.0}, "threshold is 0.0"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"threshold": "none"}, "threshold is 'none'"),
+        ({"threshold": True}, "threshold is True"),
+        ({"calibration": (0, 5)}, r"calibration\[0\] is 0"),
+        ({"calibration": (6, 5)}, r"calibration\[1\] is 5"),
+        ({"max_dropped": 0.0}, "max_dropped is 0.0"),
+        ({"max_dropped": 1.0}, "max_dropped is 1.0"),
+    ],
+)
+def test_bad_options_are_an_error(options, message):
+    inner = sgd(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=rf"{message}(?s:.*)\n\nhint: "):
+        DropCompute(inner, **{"micro_batches": 4, **options})
+
+
+def test_bad_micro_batches_are_an_error():
+    optimizer = DropCompute(sgd(nn.Linear(2, 2).parameters()), micro_batches=2)
+    with pytest.raises(ValueError, match=r"(?s)3 micro-batches for a step of at most 2.*hint: "):
+        optimizer.micro_batches([1, 2, 3])
+    with pytest.raises(ValueError, match=r"(?s)1 sizes for 2 micro-batches.*hint: "):
+        optimizer.micro_batches([1, 2], [1.0])
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"(?s)sizes are .*hint: "):
+            optimizer.micro_batches([1, 2], [1.0, bad])
+    with pytest.raises(TypeError, match="Linear"):
+        DropCompute(nn.Linear(2, 2), micro_batches=2)
+
+
+def test_models_that_communicate_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(ValueError, match=r"(?s)module '1' is a SyncBatchNorm.*hint: use BatchNorm"):
+        DropCompute(sgd(model.parameters()), micro_batches=2, module=model)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert DropCompute(sgd(model.parameters()), micro_batches=2, module=model)
+
+
+def test_it_is_an_optimizer():
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DropCompute(inner, micro_batches=2, threshold=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        for batch in optimizer.micro_batches(torch.eye(2)):
+            model(batch).sum().backward()
+        return 3.0
+
+    before = model.bias.detach().clone()
+    assert optimizer.step(closure) == 3.0
+    torch.testing.assert_close(model.bias, before - 1.0)
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.5
+    extra = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [extra]})
+    for _ in optimizer.micro_batches(range(2)):
+        extra.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.zeros(2))
+    assert repr(optimizer).startswith("DropCompute(micro_batches=2, threshold=0.5, calibration=")
+
+
+def scripted(model, optimizer):
+    """Steps with a scripted clock, as an algorithm."""
+    clock, rank = optimizer.deadline.clock, optimizer.group.rank
+    for step in range(8):
+        optimizer.zero_grad()
+        for number in optimizer.micro_batches(range(MICRO)):
+            loss_of(model, micro_batch(step, rank, number)).backward()
+            clock.time_s += seconds(step, rank, number)
+        yield from optimizer.algorithm()
+
+
+def train_as_worker(threshold):
+    with init_group() as group:
+        model = Everything()
+        optimizer = DropCompute(
+            adam(model.parameters()),
+            group,
+            micro_batches=MICRO,
+            threshold=threshold,
+            calibration=(1, 4),
+            max_dropped=0.3,
+            clock=ScriptedClock(),
+            module=model,
+        )
+        run(scripted(model, optimizer), group)
+        return values_of(model), optimizer.dropped_share, optimizer.deadline.threshold_s
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    found = results(3, tmp_path, train_as_worker, "auto")
+    models, optimizers = team(3, adam, threshold="auto", calibration=(1, 4), max_dropped=0.3)
+    for optimizer in optimizers:
+        optimizer.deadline.clock = ScriptedClock()
+    pairs = zip(models, optimizers, strict=True)
+    lockstep([scripted(*pair) for pair in pairs])
+    for values, share, threshold in found:
+        assert torch.equal(values, values_of(models[0]))
+        assert share == optimizers[0].dropped_share > 0
+        assert threshold == optimizers[0].deadline.threshold_s < np.inf
