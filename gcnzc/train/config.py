@@ -109,6 +109,11 @@ def _check_full_batch(config: TrainConfig) -> None:
         if getattr(config, name) == value:
             given = f"{option_name(name)} {value} with --batch-size all"
             raise ValueError(f"{given}: {reason}\n\nhint: {hint}")
+    if config.accumulate > 1:
+        raise ValueError(
+            f"--accumulate {config.accumulate} with --batch-size all: an epoch is a single step\n\n"
+            f"hint: omit --accumulate, or {number}"
+        )
     if config.workers > 1:
         raise ValueError(workers_message(f"--workers {config.workers}"))
 

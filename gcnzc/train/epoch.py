@@ -12,21 +12,17 @@ from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.batches import Batches
-from gcnzc.loader.loader import Loader
-from gcnzc.optim import DistributedOptimizer, LocalUpdates
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.malloc import freed_memory
-from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.train import record
+from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.results import format_epoch
 from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pending
-from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
+from gcnzc.train.training_step import train_step
 
-# number of consecutive skipped steps that are reported; later ones are not
-REPORTED_SKIPS = 3
 # a run ends with an error if at least this many consecutive steps, up to the end of an epoch, were
 # skipped on all workers
 DIVERGED_SKIPS = 10
@@ -46,9 +42,10 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         trainer.loader.set_epoch(trainer.epoch)
         trainer.in_epoch = True
     trainer.model.train()
-    steps, first_step = len(trainer.loader), trainer.loader.resume_step
+    accumulation = Accumulation(trainer.loader.shares, trainer.config.accumulate)
+    steps, resumed_at = len(accumulation), trainer.loader.resume_step
     if trainer.schedule is not None:
-        trainer.schedule.begin_epoch(trainer.epoch, trainer.loader.shares, first_step)
+        trainer.schedule.begin_epoch(trainer.epoch, trainer.loader.shares, resumed_at)
     precision = trainer.precision
     title = f"epoch {trainer.epoch + 1}/{trainer.config.epochs}"
     with ExitStack() as stack, trainer.reporter.task(title) as advance:
@@ -59,84 +56,15 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         batches = cast(Batches | Generator[Batch, None, None], iter(trainer.loader))
         stack.enter_context(closing(batches))
         began = trainer.now()
-        for step, batch in enumerate(batches, first_step):
-            ready = trainer.now()
-            assert batch.x is not None, "the loader has no table"
-            assert batch.y is not None, "neither the loader nor its sampler has labels"
+        for step in range(accumulation.first_step(resumed_at), steps):
             trainer.group.set_status(trainer.steps, f"training in epoch {trainer.epoch + 1}")
-            trainer.optimizer.zero_grad(set_to_none=True)
-            # after resuming with another number of workers, a worker may have no seeds left
-            if len(batch.y):
-                with precision.autocast():
-                    logits = trainer.task.logits(trainer.model, batch)
-                logits = precision.widen(logits)
-                loss = trainer.task.loss(logits, batch.y)
-                precision.backward(loss)
-            trainer.optimizer.weight = trainer.loader.shares.loss_weight(step)
-            trainer.optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
-            skipped, ignored = trainer.optimizer.skipped, trainer.optimizer.num_ignored_gradients
-            precision.step(trainer.optimizer)
-            if trainer.schedule is not None:
-                trainer.schedule.step()
-            if trainer.average is not None:
-                trainer.average.end_step()
-            step_end = trainer.now()
-            is_ignored = trainer.optimizer.num_ignored_gradients > ignored
-            in_a_row = (trainer.epoch_stats.skipped_in_a_row + 1) * is_ignored
-            trainer.epoch_stats.skipped_in_a_row = in_a_row
-            if trainer.optimizer.skip_reason and in_a_row <= REPORTED_SKIPS:
-                effect = describe_skip(trainer.optimizer, skipped)
-                if precision.loss_scale is not None:
-                    effect += f"; the loss scale is now {precision.loss_scale:g}"
-                trainer.reporter.say(f"step {step + 1} of epoch {trainer.epoch + 1}{effect}")
-            if len(batch.y):
-                assert batch.items is not None, "the loader has not set the seeds of the minibatch"
-                trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)
-            trainer.epoch_stats.steps += 1
-            stages = [
-                *batch.stages,
-                Stage("wait", "model", began, ready),
-                Stage("compute", "model", ready, step_end),
-            ]
-            waits = [
-                Span("exchange", "model", *wait) for wait in trainer.group.pop_request_intervals()
-            ]
-            trainer.waits += waits
-            overlapped = [
-                Span("overlapped", "exchange", *each)
-                for each in trainer.group.pop_overlapped_intervals()
-            ]
-            trainer.epoch_stats.time(batch.times, stages, waits)
-            if overlapped:
-                # the part of the overlapped exchange for which no step waited
-                hidden_s = seconds_outside(overlapped, trainer.waits)
-                trainer.epoch_stats.seconds.add_seconds("hidden_s", hidden_s)
-            # a full-batch run gathers its rows at most once
-            if isinstance(trainer.loader, Loader) or "gather_s" in batch.times:
-                trainer.epoch_stats.bytes += len(batch.nodes) * trainer.table.row_bytes
-            if isinstance(trainer.table, CachedTable) and isinstance(trainer.loader, Loader):
-                in_place = trainer.loader.nodes_read_in_place(batch.nodes)
-                trainer.epoch_stats.hits += trainer.table.hits(in_place)
-                trainer.epoch_stats.peer_hits += trainer.table.peer_hits(in_place)
-            trace(trainer, batch.spans + waits + overlapped, stages)
-            began = trainer.now()
+            began = train_step(trainer, batches, accumulation, step, stopped, began)
             progress = partial(trainer.epoch_stats.format_progress, trainer.task.has_accuracy)
             advance(step + 1, steps, progress)
             handle_stop_request(trainer, trainer.optimizer.received_signals)
-
-
-def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
-    """Return the end of a message that begins with "step N of epoch E": what was skipped, and why.
-
-    Args:
-        optimizer: its `skip_reason` is not empty.
-        skipped: its number of skipped steps before this one.
-    """
-    if optimizer.skipped == skipped or isinstance(optimizer, LocalUpdates):
-        # a local step, or a mean that excludes a worker: the reason contains the effect
-        return f": {optimizer.skip_reason}"
-    where = " on all workers" if optimizer.group.world_size > 1 else ""
-    return f" was skipped{where}: {optimizer.skip_reason}"
+        # at its end, the iterator moves the loader to the next epoch
+        left = next(batches, None)
+        assert left is None, "the steps take all minibatches"
 
 
 def finish_epoch(trainer: Trainer) -> None:

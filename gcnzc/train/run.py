@@ -26,6 +26,7 @@ from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.sampling.full import find_layer_nodes
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
+from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
@@ -170,7 +171,7 @@ def train(
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
-        steps = config.epochs * len(loader)
+        steps = config.epochs * len(Accumulation(loader.shares, config.accumulate))
         for message in (
             format_steps_warning(config, len(task.seeds), group.world_size),
             format_warmup_warning(config, steps),

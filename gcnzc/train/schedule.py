@@ -25,17 +25,17 @@ class Schedule:
         self.config, self.optimizer = config, optimizer
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
-    def begin_epoch(self, epoch: int, shares: Shares, step: int) -> None:
+    def begin_epoch(self, epoch: int, shares: Shares, minibatch: int) -> None:
         """Set the learning rate of the first step of an epoch, or of the rest of one.
 
         Args:
             epoch: counted from 0.
-            shares: the seeds of each step.
-            step: the first step, counted from the first one of `shares`.
+            shares: the seeds of each minibatch.
+            minibatch: the first minibatch, counted from the first one of `shares`.
         """
-        step_seeds = shares.world_size * shares.batch_size
+        step_seeds = shares.world_size * shares.batch_size * self.config.accumulate
         steps = math.ceil(shares.num_seeds / step_seeds)
-        position = epoch * steps + math.ceil(shares.step_start(step) / step_seeds)
+        position = epoch * steps + math.ceil(shares.step_start(minibatch) / step_seeds)
         self._steps = steps
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group.setdefault("initial_lr", rate)

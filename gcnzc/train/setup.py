@@ -234,7 +234,7 @@ def build_loader(
 
 
 def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> str:
-    """Return a warning if an epoch is a single minibatch that is not full; else "".
+    """Return a warning if an epoch is a single step that is not full; else "".
 
     Args:
         config: options of the run.
@@ -242,9 +242,16 @@ def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> s
         workers: number of workers.
     """
     batch = config.batch_size
-    if batch == "all" or num_seeds >= batch * workers or config.epochs >= FEW_STEPS:
+    step_minibatches = config.accumulate * workers
+    if batch == "all" or num_seeds >= batch * step_minibatches or config.epochs >= FEW_STEPS:
         return ""
     seeds = "edges" if config.task == "link" else "nodes"
+    if num_seeds >= batch * workers:
+        return (
+            f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into "
+            f"{config.accumulate} minibatches of each worker; use a smaller --accumulate, or more "
+            "--epochs"
+        )
     return (
         f"an epoch is a single step, since the {num_seeds:,} training {seeds} fit into one "
         "minibatch of each worker; use a smaller --batch-size, or more --epochs"

@@ -1,0 +1,294 @@
+"""Gradient accumulation computes the steps of larger minibatches."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import results
+from training import saved, train_as_worker
+
+from gcnzc import cli, prepare
+from gcnzc.datasets.generate import Shape, make
+from gcnzc.graph.edge_split import EdgeShares
+from gcnzc.loader.seeds import Shares
+from gcnzc.optim import Averaged, DropCompute
+from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedEvent
+from gcnzc.train import run as train_module
+from gcnzc.train.accumulation import Accumulation
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.run import train
+from gcnzc.train.setup import format_steps_warning
+from gcnzc.train.trainer import Interrupted
+
+# none of these depends on which seeds share a minibatch
+LEARNING = {"schedule": "cosine", "warmup_epochs": 0.5, "label_smoothing": 0.1}
+LEARNING |= {"class_weights": "balanced", "clip_gradients": 0.5, "weight_decay": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accumulation")
+    make(folder / "raw", "planted", Shape(700, 3000, 12, 4), seed=3)
+    prepare(folder / "raw", folder / "graph")
+    return TrainConfig(
+        data=folder / "graph",
+        fanouts=(-1, -1),
+        layers=2,
+        hidden=8,
+        batch_size=20,
+        accumulate=4,
+        epochs=2,
+        lr=0.05,
+        dropout=0.0,
+        optimizer="sgd",
+    )
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+def weights_of(run):
+    return saved(run)["model"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("num_seeds", "batch_size", "size"), [(103, 5, 4), (60, 5, 2), (7, 2, 8)])
+def test_steps_have_the_seeds_and_weights_of_larger_minibatches(
+    world_size, num_seeds, batch_size, size
+):
+    found = [
+        Accumulation(Shares(num_seeds, batch_size, rank, world_size), size)
+        for rank in range(world_size)
+    ]
+    larger = Shares(num_seeds, batch_size * size, 0, world_size)
+    assert len(found[0]) == len(larger)
+    for step in range(len(larger)):
+        seeds = sum(sum(each.num_seeds(step)) for each in found)
+        assert seeds == larger.step_start(step + 1) - larger.step_start(step)
+        weights = [each.loss_weight(step) for each in found]
+        assert sum(weights) == pytest.approx(world_size)
+        for each, weight in zip(found, weights, strict=True):
+            counts = each.num_seeds(step)
+            assert weight == pytest.approx(sum(counts) * world_size / seeds)
+            assert sum(each.loss_factors(step)) == pytest.approx(1.0)
+            # what the loss of a seed counts, on any worker and in any minibatch
+            for factor, size_of, count in zip(
+                each.loss_factors(step), each.sizes(step), counts, strict=True
+            ):
+                assert factor * weight / world_size == pytest.approx(count / seeds)
+                assert size_of == count / batch_size
+    assert found[0].first_step(0) == 0
+    assert found[0].first_step(size) == 1
+    assert found[0].first_step(len(found[0].shares)) == len(larger)
+
+
+def test_one_minibatch_per_step_is_a_step_of_the_loader():
+    shares = Shares(103, 5, 1, 3)
+    accumulation = Accumulation(shares)
+    assert len(accumulation) == len(shares)
+    for step in range(len(shares)):
+        assert accumulation.loss_weight(step) == shares.loss_weight(step)
+        assert accumulation.loss_factors(step) == [1.0]
+
+
+def check_equal_runs(one, other):
+    for a, b in zip(lines(one), lines(other), strict=True):
+        for name in ("steps", "seeds", "seeds_checksum", "lr"):
+            assert a.get(name) == b.get(name), name
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    weights = weights_of(other)
+    for name, value in weights_of(one).items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_equals_one_with_larger_minibatches(config, tmp_path):
+    config = replace(config, **LEARNING)
+    whole = replace(config, batch_size=80, accumulate=1)
+    train(whole, tmp_path / "whole")
+    result = train(config, tmp_path / "parts")
+    # the last step of an epoch has fewer minibatches
+    seeds = lines(tmp_path / "whole")[0]["seeds"]
+    assert 0 < seeds % 80 < 60
+    check_equal_runs(tmp_path / "whole", tmp_path / "parts")
+    assert result["options"]["accumulate"] == 4
+
+
+def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
+    config = replace(config, **LEARNING)
+    train(replace(config, batch_size=80, accumulate=1), tmp_path / "alone")
+    config = replace(config, batch_size=10)
+    whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
+    results(2, tmp_path, train_as_worker, config, whole)
+    check_equal_runs(tmp_path / "alone", whole)
+    stopped = results(2, tmp_path, train_as_worker, config, cut, 2)
+    assert stopped[0] == "stopped in epoch 1; all is saved"
+    assert saved(cut)["loader"]["position"] == 8
+    shutil.copytree(cut, other)
+    results(2, tmp_path, train_as_worker, replace(config, resume=cut), cut)
+    check_same_end(cut, whole)
+    train(replace(config, resume=other), other)
+    for mine, its in zip(lines(other), lines(whole), strict=True):
+        # each seed is used once, also by another number of workers
+        assert mine["seeds_checksum"] == its["seeds_checksum"]
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "local-sgd"}, {"precision": "bf16"}])
+def test_other_optimizers_and_precisions_accumulate(options, config, tmp_path):
+    config = replace(config, **options)
+    result = train(config, tmp_path / "run")
+    assert lines(tmp_path / "run")[0]["steps"] == -(-lines(tmp_path / "run")[0]["seeds"] // 80)
+    assert result["valid_accuracy"] > 0.4
+
+
+def test_link_prediction_accumulates(config, tmp_path):
+    prepare(config.data.parent / "raw", tmp_path / "graph", edge_split=EdgeShares(0.1, 0.1))
+    options = {
+        "data": tmp_path / "graph",
+        "task": "link",
+        "batch_size": 400,
+        "accumulate": 3,
+        "fanouts": (5, 5),
+    }
+    train(replace(config, **options), tmp_path / "run")
+    one, two = lines(tmp_path / "run")
+    assert one["steps"] == two["steps"] > 1
+    assert two["loss"] < one["loss"]
+
+
+def test_steps_and_seeds_are_counted_once(config, tmp_path):
+    train(replace(config, accumulate=1), tmp_path / "one")
+    train(replace(config, trace=3, epochs=8), tmp_path / "four")
+    for a, b in zip(lines(tmp_path / "one"), lines(tmp_path / "four"), strict=False):
+        assert b["steps"] == -(-a["steps"] // 4)
+        for name in ("seeds", "seeds_checksum", "payload_bytes"):
+            assert a[name] == b[name]
+        assert b["compute_s"] > 0
+    events = json.loads((tmp_path / "four" / "timeline.json").read_text())["traceEvents"]
+    # three steps of four minibatches each, or fewer if the last one is among them
+    assert 3 < len([each for each in events if each["name"] == "compute"]) <= 12
+
+
+def check_same_end(run, whole):
+    assert lines(run)[-1]["loss"] == lines(whole)[-1]["loss"]
+    for name, value in weights_of(whole).items():
+        assert torch.equal(weights_of(run)[name], value), name
+
+
+def stop_after(steps, monkeypatch):
+    """Let a run in this process stop after so many steps."""
+    step, taken = Averaged.step, []
+
+    def watched(self, closure=None):
+        taken.append(self)
+        self.signals[0] = len(taken) == steps
+        return step(self, closure)
+
+    monkeypatch.setattr(Averaged, "step", watched)
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_a_run_resumes_bit_for_bit(stop_at, config, tmp_path, monkeypatch):
+    config = replace(config, dropout=0.3, fanouts=(5, 5), schedule="linear")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(config, whole)
+    minibatches = -(-lines(whole)[0]["seeds"] // 20)
+    with monkeypatch.context() as patch:
+        stop_after(stop_at, patch)
+        with pytest.raises(Interrupted):
+            train(config, cut)
+    # after the last step of an epoch, all of its minibatches are used
+    assert saved(cut)["loader"]["position"] == min(4 * stop_at, minibatches)
+    train(replace(config, resume=cut), cut)
+    check_same_end(cut, whole)
+
+
+def test_bad_options_are_an_error(config, capsys):
+    with pytest.raises(ValueError, match=r"--accumulate must be at least 1, got 0(?s:.*)hint: "):
+        replace(config, accumulate=0)
+    with pytest.raises(ValueError, match=r"--accumulate 2 with --batch-size all(?s:.*)hint: "):
+        TrainConfig(batch_size="all", accumulate=2)
+    assert cli.main(["train", "--accumulate", "0"]) != 0
+    assert "--accumulate must be at least 1" in capsys.readouterr().err
+
+
+def test_a_single_step_per_epoch_is_a_warning(config):
+    assert format_steps_warning(config, 80, 1) == ""
+    assert "4 minibatches of each worker; use a smaller --accumulate" in format_steps_warning(
+        config, 79, 1
+    )
+    assert "one minibatch of each worker; use a smaller --batch-size" in format_steps_warning(
+        config, 19, 1
+    )
+
+
+# DropCompute
+
+
+class Scripted(ComputeClock):
+    """A clock on which each event is a second after the one before it."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.time_s = 0.0
+
+    def record(self):
+        self.time_s += 1
+        return SimulatedEvent(self.time_s)
+
+
+def use_drop_compute(threshold, patch=setattr):
+    """Let runs in this process train with DropCompute."""
+
+    def build(config, model, group, steps, signals):
+        inner = torch.optim.SGD(model.parameters(), config.lr, momentum=0.9)
+        options = {"micro_batches": config.accumulate, "threshold": threshold}
+        return DropCompute(inner, group, signals, clock=Scripted(), module=model, **options)
+
+    patch(train_module, "build_method", build)
+
+
+def train_with_drops(config, folder, threshold):
+    use_drop_compute(threshold)
+    return train_as_worker(config, folder)
+
+
+def test_drop_compute_that_drops_nothing_is_accumulation(config, tmp_path, monkeypatch):
+    train(config, tmp_path / "plain")
+    use_drop_compute(None, monkeypatch.setattr)
+    train(config, tmp_path / "run")
+    check_equal_runs(tmp_path / "plain", tmp_path / "run")
+
+
+def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monkeypatch):
+    train(config, tmp_path / "plain")
+    # each worker keeps three of four
+    halves = replace(config, batch_size=10)
+    results(2, tmp_path, train_with_drops, halves, tmp_path / "two", 2.5)
+    use_drop_compute(2.5, monkeypatch.setattr)
+    config = replace(config, dropout=0.3)
+    train(config, tmp_path / "whole")
+    for run in (tmp_path / "two", tmp_path / "whole"):
+        for line, its in zip(lines(run), lines(tmp_path / "plain"), strict=True):
+            assert line["steps"] == its["steps"]
+            assert 0.7 * its["seeds"] < line["seeds"] < 0.85 * its["seeds"]
+            assert line["loss"] > 0
+    cut = tmp_path / "cut"
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        with pytest.raises(Interrupted):
+            train(config, cut)
+    # those that were dropped are behind it
+    assert saved(cut)["loader"]["position"] == 12
+    train(replace(config, resume=cut), cut)
+    check_same_end(cut, tmp_path / "whole")
