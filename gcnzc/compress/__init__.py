@@ -3,19 +3,26 @@
 from gcnzc._moved import renamed
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense
+from gcnzc.compress.random_k import RandomBlock, RandomK
 from gcnzc.compress.reducer import Compression, Reducer, WorkerInfo
 from gcnzc.compress.registry import NAMES, compression
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.sign import Sign
+from gcnzc.compress.threshold import Threshold
+from gcnzc.compress.top_k import TopK
 
 __all__ = [
     "NAMES",
     "Blocks",
     "Compression",
     "Dense",
+    "RandomBlock",
+    "RandomK",
     "Reducer",
     "Rounded",
     "Sign",
+    "Threshold",
+    "TopK",
     "WorkerInfo",
     "compression",
 ]

@@ -1,5 +1,6 @@
 """Means with one all-reduce, in the vector's dtype or in a shorter one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,9 @@ class Dense(Compression):
         """See `Compression`."""
         return DenseReducer(num_elements, worker, self.dtype)
 
-    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
+    def bytes_sent(
+        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
+    ) -> int:
         """See `Compression`; of a ring all-reduce. Others send more bytes in fewer rounds."""
         size = 4 if self.dtype is None else self.dtype.itemsize
         return 2 * (world_size - 1) * (num_elements + extras) * size // world_size

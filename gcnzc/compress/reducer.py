@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +29,18 @@ class WorkerInfo:
     """of the vector"""
     dtype: torch.dtype
     """of the vector: float32 or float64"""
+    layers: Sequence[int] = ()
+    """numbers of elements of the parameters that the vector consists of; compressions that treat
+    layers separately treat a vector with another number of elements as one layer"""
 
 
 class Compression(ABC):
     """Options of a compressed all-reduce, the same on all ranks."""
+
+    @property
+    def momentum(self) -> Literal["everywhere", "masked"]:
+        """How `gcnzc.optim.Averaged` steps by default: see its argument `momentum`."""
+        return "everywhere"
 
     @abstractmethod
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "Reducer":
@@ -43,13 +52,16 @@ class Compression(ABC):
         """
 
     @abstractmethod
-    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
+    def bytes_sent(
+        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
+    ) -> int:
         """Return the bytes that one rank sends for the mean of a float32 vector, by formula.
 
         Args:
             num_elements: n, the length of the vector.
             world_size: W.
             extras: k, the number of extras; see `Reducer.mean`.
+            layers: see `WorkerInfo`.
         """
 
 
@@ -68,6 +80,9 @@ class Reducer(ABC):
     extra_sums: Sequence[float] = ()
     """(k,): the sums of the extras of the last mean, on the host; `mean` copies them together with
     the flags that it checks, so reading them does not synchronize with the device again"""
+    support: Tensor | None = None
+    """(n,) bool on the device: the elements of the last mean that a rank has sent; the others are
+    0. None for all elements"""
 
     def __init__(self, num_elements: int, worker: WorkerInfo) -> None:
         self.num_elements, self.worker = num_elements, worker

@@ -1,11 +1,17 @@
 """Compressions by name, as the command line uses them."""
 
+import re
+from collections.abc import Callable
+
 import torch
 
 from gcnzc.compress.blocks import NUMBER_FORMATS, Blocks
 from gcnzc.compress.dense import Dense
+from gcnzc.compress.random_k import RandomBlock, RandomK
 from gcnzc.compress.reducer import Compression
 from gcnzc.compress.sign import Sign
+from gcnzc.compress.threshold import Threshold
+from gcnzc.compress.top_k import TopK
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -19,7 +25,17 @@ BLOCKS = {"float4_e3m0": 1024}
 WITH_FEEDBACK = ("int2",)
 
 
-NAMES = (*DTYPES, "sign", *NUMBER_FORMATS)
+# compressions that have a density after their name
+SPARSE: dict[str, Callable[..., Compression]] = {
+    "topk": TopK,
+    "randomk": RandomK,
+    "block": RandomBlock,
+    "threshold": Threshold,
+    "sparseloco": TopK.sparse_loco,
+}
+
+
+NAMES = (*DTYPES, "sign", *NUMBER_FORMATS, *SPARSE)
 
 
 def compression(name: str) -> Compression:
@@ -28,15 +44,36 @@ def compression(name: str) -> Compression:
     Args:
         name: one of `NAMES`. "float32", "float16" and "bfloat16" send all elements in that dtype;
             "sign" sends one bit per element, with error feedback; the number formats of `Blocks`
-            send 8, 4 or 2 bits per element, "int2" with error feedback.
+            send 8, 4 or 2 bits per element, "int2" with error feedback. "topk", "randomk", "block",
+            "threshold" and "sparseloco" send some of the elements, with error feedback: those of
+            `TopK`, `RandomK`, `RandomBlock`, `Threshold` and `TopK.sparse_loco`. A colon and the
+            fraction of the elements that are sent may follow their names, as in "topk:0.01".
 
     Raises:
-        ValueError: there is no compression of that name.
+        ValueError: there is no compression of that name, or the fraction is out of range.
     """
+    kind, colon, density = name.partition(":")
+    if kind in SPARSE:
+        return SPARSE[kind](_parse_density(name, density)) if colon else SPARSE[kind]()
     if name in DTYPES:
         return Dense(DTYPES[name])
     if name == "sign":
         return Sign()
     if name in NUMBER_FORMATS:
         return Blocks(name, BLOCKS.get(name, 256), has_feedback=name in WITH_FEEDBACK)
+    if kind in NAMES:
+        raise ValueError(
+            f"the compression {kind} has no density, got {name!r}\n\nhint: omit :{density}; "
+            f"a density may follow {', '.join(SPARSE)}"
+        )
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")
+
+
+def _parse_density(name: str, text: str) -> float:
+    """Return the density in the name of a compression."""
+    if re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+(e-?\d+)?", text) and 0 < float(text) <= 1:
+        return float(text)
+    raise ValueError(
+        f"no density {text!r} in the compression {name!r}\n\nhint: give the fraction of the "
+        f"elements to send, above 0 and at most 1, as in {name.partition(':')[0]}:0.01"
+    )

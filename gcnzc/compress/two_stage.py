@@ -22,6 +22,7 @@ Notation: n elements, W ranks, k extras.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -114,7 +115,9 @@ class Codec(Compression):
         """See `Compression`."""
         return TwoStageReducer(num_elements, worker, self)
 
-    def bytes_sent(self, num_elements: int, world_size: int, extras: int = 0) -> int:
+    def bytes_sent(
+        self, num_elements: int, world_size: int, extras: int = 0, layers: Sequence[int] = ()
+    ) -> int:
         """See `Compression`."""
         rows = sum(
             codec.row_bytes(codec.block_layout(num_elements, world_size))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gcnzc.compress import WorkerInfo
+
 # tiles of several vectors fit into the cache of a CPU core together
 TILE_ELEMENTS = 1 << 16
 
@@ -132,6 +134,20 @@ class FlatParameters:
             f"{each.name} {tuple(each.parameter.shape)} {each.parameter.dtype} at {each.begin}"
             for each in self.segments
         ]
+
+    def worker_info(
+        self, rank: int, world_size: int, num_elements: int | None = None
+    ) -> WorkerInfo:
+        """Return what a reducer of this vector is created for.
+
+        Args:
+            rank: this rank.
+            world_size: the number of ranks.
+            num_elements: the reducer's vector has only the last elements; None for all n.
+        """
+        begin = 0 if num_elements is None else self.num_elements - num_elements
+        layers = tuple(each.end - each.begin for each in self.segments if each.begin >= begin)
+        return WorkerInfo(rank, world_size, self.device, self.dtype, layers)
 
     def zeros(self, extra: int = 0) -> Tensor:
         """Return zeros (n + extra,) on the device of the parameters."""

@@ -1,7 +1,8 @@
 """Convert optimizer states of W ranks for another number of ranks.
 
 The compression errors are preserved: the mean of the ranks' worker errors is added to the server
-errors, which are sharded again for the new number of ranks. If the replicas were out of sync, as
+errors, which are sharded again for the new number of ranks. If the compression has no server
+errors, the mean becomes the worker error of every new rank. If the replicas were out of sync, as
 between two synchronizations, every new rank starts from their mean.
 """
 
@@ -278,9 +279,13 @@ def _take_shard(vector: Tensor, rank: int, world_size: int) -> Tensor:
 def _fold_errors(
     errors: Sequence[Mapping[str, Tensor]], rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Return the errors of a new rank: the sum of all compression errors, as server errors."""
+    """Return the errors of a new rank, which preserve the sum of the ranks' mean errors.
+
+    The mean of the worker errors is added to the server errors, if there are any; else it becomes
+    the worker error of all new ranks.
+    """
     if "server" not in errors[0]:
-        return dict(errors[0])
+        return _average_worker_errors(errors, world_size)
     pending = torch.cat([each["server"] for each in errors]).double()
     for each in errors:
         pending += each["worker"].double() / len(errors)
@@ -294,6 +299,17 @@ def _fold_errors(
         "worker": torch.zeros_like(worker),
         "server": _take_shard(pending, rank, world_size).to(worker.dtype),
     }
+
+
+def _average_worker_errors(
+    errors: Sequence[Mapping[str, Tensor]], world_size: int
+) -> dict[str, Any]:
+    """Return the errors of a new rank, with the mean of the worker errors if there are any."""
+    others = {name: error for name, error in errors[0].items() if name != "worker"}
+    # a single rank does not exchange, so it has no worker error
+    if "worker" not in errors[0] or world_size == 1:
+        return others
+    return {**others, "worker": _mean([each["worker"] for each in errors])}
 
 
 def _mean(values: Sequence[Any]) -> Any:

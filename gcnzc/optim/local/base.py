@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
+from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.exchange import Algorithm, Group, Start, run
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.base import DistributedOptimizer
@@ -81,9 +81,7 @@ class LocalUpdates(DistributedOptimizer):
         self._share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
         self.initial_requires_grad = self.requires_grad_flags()
-        self.worker_info = WorkerInfo(
-            self.group.rank, self.group.world_size, self.flat_params.device, self.flat_params.dtype
-        )
+        self.worker_info = self.flat_params.worker_info(self.group.rank, self.group.world_size)
         self.sync_interval = sync_interval
         sync_interval.counts_cpu_time = self.flat_params.device.type == "cpu"
         self.is_inner_only = self.group.world_size == 1 and not alone

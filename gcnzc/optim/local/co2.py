@@ -415,8 +415,8 @@ class CO2(LocalUpdates):
         workers, size = self.group.world_size, self.flat_params.dtype.itemsize
         if not self.is_sharded:
             distances = 8 * (workers - 1) if self.gap.is_measured else 0
-            num_elements = self.flat_params.num_elements
-            return distances + self.compress.bytes_sent(num_elements, workers, self.extras)
+            count, layers = self.flat_params.num_elements, self.worker_info.layers
+            return distances + self.compress.bytes_sent(count, workers, self.extras, layers)
         extras = 2 * (workers - 1) * self.extras * size // workers
         return (workers - 1) * (2 * self.shard_size + 1) * size + extras
 

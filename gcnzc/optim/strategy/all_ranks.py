@@ -38,9 +38,8 @@ class AllRanks(Exchange):
     def bytes_sent(self) -> int:
         """Return the bytes that this rank sends for a mean, by formula."""
         strategy = self.strategy
-        return self.compress.bytes_sent(
-            self.reducer.num_elements, strategy.group.world_size, strategy.extras
-        )
+        count, layers = self.reducer.num_elements, strategy.worker_info.layers
+        return self.compress.bytes_sent(count, strategy.group.world_size, strategy.extras, layers)
 
 
 class Shards(Exchange):

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import Compression, Reducer, WorkerInfo
-from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, AllToAll, Group, Mean
+from gcnzc.compress import Compression, Reducer
+from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
-from gcnzc.optim.flat_parameters import FlatParameters, to_device
+from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
 from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
+from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
 from gcnzc.optim.validation import check_above_zero, check_inner, check_rank
 from gcnzc.system.scalars import read_scalars, scalars_like
-
-NONE, DENSE, SPARSE = 0, 1, 2  # layouts of gradients
 
 
 class Averaged(DistributedOptimizer):
@@ -57,6 +57,11 @@ class Averaged(DistributedOptimizer):
             With a compression that has error feedback, such as `Sign`, each rank adds its
             compression error to its next gradient.
         clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
+        momentum: with "masked", a step changes parameters and their state, such as momentum, only
+            at the elements that the ranks have sent (`Reducer.support`), also by weight decay; with
+            "everywhere", at all elements. None is "masked" for `RandomK` and `RandomBlock` with
+            error feedback, whose training may diverge with "everywhere", and "everywhere" for other
+            compressions.
         module: see `DistributedOptimizer`.
 
     Raises:
@@ -73,6 +78,7 @@ class Averaged(DistributedOptimizer):
         *,
         compress: Compression | None = None,
         clip_norm: float | None = None,
+        momentum: Momentum | None = None,
         module: nn.Module | None = None,
     ) -> None:
         check_inner(type(self).__name__, inner)
@@ -80,6 +86,7 @@ class Averaged(DistributedOptimizer):
             check_above_zero("clip_norm", clip_norm)
         super().__init__(inner.param_groups, inner.defaults, group, signals, module)
         self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
+        self.momentum = choose_momentum(momentum, compress)
         self.is_shared = compress is None
         self._share_inner_state()
         self.broadcast_names: set[str] = set()
@@ -100,7 +107,8 @@ class Averaged(DistributedOptimizer):
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
         inner = type(self.inner).__name__
-        return [f"Averaged({inner}, compress={self.compress}, clip_norm={self.clip_norm})"]
+        own = f"clip_norm={self.clip_norm}, momentum={self.momentum}"
+        return [f"Averaged({inner}, compress={self.compress}, {own})"]
 
     def tensors_to_broadcast(self) -> list[tuple[str, Tensor]]:
         """See `DistributedOptimizer`: those that were not broadcast before."""
@@ -272,7 +280,10 @@ class Averaged(DistributedOptimizer):
         if self.clip_norm is not None:
             parameters = [p for _, p in self.gradients.named]
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
-        self.inner.step()
+        if self.momentum == "masked":
+            step_on_supports(self.inner, self.gradients.supports())
+        else:
+            self.inner.step()
         self.steps += 1
 
 
@@ -344,7 +355,7 @@ class Gradients:
         bad = [count_bad_elements(parameter, factor) for parameter in self.sparse]
         sparse = []
         for parameter in self.sparse:
-            sparse.append((yield from self.mean_of_sparse(parameter, factor)))
+            sparse.append((yield from mean_of_sparse(parameter, factor)))
         shares = [float(each) for each in signals]
         signal_values = torch.empty(0)
         if self.sparse and not self.vectors:
@@ -418,7 +429,7 @@ class Gradients:
         """
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
         yield from check_same([*lines, *options], "parameters")
-        kinds = torch.tensor([_kind(p) for _, p in self.named], dtype=torch.uint8)
+        kinds = torch.tensor([gradient_layout(p) for _, p in self.named], dtype=torch.uint8)
         known = (yield AllGather(kinds)).amax(dim=0).tolist()
         dense = [pair for pair, kind in zip(self.named, known, strict=True) if kind != SPARSE]
         self.sparse = [p for (_, p), kind in zip(self.named, known, strict=True) if kind == SPARSE]
@@ -435,8 +446,16 @@ class Gradients:
     def _reducer(self, layout: FlatParameters) -> Reducer | None:
         if self.compress is None or layout.dtype not in (torch.float32, torch.float64):
             return None
-        worker_info = WorkerInfo(self.rank, self.world_size, layout.device, layout.dtype)
+        worker_info = layout.worker_info(self.rank, self.world_size)
         return self.compress.reducer(layout.num_elements, worker_info)
+
+    def supports(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters whose last mean has a support, with its mask in their shape."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for layout, reducer in zip(self.layouts, self.reducers, strict=True):
+            if reducer is not None and reducer.support is not None:
+                found += zip(layout.parameters, layout.views(reducer.support), strict=True)
+        return found
 
     def errors(self) -> list[dict[str, Tensor]]:
         """Return the compression errors of each vector; before the first step, the loaded ones."""
@@ -451,39 +470,6 @@ class Gradients:
             if reducer is not None:
                 reducer.load_errors(found)
 
-    def mean_of_sparse(
-        self, parameter: nn.Parameter, factor: float | Tensor
-    ) -> Algorithm[Tensor | None]:
-        """Return the weighted mean of a sparse gradient over the ranks; None if no rank has one.
-
-        It is a coalesced sparse tensor with the rows of all ranks.
-        """
-        gradient = parameter.grad
-        columns = parameter.shape[1:]
-        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        values = parameter.detach().new_empty(0, *columns)
-        if gradient is not None:
-            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
-            gradient = gradient.coalesce()
-            rows, values = (
-                gradient.indices()[0],
-                gradient.values() * to_device(factor, parameter.device),
-            )
-        counts = yield AllGatherScalar(len(rows))
-        if not sum(counts):
-            return None
-        width = columns.numel()
-        everywhere = len(counts)
-        all_rows = yield AllToAll([rows] * everywhere, counts)
-        flat = values.reshape(-1)
-        all_values = yield AllToAll([flat] * everywhere, [count * width for count in counts])
-        return torch.sparse_coo_tensor(
-            torch.cat(all_rows)[None],
-            torch.cat(all_values).view(-1, *columns) / everywhere,
-            parameter.shape,
-            check_invariants=False,
-        ).coalesce()
-
 
 def _skip_reason(bad: int) -> Algorithm[str]:
     """Return why a step is skipped: the ranks' numbers of non-finite or too large elements."""
@@ -492,9 +478,3 @@ def _skip_reason(bad: int) -> Algorithm[str]:
     if not words:
         return "the mean of the gradients overflows"
     return f"elements of the gradient that are not finite or too large: {', '.join(words)}"
-
-
-def _kind(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
-        return NONE
-    return SPARSE if parameter.grad.is_sparse else DENSE

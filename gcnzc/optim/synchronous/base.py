@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc.compress import Compression, Dense, Reducer, WorkerInfo
+from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.exchange import Algorithm, AllGather, Caller, Group
 from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
@@ -111,10 +111,8 @@ class Replicated(DistributedOptimizer):
 
     def reducer(self, compress: Compression, num_elements: int) -> Reducer:
         """Return a reducer of this rank for vectors of `num_elements`."""
-        flat_params, group = self.flat_params, self.group
-        worker_info = WorkerInfo(
-            group.rank, group.world_size, flat_params.device, flat_params.dtype
-        )
+        group = self.group
+        worker_info = self.flat_params.worker_info(group.rank, group.world_size, num_elements)
         return compress.reducer(num_elements, worker_info)
 
     def gradient_reducer(self, compress: Compression, num_elements: int) -> Reducer:
