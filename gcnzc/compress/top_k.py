@@ -85,8 +85,8 @@ class TopK(SparseCompression):
         """Return the compression of SparseLoCo, for the outer gradients of `DiLoCo`.
 
         It selects from chunks of 4096 elements, sends values of 2 bits, and multiplies the error by
-        0.95 in each exchange, which replaces the outer momentum: use it with `outer_momentum=0`,
-        `nesterov=False` and `outer_lr=1`.
+        0.95 in each exchange, which replaces the outer momentum: use it with `outer_lr=1` and
+        `outer_momentum=0`.
 
         Sarfi, Thérien, Lidin and Belilovsky, "Communication efficient LLM pre-training with
         SparseLoCo" (2025, https://arxiv.org/abs/2508.15706). The update rule is that of the paper.

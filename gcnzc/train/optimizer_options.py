@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
-from gcnzc.train.options import Options, at_least, check_number, parse_fragments
+from gcnzc.train.options import Options, at_least, check_compress, check_number, parse_fragments
 
 UpdateRule: TypeAlias = Literal["adam", "adamw", "sgd", "muon"]
 
@@ -18,20 +18,6 @@ StrategyName: TypeAlias = Literal[
 ]
 
 UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
-
-Compress: TypeAlias = Literal[
-    "auto",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "int4",
-    "int2",
-    "float4_e3m0",
-    "sign",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +45,11 @@ class OptimizerOptions(Options):
     clip_gradients: float | None = None
     """maximum L2 norm of the gradient of all parameters together; a larger gradient is scaled down
     to it. Several workers clip the mean gradient, or in local steps their own gradients"""
-    compress: Compress = "auto"
-    """number format of the exchanged values; auto: sign for the onebit and zero-one optimizers, and
-    else the default of --strategy, which is float32"""
+    compress: str = "auto"
+    """compression of the exchanged values: a number format, float32, float16, bfloat16,
+    float8_e4m3fn, float8_e5m2, int8, int4, int2, float4_e3m0 or sign; or topk, randomk, block,
+    threshold or sparseloco, which send a fraction of the values, such as topk:0.01; auto: sign for
+    the onebit and zero-one optimizers, and else the default of --strategy, which is float32"""
     warmup: str = f"{WARMUP.share:g}"
     """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
     run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
@@ -133,6 +121,7 @@ class OptimizerOptions(Options):
 
     def _check_number_or_keyword(self) -> None:
         """Check the options that are a number or a keyword."""
+        check_compress(self.compress)
         check_number(
             "--warmup", self.warmup, ("auto",), "0.15 means 15 % of the steps; 500 means 500 steps"
         )

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import tyro
 
 from gcnzc._files import check_regular
+from gcnzc.compress import compression
 from gcnzc.train import old_names
 
 C = TypeVar("C")
@@ -102,6 +103,16 @@ def check_number(
         )
     if is_number and float(text) > most:
         raise ValueError(f"{option} must be at most {most:g}, got {text:.100}\n\nhint: {hint}")
+
+
+def check_compress(text: str) -> None:
+    """Raise a ValueError unless `text` is "auto" or the name of a compression."""
+    if text == "auto":
+        return
+    try:
+        compression(text)
+    except ValueError as error:
+        raise ValueError(f"--compress: {error}") from None
 
 
 def parse_fragments(text: str) -> int | str | list[str]:

@@ -2,7 +2,17 @@
 
 import torch
 
-from gcnzc.compress import Blocks, Dense, Rounded, Sign, WorkerInfo
+from gcnzc.compress import (
+    Blocks,
+    Dense,
+    RandomBlock,
+    RandomK,
+    Rounded,
+    Sign,
+    Threshold,
+    TopK,
+    WorkerInfo,
+)
 from gcnzc.compress.blocks import NUMBER_FORMATS
 from gcnzc.exchange import init_group, lockstep, run
 
@@ -41,10 +51,35 @@ NO_FEEDBACK = {
 }
 COMPRESSIONS = DENSE | FEEDBACK | NO_FEEDBACK
 CODES = FEEDBACK | NO_FEEDBACK
+# which send some of the elements; all with error feedback, except the last ones
+SPARSE = {
+    "topk": TopK(0.1),
+    "topk of 32": TopK(0.05, per=32),
+    "topk of layers float16": TopK(0.2, "layer", "float16"),
+    "topk of all bfloat16": TopK(0.03, "all", "bfloat16"),
+    "topk int2": TopK(0.1, 64, "int2"),
+    "sparseloco": TopK.sparse_loco(0.1),
+    "randomk": RandomK(0.1),
+    "randomk most": RandomK(0.8, seed=2**32 - 1),
+    "randomk different": RandomK(0.2, 7, same=False),
+    "block": RandomBlock(0.15, 3),
+    "threshold": Threshold(0.1, refresh=2),
+    "threshold of 32": Threshold(0.05, 3, per=32),
+    "topk without errors": TopK(0.1, error_feedback=False),
+    "randomk without errors": RandomK(0.25, error_feedback=False),
+    "threshold without errors": Threshold(0.1, error_feedback=False),
+}
+SPARSE_FEEDBACK = {name: each for name, each in SPARSE.items() if each.has_feedback}
+# that add the whole error to the next vector
+NO_DECAY = {name: each for name, each in SPARSE_FEEDBACK.items() if name != "sparseloco"}
+ALL = COMPRESSIONS | SPARSE
 # a few compressions, for slow tests
 FEW = {
-    name: COMPRESSIONS[name]
-    for name in ("dense", "sign of 32", "int8", "float4_e3m0 at random", "int4, then bfloat16")
+    name: ALL[name]
+    for name in (
+        *("dense", "sign of 32", "int8", "float4_e3m0 at random", "int4, then bfloat16"),
+        *("topk of 32", "topk int2", "randomk", "threshold of 32"),
+    )
 }
 
 
@@ -102,7 +137,9 @@ def are_same(errors, others):
 
 def pending(them):
     """Return (n,) float64: the errors of all ranks, as a share of the mean."""
-    total = torch.cat([each.server_error for each in them]).double()
+    total = torch.zeros(them[0].num_elements, dtype=torch.float64)
+    if them[0].server_error is not None:
+        total += torch.cat([each.server_error for each in them])
     for each in them:
         total += each.worker_error.double() / len(them)
     return total
@@ -118,7 +155,7 @@ def steps_of(rank, world_size, lengths):
     for count, names in lengths.items():
         place = WorkerInfo(rank, world_size, torch.device("cpu"), torch.float32)
         for name in names:
-            reducer = COMPRESSIONS[name].reducer(count, place)
+            reducer = ALL[name].reducer(count, place)
             for step in range(2):
                 values = vectors(count + 2, world_size, step)[rank]
                 assert (yield from reducer.mean(values, 2)) == ""

@@ -5,11 +5,15 @@ import io
 import pytest
 import torch
 from compress.cases import (
+    ALL,
     CODES,
     COMPRESSIONS,
     DENSE,
     FEEDBACK,
     FEW,
+    NO_DECAY,
+    SPARSE,
+    SPARSE_FEEDBACK,
     are_same,
     as_worker,
     attempt,
@@ -37,18 +41,18 @@ ROUNDING = 6e-8
 
 def some_sizes(name):
     """Return a third of the sizes, so that each size is tested with some compressions."""
-    return SIZES[list(COMPRESSIONS).index(name) % 3 :: 3]
+    return SIZES[list(ALL).index(name) % 3 :: 3]
 
 
 def exact_mean(given, num_elements):
     return torch.stack(given)[:, :num_elements].double().mean(dim=0)
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_all_ranks_get_the_same_mean_bit_for_bit_and_the_sums_of_extras(name):
     for (count, world_size), dtype in zip(some_sizes(name), DTYPES * 2, strict=True):
         extras = count % 4
-        them = reducers(COMPRESSIONS[name], count, world_size, dtype)
+        them = reducers(ALL[name], count, world_size, dtype)
         for step in range(2):
             given = vectors(count + extras, world_size, step, dtype)
             for rank, vector in enumerate(given):
@@ -65,9 +69,9 @@ def test_all_ranks_get_the_same_mean_bit_for_bit_and_the_sums_of_extras(name):
 @pytest.mark.parametrize("name", CODES)
 def test_bytes_sent_and_number_of_collectives_match_the_formula(name):
     for (count, world_size), extras in zip(some_sizes(name), [0, 3, 1, 2], strict=True):
-        them = reducers(COMPRESSIONS[name], count, world_size)
+        them = reducers(ALL[name], count, world_size)
         outcome, _ = attempt(them, vectors(count + extras, world_size), extras)
-        expected = COMPRESSIONS[name].bytes_sent(count, world_size, extras)
+        expected = ALL[name].bytes_sent(count, world_size, extras)
         for ledger in outcome.ledgers:
             assert ledger.bytes_sent == expected, (count, world_size)
             assert ledger.requests == (2 if world_size > 1 else 0)
@@ -81,14 +85,12 @@ def test_dense_means_send_the_bytes_of_a_ring_all_reduce(name, world_size):
     outcome = lockstep(
         [
             each.mean(vector, 3)
-            for each, vector in zip(
-                reducers(COMPRESSIONS[name], count, world_size), given, strict=True
-            )
+            for each, vector in zip(reducers(ALL[name], count, world_size), given, strict=True)
         ],
         choices=Choices.always(Sum="ring"),
     )
     for ledger in outcome.ledgers:
-        assert ledger.bytes_sent == COMPRESSIONS[name].bytes_sent(count, world_size, 3)
+        assert ledger.bytes_sent == ALL[name].bytes_sent(count, world_size, 3)
         assert ledger.requests == (1 if world_size > 1 else 0)
 
 
@@ -105,22 +107,22 @@ def test_codes_send_their_bits_plus_the_scales(world_size):
     }.items():
         # with a scale per 4096 or 256 elements
         most = bits + 32 / (4096 if bits == 1 else 256) + 0.01
-        sent = COMPRESSIONS[name].bytes_sent(count, world_size)
+        sent = ALL[name].bytes_sent(count, world_size)
         assert bits / 32 <= sent / dense <= most / 32, name
     # both stages, with a scale per 32 or 64 elements
     mixed = {"int4, then bfloat16": 4 + 1 + 16, "float8_e5m2, then int4": 8 + 0.5 + 4 + 0.5}
     for name, bits in mixed.items():
-        sent = COMPRESSIONS[name].bytes_sent(count, world_size)
+        sent = ALL[name].bytes_sent(count, world_size)
         assert sent / dense == pytest.approx(bits / 2 / 32, rel=1e-3), name
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", [*FEEDBACK, *NO_DECAY])
 def test_sums_of_means_and_errors_equal_sums_of_vectors(name):
     # many ranks for some compressions, few for others
-    more = list(COMPRESSIONS).index(name) % 4
+    more = list(ALL).index(name) % 4
     sizes = [(33, 2), (1000, 3 + more), (100, 9 - more)]
     for (count, world_size), dtype in zip(sizes, [torch.float32, *DTYPES], strict=True):
-        them = reducers(COMPRESSIONS[name], count, world_size, dtype)
+        them = reducers(ALL[name], count, world_size, dtype)
         sum_of_means, sum_of_vectors = 0, 0
         largest = 0
         for step in range(5):
@@ -136,11 +138,11 @@ def test_sums_of_means_and_errors_equal_sums_of_vectors(name):
         assert pending(them).abs().max() > 10 * room
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", [*FEEDBACK, *SPARSE_FEEDBACK])
 def test_compression_errors_stay_bounded(name):
     """Errors do not grow with the number of steps."""
     count, world_size, left = 300, 2, []
-    them = reducers(COMPRESSIONS[name], count, world_size)
+    them = reducers(ALL[name], count, world_size)
     for step in range(30):
         given = [vector.clamp(-3, 3) for vector in vectors(count, world_size, step)]
         mean_of(them, given)
@@ -149,11 +151,11 @@ def test_compression_errors_stay_bounded(name):
     assert max(left) < 10
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_inactive_elements_have_no_mean_no_error_and_no_part_in_scales(name):
     for (count, world_size), dtype in zip([(1000, 3), (65, 2), (40, 1)], DTYPES * 2, strict=False):
         active = masked(count)
-        loud, quiet = (reducers(COMPRESSIONS[name], count, world_size, dtype) for _ in range(2))
+        loud, quiet = (reducers(ALL[name], count, world_size, dtype) for _ in range(2))
         for each in loud + quiet:
             each.restrict_to(active)
         for step in range(3):
@@ -171,14 +173,15 @@ def test_inactive_elements_have_no_mean_no_error_and_no_part_in_scales(name):
         for each in loud:
             if each.worker_error is not None:
                 assert not each.worker_error[~active].any()
+            if each.server_error is not None:
                 begin, end = each.part
                 assert not each.server_error[~active[begin:end]].any()
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_without_active_elements_the_mean_is_zero(name, world_size):
-    them = reducers(COMPRESSIONS[name], 100, world_size)
+    them = reducers(ALL[name], 100, world_size)
     for each in them:
         each.restrict_to(torch.zeros(100, dtype=torch.bool))
     found = mean_of(them, vectors(102, world_size), 2)
@@ -186,11 +189,11 @@ def test_without_active_elements_the_mean_is_zero(name, world_size):
     assert found[0][100:].any()
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", [*FEEDBACK, *NO_DECAY])
 def test_restriction_clears_the_errors_of_inactive_elements_only(name):
     count, world_size = 700, 4
     active = masked(count)
-    them = reducers(COMPRESSIONS[name], count, world_size)
+    them = reducers(ALL[name], count, world_size)
     for step in range(2):
         mean_of(them, vectors(count, world_size, step))
     before = pending(them)
@@ -210,10 +213,10 @@ def test_restriction_clears_the_errors_of_inactive_elements_only(name):
     assert found[0][~active].any()
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_mean_of_zeros_is_zero(name):
     for count, world_size in [(100, 1), (1000, 3)]:
-        them = reducers(COMPRESSIONS[name], count, world_size)
+        them = reducers(ALL[name], count, world_size)
         for _ in range(2):
             found = mean_of(them, [torch.zeros(count) for _ in them])
             assert not any(vector.any() for vector in found)
@@ -221,11 +224,11 @@ def test_the_mean_of_zeros_is_zero(name):
             assert not any(each.errors()[name].any() for name in each.errors() if name != "means")
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_elements_are_reported_with_their_rank_and_change_no_state(name, bad):
     for count, world_size in [(100, 1), (700, 3)]:
-        them, others = (reducers(COMPRESSIONS[name], count, world_size) for _ in range(2))
+        them, others = (reducers(ALL[name], count, world_size) for _ in range(2))
         first = vectors(count + 1, world_size)
         mean_of(them, first, 1), mean_of(others, first, 1)
         culprit = world_size - 1
@@ -244,11 +247,11 @@ def test_non_finite_elements_are_reported_with_their_rank_and_change_no_state(na
         assert are_same(errors_of(them), errors_of(others))
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_all_ranks_with_non_finite_elements_or_extras_are_reported(name):
     given = vectors(52, 3)
     given[0][5], given[2][:2] = torch.nan, torch.inf
-    them = reducers(COMPRESSIONS[name], 50, 3)
+    them = reducers(ALL[name], 50, 3)
     assert (
         attempt(them, given, 2)[0].results
         == ["elements that are not finite or too large: rank 0 has 1, rank 2 has 2"] * 3
@@ -265,7 +268,7 @@ def test_all_ranks_with_non_finite_elements_or_extras_are_reported(name):
 @pytest.mark.parametrize("name", FEW)
 def test_inactive_elements_that_are_not_finite_are_not_counted(name):
     active = masked(60)
-    them = reducers(COMPRESSIONS[name], 60, 2)
+    them = reducers(ALL[name], 60, 2)
     for each in them:
         each.restrict_to(active)
     given = vectors(60, 2)
@@ -278,7 +281,7 @@ def test_inactive_elements_that_are_not_finite_are_not_counted(name):
 
 @pytest.mark.parametrize("name", ["dense", "rounded float32", "int8", "int4, then bfloat16"])
 def test_a_sum_that_overflows_is_reported_and_changes_no_state(name):
-    them, others = (reducers(COMPRESSIONS[name], 200, 3) for _ in range(2))
+    them, others = (reducers(ALL[name], 200, 3) for _ in range(2))
     first = vectors(200, 3)
     mean_of(them, first), mean_of(others, first)
     outcome, _ = attempt(them, [torch.full((200,), 2e38)] * 3)
@@ -287,9 +290,9 @@ def test_a_sum_that_overflows_is_reported_and_changes_no_state(name):
     assert torch.equal(mean_of(them, first)[0], mean_of(others, first)[0])
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", [*FEEDBACK, *SPARSE_FEEDBACK])
 def test_an_element_that_overflows_with_its_error_is_reported_with_its_rank(name):
-    them = reducers(COMPRESSIONS[name], 64, 2)
+    them = reducers(ALL[name], 64, 2)
     them[1].worker_error.fill_(3e38)
     before = errors_of(them)
     outcome, _ = attempt(them, [torch.full((64,), 1.0), torch.full((64,), 3e38)])
@@ -301,9 +304,7 @@ def test_an_element_that_overflows_with_its_error_is_reported_with_its_rank(name
 def test_float16_overflows_where_float32_does_not():
     given = [torch.full((10,), 40_000.0), torch.full((10,), 30_000.0)]
     for name in ("dense", "rounded without errors"):
-        assert mean_of(reducers(COMPRESSIONS[name], 10, 2), given)[0][0] == pytest.approx(
-            35_000, rel=2**-7
-        )
+        assert mean_of(reducers(ALL[name], 10, 2), given)[0][0] == pytest.approx(35_000, rel=2**-7)
     # the elements are finite, but their sum is not
     skip_reasons = attempt(reducers(COMPRESSIONS["dense float16"], 10, 2), given)[0].results
     assert skip_reasons == ["the mean overflows"] * 2
@@ -315,24 +316,25 @@ def test_float16_overflows_where_float32_does_not():
     assert skip_reasons == ["elements that are not finite or too large: rank 1 has 1"] * 2
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", [*CODES, *SPARSE])
 def test_means_resume_bit_for_bit_from_a_checkpoint(name):
     count, world_size = 400, 3
-    them, fresh = (reducers(COMPRESSIONS[name], count, world_size) for _ in range(2))
+    them, fresh = (reducers(ALL[name], count, world_size) for _ in range(2))
     for step in range(3):
         mean_of(them, vectors(count, world_size, step))
     file = io.BytesIO()
     torch.save([each.errors() for each in them], file)
     file.seek(0)
-    resumed = reducers(COMPRESSIONS[name], count, world_size)
+    resumed = reducers(ALL[name], count, world_size)
     for each, errors in zip(resumed, torch.load(file, weights_only=True), strict=True):
         each.load_errors(errors)
     given = vectors(count, world_size, 3)
     found = mean_of(resumed, given)[0]
     assert torch.equal(found, mean_of(them, given)[0])
     assert are_same(errors_of(resumed), errors_of(them))
-    # the state changes the result
-    has_state = name in FEEDBACK or "random" in name
+    # the state changes the result, except of top-k without errors
+    has_state = name in FEEDBACK or name in SPARSE or "random" in name
+    has_state &= name != "topk without errors"
     assert torch.equal(found, mean_of(fresh, given)[0]) == (not has_state)
     assert them[0].state_bytes == sum(
         error.numel() * error.element_size() for error in them[0].errors().values()
@@ -342,7 +344,7 @@ def test_means_resume_bit_for_bit_from_a_checkpoint(name):
 @pytest.mark.parametrize("name", ["sign of 32", "int4 at random", "int4 at random without errors"])
 def test_another_number_of_ranks_resumes_with_all_errors(name):
     count, sum_of_means, sum_of_vectors = 333, 0, 0
-    them = reducers(COMPRESSIONS[name], count, 3)
+    them = reducers(ALL[name], count, 3)
     for number, world_size in enumerate((3, 2, 1, 5)):
         if number:
             states = [
@@ -359,7 +361,7 @@ def test_another_number_of_ranks_resumes_with_all_errors(name):
             if world_size == 1 and name in FEEDBACK:
                 # what one worker's own vector cannot bring
                 sum_of_vectors = sum_of_vectors - pending(them)
-            them = reducers(COMPRESSIONS[name], count, world_size)
+            them = reducers(ALL[name], count, world_size)
             for rank, each in enumerate(them):
                 each.load_errors(resize_state(states, rank, world_size)["errors"]["momentum"])
         for step in range(2):
@@ -386,9 +388,9 @@ def test_errors_of_another_vector_are_refused():
     assert not reducer.worker_error.any()
 
 
-@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("name", [*FEEDBACK, *SPARSE_FEEDBACK])
 def test_errors_are_zero_after_a_reset(name):
-    them = reducers(COMPRESSIONS[name], 100, 2)
+    them = reducers(ALL[name], 100, 2)
     mean_of(them, vectors(100, 2))
     for each in them:
         each.reset_errors()
@@ -397,12 +399,12 @@ def test_errors_are_zero_after_a_reset(name):
 
 def test_processes_compute_the_same_means_as_lockstep(tmp_path):
     # torch's own collectives send the longer rows
-    lengths = {333: list(COMPRESSIONS), 300_000: ["sign", "int8", "int4, then bfloat16"]}
+    lengths = {333: list(ALL), 300_000: ["sign", "int8", "int4, then bfloat16"]}
     outcome = lockstep([steps_of(rank, 2, lengths) for rank in range(2)])
     for (found, sent), expected, ledger in zip(
         results(2, tmp_path, as_worker, lengths), outcome.results, outcome.ledgers, strict=True
     ):
-        assert len(found) == len(expected) > 2 * len(COMPRESSIONS)
+        assert len(found) == len(expected) > 2 * len(ALL)
         assert all(map(torch.equal, found, expected))
         assert sent == pytest.approx(ledger.bytes_sent, rel=0.01)
 
@@ -411,8 +413,8 @@ def test_processes_compute_the_same_means_as_lockstep(tmp_path):
 @pytest.mark.parametrize("name", FEW)
 def test_means_on_a_gpu_equal_those_on_the_cpu(name, device):
     count, world_size = 5000, 3
-    here = reducers(COMPRESSIONS[name], count, world_size)
-    there = reducers(COMPRESSIONS[name], count, world_size, device=device)
+    here = reducers(ALL[name], count, world_size)
+    there = reducers(ALL[name], count, world_size, device=device)
     for step in range(3):
         given = vectors(count + 2, world_size, step)
         expected = mean_of(here, given, 2)

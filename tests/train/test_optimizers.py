@@ -25,6 +25,14 @@ METHODS = {
     "muon in diloco": {"optimizer": "muon", "strategy": "diloco"},
     "int8": {"optimizer": "adam", "compress": "int8"},
     "sign": {"optimizer": "adam", "compress": "sign"},
+    "topk": {"optimizer": "adam", "compress": "topk:0.05"},
+    "sparseloco": {
+        "optimizer": "diloco",
+        "compress": "sparseloco:0.1",
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "local_steps": "2",
+    },
 }
 # that meet while a run is as short as here
 SHORT = {"local_steps": "4", "fragments": "2"}
@@ -170,6 +178,9 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
         ({"fragments": "0.,a("}, r"--fragments: 'a\(' is not a regular expression: missing \)"),
+        ({"compress": "int2"}, "(?s)--compress: no compression 'int2'.*topk"),
+        ({"compress": "topk:2"}, "--compress: no density '2' in the compression 'topk:2'"),
+        ({"compress": "int8:0.1"}, "--compress: the compression int8 has no density"),
         ({"refresh": -1}, "--refresh must be at least 0"),
         ({"delay": "0"}, "--delay must be a whole number above 0"),
         ({"delay": "auto"}, "--delay auto with --local-steps default"),
