@@ -1,0 +1,216 @@
+import networkx
+import numpy as np
+import pytest
+
+from gcnzc.exchange.topology import (
+    NEVER,
+    bandwidth_matching,
+    bottleneck_threshold,
+    check_graph,
+    color_edges,
+    complete,
+    components,
+    expected_mixing,
+    exponential,
+    idle_rank,
+    inverse_connectivity,
+    is_connected,
+    laplacian,
+    maximal_resistance,
+    maximum_matching,
+    metropolis_weights,
+    neighbors,
+    pair_mixing,
+    random_matching,
+    random_words,
+    regular,
+    ring,
+    second_eigenvalue,
+    spanning_tree,
+    spectral_gap,
+)
+
+WORDS = [14074111963225203584, 5661601338723873813]
+
+
+def is_matching(edges):
+    ranks = [rank for edge in edges for rank in edge]
+    return len(set(ranks)) == len(ranks)
+
+
+def islands(world_size, fast=100.0, slow=10.0):
+    island = np.arange(world_size) // ((world_size + 1) // 2)
+    return np.where(island[:, None] == island, fast, slow) * (1 - np.eye(world_size))
+
+
+def matchings(bandwidth, window, rounds, seed=0):
+    world_size = len(bandwidth)
+    last_met = np.full((world_size, world_size), NEVER)
+    threshold = bottleneck_threshold(bandwidth)
+    found = []
+    for number in range(rounds):
+        matching = bandwidth_matching(
+            bandwidth, last_met, seed, round=number, window=window, threshold=threshold
+        )
+        for low, high in matching:
+            last_met[low, high] = last_met[high, low] = number
+        found.append(matching)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 13])
+def test_graphs_connect_all_ranks(world_size):
+    for make in (ring, exponential, complete):
+        edges = make(world_size)
+        assert edges == sorted({(low, high) for low, high in edges if low < high})
+        assert is_connected(world_size, edges)
+        assert check_graph(world_size, [edge[::-1] for edge in edges]) == edges
+    assert len(complete(world_size)) == world_size * (world_size - 1) // 2
+    assert all(len(each) <= 2 for each in neighbors(world_size, ring(world_size)))
+    for degree in range(2, world_size):
+        if degree * world_size % 2 == 0:
+            edges = regular(world_size, degree)
+            assert is_connected(world_size, edges)
+            assert {len(each) for each in neighbors(world_size, edges)} == {degree}
+
+
+def test_graphs_that_do_not_exist_are_an_error():
+    for world_size, degree in ((5, 3), (4, 4), (4, 1), (3, 0)):
+        with pytest.raises(ValueError, match=f"{world_size} ranks with {degree} neighbors"):
+            regular(world_size, degree)
+    assert regular(2, 1) == [(0, 1)]
+    with pytest.raises(ValueError, match=r"edge \(1, 4\) in a graph of 4 ranks"):
+        check_graph(4, [(0, 1), (4, 1)])
+    with pytest.raises(ValueError, match="does not connect rank 0 and rank 2"):
+        check_graph(4, [(0, 1), (2, 3)])
+    with pytest.raises(ValueError, match="graph of 0 ranks"):
+        ring(0)
+
+
+def test_components_and_trees_are_those_of_networkx():
+    for seed in range(20):
+        graph = networkx.gnm_random_graph(12, 5 + seed, seed)
+        edges = sorted(tuple(sorted(edge)) for edge in graph.edges)
+        expected = sorted(sorted(each) for each in networkx.connected_components(graph))
+        assert components(12, edges) == expected
+        if len(expected) > 1:
+            with pytest.raises(ValueError, match="does not connect rank 0"):
+                spanning_tree(12, edges)
+            continue
+        tree = spanning_tree(12, edges)
+        assert set(tree) <= set(edges)
+        assert networkx.is_tree(networkx.Graph(tree))
+    assert spanning_tree(4, ring(4), excluded=[1]) == [(0, 3), (2, 3)]
+    with pytest.raises(ValueError, match="does not connect rank 0 and rank 2"):
+        spanning_tree(4, ring(4), excluded=[1, 3])
+
+
+@pytest.mark.parametrize(
+    ("edges", "count"),
+    [(ring(8), 2), (ring(5), 3), (complete(8), 7), (exponential(8), 6), ([], 0)],
+)
+def test_edges_are_divided_into_matchings(edges, count):
+    colors = color_edges(edges)
+    assert len(colors) == count
+    assert all(map(is_matching, colors))
+    assert sorted(edge for matching in colors for edge in matching) == edges
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
+def test_random_matchings_match_all_ranks_and_odd_ones_in_turn(world_size):
+    found = [random_matching(world_size, 3, round=number) for number in range(60)]
+    assert found == [random_matching(world_size, 3, round=number) for number in range(60)]
+    for number, matching in enumerate(found):
+        idle = {rank for rank in range(world_size) if all(rank not in edge for edge in matching)}
+        assert is_matching(matching)
+        assert idle == ({number % world_size} if world_size % 2 else set())
+        assert (idle or {None}) == {idle_rank(world_size, number)}
+    assert {edge for matching in found for edge in matching} == set(complete(world_size))
+    if world_size > 3:
+        assert found != [random_matching(world_size, 4, round=number) for number in range(60)]
+
+
+def test_random_words_do_not_change():
+    # a run that resumes with another version of NumPy takes the same matchings
+    assert random_words(5, 7, 2).tolist() == WORDS
+    assert random_words(5, 7, 2, stream=1).tolist() != WORDS
+    assert random_words(-1, 0, 1).tolist() == random_words((1 << 64) - 1, 0, 1).tolist()
+
+
+def test_maximum_matchings_have_the_most_edges():
+    # the only perfect matching of a path has its outer edges, which a greedy choice may not take
+    path = [(0, 1), (1, 2), (2, 3)]
+    for number in range(20):
+        assert maximum_matching(4, path, round=number) == [(0, 1), (2, 3)]
+    for seed in range(20):
+        edges = sorted(tuple(sorted(edge)) for edge in networkx.gnm_random_graph(9, 11, seed).edges)
+        expected = networkx.max_weight_matching(networkx.Graph(edges), maxcardinality=True)
+        matching = maximum_matching(9, edges, seed)
+        assert is_matching(matching)
+        assert set(matching) <= set(edges)
+        assert len(matching) == len(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 9, 16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pairs_of_two_windows_connect_all_ranks(world_size, seed):
+    window = (world_size + 1) // 2
+    found = matchings(islands(world_size), window, 40 + 2 * window, seed)
+    for number, matching in enumerate(found):
+        assert is_matching(matching)
+        assert len(matching) == world_size // 2
+        met = [edge for each in found[number : number + 2 * window] for edge in each]
+        assert number > 40 or is_connected(world_size, met)
+
+
+def test_fast_pairs_are_preferred_and_broken_ones_never_used():
+    bandwidth = islands(8)
+    found = matchings(bandwidth, 4, 400)
+    bottleneck = np.mean([min(bandwidth[edge] for edge in each) for each in found])
+    at_random = np.mean(
+        [min(bandwidth[e] for e in random_matching(8, 0, round=number)) for number in range(400)]
+    )
+    assert bottleneck >= 4 * at_random
+    bandwidth[0, 1] = bandwidth[1, 0] = 0
+    assert all((0, 1) not in each for each in matchings(bandwidth, 4, 200))
+    bandwidth[2] = bandwidth[:, 2] = 0
+    for matching in matchings(bandwidth, 4, 50):
+        assert len(matching) == 3
+        assert all(2 not in edge for edge in matching)
+
+
+def test_the_threshold_is_half_of_the_best_bottleneck():
+    assert bottleneck_threshold(islands(8)) == 50
+    # islands of 3 and 5: a pair must cross
+    bandwidth = np.where(np.add.outer(np.arange(8) < 3, np.arange(8) < 3) == 1, 10.0, 100.0)
+    assert bottleneck_threshold(bandwidth * (1 - np.eye(8))) == 5
+    assert bottleneck_threshold(np.zeros((3, 3))) == 0
+
+
+@pytest.mark.parametrize("edges", [ring(8), exponential(7), [(0, 1), (1, 2), (1, 3), (4, 5)]])
+def test_mixing_matrices_keep_the_mean(edges):
+    for matrix in (metropolis_weights(8, edges), pair_mixing(8, color_edges(edges)[0])):
+        assert np.array_equal(matrix, matrix.T)
+        assert np.allclose(matrix.sum(0), 1, rtol=0, atol=1e-15)
+        assert (matrix >= 0).all()
+    matrix = pair_mixing(8, [(0, 3)])
+    assert (matrix @ np.arange(8.0)).tolist() == [1.5, 1, 2, 1.5, 4, 5, 6, 7]
+    assert np.allclose(matrix @ matrix, matrix)
+
+
+def test_spectra_are_those_of_known_graphs():
+    # each pair in one of seven matchings: 1/2 - 1/2 * 1/7
+    assert second_eigenvalue(expected_mixing(8, color_edges(complete(8)))) == pytest.approx(3 / 7)
+    assert second_eigenvalue(np.eye(1)) == 0
+    cosine = np.cos(2 * np.pi / 8)
+    assert second_eigenvalue(metropolis_weights(8, ring(8))) == pytest.approx((1 + 2 * cosine) / 3)
+    assert spectral_gap(metropolis_weights(8, ring(8))) == pytest.approx(2 * (1 - cosine) / 3)
+    # a ring in which each rank exchanges once in a unit of time
+    matrix = laplacian(8, ring(8), 0.5)
+    assert np.allclose(matrix, laplacian(8, ring(8), dict.fromkeys(ring(8), 0.5)))
+    assert inverse_connectivity(matrix) == pytest.approx(1 / (1 - cosine))
+    # 7 edges of 2 ohm in parallel to one: 2 * 7 / 8
+    assert maximal_resistance(matrix, ring(8)) == pytest.approx(7 / 8)
+    matrix = laplacian(8, complete(8), 1 / 7)
+    assert inverse_connectivity(matrix) == pytest.approx(7 / 8)
+    assert maximal_resistance(matrix, complete(8)) == pytest.approx(7 / 8)
