@@ -13,7 +13,7 @@ which each rank has at most one edge.
 Notation: W ranks, B (W, W) bandwidths, L (W, W) the Laplacian of a graph.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -190,6 +190,32 @@ def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
         pending = [edge for edge in pending if edge not in matching]
         matchings.append(matching)
     return matchings
+
+
+def round_robin(world_size: int) -> Iterator[list[Edge]]:
+    """Yield matchings that have each pair of ranks once: W - 1 perfect ones, or W if W is odd.
+
+    In round r, ranks i and j with i + j = r modulo W - 1 meet, for an even W; the last rank meets
+    the one that would meet itself. An odd W is that of W + 1 ranks without the last.
+    """
+    modulus = world_size - 1 + world_size % 2
+    for number in range(modulus if world_size > 1 else 0):
+        matching: list[Edge] = []
+        for low in range(modulus):
+            high = (number - low) % modulus
+            if low < high:
+                matching.append((low, high))
+            elif low == high and world_size % 2 == 0:
+                matching.append((low, world_size - 1))
+        yield sorted(matching)
+
+
+def find_peer(matching: Iterable[Edge], rank: int) -> int | None:
+    """Return the peer of a rank in a matching; None if it has no edge."""
+    for low, high in matching:
+        if rank in (low, high):
+            return high if rank == low else low
+    return None
 
 
 def random_words(seed: int, round: int, count: int, stream: int = 0) -> NDArray[np.uint64]:

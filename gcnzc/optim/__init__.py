@@ -12,6 +12,7 @@ from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.strategy.recipe import Recipe
+from gcnzc.optim.strategy.saps_psgd import saps
 from gcnzc.optim.strategy.selsync import selsync
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.synchronous.averaged import Averaged
@@ -44,6 +45,7 @@ __all__ = [
     "keep_gradients_local",
     "local_sgd",
     "resize_state",
+    "saps",
     "selsync",
 ]
 

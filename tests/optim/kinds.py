@@ -15,6 +15,7 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
+    saps,
     selsync,
 )
 
@@ -82,8 +83,12 @@ LOCAL = {
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
 }
+# pairs of ranks, which are in sync only after `finalize`
+DECENTRALIZED = {
+    "saps": strategy(saps, keep=0.5, control_interval=4),
+}
 EVERY_STEP = AVERAGED | REPLICATED
 """whose ranks exchange in every step"""
-FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL
+FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL | DECENTRALIZED
 """which refuse parameters that are frozen or unfrozen later"""
 KINDS = AVERAGED | FIXED_LAYOUT

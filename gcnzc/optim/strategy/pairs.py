@@ -1,0 +1,183 @@
+"""Exchanges of pairs of ranks: in each round a rank averages with one peer.
+
+    c    <- k random indices, equal on all ranks
+    x_i[c] <- (x_i[c] + x_j[c]) / 2                  j: the peer of rank i in a matching
+
+Only the k values are sent. Each pair keeps the sum of its parameters, so the mean of all ranks does
+not change.
+
+Notation: n elements of the flat parameter vector, k of them exchanged.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm, Receive, Send, SendReceive
+from gcnzc.exchange.topology import Edge, find_peer, random_matching
+from gcnzc.kernels.codec.random_indices import draw_indices
+from gcnzc.kernels.finite import are_finite, can_be_squared
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.strategy.recipe import Exchange, Part, Update
+
+if TYPE_CHECKING:
+    from gcnzc.optim.strategy.strategy import Strategy
+
+
+class Matching(Part, ABC):
+    """Chooses the pairs of ranks of each round, equal on all ranks; a part of `Pairs`."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text."""
+
+    @abstractmethod
+    def choose(self, round: int) -> Algorithm[list[Edge]]:
+        """Return the pairs of a round, equal on all ranks.
+
+        Args:
+            round: the number of the round, from 0; each round is chosen once, in order.
+        """
+
+
+class RandomMatching(Matching):
+    """Random pairs in each round; with an odd number of ranks, the ranks are idle in turn.
+
+    Args:
+        seed: of the random choices.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def describe(self) -> str:
+        """See `Matching`."""
+        return f"matching=random, seed={self.seed}"
+
+    def choose(self, round: int) -> Algorithm[list[Edge]]:
+        """See `Matching`; without communication."""
+        return random_matching(self.strategy.group.world_size, self.seed, round=round)
+        yield
+
+
+class Pairs(Exchange):
+    """The mean of this rank and its peer in a matching, at random indices that all ranks share.
+
+    A rank whose vector has an element that is not finite, or too large to be squared, sends NaN in
+    place of the values. Its peer then sends it the whole vector, and keeps its own. If this is so
+    for both ranks, neither changes.
+
+    Args:
+        matching: chooses the pairs.
+        keep: the fraction of exchanged elements, in (0, 1]; at least one element is exchanged.
+        seed: of the random indices.
+
+    Raises:
+        ValueError: `keep` is out of range.
+    """
+
+    def __init__(self, matching: Matching, keep: float = 1.0, seed: int = 0) -> None:
+        if not 0 < keep <= 1:
+            raise ValueError(
+                f"keep is {keep!r}\n\nhint: the fraction of elements to exchange is above 0, and "
+                "at most 1"
+            )
+        self.matching, self.keep, self.seed = matching, keep, seed
+        self.round = 0
+        """the number of exchanges so far, equal on all ranks"""
+        self.pairs: list[Edge] = []
+        """the pairs of the last exchange, equal on all ranks"""
+
+    def attach(self, strategy: "Strategy") -> None:
+        """See `Part`."""
+        super().attach(strategy)
+        self.matching.attach(strategy)
+        count = strategy.recipe.update.num_elements
+        self.num_kept = min(max(round(self.keep * count), 1), count)
+        """k, the number of exchanged elements"""
+
+    def initialize(self) -> None:
+        """See `Part`."""
+        self.round = 0
+        self.matching.initialize()
+
+    def describe(self) -> str:
+        """See `Exchange`."""
+        return f"keep={self.keep}, {self.matching.describe()}"
+
+    def indices(self) -> Tensor | None:
+        """Return the indices (k,) of the current round, equal on all ranks; None for all."""
+        count = self.strategy.recipe.update.num_elements
+        if self.num_kept == count:
+            return None
+        found = draw_indices(count, self.num_kept, self.seed, self.round)
+        return found.to(self.strategy.flat_params.device)
+
+    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
+        """See `Exchange`: the vector (n,) of this rank, with means at the exchanged indices.
+
+        None if this rank is idle, or its peer's vector is not finite.
+        """
+        strategy = self.strategy
+        own = values[: strategy.recipe.update.num_elements]
+        self.pairs = yield from self.matching.choose(self.round)
+        rank = strategy.group.rank
+        peer = find_peer(self.pairs, rank)
+        indices = self.indices()
+        self.round += 1
+        is_finite = strategy.is_counted = bool(can_be_squared(own))
+        sent = own.clone() if indices is None else own[indices]
+        if not is_finite:
+            sent.fill_(torch.nan)
+        # all ranks make the same request; an idle rank with itself
+        received = yield SendReceive(sent, rank if peer is None else peer)
+        if peer is None:
+            return None
+        # a rank whose vector is not finite has sent only NaN
+        is_peer_finite = bool(are_finite(received[:1]))
+        if is_finite and is_peer_finite:
+            sent.add_(received).div_(2)
+            return sent if indices is None else own.index_copy_(0, indices, sent)
+        bad = [each for each, is_good in ((rank, is_finite), (peer, is_peer_finite)) if not is_good]
+        names = " and ".join(map(str, sorted(bad)))
+        strategy.record_drop(f"the parameters of rank {names} are not finite or too large")
+        if is_finite:
+            yield Send(own, peer)
+        elif is_peer_finite:
+            return (yield Receive(own, peer))
+        return None
+
+    def bytes_sent(self) -> int:
+        """Return the bytes that a rank with a peer sends for a mean, by formula."""
+        return self.num_kept * self.strategy.flat_params.dtype.itemsize
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `Part`."""
+        return {"round": self.round, **self.matching.shared_state()}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`."""
+        self.round = shared["round"]
+        self.matching.load(shared, local, shards)
+
+
+class PairMean(Update):
+    """Exchange the parameters, and set those of this rank to the mean with its peer."""
+
+    def read(self, out: Tensor) -> None:
+        """See `Update`."""
+        self.strategy.flat_params.read_parameters(out)
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`; the ranks of other pairs have other parameters."""
+        strategy = self.strategy
+        strategy.flat_params.write_parameters(mean)
+        if not strategy.is_counted:
+            delete_nonfinite_state(strategy.state, strategy.flat_params.parameters)
+        return
+        yield

@@ -1,0 +1,220 @@
+"""SAPS-PSGD: average a few parameters with one peer, preferably one with a fast link.
+
+    M_t  <- matching of fast pairs that keeps the ranks connected over time
+    c_t  <- random indices of a fraction p of the parameters, equal on all ranks
+    x_i  <- InnerOpt(x_i, gradient of rank i)        a local step
+    x_i[c_t] <- (x_i[c_t] + x_j[c_t]) / 2            (i, j) in M_t
+
+as in Tang, Shi and Chu, "Communication-Efficient Decentralized Learning with Sparsification and
+Adaptive Peer Selection" (2020, https://arxiv.org/abs/2002.09692). In the paper an index is
+exchanged with probability p; here the number of indices is fixed. All ranks compute the matching
+from the seed, the round and the bandwidths, so there is no coordinator.
+
+Notation: W ranks, n parameters, p their exchanged fraction, B (W, W) bandwidths.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm
+from gcnzc.exchange.bandwidth import measure_bandwidths
+from gcnzc.exchange.topology import (
+    NEVER,
+    Edge,
+    Matrix,
+    bandwidth_matching,
+    bottleneck_threshold,
+)
+from gcnzc.optim.strategy.every_interval import EveryInterval
+from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
+from gcnzc.optim.strategy.recipe import Recipe
+from gcnzc.optim.validation import check_at_least_zero, check_count
+
+if TYPE_CHECKING:
+    from gcnzc.optim.strategy.strategy import Strategy
+
+
+def saps(
+    keep: float = 0.01,
+    bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
+    *,
+    window: int | None = None,
+    threshold: float | None = None,
+    probe_interval: int | None = None,
+    seed: int = 0,
+    local_steps: int | str = 1,
+    control_interval: int = 10,
+) -> Recipe:
+    """Return the recipe of SAPS-PSGD.
+
+    Each exchange sends `keep` * n values, without indices, to one rank. With an odd number of ranks
+    one of them is idle, in turn.
+
+    Args:
+        keep: p, the fraction of the parameters of an exchange, in (0, 1].
+        bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, equal on all ranks; 0
+            for pairs that cannot communicate. Of (i, j) and (j, i) the lower one counts. None for
+            equal bandwidths, unless they are measured.
+        window: the number of exchanges after which a pair no longer counts as connected. A larger
+            window selects faster pairs, and averages more slowly between groups of fast pairs. None
+            for W / 2, rounded up, the least with which any 2 * `window` exchanges are guaranteed to
+            connect all ranks.
+        threshold: the bandwidth from which a pair is fast; None for half of the best bottleneck of
+            a matching (`bottleneck_threshold`).
+        probe_interval: measure the bandwidths in bytes per second before the first exchange, and
+            again every `probe_interval` exchanges, in place of `bandwidth`. A measurement exchanges
+            1 MiB between all pairs; the runs are no longer reproducible. None to not measure.
+        seed: of the random pairs and indices.
+        local_steps: the number of local steps from one exchange to the next, or "auto".
+        control_interval: the number of steps from one sum of signals over all ranks to the next.
+
+    Raises:
+        ValueError: an option is out of range, or `bandwidth` is not a matrix of numbers from 0 on.
+    """
+    check_count("control_interval", control_interval, 1)
+    matching = AdaptiveMatching(bandwidth, window, threshold, probe_interval, seed)
+    return Recipe(
+        "SAPS",
+        EveryInterval(),
+        PairMean(),
+        Pairs(matching, keep, seed),
+        local_steps=local_steps,
+        control_interval=control_interval,
+    )
+
+
+class AdaptiveMatching(Matching):
+    """Pairs with fast links that keep the ranks connected over time; see `saps`."""
+
+    def __init__(
+        self,
+        bandwidth: Any,
+        window: int | None,
+        threshold: float | None,
+        probe_interval: int | None,
+        seed: int,
+    ) -> None:
+        if window is not None:
+            check_count("window", window, 1)
+        if threshold is not None:
+            check_at_least_zero("threshold", threshold)
+        if probe_interval is not None:
+            check_count("probe_interval", probe_interval, 1)
+        if bandwidth is not None and probe_interval is not None:
+            raise ValueError(
+                "both bandwidth and probe_interval are given\n\nhint: give the bandwidths, or "
+                "measure them"
+            )
+        self.given = None if bandwidth is None else _read_matrix(bandwidth)
+        self.window = window or 0
+        """the number of rounds in which a pair is recent; 0 for the default before `attach`"""
+        self.threshold = threshold
+        self.probe_interval, self.seed = probe_interval, seed
+
+    def attach(self, strategy: "Strategy") -> None:
+        """See `Part`.
+
+        Raises:
+            ValueError: the bandwidths are those of another number of ranks.
+        """
+        super().attach(strategy)
+        world_size = strategy.group.world_size
+        if self.given is not None and len(self.given) != world_size:
+            raise ValueError(
+                f"bandwidths of {len(self.given)} ranks for {world_size} ranks\n\n"
+                "hint: give a matrix with a row and a column for each rank"
+            )
+        self.window = self.window or (world_size + 1) // 2
+        self.initialize()
+
+    def initialize(self) -> None:
+        """See `Part`."""
+        world_size = self.strategy.group.world_size
+        self.last_met: NDArray[np.int64] = np.full((world_size, world_size), NEVER, np.int64)
+        """(W, W): the last round in which two ranks met, or `NEVER`; equal on all ranks"""
+        self.measured_in = NEVER
+        """the round of the last measurement, or `NEVER`"""
+        equal = np.ones((world_size, world_size)) - np.eye(world_size)
+        self._set_bandwidth(equal if self.given is None else self.given)
+
+    def describe(self) -> str:
+        """See `Matching`; a given bandwidth by its size and a hash."""
+        bandwidth = "None"
+        if self.given is not None:
+            digest = hashlib.sha256(self.given.tobytes()).hexdigest()[:8]
+            bandwidth = f"{self.given.shape} {digest}"
+        return (
+            f"bandwidth={bandwidth}, window={self.window}, threshold={self.threshold}, "
+            f"probe_interval={self.probe_interval}, seed={self.seed}"
+        )
+
+    def choose(self, round: int) -> Algorithm[list[Edge]]:
+        """See `Matching`; communicates only to measure bandwidths."""
+        group = self.strategy.group
+        if self.probe_interval is not None and (
+            self.measured_in == NEVER or round >= self.measured_in + self.probe_interval
+        ):
+            device = self.strategy.flat_params.device
+            self._set_bandwidth(
+                (yield from measure_bandwidths(group.rank, group.world_size, device=device))
+            )
+            self.measured_in = round
+        pairs = bandwidth_matching(
+            self.bandwidth,
+            self.last_met,
+            self.seed,
+            round=round,
+            window=self.window,
+            threshold=self.fast_from,
+        )
+        for low, high in pairs:
+            self.last_met[low, high] = self.last_met[high, low] = round
+        return pairs
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `Part`; measured bandwidths are part of it, given ones are not."""
+        state: dict[str, Any] = {"last_met": torch.from_numpy(self.last_met.copy())}
+        if self.measured_in != NEVER:
+            state["bandwidth"] = torch.from_numpy(self.bandwidth.copy())
+            state["measured_in"] = self.measured_in
+        return state
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`; the state of another number of ranks is initialized again."""
+        self.initialize()
+        if len(shared["last_met"]) != self.strategy.group.world_size:
+            return
+        self.last_met = shared["last_met"].cpu().numpy().copy()
+        if "bandwidth" in shared and self.probe_interval is not None:
+            self.measured_in = shared["measured_in"]
+            self._set_bandwidth(shared["bandwidth"].cpu().numpy().copy())
+
+    def _set_bandwidth(self, bandwidth: Matrix) -> None:
+        self.bandwidth = bandwidth
+        """(W, W): the current bandwidths, symmetric, equal on all ranks"""
+        self.fast_from = (
+            bottleneck_threshold(bandwidth) if self.threshold is None else self.threshold
+        )
+        """the bandwidth from which a pair is fast"""
+
+
+def _read_matrix(bandwidth: Any) -> Matrix:
+    """Return bandwidths of the caller as a symmetric matrix (W, W) with a diagonal of 0."""
+    found = bandwidth.detach().cpu() if isinstance(bandwidth, Tensor) else bandwidth
+    matrix = np.array(found, np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not (matrix >= 0).all():
+        raise ValueError(
+            f"bandwidth has the shape {matrix.shape}, or a number that is negative or NaN\n\n"
+            "hint: give a matrix with a row and a column for each rank, of numbers from 0 on"
+        )
+    matrix = np.minimum(matrix, matrix.T)
+    np.fill_diagonal(matrix, 0)
+    return matrix
