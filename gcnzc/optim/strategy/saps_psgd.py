@@ -208,7 +208,7 @@ class AdaptiveMatching(Matching):
 
 def _read_matrix(bandwidth: Any) -> Matrix:
     """Return bandwidths of the caller as a symmetric matrix (W, W) with a diagonal of 0."""
-    found = bandwidth.detach().cpu() if isinstance(bandwidth, Tensor) else bandwidth
+    found = bandwidth.detach().cpu().numpy() if isinstance(bandwidth, Tensor) else bandwidth
     matrix = np.array(found, np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not (matrix >= 0).all():
         raise ValueError(

@@ -1,0 +1,389 @@
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from optim.local import (
+    adamw,
+    all_equal,
+    as_worker,
+    check_processes_as_lockstep,
+    check_resuming_at_every_step,
+    mean_of,
+    saved,
+    sgd,
+    team,
+    train,
+    vector_of,
+)
+from processes import results
+from torch import nn
+
+from gcnzc.exchange import Crash, Group, Link, WorkerLost, lockstep
+from gcnzc.exchange.bandwidth import measure_bandwidths
+from gcnzc.exchange.topology import (
+    NEVER,
+    bandwidth_matching,
+    is_connected,
+    pair_mixing,
+    round_robin,
+)
+from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
+from gcnzc.optim import LocalSGD, Strategy, resize_state, saps
+from gcnzc.optim.strategy.every_interval import EveryInterval
+from gcnzc.optim.strategy.pairs import PairMean, Pairs, RandomMatching
+from gcnzc.optim.strategy.recipe import Recipe
+
+FIRST_HALF = np.arange(8) < 4
+ISLANDS = np.where(FIRST_HALF[:, None] == FIRST_HALF, 100.0, 10.0)
+
+
+def pairs(keep=0.25, **options):
+    return lambda inner, group: Strategy(inner, saps(keep, **options), group)
+
+
+def exchanges(optimizers):
+    return [optimizer.recipe.exchange for optimizer in optimizers]
+
+
+def spread(optimizers, seed=0):
+    """Give every rank random parameters (W, n), which its local steps do not change."""
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    count = optimizers[0].flat_params.num_elements
+    values = torch.randn(len(optimizers), count, generator=torch.Generator().manual_seed(seed))
+    for optimizer, own in zip(optimizers, values.double(), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.flat_params.write_parameters(own)
+    return parameters_of(optimizers)
+
+
+def parameters_of(optimizers):
+    return torch.stack([optimizer.vector() for optimizer in optimizers]).numpy()
+
+
+def step(optimizers, **options):
+    return lockstep([optimizer.algorithm() for optimizer in optimizers], **options)
+
+
+def reference(values, keep, rounds, seed=0, bandwidth=None):
+    """The parameters (W, n) after rounds without local steps, in NumPy."""
+    world_size, count = values.shape
+    last_met = np.full((world_size, world_size), NEVER)
+    bandwidth = np.ones((world_size, world_size)) if bandwidth is None else bandwidth
+    values = values.copy()
+    for number in range(rounds):
+        matching = bandwidth_matching(
+            bandwidth, last_met, seed, round=number, window=(world_size + 1) // 2, threshold=0.5
+        )
+        kept = draw_indices_reference(count, round(keep * count), seed, number)
+        values[:, kept] = pair_mixing(world_size, matching) @ values[:, kept]
+        for low, high in matching:
+            last_met[low, high] = last_met[high, low] = number
+    return values
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("keep", [1.0, 0.1])
+def test_rounds_are_those_of_a_reference_and_keep_the_mean(world_size, keep):
+    _, optimizers = team(world_size, pairs(keep, seed=3))
+    before = spread(optimizers)
+    for number in range(1, 7):
+        step(optimizers)
+        found = parameters_of(optimizers)
+        np.testing.assert_allclose(found, reference(before, keep, number, 3), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found.mean(0), before.mean(0), rtol=0, atol=1e-12)
+    if keep == 1:
+        assert found.var(0).sum() < 0.3 * before.var(0).sum()
+
+
+class AllIndices(Pairs):
+    """Exchanges all elements as a selection of them."""
+
+    def indices(self):
+        return torch.arange(self.strategy.flat_params.num_elements)
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+def test_a_mask_of_all_elements_is_a_plain_mean_of_pairs(world_size):
+    def make(kind):
+        def of_rank(inner, group):
+            parts = EveryInterval(), PairMean(), kind(RandomMatching(5))
+            return Strategy(inner, Recipe("Pairs", *parts, control_interval=2), group)
+
+        return of_rank
+
+    plain, optimizers = team(world_size, make(Pairs), adamw)
+    masked, others = team(world_size, make(AllIndices), adamw)
+    train(plain, optimizers, 9)
+    train(masked, others, 9)
+    for model, other in zip(plain, masked, strict=True):
+        assert torch.equal(vector_of(model), vector_of(other))
+    low, high = exchanges(optimizers)[0].pairs[0]
+    assert torch.equal(vector_of(plain[low]), vector_of(plain[high]))
+    assert not all_equal(plain)
+
+
+def test_two_ranks_that_exchange_all_parameters_are_local_sgd():
+    models, optimizers = team(2, pairs(1.0), adamw)
+    others, local = team(2, lambda *each: LocalSGD(*each, local_steps=1), adamw)
+    for number in range(10):
+        train(models, optimizers, number + 1, number)
+        train(others, local, number + 1, number)
+        assert all_equal([*models, *others])
+
+
+def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
+    _, optimizers = team(3, pairs(0.02, seed=9))
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    count = optimizers[0].flat_params.num_elements
+    state, seen = torch.get_rng_state(), []
+    for number in range(40):
+        found = [each.indices() for each in exchanges(optimizers)]
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert found[0].tolist() == draw_indices_reference(count, round(0.02 * count), 9, number)
+        seen.append(set(found[0].tolist()))
+        step(optimizers)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(set(map(frozenset, seen))) == 40
+    # each index about equally often: 40 * 0.02 times
+    assert len(set().union(*seen)) > 0.45 * count
+    # at least one
+    assert len(draw_indices(10, exchanges(team(2, pairs(1e-9))[1])[0].num_kept, 0, 0)) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bytes_are_as_stated(world_size, dtype):
+    _, optimizers = team(world_size, pairs(0.1), dtype=dtype)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    count = optimizers[0].flat_params.num_elements
+    idle = 0
+    for number in range(2 * world_size):
+        found = step(optimizers)
+        matched = {rank for edge in exchanges(optimizers)[0].pairs for rank in edge}
+        idle += world_size - len(matched)
+        for rank, ledger in enumerate(found.ledgers):
+            stated = exchanges(optimizers)[rank].bytes_sent()
+            assert stated == dtype.itemsize * round(0.1 * count)
+            entry = ledger.entries["SendReceive"]
+            assert entry.bytes_sent == (stated if rank in matched else 0)
+            assert set(ledger.entries) == {"SendReceive"} | ({"Sum"} if number % 10 == 9 else set())
+    # in turn
+    assert idle == (2 * world_size if world_size % 2 else 0)
+
+
+def test_a_single_rank_takes_only_local_steps():
+    (model,), optimizers = team(1, pairs())
+    train([model], optimizers, 5)
+    other = team(1, lambda *each: LocalSGD(*each, local_steps=1))
+    train(*other, 5)
+    assert torch.equal(vector_of(model), vector_of(other[0][0]))
+    optimizers[0].finalize()
+
+
+@pytest.mark.parametrize("world_size", [3, 7, 8])
+def test_pairs_connect_the_ranks_and_are_equal_on_all(world_size):
+    window = (world_size + 1) // 2
+    _, optimizers = team(world_size, pairs(bandwidth=ISLANDS[:world_size, :world_size]))
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    met = []
+    for _ in range(30):
+        step(optimizers)
+        found = [each.pairs for each in exchanges(optimizers)]
+        assert all(each == found[0] for each in found)
+        met.append(found[0])
+    for number in range(30 - 2 * window):
+        of_window = [edge for each in met[number : number + 2 * window] for edge in each]
+        assert is_connected(world_size, of_window)
+
+
+@pytest.mark.parametrize("options", [{}, {"probe_interval": 3}, {"bandwidth": np.ones((3, 3))}])
+def test_a_run_resumes_from_any_step(options):
+    check_resuming_at_every_step(pairs(**options), 3, 8, inner=adamw)
+
+
+def test_a_measurement_is_not_repeated_after_resuming():
+    options = {"probe_interval": 100}
+    models, optimizers = team(4, pairs(**options))
+    train(models, optimizers, 3)
+    _, others = team(4, pairs(**options))
+    for optimizer, other in zip(optimizers, others, strict=True):
+        other.load_state_dict(saved(optimizer.state_dict()))
+    found = step(others)
+    assert all(ledger.entries["SendReceive"].requests == 1 for ledger in found.ledgers)
+    matchings = [each.matching for each in exchanges([*optimizers, *others])]
+    assert all(np.array_equal(each.bandwidth, matchings[0].bandwidth) for each in matchings)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (4, 1), (1, 3)])
+def test_another_number_of_ranks_starts_from_the_mean_of_the_old(old, new):
+    models, optimizers = team(old, pairs())
+    train(models, optimizers, 6)
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, pairs())
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resize_state(states, rank, new))
+    for model in again:
+        torch.testing.assert_close(vector_of(model), mean_of(models))
+    train(again, others, 10, 6)
+    assert all(each.pairs == exchanges(others)[0].pairs for each in exchanges(others))
+
+
+def test_a_rank_that_is_not_finite_takes_the_parameters_of_its_peer():
+    models, optimizers = team(4, pairs(), adamw)
+    train(models, optimizers, 3)
+    train_without = copy.deepcopy((models, optimizers))
+    with torch.no_grad():
+        models[1].first.weight[0, 0] = float("nan")
+        optimizers[1].state[models[1].rare]["exp_avg"][0] = float("inf")
+    train(models, optimizers, 4, 3)
+    (pair,) = [edge for edge in exchanges(optimizers)[0].pairs if 1 in edge]
+    peer = sum(pair) - 1
+    assert torch.equal(vector_of(models[1]), vector_of(models[peer]))
+    assert all(vector_of(model).isfinite().all() for model in models)
+    assert models[1].rare not in optimizers[1].state
+    # its peer has taken its own step, without a mean
+    others, theirs = train_without
+    for each in exchanges(theirs):
+        each.mean = no_mean
+    train(others, theirs, 4, 3)
+    assert torch.equal(vector_of(models[peer]), vector_of(others[peer]))
+    for rank, optimizer in enumerate(optimizers):
+        reason = "the parameters of rank 1 are not finite or too large"
+        assert optimizer.dropped == (rank in pair)
+        assert (reason in optimizer.skip_reason) == (rank in pair)
+    train(models, optimizers, 8, 4)
+    assert all(vector_of(model).isfinite().all() for model in models)
+
+
+def no_mean(values):
+    return None
+    yield
+
+
+def test_pairs_of_which_no_rank_is_finite_do_not_change_and_recover_by_others():
+    _, optimizers = team(4, pairs(0.5))
+    values = spread(optimizers)
+    step(optimizers)
+    bad = next(edge for edge in exchanges(optimizers)[0].pairs if 0 in edge)
+    _, optimizers = team(4, pairs(0.5))
+    values = spread(optimizers)
+    for rank in bad:
+        broken = torch.from_numpy(values[rank].copy())
+        broken[rank] = [float("nan"), 1e200][rank > 0]
+        optimizers[rank].flat_params.write_parameters(broken)
+    step(optimizers)
+    for rank, optimizer in enumerate(optimizers):
+        expected = f"rank {bad[0]} and {bad[1]} are not finite" if rank in bad else ""
+        assert expected in optimizer.skip_reason
+        assert optimizer.dropped == (rank in bad)
+    for _ in range(20):
+        step(optimizers)
+    assert np.isfinite(parameters_of(optimizers)).all()
+    assert np.abs(parameters_of(optimizers)).max() < 10
+
+
+def test_signals_reach_all_ranks_every_control_interval():
+    models, optimizers = team(
+        3, lambda *each: Strategy(each[0], saps(control_interval=4), each[1], signals=2)
+    )
+    for number in range(9):
+        optimizers[2].signals = [number >= 2, False]
+        train(models, optimizers, number + 1, number)
+        expected = [number in (3, 7), False]
+        assert all(optimizer.received_signals == expected for optimizer in optimizers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6, 7])
+def test_a_round_robin_has_each_pair_once(world_size):
+    rounds = list(round_robin(world_size))
+    met = [edge for matching in rounds for edge in matching]
+    assert sorted(met) == [(i, j) for i in range(world_size) for j in range(i + 1, world_size)]
+    assert all(len(matching) == world_size // 2 for matching in rounds)
+
+
+def links_of(bandwidth):
+    ranks = range(len(bandwidth))
+    return {(i, j): Link(bandwidth[i, j]) for i in ranks for j in ranks if i != j}
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_bandwidths_are_measured_and_the_lower_direction_counts(world_size):
+    bandwidth = 1e6 * ISLANDS[:world_size, :world_size]
+    bandwidth[0, 1] = 5e6
+    found = lockstep(
+        [measure_bandwidths(rank, world_size) for rank in range(world_size)],
+        links=links_of(bandwidth),
+    ).results
+    expected = np.minimum(bandwidth, bandwidth.T) * (1 - np.eye(world_size))
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=0.01)
+        assert np.array_equal(each, found[0])
+
+
+def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
+    _, optimizers = team(8, pairs(0.01, probe_interval=10))
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    slow = []
+    for number in range(30):
+        # the islands differ from round 10 on
+        islands = ISLANDS if number < 10 else np.roll(ISLANDS, 2, (0, 1))
+        step(optimizers, links=links_of(1e6 * islands))
+        slow.append(any(islands[edge] == 10 for edge in exchanges(optimizers)[0].pairs))
+    # one round in about 5 connects the islands
+    assert sum(slow[:10]) <= 3
+    assert 2 <= sum(slow[10:]) <= 6
+    assert {each.matching.measured_in for each in exchanges(optimizers)} == {20}
+    assert exchanges(optimizers)[0].matching.fast_from == pytest.approx(5e7, rel=0.01)
+
+
+def test_a_rank_that_has_crashed_is_an_error_on_its_peer():
+    _, optimizers = team(2, pairs())
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    found = step(optimizers, link=Link(1e6), faults={1: [Crash(1e-9)]})
+    assert isinstance(found.errors[0], WorkerLost)
+    assert "rank 1" in str(found.errors[0])
+
+
+def test_options_that_are_out_of_range_or_differ_are_an_error():
+    for options, words in (
+        ({"keep": 0.0}, "keep is 0.0"),
+        ({"keep": 1.5}, "keep is 1.5"),
+        ({"window": 0}, "window is 0"),
+        ({"threshold": -1.0}, "threshold is -1.0"),
+        ({"probe_interval": 0}, "probe_interval is 0"),
+        ({"control_interval": 0}, "control_interval is 0"),
+        ({"local_steps": 0}, "local_steps is 0"),
+        ({"bandwidth": [[0, 1, 2]]}, r"shape \(1, 3\)"),
+        ({"bandwidth": [[0, -1], [1, 0]]}, "negative or NaN"),
+        ({"bandwidth": torch.ones(2, 2), "probe_interval": 5}, "both bandwidth and probe_interval"),
+        ({"bandwidth": torch.ones(3, 3)}, "bandwidths of 3 ranks for 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pairs(**{"keep": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
+    for one, other in (
+        ({"seed": 0}, {"seed": 1}),
+        ({"keep": 0.5}, {"keep": 0.25}),
+        ({"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}),
+    ):
+        optimizers = [
+            pairs(**{"keep": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2))
+            for rank, options in enumerate((one, other))
+        ]
+        with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
+            lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    (text,) = [repr(optimizers[0])]
+    assert re.match(
+        r"SAPS\(local_steps=1, keep=0.5, bandwidth=\(2, 2\) [0-9a-f]{8}, window=1", text
+    )
+
+
+def test_processes_compute_what_lockstep_computes(tmp_path):
+    found = results(3, tmp_path, as_worker, [saps_of_a_quarter], 7)
+    check_processes_as_lockstep([each for (each,) in found], saps_of_a_quarter, 7)
+
+
+def saps_of_a_quarter(inner, group):
+    return pairs(0.25, control_interval=4)(inner, group)
