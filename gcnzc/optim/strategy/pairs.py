@@ -21,13 +21,13 @@ from gcnzc.exchange.topology import Edge, find_peer, random_matching
 from gcnzc.kernels.codec.random_indices import draw_indices
 from gcnzc.kernels.finite import are_finite, can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
-from gcnzc.optim.strategy.recipe import Exchange, Part, Update
+from gcnzc.optim.strategy.recipe import Exchange, RecipePart, Update
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
-class Matching(Part, ABC):
+class Matching(RecipePart, ABC):
     """Chooses the pairs of ranks of each round, equal on all ranks; a part of `Pairs`."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Pairs(Exchange):
         """the pairs of the last exchange, equal on all ranks"""
 
     def attach(self, strategy: "Strategy") -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         self.matching.attach(strategy)
         count = strategy.recipe.update.num_elements
@@ -100,7 +100,7 @@ class Pairs(Exchange):
         """k, the number of exchanged elements"""
 
     def initialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.round = 0
         self.matching.initialize()
 
@@ -155,13 +155,13 @@ class Pairs(Exchange):
         return self.num_kept * self.strategy.flat_params.dtype.itemsize
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`."""
+        """See `RecipePart`."""
         return {"round": self.round, **self.matching.shared_state()}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.round = shared["round"]
         self.matching.load(shared, local, shards)
 

@@ -118,7 +118,7 @@ class AdaptiveMatching(Matching):
         self.probe_interval, self.seed = probe_interval, seed
 
     def attach(self, strategy: "Strategy") -> None:
-        """See `Part`.
+        """See `RecipePart`.
 
         Raises:
             ValueError: the bandwidths are those of another number of ranks.
@@ -134,7 +134,7 @@ class AdaptiveMatching(Matching):
         self.initialize()
 
     def initialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         world_size = self.strategy.group.world_size
         self.last_met: NDArray[np.int64] = np.full((world_size, world_size), NEVER, np.int64)
         """(W, W): the last round in which two ranks met, or `NEVER`; equal on all ranks"""
@@ -178,7 +178,7 @@ class AdaptiveMatching(Matching):
         return pairs
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`; measured bandwidths are part of it, given ones are not."""
+        """See `RecipePart`; measured bandwidths are part of it, given ones are not."""
         state: dict[str, Any] = {"last_met": torch.from_numpy(self.last_met.copy())}
         if self.measured_in != NEVER:
             state["bandwidth"] = torch.from_numpy(self.bandwidth.copy())
@@ -188,7 +188,7 @@ class AdaptiveMatching(Matching):
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`; the state of another number of ranks is initialized again."""
+        """See `RecipePart`; the state of another number of ranks is initialized again."""
         self.initialize()
         if len(shared["last_met"]) != self.strategy.group.world_size:
             return
