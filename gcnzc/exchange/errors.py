@@ -1,5 +1,7 @@
 """Errors of exchanges between ranks."""
 
+from typing import NoReturn
+
 from gcnzc.exchange.heartbeat import HeartbeatMonitor
 
 # default remedy in the message of `WorkerLost`
@@ -49,3 +51,25 @@ def worker_lost(
     error = WorkerLost(text)
     error.reason = failure
     return error
+
+
+def reject(rank: int, world_size: int, what: str, *, is_closed: bool) -> NoReturn:
+    """Raise the error of a request to a group that is closed, or was never connected.
+
+    Args:
+        rank: the rank that makes the request.
+        world_size: the number of ranks.
+        what: the request.
+        is_closed: whether the group was connected before.
+    """
+    if is_closed:
+        raise RuntimeError(
+            f"rank {rank} requests {what} of a group that is closed\n\n"
+            "hint: call finalize() and everything else that communicates before close(), the end "
+            "of `with init_group()`, and destroy_process_group()"
+        )
+    raise RuntimeError(
+        f"rank {rank} of {world_size} is not connected, so it cannot execute {what}\n\n"
+        "hint: initialize torch.distributed before an optimizer is unpickled, or load its "
+        "state_dict() into a new one"
+    )

@@ -24,7 +24,7 @@ from gcnzc._moved import renamed_attribute
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import AllGatherScalar
-from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, worker_lost
+from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.process_group import Channel, T
@@ -48,6 +48,7 @@ from gcnzc.exchange.requests import (
 )
 from gcnzc.exchange.start import is_initialized
 from gcnzc.exchange.started_requests import abandon, network, wait_for_first
+from gcnzc.exchange.store_requests import StoreRequests
 
 # default time limit of a wait for a message
 TIMEOUT_S = 60.0
@@ -130,9 +131,11 @@ class Group:
             Receive: self._run_message,
             Start: self._start,
             Wait: self._wait,
-            First: self._wait_for_first,
+            First: partial(self._run_request, wait_for_first),
             Abandon: abandon,
         }
+        stored = StoreRequests(store, timeout_s)
+        self._handlers |= dict.fromkeys(stored.kinds, partial(self._run_request, stored.execute))
         self._num_callers = 0
         self._channels: dict[str, Channel] = {}
         self._default_channel = self.channel("")
@@ -340,21 +343,12 @@ class Group:
 
     def _reject(self, request: Request) -> None:
         """Raise the error of a request to a group that is not connected, or closed."""
-        if not self.backend:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.world_size} is not connected, so it cannot execute "
-                f"{request.describe()}\n\nhint: initialize torch.distributed before "
-                "an optimizer is unpickled, or load its state_dict() into a new one"
-            )
-        if self.monitor is not None:
+        if self.backend and self.monitor is not None:
             self.monitor.stop("its group is closed")
             # otherwise the other ranks would wait for the time limit
             self._abort()
-        raise RuntimeError(
-            f"rank {self.rank} requests {request.describe()} of a group that is closed\n\n"
-            "hint: call finalize() and everything else that communicates before close(), the end "
-            "of `with init_group()`, and destroy_process_group()"
-        )
+        what = request.describe()
+        reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
     def _run_collective(self, request: Collective) -> Any:
         channel = self._default_channel
@@ -382,8 +376,8 @@ class Group:
     def _wait(self, request: Wait) -> Any:
         return self._execute(request.pending.result, request, request.pending.find_need)
 
-    def _wait_for_first(self, request: First) -> Any:
-        return self._execute(lambda: wait_for_first(request), request, lambda: None)
+    def _run_request(self, function: Callable[[Any], Any], request: Request) -> Any:
+        return self._execute(lambda: function(request), request, lambda: None)
 
     def _execute(
         self,

@@ -31,6 +31,7 @@ def lockstep(
     links: Mapping[tuple[int, int], Link] | None = None,
     choices: Choices | None = None,
     faults: Mapping[int, Sequence[Fault]] | None = None,
+    store_s: float = 0.0,
 ) -> Outcome:
     """Run the algorithms of W ranks in one process, and simulate the time that they take.
 
@@ -44,6 +45,8 @@ def lockstep(
         faults: by rank, its crash and slow-downs. A rank that waits for one that has crashed raises
             `WorkerLost`, as over processes; if the algorithm does not handle it, this rank ends
             too, and the error is in `Outcome.errors`.
+        store_s: the time of a request to the store, such as `CompareAndSet`, in seconds. The store
+            is empty at the start.
 
     Returns:
         The results, times and ledgers of all ranks.
@@ -55,7 +58,7 @@ def lockstep(
         ValueError: a request, the links or the faults are invalid.
     """
     network = SimulatedNetwork(len(algorithms), link, links)
-    simulation = Simulation(algorithms, network, choices or _DEFAULT_CHOICES, faults or {})
+    simulation = Simulation(algorithms, network, choices or _DEFAULT_CHOICES, faults or {}, store_s)
     with _rare_garbage_collection():
         return simulation.run()
 

@@ -339,9 +339,108 @@ class Abandon(BaseRequest):
     """the answer of `Start`"""
 
 
+class StoreRequest(BaseRequest, ABC):
+    """The base of requests to the store, which has values of bytes by key, common to all ranks.
+
+    The store executes requests one after the other. It shares no state with messages and
+    collectives, so a rank can wait for a decision without a message from each of the others. A key
+    that does not exist has no value, which answers give as b"". A group of several ranks uses the
+    store of torch.distributed; `lockstep` simulates one.
+    """
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: it is invalid.
+        """
+
+
+@dataclass(slots=True)
+class CompareAndSet(StoreRequest):
+    """Set a key if it has the expected value; the answer is what the key holds afterwards.
+
+    Of several ranks that set a key with the same expected value, exactly one succeeds: the answers
+    of all of them are its value.
+    """
+
+    key: str
+    expected: bytes
+    """b"" if the key must not exist"""
+    value: bytes
+    """not empty"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"CompareAndSet of the key {self.key}"
+
+    def check(self) -> None:
+        """Check that the value is not empty; raises ValueError."""
+        if not self.value:
+            raise ValueError(
+                f"{self.describe()} to an empty value\n\n"
+                "hint: an empty value means that the key does not exist; DeleteKeys deletes it"
+            )
+
+
+@dataclass(slots=True)
+class ReadKeys(StoreRequest):
+    """Read several keys; the answer is a list of their values.
+
+    Over processes, keys that exist are read at the same instant. A key that is set while others are
+    looked up may be missing in the answer.
+    """
+
+    keys: Sequence[str]
+
+    def describe(self) -> str:
+        """Describe the number of keys, for error messages."""
+        return f"ReadKeys of {len(self.keys)} keys"
+
+
+@dataclass(slots=True)
+class WaitForKey(StoreRequest):
+    """Wait until a key exists, or for a limited time; the answer is its value, None if too late.
+
+    Over processes the key is polled, at least once, every `POLL_S` to `MAX_POLL_S` seconds of
+    `gcnzc.exchange.store_requests`.
+    """
+
+    key: str
+    seconds: float | None = None
+    """the limit, at least 0. With None, `run` raises `WorkerLost` after the time limit of the
+    group, and `lockstep` if no rank can continue and one has ended with an error"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"the key {self.key}"
+
+    def check(self) -> None:
+        """Check that the limit is not negative or NaN; raises ValueError."""
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ValueError(
+                f"a wait of {self.seconds} s for {self.describe()}\n\n"
+                "hint: give at least 0 s, or None"
+            )
+
+
+@dataclass(slots=True)
+class DeleteKeys(StoreRequest):
+    """Delete keys, of which some may not exist; the answer is None."""
+
+    keys: Sequence[str]
+
+    def describe(self) -> str:
+        """Describe the number of keys, for error messages."""
+        return f"DeleteKeys of {len(self.keys)} keys"
+
+
 Request: TypeAlias = (
     Collective | Message | Scratch | Compute | Now | Caller | Start | Wait | First | Abandon
-)
+    | StoreRequest
+)  # fmt: skip
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 

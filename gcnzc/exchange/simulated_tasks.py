@@ -10,7 +10,8 @@ from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import Algorithm, First, Receive, Send
+from gcnzc.exchange.requests import Algorithm, First, Receive, Send, WaitForKey
+from gcnzc.exchange.size_only import SizeOnly
 
 NEVER = float("inf")
 
@@ -66,7 +67,7 @@ class Task:
         within = f" in {self.kind}" if self.kind else ""
         if isinstance(self.waits_for, StartedReceive | SentMessage):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
-        if isinstance(self.waits_for, FirstWait):
+        if isinstance(self.waits_for, FirstWait | KeyWait):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}"
         return f"rank {self.rank} waits for a request that it started{within}"
 
@@ -95,6 +96,15 @@ class FirstWait:
             if each is not ended:
                 each.waiting.remove(self)
         return True
+
+
+class KeyWait:
+    """A task that waits for a key of the store."""
+
+    __slots__ = ("is_over", "request", "task")
+
+    def __init__(self, task: Task, request: WaitForKey) -> None:
+        self.task, self.request, self.is_over = task, request, False
 
 
 class SentMessage:
@@ -148,6 +158,18 @@ class StartedReceive:
         if message.copy is not None:
             as_bytes(values).copy_(message.copy)
         return values
+
+
+def invalid_like(values: Any) -> Any:
+    """Return scratch memory for values like these, which shows if it is read before it is written.
+
+    All its bits are set, which are NaN in float16, bfloat16, float32 and float64.
+    """
+    if isinstance(values, SizeOnly):
+        return values
+    scratch = torch.empty_like(values)
+    as_bytes(scratch).fill_(0xFF)
+    return scratch
 
 
 class Mailbox:

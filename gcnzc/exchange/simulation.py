@@ -7,8 +7,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from gcnzc.exchange.agreement import (
     Header,
     RequestLog,
@@ -37,6 +35,7 @@ from gcnzc.exchange.requests import (
     check_on_channels,
 )
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
+from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
     NEVER,
     FirstWait,
@@ -45,6 +44,7 @@ from gcnzc.exchange.simulated_tasks import (
     SentMessage,
     StartedReceive,
     Task,
+    invalid_like,
 )
 from gcnzc.exchange.size_only import SizeOnly
 
@@ -58,6 +58,7 @@ class Simulation:
         network: SimulatedNetwork,
         choices: Choices,
         faults: Mapping[int, Sequence[Fault]],
+        store_s: float = 0.0,
     ) -> None:
         self.world_size = len(algorithms)
         self.network, self.choices = network, choices
@@ -87,6 +88,8 @@ class Simulation:
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
+        self.store = SimulatedStore(self, store_s)
+        self.handlers |= self.store.handlers
         self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
         for rank, machine in enumerate(self.machines):
             if machine.crashes_at < NEVER:
@@ -94,8 +97,8 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
-        events = self.events
-        while events:
+        events, at = self.events, 0.0
+        while events or self.store.lose_waits(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -212,14 +215,7 @@ class Simulation:
 
     def allocate(self, task: Task, request: Scratch) -> bool:
         """Answer a `Scratch`."""
-        values = request.values
-        if isinstance(values, SizeOnly):
-            task.answer = values
-            return True
-        # all bits set are NaN in float16, bfloat16, float32 and float64, so that results show
-        # whether scratch memory was read before it was written
-        task.answer = torch.empty_like(values)
-        as_bytes(task.answer).fill_(0xFF)
+        task.answer = invalid_like(request.values)
         return True
 
     def start(self, task: Task, request: Start) -> bool:

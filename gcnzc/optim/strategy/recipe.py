@@ -102,7 +102,28 @@ class Policy(RecipePart, ABC):
 
     @abstractmethod
     def is_due(self) -> Algorithm[bool]:
-        """Return whether the ranks exchange after the current step; equal on all ranks."""
+        """Return whether this rank exchanges after the current step.
+
+        Equal on all ranks if the exchange is one of all ranks.
+        """
+
+    def end_step(self) -> Algorithm[None]:
+        """End a step, after its exchange if there was one; does nothing by default."""
+        return
+        yield
+
+    def leave(self) -> Algorithm[None]:
+        """Prepare to wait for all ranks, outside of the exchanges; does nothing by default.
+
+        A policy whose ranks do not all exchange together lets the others continue without this one.
+        """
+        return
+        yield
+
+    def come_back(self) -> Algorithm[None]:
+        """Take part in exchanges again after `leave`; does nothing by default."""
+        return
+        yield
 
 
 class Update(RecipePart, ABC):

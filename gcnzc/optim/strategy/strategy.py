@@ -111,6 +111,28 @@ class Strategy(LocalUpdates):
             self.since = 0
             yield from self.sync_interval.time_exchange(self.synchronize())
         yield from self.control.take_turn()
+        yield from self.recipe.policy.end_step()
+
+    def compare(self) -> Algorithm[bool]:
+        """See `DistributedOptimizer`."""
+        if not self.comparison.is_due:
+            return False
+        yield from self.recipe.policy.leave()
+        is_compared = yield from super().compare()
+        yield from self.recipe.policy.come_back()
+        return is_compared
+
+    def average_parameters(self) -> Algorithm[Tensor]:
+        """See `LocalUpdates`."""
+        yield from self.recipe.policy.leave()
+        own = yield from super().average_parameters()
+        yield from self.recipe.policy.come_back()
+        return own
+
+    def finalize_algorithm(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`."""
+        yield from self.recipe.policy.leave()
+        yield from super().finalize_algorithm()
 
     def synchronize(self) -> Algorithm[None]:
         """See `LocalUpdates`."""

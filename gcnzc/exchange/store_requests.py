@@ -1,0 +1,124 @@
+"""Requests to the store over processes, and the store of a single process."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gcnzc.exchange.errors import ConnectionBroken
+from gcnzc.exchange.rendezvous import read_existing
+from gcnzc.exchange.requests import (
+    CompareAndSet,
+    DeleteKeys,
+    ReadKeys,
+    StoreRequest,
+    WaitForKey,
+)
+from gcnzc.exchange.started_requests import network
+
+# poll interval of a wait, at first and at most; a request takes 15 us to a store on this machine
+POLL_S, MAX_POLL_S = 0.0005, 0.01
+# separates the keys of algorithms from those of this package
+PREFIX = "gcnzc/keys/"
+# no key has this value
+_NO_VALUE = "\0"
+
+
+class MemoryStore:
+    """A store of one process: of a single rank, or of a simulation."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def compare_and_set(self, request: CompareAndSet) -> bytes:
+        """Execute a `CompareAndSet`."""
+        if self.values.get(request.key, b"") == request.expected:
+            self.values[request.key] = request.value
+        return self.values.get(request.key, b"")
+
+    def read(self, request: ReadKeys) -> list[bytes]:
+        """Execute a `ReadKeys`."""
+        return [self.values.get(key, b"") for key in request.keys]
+
+    def delete(self, request: DeleteKeys) -> None:
+        """Execute a `DeleteKeys`."""
+        for key in request.keys:
+            self.values.pop(key, None)
+
+
+class StoreRequests:
+    """Executes requests to the store of a group.
+
+    Args:
+        store: a store of torch.distributed that all ranks share; None for a single rank.
+        timeout_s: time limit of waits without one, in seconds.
+    """
+
+    kinds = (CompareAndSet, ReadKeys, WaitForKey, DeleteKeys)
+    """the types of requests"""
+
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        self.store, self.timeout_s = store, timeout_s
+        self.memory = MemoryStore()
+        """of a single rank"""
+
+    def execute(self, request: StoreRequest) -> Any:
+        """Execute a request, and return its answer.
+
+        Raises:
+            ConnectionBroken: the store does not respond, or a wait without a limit took longer than
+                the time limit of the group.
+            ValueError: the request is invalid.
+        """
+        request.check()
+        with network():
+            if isinstance(request, WaitForKey):
+                return self._wait(request)
+            if isinstance(request, CompareAndSet):
+                return self._compare_and_set(request)
+            if isinstance(request, ReadKeys):
+                return self._read(request.keys)
+            assert isinstance(request, DeleteKeys), "there are no other kinds"
+            return self._delete(request)
+
+    def _compare_and_set(self, request: CompareAndSet) -> bytes:
+        if self.store is None:
+            return self.memory.compare_and_set(request)
+        key, expected, value = PREFIX + request.key, request.expected, request.value
+        answer = bytes(self.store.compare_set(key, expected, value))
+        # torch's store answers the expected value if the key does not exist
+        return b"" if answer == expected != value else answer
+
+    def _read(self, keys: Sequence[str]) -> list[bytes]:
+        if self.store is None:
+            return self.memory.read(ReadKeys(keys))
+        names = [PREFIX + key for key in keys]
+        if len(names) == 1:
+            # `get` would wait for a key that does not exist
+            value = bytes(self.store.compare_set(names[0], _NO_VALUE, _NO_VALUE))
+            return [b"" if value == _NO_VALUE.encode() else value]
+        found = read_existing(self.store, names)
+        return [bytes(found.get(name, b"")) for name in names]
+
+    def _delete(self, request: DeleteKeys) -> None:
+        if self.store is None:
+            self.memory.delete(request)
+            return
+        for key in request.keys:
+            self.store.delete_key(PREFIX + key)
+
+    def _wait(self, request: WaitForKey) -> bytes | None:
+        limit_s = self.timeout_s if request.seconds is None else request.seconds
+        end, pause_s = time.monotonic() + limit_s, POLL_S
+        while True:
+            (value,) = self._read([request.key])
+            if value:
+                return value
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                break
+            time.sleep(min(pause_s, remaining_s))
+            pause_s = min(1.5 * pause_s, MAX_POLL_S)
+        if request.seconds is not None:
+            return None
+        limit = TimeoutError("no rank has set the key within the time limit")
+        raise ConnectionBroken from limit

@@ -1,0 +1,408 @@
+"""Dynamic backup workers: slow ranks miss rounds of decentralized averaging.
+
+    x_i <- InnerOpt(x_i)                    a local step of rank i, finished at the time t_i
+    theta_k = min_(u, v) max(t_u, t_v)      over the pending edges of a spanning tree
+    F_k = { i : t_i <= theta_k }            the members of round k
+    x_i <- sum_j M_ij x_j                   i and j in F_k, M: Metropolis weights of their graph
+
+A round closes as soon as both ends of a pending edge have finished a local step. The other ranks
+continue to compute, and take part in the round that is current when they finish. Each round
+establishes the edges of the tree among its members; an epoch ends, and all edges are pending again,
+when all have been established. Therefore the union of the rounds of an epoch connects all ranks.
+
+The method is that of Wang, Liu and Zhang, "Straggler-Resilient Distributed Machine Learning with
+Dynamic Backup Workers" (2021, https://arxiv.org/abs/2102.06280), with a protocol without a
+coordinator: each rank announces in the store that it has finished, and a rank that finds both ends
+of a pending edge closes the round by a compare-and-set. Members average by messages to their
+neighbors, so no rank communicates with a rank that has not finished.
+
+Notation: W ranks, n elements of the flat parameter vector.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import (
+    Algorithm,
+    CompareAndSet,
+    DeleteKeys,
+    First,
+    ReadKeys,
+    Receive,
+    Send,
+    Start,
+    Sum,
+    Wait,
+    WaitForKey,
+)
+from gcnzc.exchange.sync import all_gather_text
+from gcnzc.exchange.topology import Edge, check_graph, complete, exponential, regular, ring
+from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.strategy.parameter_mean import ParameterMean
+from gcnzc.optim.strategy.recipe import Exchange, Policy, Recipe
+from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_at_least_zero, check_count
+
+CHANNEL = "control"
+"""the channel of the sums of signals"""
+
+
+def backup_workers(
+    graph: str | Iterable[Edge] = "ring",
+    *,
+    grace_s: float = 0.002,
+    control_interval: int = 32,
+    wait_interval: int | None = None,
+) -> Recipe:
+    """Return the recipe of dynamic backup workers.
+
+    The ranks do not take the same steps at the same time: a fast rank is ahead of a slow one by at
+    most 2 `control_interval` steps. If all ranks have finished at the same time, the round has all
+    of them; on a complete graph this is local SGD with a mean after every step.
+
+    No other algorithm may communicate between two calls of `step`, because fast ranks would wait in
+    it for slow ones, which may wait for a round with the fast ones. Exceptions are the methods of
+    the optimizer, and the steps after which all ranks wait for one another: those whose number is a
+    multiple of `wait_interval`, and those that receive a signal. A rank that waits for all others
+    does not delay their rounds.
+
+    Args:
+        graph: the ranks that average with one another: "ring", "complete", "exponential", a regular
+            graph such as "4-regular", or edges (i, j) of ranks.
+        grace_s: for how many seconds a rank that can close a round waits for others to finish.
+            Infinity waits for all ranks in every round.
+        control_interval: the number of steps from one sum of signals to the next. The sums overlap
+            with the steps: a signal is received between N and 2 N steps after it was sent.
+        wait_interval: the number of steps after which all ranks wait for one another, such as the
+            number of steps of an epoch; None if they need not. The waits have the time limit of the
+            group.
+
+    Raises:
+        ValueError: an option is out of range, or there is no such graph.
+    """
+    rounds = CloseRounds(graph, grace_s, control_interval, wait_interval)
+    return Recipe("BackupWorkers", rounds, MixedParameters(), NeighborMean(rounds))
+
+
+def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
+    """Return the edges of a graph of W ranks; see `backup_workers`.
+
+    Raises:
+        ValueError: there is no such graph.
+    """
+    if not isinstance(graph, str):
+        return check_graph(world_size, graph)
+    if degree := re.fullmatch(r"(\d+)-regular", graph):
+        return regular(world_size, int(degree[1]))
+    named = {"ring": ring, "complete": complete, "exponential": exponential}
+    if graph not in named:
+        raise ValueError(
+            f"the graph {graph!r}\n\nhint: use {', '.join(named)}, a number of neighbors as in "
+            "4-regular, or edges (i, j) of ranks"
+        )
+    return named[graph](world_size)
+
+
+class CloseRounds(Policy):
+    """Announce that a step is finished, and close the round if that is possible."""
+
+    rules: RoundRules
+    last: ClosedRound
+    """the last closed round that this rank knows; its `bounds` count the epochs that each rank
+    has delayed"""
+
+    def __init__(
+        self,
+        graph: str | Iterable[Edge],
+        grace_s: float,
+        control_interval: int,
+        wait_interval: int | None,
+    ) -> None:
+        if grace_s != math.inf:
+            check_at_least_zero("grace_s", grace_s)
+        check_count("control_interval", control_interval, 1)
+        if wait_interval is not None:
+            check_count("wait_interval", wait_interval, 1)
+        self.graph = graph if isinstance(graph, str) else [(low, high) for low, high in graph]
+        self.grace_s, self.wait_interval = grace_s, wait_interval
+        self.control_interval = control_interval
+        self.status = b""
+        """what this rank has announced in the store; empty before the first step"""
+        self.is_away = False
+        self.pending: Any = None
+        """the handle of the overlapped sum of signals"""
+        self.votes: Tensor | None = None
+        """sums (common extras,) that have not been applied"""
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `Part`."""
+        super().attach(strategy)
+        world_size = strategy.group.world_size
+        if world_size > 1:
+            self.rules = RoundRules(world_size, make_graph(self.graph, world_size))
+            self.last = self.rules.begin()
+
+    def describe(self) -> str:
+        """See `Policy`."""
+        return (
+            f"graph={self.graph}, grace_s={self.grace_s}, "
+            f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of rounds that have closed, as far as this rank knows."""
+        return self.last.round
+
+    def _key(self, name: str) -> str:
+        return f"{self.strategy.identity}/{name}"
+
+    def _closed_key(self, number: int) -> str:
+        return self._key(f"closed/{number}")
+
+    def _status_key(self, rank: int) -> str:
+        return self._key(f"status/{rank}")
+
+    # rounds
+
+    def is_due(self) -> Algorithm[bool]:
+        """See `Policy`: finish a round; whether this rank averages with others in it."""
+        strategy = self.strategy
+        # every step exchanges, or has no peers: there is no interval
+        strategy.since = 0
+        parameters = [each.detach() for each in strategy.flat_params.parameters]
+        strategy.is_counted = bool(can_be_squared(*parameters))
+        kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
+        if not self.status:
+            yield from self._meet()
+        while True:
+            number = self.last.round + 1
+            if not (yield from self._announce(Status(number, kind))):
+                # another store, as after a restart
+                yield from self._meet()
+                continue
+            statuses, closed = yield from self._read(number)
+            latest = max(each.round for each in statuses)
+            if closed is None and latest == number:
+                if self.rules.can_close(self.last, statuses):
+                    closed = yield from self._close(statuses)
+                if closed is None:
+                    data = yield WaitForKey(self._closed_key(number))
+                    closed = ClosedRound.from_bytes(data)
+            if closed is not None:
+                self.last = closed
+                if strategy.group.rank in closed.members:
+                    return bool(self.rules.peers(closed, strategy.group.rank))
+            # this rank is late; the key of its round may be deleted
+            yield from self._skip_to(latest)
+
+    def _announce(self, status: Status) -> Algorithm[bool]:
+        """Write the status of this rank; return whether the store has had one of this rank."""
+        key, value = self._status_key(self.strategy.group.rank), status.to_bytes()
+        while (answer := (yield CompareAndSet(key, self.status, value))) != value:
+            self.status = answer
+            if not answer:
+                return False
+        self.status = value
+        return True
+
+    def _read(self, number: int) -> Algorithm[tuple[list[Status], ClosedRound | None]]:
+        """Read the statuses of all ranks, and a round, None if it has not closed."""
+        world_size = self.strategy.group.world_size
+        keys = [*map(self._status_key, range(world_size)), self._closed_key(number)]
+        *statuses, closed = yield ReadKeys(keys)
+        return (
+            [Status.from_bytes(each) for each in statuses],
+            ClosedRound.from_bytes(closed) if closed else None,
+        )
+
+    def _close(self, statuses: list[Status]) -> Algorithm[ClosedRound | None]:
+        """Close the current round, after a time for other ranks to finish."""
+        number = self.last.round + 1
+        key = self._closed_key(number)
+        if self.grace_s and not self.rules.is_complete(self.last, statuses):
+            if self.grace_s == math.inf:
+                return None
+            if data := (yield WaitForKey(key, self.grace_s)):
+                return ClosedRound.from_bytes(data)
+            statuses, closed = yield from self._read(number)
+            if closed is not None:
+                return closed
+        closed = self.rules.close(self.last, statuses, self.strategy.group.rank)
+        value = closed.to_bytes()
+        answer = yield CompareAndSet(key, b"", value)
+        if answer == value and closed.oldest > self.last.oldest:
+            old = range(self.last.oldest, closed.oldest)
+            yield DeleteKeys([self._closed_key(each) for each in old])
+        return ClosedRound.from_bytes(answer)
+
+    def _skip_to(self, number: int) -> Algorithm[None]:
+        """Set `last` to the last closed round, if a rank has announced a step for a later one.
+
+        Args:
+            number: the latest round that a rank has finished a step for.
+        """
+        if number > self.last.round + 1:
+            keys = [self._closed_key(each) for each in (number, number - 1)]
+            found = next(filter(None, (yield ReadKeys(keys))), b"")
+            if found:
+                self.last = ClosedRound.from_bytes(found)
+
+    def _meet(self) -> Algorithm[None]:
+        """Agree on the round to begin with; all ranks call it in their first step with a store.
+
+        After resuming, the ranks know different rounds.
+        """
+        texts = yield from all_gather_text(self.last.to_bytes().decode())
+        rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
+        first = max(rounds, key=lambda each: each.round)
+        # the keys of earlier rounds were in another store
+        self.last = ClosedRound.from_bytes(first.to_bytes())
+        yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
+        self.status, self.is_away = b"", False
+        yield from self._announce(Status(first.round, Kind.FINISHED))
+
+    # waits for all ranks
+
+    def leave(self) -> Algorithm[None]:
+        """See `Policy`: let the other ranks close rounds without this one."""
+        if not self.status or self.is_away:
+            return
+        self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
+        while self.is_away:
+            statuses, closed = yield from self._read(self.last.round + 1)
+            number = max(each.round for each in statuses)
+            if closed is None and number <= self.last.round + 1:
+                # the others may have waited for this rank
+                if self.rules.can_close(self.last, statuses):
+                    yield from self._close(statuses)
+                return
+            self.last = closed or self.last
+            yield from self._skip_to(number)
+
+    def come_back(self) -> Algorithm[None]:
+        """See `Policy`."""
+        if self.is_away:
+            self.is_away = False
+            yield from self._announce(Status(self.last.round, Kind.FINISHED))
+
+    def end_step(self) -> Algorithm[None]:
+        """See `Policy`: sum the signals if that is due, and wait for all ranks if necessary."""
+        strategy = self.strategy
+        if (strategy.steps - 1) % self.control_interval == 0:
+            yield from self.finish_pending()
+            if self.votes is not None:
+                strategy.control.receive(self.votes)
+                self.votes = None
+            values = torch.tensor(strategy.common_extras(), dtype=torch.float64)
+            self.pending = yield Start(Sum(values), CHANNEL)
+        is_last = self.wait_interval is not None and strategy.steps % self.wait_interval == 0
+        if is_last or any(strategy.received_signals):
+            yield from self.leave()
+            yield from strategy.control.sum()
+            yield from self.come_back()
+
+    def finish_pending(self) -> Algorithm[None]:
+        """See `Part`: wait for the sum of signals, which the slowest rank has started."""
+        if self.pending is None:
+            return
+        is_ended = (yield First([self.pending], 0.0)) is not None
+        if not is_ended:
+            yield from self.leave()
+        self.votes = yield Wait(self.pending)
+        self.pending = None
+        if not is_ended:
+            yield from self.come_back()
+
+    def apply_pending(self) -> Algorithm[None]:
+        """See `Part`; the ranks have left the rounds."""
+        yield from self.finish_pending()
+        if self.votes is not None:
+            self.strategy.control.receive(self.votes)
+            self.votes = None
+
+    # state
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `Part`: the last closed round that this rank knows."""
+        last = self.last
+        is_pending = [int(edge in last.pending) for edge in self.rules.tree]
+        numbers = [last.round, last.epochs, *is_pending, *last.bounds]
+        return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`; another number of ranks begins with the first round."""
+        # the signals of a sum that has not ended belong to the earlier run
+        self.pending = self.votes = None
+        begin, tree = self.rules.begin(), self.rules.tree
+        number, epochs, *others = local["rounds"].tolist()
+        if self.status or len(others) != len(tree) + len(begin.bounds):
+            # rounds of this store continue
+            return
+        pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
+        bounds = tuple(others[len(tree) :])
+        members = begin.members
+        self.last = ClosedRound(number, members, (), pending, epochs, bounds, number)
+
+
+class MixedParameters(ParameterMean):
+    """Set the parameters of this rank to a weighted mean of its own and its neighbors'."""
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        flat_params = self.strategy.flat_params
+        flat_params.write_parameters(mean)
+        if not self.strategy.is_counted:
+            delete_nonfinite_state(self.strategy.state, flat_params.parameters)
+        return
+        yield
+
+
+class NeighborMean(Exchange):
+    """The weighted mean of the parameters of this rank and its neighbors in the current round.
+
+    Each member sends n elements to each of its neighbors among the members. A member whose
+    parameters are not finite sends nothing, and takes the mean of its neighbors.
+
+    Args:
+        rounds: closes the rounds.
+    """
+
+    def __init__(self, rounds: CloseRounds) -> None:
+        self.rounds = rounds
+
+    def describe(self) -> str:
+        """See `Exchange`."""
+        return ""
+
+    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
+        """See `Exchange`."""
+        strategy, rules, closed = self.strategy, self.rounds.rules, self.rounds.last
+        rank, own = strategy.group.rank, values[: strategy.recipe.update.num_elements]
+        sends, inboxes = [], {}
+        for peer in rules.peers(closed, rank):
+            # the two ranks of an edge start in opposite orders, as NCCL requires
+            for is_send in (rank < peer, rank > peer):
+                if is_send and rank not in closed.damaged:
+                    sends.append((yield Start(Send(own, peer))))
+                elif not is_send and peer not in closed.damaged:
+                    inboxes[peer] = yield Start(Receive(torch.empty_like(own), peer))
+        mean = torch.zeros_like(own)
+        weights = rules.weights(closed, rank)
+        for peer, weight in weights.items():
+            mean.add_(own if peer == rank else (yield Wait(inboxes[peer])), alpha=weight)
+        for pending in sends:
+            yield Wait(pending)
+        if closed.damaged:
+            ranks = ", ".join(map(str, closed.damaged))
+            strategy.record_drop(f"parameters are not finite or too large on ranks {ranks}")
+        return mean if weights else None

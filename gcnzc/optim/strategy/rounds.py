@@ -1,0 +1,194 @@
+"""The rounds of dynamic backup workers: when a round closes, and which ranks are its members.
+
+The rules are functions of the ranks' states and of the last closed round, so that any rank can
+apply them. They do not communicate.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from gcnzc.exchange.topology import Edge, metropolis_weights, neighbors, sort_edges
+
+
+class Kind(Enum):
+    """The state of a rank."""
+
+    FINISHED = "finished"
+    """it has finished a local step for a round; its parameters are finite"""
+    DAMAGED = "damaged"
+    """it has finished a local step for a round; its parameters are not finite or too large"""
+    AWAY = "away"
+    """it waits for all ranks, so no round may wait for it"""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank has announced: a state, and the last round that it has finished a step for."""
+
+    round: int
+    kind: Kind
+
+    def to_bytes(self) -> bytes:
+        """Return the status as the value of a key."""
+        return f"{self.round} {self.kind.value}".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Status":
+        """Return the status of a value; of a rank that has announced nothing if it is empty."""
+        if not data:
+            return cls(-1, Kind.FINISHED)
+        number, kind = data.decode().split()
+        return cls(int(number), Kind(kind))
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """A closed round, equal on all ranks."""
+
+    round: int
+    members: tuple[int, ...]
+    """the ranks that mix their parameters, ascending"""
+    damaged: tuple[int, ...]
+    """the members whose parameters are not finite"""
+    pending: tuple[Edge, ...]
+    """the edges of the spanning tree that the current epoch has not established"""
+    epochs: int
+    """the number of completed epochs"""
+    bounds: tuple[int, ...]
+    """by rank, the number of epochs whose last edge was completed by this rank: a rank that is
+    always slow bounds each epoch once"""
+    oldest: int
+    """the oldest round whose key is not deleted"""
+
+    def to_bytes(self) -> bytes:
+        """Return the round as the value of a key."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "ClosedRound":
+        """Return the round of a value."""
+        fields = json.loads(data)
+        fields["pending"] = map(tuple, fields["pending"])
+        for name in ("members", "damaged", "pending", "bounds"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+class RoundRules:
+    """The rules of rounds on a graph.
+
+    Args:
+        world_size: W.
+        edges: the graph; connects all ranks.
+    """
+
+    def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
+        self.world_size, self.edges = world_size, list(edges)
+        self.tree = tuple(depth_first_tree(world_size, edges))
+        """the spanning tree, whose edges each epoch establishes"""
+
+    def begin(self) -> ClosedRound:
+        """Return the round before the first one."""
+        bounds = (0,) * self.world_size
+        return ClosedRound(0, tuple(range(self.world_size)), (), self.tree, 0, bounds, 0)
+
+    def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+        """Whether all ranks that are not away have finished their step for the current round.
+
+        Args:
+            last: the last closed round.
+            statuses: of all ranks.
+        """
+        return self._active(statuses) <= self._finished(last, statuses)
+
+    def can_close(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+        """Whether both ends of a pending edge have finished their step for the current round.
+
+        If all pending edges have an end that is away, any edge of the graph suffices. If the ranks
+        that are not away have no edge, or all of them have finished, no edge is necessary.
+        """
+        finished, active = self._finished(last, statuses), self._active(statuses)
+        if not finished:
+            return False
+        usable = [edge for edge in last.pending if active.issuperset(edge)]
+        usable = usable or [edge for edge in self.edges if active.issuperset(edge)]
+        return not usable or active <= finished or any(map(finished.issuperset, usable))
+
+    def close(self, last: ClosedRound, statuses: Sequence[Status], closer: int) -> ClosedRound:
+        """Return the current round, closed with the ranks that have finished.
+
+        Args:
+            last: the last closed round.
+            statuses: of all ranks, for which `can_close` is true.
+            closer: the rank that closes the round.
+        """
+        number, finished = last.round + 1, self._finished(last, statuses)
+        pending = tuple(edge for edge in last.pending if not finished.issuperset(edge))
+        epochs, bounds = last.epochs, list(last.bounds)
+        if not pending:
+            pending, epochs = self.tree, epochs + 1
+            bounds[closer] += 1
+        damaged = tuple(rank for rank in sorted(finished) if statuses[rank].kind is Kind.DAMAGED)
+        # a rank may still wait for the round of its status, and a late one looks for the last two
+        kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
+        oldest = max(last.oldest, kept)
+        members = tuple(sorted(finished))
+        return ClosedRound(number, members, damaged, pending, epochs, tuple(bounds), oldest)
+
+    def member_edges(self, closed: ClosedRound) -> list[Edge]:
+        """Return the edges of the graph among the members."""
+        members = set(closed.members)
+        return [edge for edge in self.edges if members.issuperset(edge)]
+
+    def peers(self, closed: ClosedRound, rank: int) -> list[int]:
+        """Return the members that a member has an edge with, ascending."""
+        return neighbors(self.world_size, self.member_edges(closed))[rank]
+
+    def weights(self, closed: ClosedRound, rank: int) -> dict[int, float]:
+        """Return the weights of parameters in the mean of a member, by rank, ascending.
+
+        They are the Metropolis weights of the graph among the members with finite parameters. A
+        member whose parameters are not finite takes the mean of the others that it has an edge
+        with; without them it has no weights.
+        """
+        edges = self.member_edges(closed)
+        finite = [edge for edge in edges if not set(edge).intersection(closed.damaged)]
+        if rank in closed.damaged:
+            peers = [peer for peer in self.peers(closed, rank) if peer not in closed.damaged]
+            return dict.fromkeys(peers, 1 / max(1, len(peers)))
+        row = metropolis_weights(self.world_size, finite)[rank].tolist()
+        return {peer: weight for peer, weight in enumerate(row) if weight or peer == rank}
+
+    def _finished(self, last: ClosedRound, statuses: Sequence[Status]) -> set[int]:
+        """Return the ranks that have finished their step for the current round."""
+        number = last.round + 1
+        return {rank for rank in self._active(statuses) if statuses[rank].round == number}
+
+    def _active(self, statuses: Sequence[Status]) -> set[int]:
+        return {rank for rank, each in enumerate(statuses) if each.kind is not Kind.AWAY}
+
+
+def depth_first_tree(world_size: int, edges: Collection[Edge]) -> list[Edge]:
+    """Return the spanning tree of a depth-first search from rank 0; of a complete graph, a path.
+
+    Its ranks have few edges, so that few edges wait for the same slow rank.
+
+    Args:
+        world_size: W.
+        edges: a graph that connects all ranks.
+    """
+    adjacent = neighbors(world_size, edges)
+    seen, tree = {0}, []
+    stack: list[tuple[int, Iterator[int]]] = [(0, iter(adjacent[0]))]
+    while stack:
+        rank, peers = stack[-1]
+        peer = next((each for each in peers if each not in seen), None)
+        if peer is None:
+            stack.pop()
+            continue
+        seen.add(peer)
+        tree.append((rank, peer))
+        stack.append((peer, iter(adjacent[peer])))
+    return sort_edges(tree)
