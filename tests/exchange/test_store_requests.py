@@ -1,0 +1,238 @@
+"""Requests to the store: one winner, waits with a limit, time, and ranks that end."""
+
+import os
+import random
+
+import pytest
+import torch
+from processes import results, talk, workers
+
+from gcnzc.exchange import (
+    CompareAndSet,
+    Compute,
+    Crash,
+    DeleteKeys,
+    Group,
+    Now,
+    ReadKeys,
+    RequestMismatch,
+    SlowDown,
+    WaitForKey,
+    WorkerLost,
+    init_group,
+    lockstep,
+    run,
+)
+
+STORE_S = 0.01
+
+
+def elect(rank, rounds):
+    """In each round all ranks set the same key; return the winners."""
+    winners = []
+    for number in range(rounds):
+        answer = yield CompareAndSet(f"winner/{number}", b"", f"rank {rank}".encode())
+        winners.append(answer.decode())
+    return winners
+
+
+def use_all(rank):
+    """Every request once; rank 1 sets what rank 0 waits for."""
+    before = yield ReadKeys(["missing", "other"])
+    early = yield WaitForKey("late", 0.05)
+    if rank == 1:
+        yield Compute(0.2)
+        yield CompareAndSet("late", b"", b"\x01\xff")
+    value = yield WaitForKey("late")
+    wrong = yield CompareAndSet("late", b"another", b"new")
+    absent = yield CompareAndSet("absent", b"another", b"new")
+    own = yield CompareAndSet(f"own/{rank}", b"", b"1")
+    changed = yield CompareAndSet(f"own/{rank}", b"1", b"2")
+    read = yield ReadKeys([f"own/{rank}", "absent", "late"])
+    yield DeleteKeys([f"own/{rank}", "absent"])
+    (deleted,) = yield ReadKeys([f"own/{rank}"])
+    again = yield CompareAndSet(f"own/{rank}", b"", b"3")
+    return before, early, value, wrong, absent, own, changed, read, deleted, again
+
+
+EXPECTED = (
+    [b"", b""],
+    None,
+    b"\x01\xff",
+    b"\x01\xff",
+    b"",
+    b"1",
+    b"2",
+    [b"2", b"", b"\x01\xff"],
+    b"",
+    b"3",
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_one_rank_wins_each_round(world_size):
+    found = lockstep([elect(rank, 20) for rank in range(world_size)], store_s=STORE_S).results
+    assert all(each == found[0] for each in found)
+    assert set(found[0]) <= {f"rank {rank}" for rank in range(world_size)}
+
+
+def test_every_request_in_a_simulation():
+    assert lockstep([use_all(rank) for rank in range(3)]).results == [EXPECTED] * 3
+
+
+def test_a_single_rank_has_a_store_of_its_own():
+    group = Group()
+    assert run(elect(0, 2), group) == ["rank 0", "rank 0"]
+    assert run(elect(1, 2), group) == ["rank 0", "rank 0"]
+    assert run(elect(1, 1), Group()) == ["rank 1"]
+
+
+def use_over_processes():
+    with init_group(timeout_s=2) as group:
+        answers = run(use_all(group.rank), group)
+        winners = run(elect(group.rank, 200), group)
+        with pytest.raises(WorkerLost, match="the key never"):
+            run(wait_for_never(None), group)
+        # a result has no bytes
+        return repr(answers), winners
+
+
+def test_processes_answer_as_the_simulation_does(tmp_path):
+    found = results(3, tmp_path, use_over_processes)
+    assert [answers for answers, _ in found] == [repr(EXPECTED)] * 3
+    winners = [each for _, each in found]
+    assert winners[0] == winners[1] == winners[2]
+    assert set(winners[0]) <= {"rank 0", "rank 1", "rank 2"}
+
+
+def wait_for_never(seconds):
+    return (yield WaitForKey("never", seconds)), (yield Now())
+
+
+def test_requests_take_time():
+    def timed():
+        times = []
+        for request in (CompareAndSet("a", b"", b"1"), ReadKeys(["a", "b"]), DeleteKeys(["b"])):
+            before = yield Now()
+            yield request
+            times.append((yield Now()) - before)
+        before = yield Now()
+        yield WaitForKey("b", 0.5)
+        times.append((yield Now()) - before)
+        return times
+
+    (times,) = lockstep([timed()], store_s=STORE_S).results
+    assert times == pytest.approx([STORE_S] * 3 + [0.5 + STORE_S])
+
+
+def test_a_wait_ends_half_a_request_after_the_key_is_set():
+    def wait():
+        value = yield WaitForKey("a", 60.0)
+        return value, (yield Now())
+
+    def set_key():
+        yield Compute(1.0)
+        yield CompareAndSet("a", b"", b"1")
+
+    value, at = lockstep([wait(), set_key()], store_s=STORE_S).results[0]
+    assert (value, at) == (b"1", pytest.approx(1.0 + STORE_S))
+
+
+def test_ranks_at_the_same_time_take_turns():
+    """Each rank announces, and reads: all of them see all announcements."""
+
+    def announce(rank):
+        yield CompareAndSet(str(rank), b"", b"1")
+        return sum(map(len, (yield ReadKeys([str(each) for each in range(4)]))))
+
+    assert lockstep([announce(rank) for rank in range(4)]).results == [4] * 4
+
+
+def test_a_rank_that_waits_for_a_crashed_one_is_lost():
+    def wait():
+        try:
+            yield WaitForKey("a")
+        except WorkerLost as error:
+            return str(error)
+
+    def set_later():
+        yield Compute(1.0)
+        yield CompareAndSet("a", b"", b"1")
+
+    faults = {1: [Crash(0.5)]}
+    found = lockstep([wait(), set_later()], faults=faults).results[0]
+    assert "rank 0 waited for the key a, which no rank has set: rank 1 crashed" in found
+    with pytest.raises(RequestMismatch, match="rank 0 waits for the key a"):
+        lockstep([wait()])
+    # of a rank that crashes while its request is on the way, the request is lost
+    faults = {1: [Crash(1.25)]}
+    assert (
+        "no rank has set" in lockstep([wait(), set_later()], faults=faults, store_s=1.0).results[0]
+    )
+
+
+def lose_the_setter():
+    with init_group(timeout_s=3) as group:
+        if group.rank == 1:
+            os._exit(3)
+        with pytest.raises(WorkerLost) as caught:
+            run(wait_for_never(None), group)
+        return str(caught.value)
+
+
+def test_a_wait_names_a_process_that_has_ended(tmp_path):
+    with workers(2, tmp_path, lose_the_setter) as processes:
+        processes[0].join(90)
+        assert processes[0].exitcode == 0, talk(tmp_path, 0)
+    text = torch.load(tmp_path / "0.pt")
+    assert "for the key never" in text
+    assert "rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (CompareAndSet("a", b"1", b""), "CompareAndSet of the key a to an empty value"),
+        (WaitForKey("a", -1.0), "a wait of -1.0 s for the key a"),
+        (WaitForKey("a", float("nan")), "a wait of nan s for the key a"),
+    ],
+)
+def test_invalid_requests_are_rejected(request_, text):
+    def ask():
+        yield request_
+
+    with pytest.raises(ValueError, match=text):
+        lockstep([ask()])
+    with pytest.raises(ValueError, match=text):
+        run(ask(), Group())
+
+
+@pytest.mark.parametrize("store_s", [-0.1, float("inf"), float("nan")])
+def test_the_time_of_a_request_is_finite(store_s):
+    with pytest.raises(ValueError, match="requests to the store that take"):
+        lockstep([elect(0, 1)], store_s=store_s)
+
+
+def count(rank, steps, choose):
+    """Add to a counter by compare-and-set."""
+    value = b""
+    for _ in range(steps):
+        yield Compute(choose.choice([0.0, choose.random()]))
+        while True:
+            new = str(int((value or b"0").split()[0]) + 1).encode() + b" %d" % rank
+            answer = yield CompareAndSet("counter", value, new)
+            value, before = answer, value
+            if answer == new and before != new:
+                break
+    return (yield ReadKeys(["counter"]))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_increment_is_lost(seed):
+    choose = random.Random(seed)
+    world_size, steps = choose.randint(1, 5), choose.randint(1, 5)
+    store_s = choose.choice([0.0, 0.1])
+    faults = {0: [SlowDown(0.1, float("inf"), 0.5)]}
+    ranks = [count(rank, steps, choose) for rank in range(world_size)]
+    found = lockstep(ranks, faults=faults, store_s=store_s).results
+    assert max(int(value.split()[0]) for (value,) in found) == world_size * steps
