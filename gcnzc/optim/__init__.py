@@ -11,6 +11,7 @@ from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
+from gcnzc.optim.strategy.a2cid2 import a2cid2
 from gcnzc.optim.strategy.backup_workers import backup_workers
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.saps_psgd import saps
@@ -42,6 +43,7 @@ __all__ = [
     "StreamingDiLoCo",
     "ZeroOneAdam",
     "ZeroOneSchedule",
+    "a2cid2",
     "backup_workers",
     "diloco",
     "keep_gradients_local",

@@ -15,6 +15,7 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
+    a2cid2,
     saps,
     selsync,
 )
@@ -80,6 +81,7 @@ LOCAL = {
     "streaming-diloco": local(StreamingDiLoCo, fragments=2),
     "co2": local(CO2),
     "co2 sharded": local(CO2, sharded=True),
+    "a2cid2": strategy(a2cid2, control_interval=2),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
 }

@@ -142,7 +142,7 @@ class CloseRounds(Policy):
         """sums (common extras,) that have not been applied"""
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         world_size = strategy.group.world_size
         if world_size > 1:
@@ -310,7 +310,7 @@ class CloseRounds(Policy):
             yield from self.come_back()
 
     def finish_pending(self) -> Algorithm[None]:
-        """See `Part`: wait for the sum of signals, which the slowest rank has started."""
+        """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
         is_ended = (yield First([self.pending], 0.0)) is not None
@@ -322,7 +322,7 @@ class CloseRounds(Policy):
             yield from self.come_back()
 
     def apply_pending(self) -> Algorithm[None]:
-        """See `Part`; the ranks have left the rounds."""
+        """See `RecipePart`; the ranks have left the rounds."""
         yield from self.finish_pending()
         if self.votes is not None:
             self.strategy.control.receive(self.votes)
@@ -331,7 +331,7 @@ class CloseRounds(Policy):
     # state
 
     def local_state(self) -> dict[str, Tensor]:
-        """See `Part`: the last closed round that this rank knows."""
+        """See `RecipePart`: the last closed round that this rank knows."""
         last = self.last
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
         numbers = [last.round, last.epochs, *is_pending, *last.bounds]
@@ -340,7 +340,7 @@ class CloseRounds(Policy):
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`; another number of ranks begins with the first round."""
+        """See `RecipePart`; another number of ranks begins with the first round."""
         # the signals of a sum that has not ended belong to the earlier run
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree

@@ -32,6 +32,11 @@ class Control:
         if self.interval is not None and self.strategy.steps % self.interval == 0:
             yield from self.sum()
 
+    def settle(self) -> Algorithm[None]:
+        """Wait for sums that have started; called at the same step on all ranks."""
+        return
+        yield
+
     def sum(self, votes: Sequence[float] = ()) -> Algorithm[list[float]]:
         """Sum the common extras and votes over the ranks now.
 

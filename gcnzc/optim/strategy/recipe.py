@@ -57,6 +57,14 @@ class RecipePart:
         return
         yield
 
+    def wait_for_ranks(self) -> Algorithm[None]:
+        """Wait until all ranks have called it, if ranks do not wait for each other in steps.
+
+        Called before collectives outside of `step`.
+        """
+        return
+        yield
+
     def shared_state(self) -> dict[str, Any]:
         """Return the tensors and numbers that are equal on all ranks."""
         return {}
@@ -125,6 +133,13 @@ class Policy(RecipePart, ABC):
         return
         yield
 
+    def after_step(self) -> Algorithm[None]:
+        """Exchange once if `is_due`; called after each local step."""
+        strategy = self.strategy
+        if (yield from self.is_due()):
+            strategy.since = 0
+            yield from strategy.sync_interval.time_exchange(strategy.synchronize())
+
 
 class Update(RecipePart, ABC):
     """What the ranks exchange, and how its mean is applied."""
@@ -186,6 +201,9 @@ class Recipe:
     control_interval: int | None = None
     """number of steps from one sum of signals over all ranks to the next; None if the exchanges and
     the policy's votes also sum the signals"""
+    is_control_overlapped: bool = False
+    """whether the sums of `control_interval` are overlapped with the steps; see
+    `OverlappedControl`"""
     is_for_one_rank: bool = False
     """whether a single rank also executes the recipe; if False, it takes only local steps"""
 

@@ -11,6 +11,7 @@ from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
+from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 
 
@@ -72,7 +73,8 @@ class Strategy(LocalUpdates):
             alone=recipe.is_for_one_rank,
             module=module,
         )
-        self.control = Control(self, recipe.control_interval)
+        kind = OverlappedControl if recipe.is_control_overlapped else Control
+        self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
         """number of steps with an exchange so far, equal on all ranks"""
         for part in recipe.parts:
@@ -107,9 +109,7 @@ class Strategy(LocalUpdates):
     def after_step(self) -> Algorithm[None]:
         """See `LocalUpdates`: exchange if the policy decides so."""
         self.since += 1
-        if (yield from self.recipe.policy.is_due()):
-            self.since = 0
-            yield from self.sync_interval.time_exchange(self.synchronize())
+        yield from self.recipe.policy.after_step()
         yield from self.control.take_turn()
         yield from self.recipe.policy.end_step()
 
@@ -154,6 +154,25 @@ class Strategy(LocalUpdates):
         """See `LocalUpdates`."""
         for part in self.recipe.parts:
             yield from part.apply_pending()
+
+    def wait_for_ranks(self) -> Algorithm[None]:
+        """Wait until all ranks have called it; see `Part.wait_for_ranks`."""
+        if not self.is_inner_only:
+            for part in self.recipe.parts:
+                yield from part.wait_for_ranks()
+            yield from self.control.settle()
+
+    def compare(self) -> Algorithm[bool]:
+        """See `DistributedOptimizer`."""
+        if self.comparison.is_due:
+            yield from self.wait_for_ranks()
+        return (yield from super().compare())
+
+    def average_parameters(self) -> Algorithm[Tensor]:
+        """See `LocalUpdates`."""
+        if not self.is_in_sync:
+            yield from self.wait_for_ranks()
+        return (yield from super().average_parameters())
 
     @property
     def local_share(self) -> float:

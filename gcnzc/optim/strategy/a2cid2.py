@@ -1,0 +1,92 @@
+"""A2CiD2: gossip in pairs of ranks, accelerated by a second vector of each rank.
+
+Each rank takes local steps, and averages its parameters x with those of one neighbor at a time. Its
+second vector x~ makes the parameters of all ranks agree faster, as if they exchanged more often:
+
+    mixing, for a time t      e = exp(-2 eta t);  (x, x~) <- (x + c (x~ - x), x~ - c (x~ - x)),
+                              c = (1 - e) / 2
+    gradient                  x' = InnerOpt(x, g);  (x, x~) <- (x', x~ + (x' - x))
+    exchange of ranks i, j    d = x_i - x_j;  x_i <- x_i - d / 2,  x~_i <- x~_i - alpha~ d
+
+    eta = 1 / (2 sqrt(chi_1 chi_2)),  alpha~ = sqrt(chi_1 / chi_2) / 2
+
+as in Nabli, Belilovsky and Oyallon, "A2CiD2: Accelerating Asynchronous Communication in
+Decentralized Deep Learning" (2023, https://arxiv.org/abs/2306.08289). chi_1 and chi_2 are
+constants of the graph and its rates; see `gcnzc.exchange.topology`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from gcnzc.exchange.topology import Edge
+from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
+from gcnzc.optim.strategy.gossip_times import OverlappedGossip
+from gcnzc.optim.strategy.matched_gossip import MATCHINGS, GossipRounds, MatchedPairs
+from gcnzc.optim.strategy.overlapped_gossip import OverlappedPairs
+from gcnzc.optim.strategy.recipe import Exchange, Policy, Recipe
+from gcnzc.optim.strategy.two_variables import TwoVariables
+from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
+
+
+def a2cid2(
+    graph: str | Sequence[Edge] = "ring",
+    rate: float = 1.0,
+    *,
+    asynchronous: bool = False,
+    eta: float | None = None,
+    matching: str = "cycle",
+    seed: int = 0,
+    control_interval: int = 10,
+) -> Recipe:
+    """Return the recipe of A2CiD2.
+
+    With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
+    A run is reproducible bit for bit and can be resumed. With `asynchronous=True` exchanges are
+    overlapped with the steps, and no rank waits for another one until a state or `finalize` needs
+    all of them. Use it if ranks differ in speed, or if the network is slow.
+
+    The momentum has a benefit if the gradients of ranks differ systematically, as with a partition
+    of a graph on each rank, and the graph of ranks has many hops.
+
+    Args:
+        graph: "ring", "exponential", "complete", or edges (i, j) that connect all ranks. A rank
+            exchanges with its neighbors in the graph only.
+        rate: the number of exchanges per rank and step. With `asynchronous=True` it is an upper
+            limit: an exchange takes at least a step.
+        asynchronous: whether exchanges are overlapped with the steps.
+        eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
+            memory for x~. None for the constant of the graph.
+        matching: how pairs are chosen without `asynchronous`; see `MatchedPairs`.
+        seed: of random matchings.
+        control_interval: the number of steps from one sum of the signals and comparison of options
+            over all ranks to the next. With `asynchronous=True` the sums are overlapped.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    check_above_zero("rate", rate)
+    check_count("control_interval", control_interval, 1)
+    check_count("seed", seed)
+    if eta is not None:
+        check_at_least_zero("eta", eta)
+    if matching not in MATCHINGS:
+        raise ValueError(f"matching is {matching!r}\n\nhint: use one of {', '.join(MATCHINGS)}")
+    edges = GossipGraph(graph if isinstance(graph, str) else as_edges(graph))
+    policy: Policy
+    exchange: Exchange
+    if asynchronous:
+        update = TwoVariables(partial(edges.rates, rate=rate), eta)
+        exchange = overlapped = OverlappedPairs(edges, update)
+        policy = OverlappedGossip(rate, update, overlapped)
+    else:
+        exchange = pairs = MatchedPairs(edges, matching, seed)
+        update = TwoVariables(partial(pairs.rates, rate=rate), eta)
+        policy = GossipRounds(rate, update, pairs)
+    return Recipe(
+        "A2CiD2",
+        policy,
+        update,
+        exchange,
+        control_interval=control_interval,
+        is_control_overlapped=asynchronous,
+    )

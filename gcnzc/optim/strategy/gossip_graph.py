@@ -1,0 +1,112 @@
+"""The graph of a gossip algorithm, and the constants of A2CiD2 that follow from it.
+
+Notation: W ranks, L (W, W) the Laplacian whose entry for an edge is its exchanges per step.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gcnzc.exchange.topology import (
+    Edge,
+    check_graph,
+    complete,
+    exponential,
+    inverse_connectivity,
+    laplacian,
+    maximal_resistance,
+    neighbors,
+    ring,
+)
+
+GRAPHS = {"ring": ring, "exponential": exponential, "complete": complete}
+"""the graphs that have a name"""
+
+
+@dataclass(frozen=True)
+class GossipGraph:
+    """The graph of a gossip algorithm: one of `GRAPHS`, or the edges of a connected graph.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+
+    graph: str | tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.graph, str) and self.graph not in GRAPHS:
+            names = ", ".join(map(repr, GRAPHS))
+            raise ValueError(
+                f"graph is {self.graph!r}\n\nhint: use one of {names}, or edges such as "
+                "[(0, 1), (1, 2)]"
+            )
+
+    def edges(self, world_size: int) -> list[Edge]:
+        """Return the edges for W ranks; none for a single rank.
+
+        Raises:
+            ValueError: the given edges do not connect the ranks, or have other ranks.
+        """
+        if world_size == 1:
+            return []
+        if isinstance(self.graph, str):
+            return GRAPHS[self.graph](world_size)
+        return check_graph(world_size, self.graph)
+
+    def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
+        """Return the exchanges per step of each edge if each rank takes turns with its neighbors.
+
+        Half of the exchanges of a rank, `rate` per step, are started by itself, so ranks with the
+        same number of neighbors take part in `rate` exchanges per step.
+        """
+        edges = self.edges(world_size)
+        degrees = [len(each) for each in neighbors(world_size, edges)]
+        return {
+            (low, high): rate * (1 / degrees[low] + 1 / degrees[high]) / 2 for low, high in edges
+        }
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """The constants of A2CiD2, section 3 of Nabli, Belilovsky and Oyallon (2023).
+
+    Both are computed from a graph by `momentum_of`.
+    """
+
+    eta: float
+    """how fast x and x~ mix, per step; 0 for gossip without momentum"""
+    alpha: float
+    """alpha~, the factor of an exchange's difference in x~; it is 1/2 in x"""
+
+
+NO_MOMENTUM = Momentum(0.0, 0.5)
+
+
+def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
+    """Return pairs of ranks of the caller as edges.
+
+    Raises:
+        ValueError: they are no pairs of whole numbers.
+    """
+    edges = tuple(tuple(each) for each in pairs)
+    for edge in edges:
+        if len(edge) != 2 or not all(isinstance(rank, int) for rank in edge):
+            raise ValueError(f"the edge {edge} of a graph\n\nhint: give pairs of ranks, as (0, 1)")
+    return tuple((low, high) for low, high in edges)
+
+
+def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None = None) -> Momentum:
+    """Return the constants for exchanges at given rates over the edges of a connected graph.
+
+        eta = 1 / (2 sqrt(chi_1 chi_2)),  alpha~ = sqrt(chi_1 / chi_2) / 2
+
+    Args:
+        world_size: W.
+        rates: by edge, its exchanges per step.
+        eta: replaces the computed value; None to compute it.
+    """
+    if world_size == 1 or eta == 0:
+        return NO_MOMENTUM
+    matrix = laplacian(world_size, rates, rates)
+    chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
+    computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
+    return Momentum(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)

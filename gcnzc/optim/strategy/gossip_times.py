@@ -1,0 +1,98 @@
+"""The policy of gossip that is overlapped with the steps: it measures time in units of a step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import Algorithm, Now
+from gcnzc.optim.strategy.overlapped_gossip import MAX_OVERLAPPING, OverlappedPairs
+from gcnzc.optim.strategy.recipe import Policy
+from gcnzc.optim.strategy.two_variables import TwoVariables
+from gcnzc.optim.validation import check_above_zero
+
+MAX_TIME = 10.0
+"""the longest time of mixing after a step, in steps, such as after a pause of the process"""
+
+
+class OverlappedGossip(Policy):
+    """Process messages and make offers after each step.
+
+    The unit of time is the duration of this rank's steps, an exponential moving average with the
+    weight 1/2 of the newest one.
+
+    Args:
+        rate: the largest number of exchanges of this rank per step, on average.
+        update: the vectors of this rank.
+        exchange: its exchanges.
+    """
+
+    def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
+        check_above_zero("rate", rate)
+        self.rate, self.update, self.exchange = rate, update, exchange
+        self.step_s = 0.0
+        """the duration of a step, in seconds; 0 until it is measured"""
+        self.last_s: float | None = None
+        """when the last step ended; None after a pause"""
+
+    def describe(self) -> str:
+        """See `Policy`."""
+        return f"rate={self.rate}"
+
+    def observe(self) -> None:
+        """See `Policy`."""
+        self.update.observe()
+
+    def is_due(self) -> Algorithm[bool]:
+        """See `Policy`: whether this rank makes an offer; differs between ranks."""
+        return self.exchange.credit >= 0 and self.exchange.can_offer()
+        yield
+
+    def after_step(self) -> Algorithm[None]:
+        """See `Policy`: the events since the last step."""
+        exchange = self.exchange
+        yield from exchange.open()
+        self.update.apply_gradient()
+        self.update.mix(self._time_since_last((yield Now())))
+        yield from exchange.process_messages()
+        exchange.credit = min(max(exchange.credit, -MAX_OVERLAPPING) + self.rate, MAX_OVERLAPPING)
+        while (yield from self.is_due()):
+            yield from self.strategy.synchronize()
+        self.update.write()
+
+    def wait_for_ranks(self) -> Algorithm[None]:
+        """See `RecipePart`; the time until the next step is no step."""
+        self.last_s = None
+        return
+        yield
+
+    def _time_since_last(self, now: float) -> float:
+        """Return the time since the last call in steps, and update the duration of a step."""
+        last, self.last_s = self.last_s, now
+        if last is None or now <= last:
+            return 1.0
+        elapsed = now - last
+        self.step_s = (self.step_s + elapsed) / 2 if self.step_s else elapsed
+        return min(elapsed / self.step_s, MAX_TIME)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `RecipePart`."""
+        exchange = self.exchange
+        return {
+            "gossip": torch.tensor([self.step_s, exchange.credit], dtype=torch.float64),
+            "num_gossips": torch.tensor(exchange.num_exchanges),
+        }
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`."""
+        exchange = self.exchange
+        self.last_s = None
+        # exchanges of the parameters before are ignored
+        exchange.generation += 1
+        # a state without `asynchronous` does not have them
+        if "gossip" in local:
+            self.step_s, exchange.credit = local["gossip"].tolist()
+            exchange.num_exchanges = int(local["num_gossips"])
