@@ -13,6 +13,7 @@ from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.strategy.a2cid2 import a2cid2
 from gcnzc.optim.strategy.backup_workers import backup_workers
+from gcnzc.optim.strategy.fedglomo import fedglomo
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.saps_psgd import saps
 from gcnzc.optim.strategy.selsync import selsync
@@ -46,6 +47,7 @@ __all__ = [
     "a2cid2",
     "backup_workers",
     "diloco",
+    "fedglomo",
     "keep_gradients_local",
     "local_sgd",
     "resize_state",

@@ -1,5 +1,7 @@
 """Every optimizer of `gcnzc.optim`, of a model and a group, with options for short runs."""
 
+from functools import partial
+
 import torch
 
 from gcnzc.compress import Blocks, Sign
@@ -17,6 +19,7 @@ from gcnzc.optim import (
     ZeroOneSchedule,
     a2cid2,
     saps,
+    fedglomo,
     selsync,
 )
 
@@ -74,6 +77,31 @@ def strategy(recipe, **own):
     return lambda model, group, **options: Strategy(adamw(model), recipe(**own), group, **options)
 
 
+def set_gradients(parameters, gradients):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+
+
+class WithGivenGradients(Strategy):
+    """A strategy whose closure sets the gradients that the caller computed before the step."""
+
+    def algorithm(self):
+        parameters = self.flat_params.parameters
+        gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
+        self.closure = partial(set_gradients, parameters, gradients)
+        return super().algorithm()
+
+
+def with_closure(recipe, **own):
+    """A strategy that needs a closure and SGD, in the loops of the other optimizers."""
+
+    def make(model, group, **options):
+        inner = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.01)
+        return WithGivenGradients(inner, recipe(**own), group, **options)
+
+    return make
+
+
 LOCAL = {
     "local-sgd": local(LocalSGD),
     "diloco": local(DiLoCo),
@@ -84,6 +112,7 @@ LOCAL = {
     "a2cid2": strategy(a2cid2, control_interval=2),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
+    "fedglomo": with_closure(fedglomo, local_steps=4),
 }
 # pairs of ranks, which are in sync only after `finalize`
 DECENTRALIZED = {

@@ -181,15 +181,18 @@ class LocalUpdates(DistributedOptimizer):
 
     def local_step(self) -> None:
         """Take the inner optimizer's step, if the gradients are finite."""
-        if not have_finite_gradients(self.flat_params.parameters, self.gradient_factor()):
+        if self.check_gradients():
+            self.scale_gradients(self.flat_params.parameters)
+            self.inner.step()
+
+    def check_gradients(self) -> bool:
+        """Return whether the gradients are finite; if not, count and report a skipped step."""
+        is_finite = have_finite_gradients(self.flat_params.parameters, self.gradient_factor())
+        if not is_finite:
             self.skipped += 1
-            rank = self.group.rank
-            self.skip_reason = (
-                f"local step skipped, because a gradient of rank {rank} is not finite or too large"
-            )
-            return
-        self.scale_gradients(self.flat_params.parameters)
-        self.inner.step()
+            bad = f"a gradient of rank {self.group.rank} is not finite or too large"
+            self.skip_reason = f"local step skipped, because {bad}"
+        return is_finite
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""
@@ -228,6 +231,7 @@ class LocalUpdates(DistributedOptimizer):
         skip_reason: str,
         workers: int | None = None,
         sums: Sequence[float] | None = None,
+        contributors: int | None = None,
     ) -> bool:
         """Convert a mean over all ranks to one over those that are finite; read the signals.
 
@@ -236,6 +240,7 @@ class LocalUpdates(DistributedOptimizer):
             skip_reason: the error of the reducer; empty if it succeeded.
             workers: the number of ranks in the mean; the current number if None.
             sums: the sums of the extras if they have been read; None to read them from `values`.
+            contributors: the number of ranks that contribute a vector; all of them if None.
 
         Returns:
             Whether there is a mean. If not, no rank may change its parameters.
@@ -245,18 +250,18 @@ class LocalUpdates(DistributedOptimizer):
             self.record_drop(f"synchronization skipped: {skip_reason}")
             return False
         count, bits, *signals = sums or values[end:].tolist()
-        count = round(count)
+        count, expected = round(count), workers if contributors is None else contributors
         self.receive_common([bits, *signals], workers)
-        if count == workers:
-            self.is_counted = True
-            return True
         if not count:
             self.record_drop("synchronization skipped: no rank's parameters are finite")
             return False
-        self.record_drop(
-            f"the parameters of {workers - count} of {workers} ranks are not finite or too large"
-        )
-        values[:end] *= workers / count
+        if count == expected:
+            self.is_counted = True
+        else:
+            bad = f"the parameters of {expected - count} of {expected} ranks"
+            self.record_drop(f"{bad} are not finite or too large")
+        if count != workers:
+            values[:end] *= workers / count
         return True
 
     def receive_common(self, sums: Sequence[float], workers: int) -> None:

@@ -1,8 +1,9 @@
-"""Recipes: strategies of communication that are composed of three parts.
+"""Recipes: strategies of communication that are composed of three parts, and rarely a fourth.
 
     policy     when this rank exchanges, and with which ranks
     update     what is exchanged, such as parameters, and how the mean is applied
     exchange   how the mean is computed: over all ranks with a compression, or between pairs
+    local      how a local step is taken, if it needs gradients at several points
 
 A strategy is a function that returns a `Recipe`, such as `gcnzc.optim.selsync`.
 `gcnzc.optim.Strategy` executes the recipe around any optimizer of torch. A part has options, and
@@ -13,7 +14,7 @@ extras (numbers appended to an exchanged vector, such as signals).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +166,9 @@ class Update(RecipePart, ABC):
             mean: the result of `Exchange.mean`; may be overwritten.
         """
 
+    def discard(self) -> None:
+        """Handle an exchange without a mean, on all ranks; keeps the parameters by default."""
+
 
 class Exchange(RecipePart, ABC):
     """Computes means over ranks."""
@@ -183,6 +187,26 @@ class Exchange(RecipePart, ABC):
         Returns:
             The mean (m,), or its part (elements of this rank's shard,) if the exchange is sharded;
             None if there is no mean, and the parameters must not change.
+        """
+
+
+class LocalStep(Part, ABC):
+    """Takes local steps from evaluations of the closure that the caller passes to `step`."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the options, which must be equal on all ranks, as text for `repr`."""
+
+    @abstractmethod
+    def take(self, closure: Callable[[], Any]) -> Any:
+        """Take one local step.
+
+        Args:
+            closure: computes the loss and the gradients of the current minibatch, at the current
+                parameters; may be called any number of times.
+
+        Returns:
+            The loss at the parameters before the step; None if this rank does not compute it.
         """
 
 
@@ -206,11 +230,15 @@ class Recipe:
     `OverlappedControl`"""
     is_for_one_rank: bool = False
     """whether a single rank also executes the recipe; if False, it takes only local steps"""
+    local: LocalStep | None = None
+    """how local steps are taken; None for steps of the inner optimizer with the gradients that the
+    caller has computed"""
 
     @property
-    def parts(self) -> tuple[Policy, Update, Exchange]:
-        """The three parts."""
-        return self.policy, self.update, self.exchange
+    def parts(self) -> tuple[Policy | Update | Exchange | LocalStep, ...]:
+        """The parts."""
+        parts = self.policy, self.update, self.exchange
+        return parts if self.local is None else (*parts, self.local)
 
     def describe(self) -> str:
         """Return the name and the options, which must be equal on all ranks, as text."""

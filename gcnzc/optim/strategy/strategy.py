@@ -1,7 +1,7 @@
 """The optimizer that executes a recipe around any optimizer of torch."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,17 @@ class Strategy(LocalUpdates):
         optimizer.step()
 
     Call `finalize` after the last step: it sets the parameters of all ranks to their mean.
+
+    A recipe whose local steps need gradients at several points, such as `fedglomo`, calls a closure
+    several times in each step, as `torch.optim.LBFGS` does::
+
+        def closure():
+            optimizer.zero_grad()
+            loss = compute_loss(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
 
     Args:
         inner: the optimizer of torch that takes the local steps. The wrapper shares its parameter
@@ -77,6 +88,11 @@ class Strategy(LocalUpdates):
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
         """number of steps with an exchange so far, equal on all ranks"""
+        self.closure: Callable[[], Any] | None = None
+        """the closure of the next step, if `needs_closure`; `step` sets it. Set it before
+        `algorithm` is run otherwise"""
+        self.loss: Any = None
+        """what the closure returned first in the last step; None if it was not called"""
         for part in recipe.parts:
             part.attach(self)
         self.connect()
@@ -100,11 +116,49 @@ class Strategy(LocalUpdates):
         for part in self.recipe.parts:
             part.reinitialize()
 
+    @property
+    def needs_closure(self) -> bool:
+        """Whether `step` needs a closure, which it may call several times."""
+        return self.recipe.local is not None
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """See `DistributedOptimizer`; calls the closure several times if `needs_closure`.
+
+        Returns:
+            The first loss of the closure; None if this rank does not call it, for example because
+            the rank does not participate in the round.
+
+        Raises:
+            TypeError: there is no closure, but `needs_closure`.
+        """
+        if not self.needs_closure:
+            return super().step(closure)
+        self.closure = closure
+        try:
+            super().step()
+        finally:
+            self.closure = None
+        loss: float | None = self.loss
+        return loss
+
     def local_step(self) -> None:
         """See `LocalUpdates`; the policy reads the gradients before."""
         if not self.is_inner_only:
             self.recipe.policy.observe()
-        super().local_step()
+        if self.recipe.local is None:
+            super().local_step()
+            return
+        if self.closure is None:
+            raise TypeError(
+                f"a step of {self.name} without a closure\n\nhint: call step(closure), where "
+                "closure() computes the loss of the minibatch, calls backward() on it, and "
+                "returns it; a GradScaler does not support closures"
+            )
+        self.loss = self.recipe.local.take(self.closure)
 
     def after_step(self) -> Algorithm[None]:
         """See `LocalUpdates`: exchange if the policy decides so."""
@@ -144,6 +198,8 @@ class Strategy(LocalUpdates):
         self.num_exchanges += 1
         if mean is not None:
             yield from update.apply(mean)
+        else:
+            update.discard()
 
     def finish_pending(self) -> Algorithm[None]:
         """See `LocalUpdates`."""

@@ -1,0 +1,317 @@
+"""FedGLOMO: momentum of gradient differences in local steps and in the mean over ranks.
+
+A round k has E local steps. Each participating rank i takes them twice, from the parameters w_k and
+from those of the round before, with the same minibatches B_t and random numbers:
+
+    v_0   = g(w_k; B_0)                                   local momentum
+    v_t   = g(w_(k,t); B_t) + m (v_(t-1) - g(w_(k,t-1); B_t))
+    w_(k,t+1) = w_(k,t) - lr v_t
+    D_i   = w_k - w_(k,E)                                 difference of a round
+    D'_i  = w_(k-1) - w'_(k-1,E)                          difference of the run from w_(k-1)
+
+    d = mean_i Q(D_i)        c = mean_i Q(D_i - D'_i)     over the participants
+    u_k = b d + (1 - b) (u_(k-1) + c)                     global momentum; u_0 = d
+    w_(k+1) = w_k - u_k
+
+as in Das et al., "Faster Non-Convex Federated Learning via Global and Local Momentum" (2022,
+https://arxiv.org/abs/2012.04061). Both momenta have the form of STORM (Cutkosky and Orabona, 2019,
+https://arxiv.org/abs/1905.10018): a correction makes the old estimate one at the new point. With
+b = 1 and m = 0 it is federated averaging.
+
+Notation: W ranks, n elements, E local steps, m local momentum, b the weight `beta` of the current
+round, Q the compression.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress import Blocks, Compression
+from gcnzc.exchange import Algorithm
+from gcnzc.optim.strategy.evaluations import Evaluations
+from gcnzc.optim.strategy.every_interval import EveryInterval
+from gcnzc.optim.strategy.parameter_mean import DifferenceMean
+from gcnzc.optim.strategy.participants import Participants, ParticipantsMean
+from gcnzc.optim.strategy.recipe import LocalStep, Recipe
+from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_above_zero, check_at_least_zero
+
+QUANTIZED = Blocks("int8", stochastic=True)
+"""the default compression, which is unbiased, as the paper's analysis requires"""
+
+
+def fedglomo(
+    local_steps: int | str = 8,
+    beta: float = 0.5,
+    local_momentum: float = 0.8,
+    *,
+    participants: int | None = None,
+    seed: int = 0,
+    compress: Compression | None = QUANTIZED,
+) -> Recipe:
+    """Return the recipe of FedGLOMO.
+
+    `Strategy.step` needs a closure. It calls the closure up to four times in a step: at the current
+    point and, with local momentum, at the one before, of each of the two runs. With `beta=1` there
+    is no second run, and with `local_momentum=0` no second point. Pass the model as `module`;
+    otherwise the buffers of BatchNorm are updated by all evaluations.
+
+    The inner optimizer is `torch.optim.SGD` without momentum. It applies the learning rate and the
+    weight decay. A missing gradient counts as zeros.
+
+    A rank stores three vectors (n,) between rounds: w_k, w_(k-1) and u. Within a round it stores up
+    to five more: v of both runs, the points before, and the current point of the second run. With
+    `beta=1` these are one vector, and up to two more.
+
+    If an exchange fails, all ranks discard the round and start again from w_k, with the next
+    round's participants. `finalize` within a round averages the parameters of all ranks, so that
+    a rank that does not participate contributes w_k.
+
+    Args:
+        local_steps: E, or "auto"; see `LocalSGD`.
+        beta: b, the weight of the current round, in (0, 1]; 1 for no global momentum.
+        local_momentum: m, in [0, 1]; 0 for none.
+        participants: the number of ranks that take part in a round; None for all. A rank that does
+            not participate does not call the closure, but sends as many bytes.
+        seed: of the choice of participants.
+        compress: compression of both vectors, which are exchanged as one; None for none.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    check_above_zero("beta", beta)
+    if beta > 1:
+        raise ValueError(f"beta is {beta}\n\nhint: give a number in (0, 1]")
+    check_at_least_zero("local_momentum", local_momentum)
+    if local_momentum > 1:
+        raise ValueError(f"local_momentum is {local_momentum}\n\nhint: give a number in [0, 1]")
+    chosen = Participants(participants, seed)
+    update = GlobalMomentum(beta, chosen)
+    return Recipe(
+        "FedGLOMO",
+        EveryInterval(),
+        update,
+        ParticipantsMean(chosen, compress, "differences"),
+        local_steps=local_steps,
+        is_for_one_rank=True,
+        local=CoupledSteps(update, local_momentum),
+    )
+
+
+@dataclass
+class Run:
+    """The local steps of one round from one starting point; None before the first step."""
+
+    point: Tensor | None = None
+    """(n,): the current point of the second run; None for the first run, whose current point is
+    the parameters"""
+    before: Tensor | None = None
+    """(n,): the point before the last step; None without local momentum"""
+    velocity: Tensor | None = None
+    """(n,): v of the last step; None without local momentum"""
+
+
+class GlobalMomentum(DifferenceMean):
+    """Exchange differences and their changes, and update the parameters by the global momentum."""
+
+    momentum: Tensor | None
+    """(n,): u, equal on all ranks; None before the first round, or if beta is 1"""
+    previous: Tensor | None
+    """(n,): w_(k-1), where the second runs start; None if `momentum` is"""
+
+    def __init__(self, beta: float, participants: Participants) -> None:
+        self.beta, self.participants = beta, participants
+        self.momentum = self.previous = None
+        self.main, self.second = Run(), Run()
+
+    @property
+    def num_elements(self) -> int:
+        """See `Update`: of one vector, or of two with global momentum."""
+        return self.strategy.flat_params.num_elements * (1 if self.beta == 1 else 2)
+
+    @property
+    def is_participant(self) -> bool:
+        """Whether this rank takes part in the current round."""
+        group = self.strategy.group
+        return group.rank in self.participants.ranks(group.world_size)
+
+    def describe(self) -> str:
+        """See `Update`."""
+        return f"beta={self.beta}"
+
+    def reinitialize(self) -> None:
+        """See `Part`."""
+        super().reinitialize()
+        self.main, self.second = Run(), Run()
+
+    def initialize(self) -> None:
+        """See `Part`."""
+        self.reinitialize()
+        self.momentum = self.previous = None
+        self.participants.round = 0
+
+    def read(self, out: Tensor) -> None:
+        """See `Update`: D_i and D_i - D'_i; the latter is zeros in the first round."""
+        count = self.strategy.flat_params.num_elements
+        self.strategy.flat_params.read_parameters(out)
+        difference, change = out[:count], out[count : self.num_elements]
+        torch.sub(self.anchor, difference, out=difference)
+        if self.beta == 1:
+            return
+        change.zero_()
+        if self.previous is not None and self.second.point is not None:
+            torch.sub(self.second.point, self.previous, out=change).add_(difference)
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        count = self.strategy.flat_params.num_elements
+        update = mean[:count]
+        if self.beta < 1:
+            if self.momentum is None:
+                self.momentum, self.previous = update.clone(), self.anchor.clone()
+            else:
+                self.momentum.add_(mean[count:]).lerp_(update, self.beta)
+                assert self.previous is not None, "set with the momentum"
+                self.previous.copy_(self.anchor)
+            update = self.momentum
+        self.anchor.sub_(update)
+        self._begin_round()
+        return
+        yield
+
+    def discard(self) -> None:
+        """See `Update`: begin a round from the same parameters."""
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self.strategy.set_parameters(self.anchor)
+        self.main, self.second = Run(), Run()
+        self.participants.round += 1
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `Part`."""
+        vectors = {"momentum": self.momentum, "previous": self.previous}
+        return {
+            **super().shared_state(),
+            "round": self.participants.round,
+            **{name: each for name, each in vectors.items() if each is not None},
+        }
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `Part`."""
+        runs = {"main": self.main, "second": self.second}
+        return {
+            f"{run} {name}": vector
+            for run, each in runs.items()
+            for name, vector in vars(each).items()
+            if vector is not None
+        }
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `Part`."""
+        super().load(shared, local, shards)
+        self.participants.round = shared["round"]
+        self.momentum = self._vector(shared, "momentum")
+        self.previous = self._vector(shared, "previous")
+        # with another number of ranks, other ranks may participate
+        own = local if self.is_participant else {}
+        self.main, self.second = (
+            Run(*(self._vector(own, f"{run} {name}") for name in ("point", "before", "velocity")))
+            for run in ("main", "second")
+        )
+
+    def _vector(self, state: Mapping[str, Any], name: str) -> Tensor | None:
+        return self.strategy.vector(state[name]) if name in state else None
+
+
+class CoupledSteps(LocalStep):
+    """Take the same local steps from the current round's parameters and from the round's before.
+
+    Args:
+        update: has the runs.
+        momentum: m, the local momentum.
+    """
+
+    def __init__(self, update: GlobalMomentum, momentum: float) -> None:
+        self.update, self.momentum = update, momentum
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `Part`."""
+        super().attach(strategy)
+        check_is_plain_sgd(strategy)
+
+    def describe(self) -> str:
+        """See `LocalStep`."""
+        return f"local_momentum={self.momentum}"
+
+    @torch.no_grad()
+    def take(self, closure: Callable[[], Any]) -> Any:
+        """See `LocalStep`."""
+        # a scheduler may have changed the momentum
+        check_is_plain_sgd(self.strategy)
+        update = self.update
+        if not update.is_participant:
+            return None
+        runs = [update.main]
+        if update.previous is not None:
+            if update.second.point is None:
+                update.second.point = update.previous
+            runs.append(update.second)
+        with Evaluations(self.strategy, closure) as evaluations:
+            points = [evaluations.start if each.point is None else each.point for each in runs]
+            # the gradients of the first run are first, as the loss is that of the parameters
+            velocities = [
+                self._velocity(evaluations, *each) for each in zip(runs, points, strict=True)
+            ]
+            is_finite = all(each is not None for each in velocities)
+            # the first run is last, so that its point remains in the parameters
+            for run, point, velocity in zip(
+                runs[::-1], points[::-1], velocities[::-1], strict=True
+            ):
+                self.strategy.flat_params.write_parameters(point)
+                if is_finite and velocity is not None:
+                    self._move(run, point, velocity)
+        return evaluations.loss
+
+    def _velocity(self, evaluations: Evaluations, run: Run, point: Tensor) -> Tensor | None:
+        """Return v (n,) of a run at its current point; None if a gradient is not finite."""
+        gradient = evaluations.gradient(point)
+        if gradient is None or run.velocity is None or run.before is None:
+            return gradient
+        before = evaluations.gradient(run.before)
+        if before is None:
+            return None
+        return gradient.add_(run.velocity - before, alpha=self.momentum)
+
+    def _move(self, run: Run, point: Tensor, velocity: Tensor) -> None:
+        """Take a step of the inner optimizer from a point, which is in the parameters."""
+        flat_params = self.strategy.flat_params
+        flat_params.write_gradients(velocity, [True] * len(flat_params.parameters))
+        self.strategy.inner.step()
+        if run.point is not None:
+            run.point = self.strategy.vector()
+        if self.momentum:
+            run.before, run.velocity = point, velocity
+
+
+def check_is_plain_sgd(strategy: Strategy) -> None:
+    """Check that the inner optimizer's step is the learning rate times the gradient.
+
+    Raises:
+        ValueError: it is another optimizer than SGD, or has momentum.
+    """
+    inner = strategy.inner
+    if isinstance(inner, torch.optim.SGD) and not any(
+        group["momentum"] for group in inner.param_groups
+    ):
+        return
+    kind = type(inner).__name__
+    raise ValueError(
+        f"{strategy.name} around {kind}{' with momentum' * isinstance(inner, torch.optim.SGD)}"
+        "\n\nhint: give torch.optim.SGD with momentum=0; the method has momenta of its own"
+    )
