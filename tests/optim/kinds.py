@@ -18,8 +18,8 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
     a2cid2,
-    saps,
     fedglomo,
+    saps,
     selsync,
 )
 
@@ -112,12 +112,14 @@ LOCAL = {
     "a2cid2": strategy(a2cid2, control_interval=2),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
-    "fedglomo": with_closure(fedglomo, local_steps=4),
 }
 # pairs of ranks, which are in sync only after `finalize`
 DECENTRALIZED = {
     "saps": strategy(saps, keep=0.5, control_interval=4),
 }
+WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}
+"""which take local steps of SGD without momentum, with a closure"""
+LOCAL |= WITH_CLOSURE
 EVERY_STEP = AVERAGED | REPLICATED
 """whose ranks exchange in every step"""
 FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL | DECENTRALIZED

@@ -271,8 +271,8 @@ class CloseRounds(Policy):
 
     # waits for all ranks
 
-    def leave(self) -> Algorithm[None]:
-        """See `Policy`: let the other ranks close rounds without this one."""
+    def pause_exchanges(self) -> Algorithm[None]:
+        """See `RecipePart`: let the other ranks close rounds without this one."""
         if not self.status or self.is_away:
             return
         self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
@@ -287,8 +287,8 @@ class CloseRounds(Policy):
             self.last = closed or self.last
             yield from self._skip_to(number)
 
-    def come_back(self) -> Algorithm[None]:
-        """See `Policy`."""
+    def resume_exchanges(self) -> Algorithm[None]:
+        """See `RecipePart`."""
         if self.is_away:
             self.is_away = False
             yield from self._announce(Status(self.last.round, Kind.FINISHED))
@@ -305,9 +305,9 @@ class CloseRounds(Policy):
             self.pending = yield Start(Sum(values), CHANNEL)
         is_last = self.wait_interval is not None and strategy.steps % self.wait_interval == 0
         if is_last or any(strategy.received_signals):
-            yield from self.leave()
+            yield from self.pause_exchanges()
             yield from strategy.control.sum()
-            yield from self.come_back()
+            yield from self.resume_exchanges()
 
     def finish_pending(self) -> Algorithm[None]:
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
@@ -315,11 +315,11 @@ class CloseRounds(Policy):
             return
         is_ended = (yield First([self.pending], 0.0)) is not None
         if not is_ended:
-            yield from self.leave()
+            yield from self.pause_exchanges()
         self.votes = yield Wait(self.pending)
         self.pending = None
         if not is_ended:
-            yield from self.come_back()
+            yield from self.resume_exchanges()
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`; the ranks have left the rounds."""

@@ -143,12 +143,12 @@ class GlobalMomentum(DifferenceMean):
         return f"beta={self.beta}"
 
     def reinitialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().reinitialize()
         self.main, self.second = Run(), Run()
 
     def initialize(self) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         self.reinitialize()
         self.momentum = self.previous = None
         self.participants.round = 0
@@ -192,7 +192,7 @@ class GlobalMomentum(DifferenceMean):
         self.participants.round += 1
 
     def shared_state(self) -> dict[str, Any]:
-        """See `Part`."""
+        """See `RecipePart`."""
         vectors = {"momentum": self.momentum, "previous": self.previous}
         return {
             **super().shared_state(),
@@ -201,7 +201,7 @@ class GlobalMomentum(DifferenceMean):
         }
 
     def local_state(self) -> dict[str, Tensor]:
-        """See `Part`."""
+        """See `RecipePart`."""
         runs = {"main": self.main, "second": self.second}
         return {
             f"{run} {name}": vector
@@ -213,7 +213,7 @@ class GlobalMomentum(DifferenceMean):
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().load(shared, local, shards)
         self.participants.round = shared["round"]
         self.momentum = self._vector(shared, "momentum")
@@ -241,7 +241,7 @@ class CoupledSteps(LocalStep):
         self.update, self.momentum = update, momentum
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`."""
+        """See `RecipePart`."""
         super().attach(strategy)
         check_is_plain_sgd(strategy)
 
@@ -263,19 +263,19 @@ class CoupledSteps(LocalStep):
                 update.second.point = update.previous
             runs.append(update.second)
         with Evaluations(self.strategy, closure) as evaluations:
-            points = [evaluations.start if each.point is None else each.point for each in runs]
-            # the gradients of the first run are first, as the loss is that of the parameters
-            velocities = [
-                self._velocity(evaluations, *each) for each in zip(runs, points, strict=True)
-            ]
-            is_finite = all(each is not None for each in velocities)
-            # the first run is last, so that its point remains in the parameters
-            for run, point, velocity in zip(
-                runs[::-1], points[::-1], velocities[::-1], strict=True
-            ):
-                self.strategy.flat_params.write_parameters(point)
-                if is_finite and velocity is not None:
-                    self._move(run, point, velocity)
+            # of the first run first, as the loss is that at the parameters
+            steps: list[tuple[Run, Tensor, Tensor]] = []
+            for run in runs:
+                point = evaluations.start if run.point is None else run.point
+                velocity = self._velocity(evaluations, run, point)
+                if velocity is None:
+                    # neither run takes the step
+                    self.strategy.flat_params.write_parameters(evaluations.start)
+                    return evaluations.loss
+                steps.append((run, point, velocity))
+            # the first run last, so that its point remains in the parameters
+            for run, point, velocity in reversed(steps):
+                self._move(run, point, velocity)
         return evaluations.loss
 
     def _velocity(self, evaluations: Evaluations, run: Run, point: Tensor) -> Tensor | None:
@@ -289,8 +289,9 @@ class CoupledSteps(LocalStep):
         return gradient.add_(run.velocity - before, alpha=self.momentum)
 
     def _move(self, run: Run, point: Tensor, velocity: Tensor) -> None:
-        """Take a step of the inner optimizer from a point, which is in the parameters."""
+        """Take a step of the inner optimizer from a point."""
         flat_params = self.strategy.flat_params
+        flat_params.write_parameters(point)
         flat_params.write_gradients(velocity, [True] * len(flat_params.parameters))
         self.strategy.inner.step()
         if run.point is not None:

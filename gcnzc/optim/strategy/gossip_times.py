@@ -61,7 +61,7 @@ class OverlappedGossip(Policy):
             yield from self.strategy.synchronize()
         self.update.write()
 
-    def wait_for_ranks(self) -> Algorithm[None]:
+    def pause_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`; the time until the next step is no step."""
         self.last_s = None
         return

@@ -178,7 +178,7 @@ class OverlappedPairs(Exchange):
         while (each := (yield from self._first([], 0.0))) is not None:
             yield from self._process(each)
 
-    def wait_for_ranks(self) -> Algorithm[None]:
+    def pause_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`; processes messages meanwhile, so that slower ranks still exchange."""
         yield from self.open()
         self.update.observe()

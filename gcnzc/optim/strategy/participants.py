@@ -66,7 +66,7 @@ class ParticipantsMean(AllRanks):
         self.participants = participants
 
     def attach(self, strategy: Strategy) -> None:
-        """See `Part`.
+        """See `RecipePart`.
 
         Raises:
             ValueError: there are more participants than ranks.

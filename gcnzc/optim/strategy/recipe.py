@@ -58,11 +58,18 @@ class RecipePart:
         return
         yield
 
-    def wait_for_ranks(self) -> Algorithm[None]:
-        """Wait until all ranks have called it, if ranks do not wait for each other in steps.
+    def pause_exchanges(self) -> Algorithm[None]:
+        """Prepare for collectives of all ranks that no exchange contains, such as in an evaluation.
 
-        Called before collectives outside of `step`.
+        Parts whose ranks do not wait for one another in steps let slower ranks exchange without
+        this one, or wait until all ranks have called it. All ranks call it after the same number of
+        steps; it may be called again while exchanges are paused.
         """
+        return
+        yield
+
+    def resume_exchanges(self) -> Algorithm[None]:
+        """Take part in exchanges again after `pause_exchanges`."""
         return
         yield
 
@@ -118,19 +125,6 @@ class Policy(RecipePart, ABC):
 
     def end_step(self) -> Algorithm[None]:
         """End a step, after its exchange if there was one; does nothing by default."""
-        return
-        yield
-
-    def leave(self) -> Algorithm[None]:
-        """Prepare to wait for all ranks, outside of the exchanges; does nothing by default.
-
-        A policy whose ranks do not all exchange together lets the others continue without this one.
-        """
-        return
-        yield
-
-    def come_back(self) -> Algorithm[None]:
-        """Take part in exchanges again after `leave`; does nothing by default."""
         return
         yield
 
@@ -190,7 +184,7 @@ class Exchange(RecipePart, ABC):
         """
 
 
-class LocalStep(Part, ABC):
+class LocalStep(RecipePart, ABC):
     """Takes local steps from evaluations of the closure that the caller passes to `step`."""
 
     @abstractmethod

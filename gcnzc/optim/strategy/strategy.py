@@ -167,25 +167,38 @@ class Strategy(LocalUpdates):
         yield from self.control.take_turn()
         yield from self.recipe.policy.end_step()
 
+    def pause_exchanges(self) -> Algorithm[None]:
+        """Prepare for collectives of all ranks; see `RecipePart.pause_exchanges`."""
+        if not self.is_inner_only:
+            for part in self.recipe.parts:
+                yield from part.pause_exchanges()
+            yield from self.control.settle()
+
+    def resume_exchanges(self) -> Algorithm[None]:
+        """Take part in exchanges again after `pause_exchanges`."""
+        if not self.is_inner_only:
+            for part in self.recipe.parts:
+                yield from part.resume_exchanges()
+
     def compare(self) -> Algorithm[bool]:
         """See `DistributedOptimizer`."""
         if not self.comparison.is_due:
             return False
-        yield from self.recipe.policy.leave()
+        yield from self.pause_exchanges()
         is_compared = yield from super().compare()
-        yield from self.recipe.policy.come_back()
+        yield from self.resume_exchanges()
         return is_compared
 
     def average_parameters(self) -> Algorithm[Tensor]:
         """See `LocalUpdates`."""
-        yield from self.recipe.policy.leave()
+        yield from self.pause_exchanges()
         own = yield from super().average_parameters()
-        yield from self.recipe.policy.come_back()
+        yield from self.resume_exchanges()
         return own
 
     def finalize_algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
-        yield from self.recipe.policy.leave()
+        yield from self.pause_exchanges()
         yield from super().finalize_algorithm()
 
     def synchronize(self) -> Algorithm[None]:
@@ -210,25 +223,6 @@ class Strategy(LocalUpdates):
         """See `LocalUpdates`."""
         for part in self.recipe.parts:
             yield from part.apply_pending()
-
-    def wait_for_ranks(self) -> Algorithm[None]:
-        """Wait until all ranks have called it; see `Part.wait_for_ranks`."""
-        if not self.is_inner_only:
-            for part in self.recipe.parts:
-                yield from part.wait_for_ranks()
-            yield from self.control.settle()
-
-    def compare(self) -> Algorithm[bool]:
-        """See `DistributedOptimizer`."""
-        if self.comparison.is_due:
-            yield from self.wait_for_ranks()
-        return (yield from super().compare())
-
-    def average_parameters(self) -> Algorithm[Tensor]:
-        """See `LocalUpdates`."""
-        if not self.is_in_sync:
-            yield from self.wait_for_ranks()
-        return (yield from super().average_parameters())
 
     @property
     def local_share(self) -> float:

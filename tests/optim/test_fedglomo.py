@@ -1,0 +1,604 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from optim.local import all_equal, saved, team, train, vector_of
+from optim.models import Everything, batches, loss_of
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Blocks
+from gcnzc.exchange import Group, init_group, lockstep
+from gcnzc.optim import LocalSGD, Strategy, fedglomo, resize_state
+from gcnzc.optim.strategy.participants import Participants
+
+LR = 0.05
+
+
+def sgd(parameters, decay=0.0):
+    return torch.optim.SGD(parameters, lr=LR, weight_decay=decay)
+
+
+def exact(**options):
+    return lambda inner, group: Strategy(inner, fedglomo(compress=None, **options), group)
+
+
+def quantized(**options):
+    return lambda inner, group: Strategy(inner, fedglomo(**options), group)
+
+
+def share_of(rows, group):
+    rank, world_size = group.rank, group.world_size
+    return rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
+
+
+def closure_of(model, rows):
+    def closure():
+        model.zero_grad()
+        loss = loss_of(model, rows)
+        loss.backward()
+        return loss.item()
+
+    return closure
+
+
+def stepped(model, optimizer, begin, end):
+    """Steps of one rank with its share of the rows, as an algorithm."""
+    yield from optimizer.broadcast_model()
+    for rows in batches(end)[begin:]:
+        share = share_of(rows, optimizer.group)
+        optimizer.closure = closure_of(model, share)
+        optimizer.weight = len(share) * optimizer.group.world_size / len(rows)
+        yield from optimizer.algorithm()
+
+
+def run_steps(models, optimizers, begin, end):
+    pairs = zip(models, optimizers, strict=True)
+    return lockstep([stepped(*pair, begin, end) for pair in pairs])
+
+
+def whole(steps):
+    """One process that sees all rows of every step."""
+    model = Everything()
+    optimizer = sgd(model.parameters())
+    for rows in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_with_one_local_step_and_no_global_momentum_it_is_data_parallel_sgd(world_size, momentum):
+    models, optimizers = team(
+        world_size, exact(local_steps=1, beta=1, local_momentum=momentum), sgd
+    )
+    run_steps(models, optimizers, 0, 12)
+    assert all_equal(models)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(whole(12)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_without_momenta_it_is_local_sgd(world_size):
+    models, optimizers = team(world_size, exact(local_steps=4, beta=1, local_momentum=0), sgd)
+    run_steps(models, optimizers, 0, 10)
+    others, locals_ = team(world_size, lambda *pair: LocalSGD(*pair, local_steps=4), sgd)
+    train(others, locals_, 10)
+    for model, other in zip(models, others, strict=True):
+        torch.testing.assert_close(vector_of(model), vector_of(other), rtol=1e-10, atol=1e-12)
+
+
+# of the reference: columns, rows of a minibatch
+COLUMNS, ROWS, DECAY = 4, 6, 0.1
+
+
+def minibatch(step, rank):
+    generator = np.random.default_rng([step, rank])
+    inputs = generator.normal(size=(ROWS, COLUMNS))
+    return inputs, inputs @ np.arange(COLUMNS) + rank + generator.normal(size=ROWS)
+
+
+def slope(weights, step, rank):
+    """The gradient of the mean square error, and of the weight decay."""
+    inputs, targets = minibatch(step, rank)
+    errors = inputs @ weights - targets
+    return 2 * inputs.T @ errors / ROWS + DECAY * weights
+
+
+def reference_run(start, first_step, rank, local_steps, momentum):
+    """The change of the parameters over a round, from a starting point."""
+    weights, before, velocity = start.copy(), None, None
+    for step in range(first_step, first_step + local_steps):
+        here = slope(weights, step, rank)
+        if velocity is not None:
+            here = here + momentum * (velocity - slope(before, step, rank))
+        before, velocity = weights, here
+        weights = weights - LR * velocity
+    return start - weights
+
+
+def reference(start, chosen, *, local_steps, beta, local_momentum):
+    """The parameters after each round, in which the ranks `chosen` take part."""
+    weights, previous, update, found = start, None, None, []
+    for number, ranks in enumerate(chosen):
+        options = number * local_steps, local_steps, local_momentum
+        runs = [reference_run(weights, options[0], rank, *options[1:]) for rank in ranks]
+        difference = np.mean(runs, axis=0)
+        if update is None:
+            update = difference
+        else:
+            second = [reference_run(previous, options[0], rank, *options[1:]) for rank in ranks]
+            change = difference - np.mean(second, axis=0)
+            update = beta * difference + (1 - beta) * (update + change)
+        previous, weights = weights, weights - update
+        found.append(weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"local_steps": 3}),
+        (2, {"local_steps": 2, "beta": 0.3, "local_momentum": 1.0}),
+        (3, {"local_steps": 4, "participants": 2, "seed": 5}),
+        (5, {"local_steps": 3, "participants": 1, "beta": 0.9, "local_momentum": 0.4}),
+        (3, {"local_steps": 1, "beta": 0.2, "local_momentum": 0.0}),
+        (3, {"local_steps": 3, "beta": 1, "participants": 2}),
+    ],
+)
+def test_rounds_are_those_of_the_paper(world_size, options):
+    rounds = 5
+    models = [nn.Linear(COLUMNS, 1, bias=False).double() for _ in range(world_size)]
+    optimizers = [
+        exact(**options)(sgd(model.parameters(), DECAY), Group(rank, world_size))
+        for rank, model in enumerate(models)
+    ]
+    start = models[0].weight.detach().numpy()[0].copy()
+    seen = []
+
+    def steps(rank):
+        model, optimizer = models[rank], optimizers[rank]
+        yield from optimizer.broadcast_model()
+        for step in range(rounds * options["local_steps"]):
+            inputs, targets = map(torch.from_numpy, minibatch(step, rank))
+
+            def closure(inputs=inputs, targets=targets):
+                optimizer.zero_grad()
+                loss = (model(inputs)[:, 0] - targets).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.closure = closure
+            yield from optimizer.algorithm()
+            if (step + 1) % options["local_steps"] == 0:
+                seen.append((step // options["local_steps"], vector_of(model).numpy().copy()))
+
+    lockstep([steps(rank) for rank in range(world_size)])
+    given = {name: options.pop(name, None) for name in ("participants", "seed")}
+    chosen = [
+        sorted(Participants(given["participants"], given["seed"] or 0, number).ranks(world_size))
+        for number in range(rounds)
+    ]
+    expected = reference(start, chosen, **{"beta": 0.5, "local_momentum": 0.8, **options})
+    assert len(seen) == rounds * world_size
+    for number, found in seen:
+        np.testing.assert_allclose(found, expected[number], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({"beta": 1, "local_momentum": 0}, [1, 1, 1, 1, 1, 1]),
+        ({"beta": 1}, [1, 2, 2, 1, 2, 2]),
+        ({"local_momentum": 0}, [1, 1, 1, 2, 2, 2]),
+        ({}, [1, 2, 2, 2, 4, 4]),
+    ],
+)
+def test_gradients_are_computed_only_where_they_are_needed(options, calls):
+    model = Everything()
+    optimizer = exact(local_steps=3, **options)(sgd(model.parameters()), Group())
+    found = []
+    for rows in batches(6):
+        compute, points = closure_of(model, rows), []
+
+        def closure(compute=compute, points=points):
+            points.append(vector_of(model).clone())
+            return compute()
+
+        at, expected = vector_of(model).clone(), loss_of(model, rows).item()
+        # the loss at the parameters of the step, which are the first point
+        assert optimizer.step(closure) == expected
+        assert torch.equal(points[0], at)
+        found.append(len(points))
+    assert found == calls
+    # one vector at the end of a round, or the parameters' two with their momentum
+    vectors = 1 if options.get("beta") == 1 else 3
+    assert optimizer.state_bytes == vectors * optimizer.flat_params.num_elements * 8
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_round_sends_two_compressed_vectors(world_size):
+    codec = Blocks("int8", stochastic=True)
+
+    def sent(**options):
+        models, optimizers = team(world_size, quantized(local_steps=2, **options), sgd)
+        counts = []
+        for begin, end in ((0, 2), (2, 6)):
+            ledger = run_steps(models, optimizers, begin, end).ledgers[0]
+            # the last entries are those of the comparisons
+            counts.append(
+                sum(ledger.entries[kind].bytes_sent for kind in ("AllToAll", "AllGather"))
+            )
+        assert counts[1] == 2 * counts[0]
+        return counts[0], optimizers[0]
+
+    found, optimizer = sent()
+    elements = optimizer.flat_params.num_elements
+    assert found == codec.bytes_sent(2 * elements, world_size, optimizer.extras)
+    assert found == optimizer.recipe.exchange.bytes_sent()
+    one, _ = sent(beta=1)
+    assert one == codec.bytes_sent(elements, world_size, optimizer.extras)
+    # nobody sends less than the participants do
+    assert sent(participants=1)[0] == found
+
+
+def test_quantized_rounds_are_close_to_exact_ones():
+    vectors = []
+    for make in (exact, quantized):
+        models, optimizers = team(3, make(local_steps=3), sgd)
+        run_steps(models, optimizers, 0, 18)
+        assert all_equal(models)
+        vectors.append(vector_of(models[0]))
+    moved = (vectors[0] - vector_of(Everything())).norm()
+    assert 0 < (vectors[1] - vectors[0]).norm() < 0.02 * moved
+
+
+class Noisy(nn.Module):
+    """With dropout, whose masks it keeps, and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.drop = nn.Dropout(0.5)
+        self.masks = []
+
+    def forward(self, rows):
+        mask = self.drop(torch.ones(len(rows), 8))
+        self.masks.append(mask)
+        return self.last(self.norm(self.first(rows)) * mask)
+
+
+def noisy_loss(model, step):
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+    return model(rows).square().mean()
+
+
+def test_evaluations_of_a_step_use_the_same_masks_and_update_buffers_once():
+    model = Noisy()
+    optimizer = Strategy(sgd(model.parameters()), fedglomo(2, compress=None), Group(), module=model)
+    torch.manual_seed(7)
+    counts = []
+    for step in range(6):
+        before, state = copy.deepcopy(model), torch.get_rng_state()
+        model.masks.clear()
+
+        def closure(step=step):
+            model.zero_grad()
+            loss = noisy_loss(model, step)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        counts.append(len(model.masks))
+        assert all(torch.equal(mask, model.masks[0]) for mask in model.masks)
+        after = torch.get_rng_state()
+        # one evaluation of a model that is not trained
+        torch.set_rng_state(state)
+        assert torch.equal(noisy_loss(before, step), loss)
+        assert torch.equal(torch.get_rng_state(), after)
+        for found, expected in zip(model.buffers(), before.buffers(), strict=True):
+            assert torch.equal(found, expected)
+    assert counts == [1, 2, 2, 4, 2, 4]
+    assert model.norm.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_of_the_closure_changes_nothing(failing):
+    model = Noisy()
+    optimizer = Strategy(sgd(model.parameters()), fedglomo(2, compress=None), Group(), module=model)
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        if calls == limit:
+            raise ArithmeticError
+        model.zero_grad()
+        noisy_loss(model, calls).backward()
+
+    limit = 0
+    for _ in range(3):
+        optimizer.step(closure)
+    limit = calls + failing + 1
+    before = repr([list(model.parameters()), optimizer.snapshot()])
+    with pytest.raises(ArithmeticError):
+        optimizer.step(closure)
+    assert repr([list(model.parameters()), optimizer.snapshot()]) == before
+    assert optimizer.closure is None
+    limit = 0
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make"),
+    [
+        (1, quantized(local_steps=3)),
+        (2, quantized(local_steps=3)),
+        (3, quantized(local_steps=3, participants=2)),
+        (2, exact(local_steps=3, beta=1)),
+    ],
+)
+def test_a_run_resumes_bit_for_bit_from_any_step(world_size, make):
+    models, optimizers = team(world_size, make, sgd)
+    states = []
+    for step in range(8):
+        run_steps(models, optimizers, step, step + 1)
+        states.append([saved(optimizer.state_dict()) for optimizer in optimizers])
+    undisturbed, others = team(world_size, make, sgd)
+    run_steps(undisturbed, others, 0, 8)
+    for step, saved_states in enumerate(states, 1):
+        again, loaded = team(world_size, make, sgd)
+        for optimizer, state in zip(loaded, saved_states, strict=True):
+            optimizer.load_state_dict(state)
+        run_steps(again, loaded, step, 8)
+        for model, other, right in zip(again, models, undisturbed, strict=True):
+            assert torch.equal(vector_of(model), vector_of(right))
+            assert torch.equal(vector_of(other), vector_of(right))
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 5), (3, 1), (1, 3)])
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_state_is_loaded_on_another_number_of_ranks(old, new, step):
+    # rounds end after steps 3, 6 and 9
+    models, optimizers = team(old, exact(local_steps=3), sgd)
+    run_steps(models, optimizers, 0, step)
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    others, resized = team(new, exact(local_steps=3), sgd)
+    for rank, optimizer in enumerate(resized):
+        optimizer.load_state_dict(resize_state(states, rank, new))
+    mean = torch.stack([vector_of(model) for model in models]).mean(dim=0)
+    first = optimizers[0].recipe.update
+    for model, optimizer in zip(others, resized, strict=True):
+        torch.testing.assert_close(vector_of(model), mean, rtol=1e-14, atol=1e-15)
+        update = optimizer.recipe.update
+        for name in ("anchor", "momentum", "previous"):
+            assert torch.equal(getattr(update, name), getattr(first, name)), name
+        assert update.participants.round == 2
+    run_steps(others, resized, step, 9)
+    assert all_equal(others)
+    assert not torch.equal(resized[0].recipe.update.previous, first.previous)
+
+
+def take_round(models, optimizers, bad=()):
+    """Two steps, in the second of which the gradients of the ranks `bad` are not finite."""
+
+    def steps(model, optimizer):
+        for number, rows in enumerate(batches(2)):
+            compute = closure_of(model, share_of(rows, optimizer.group))
+            is_bad = number == 1 and optimizer.group.rank in bad
+
+            def closure(compute=compute, is_bad=is_bad):
+                loss = compute()
+                if is_bad:
+                    model.rare.grad = torch.full_like(model.rare, torch.nan)
+                return loss
+
+            optimizer.closure = closure
+            yield from optimizer.algorithm()
+
+    lockstep([steps(*pair) for pair in zip(models, optimizers, strict=True)])
+
+
+def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs():
+    models, optimizers = team(3, exact(local_steps=2), sgd)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    take_round(models, optimizers)
+    update = optimizers[1].recipe.update
+    start, previous = update.anchor.clone(), update.previous.clone()
+    rows = share_of(batches(1)[0], optimizers[1].group)
+    # its first step of the round is the only one
+    steps = []
+    for point in (start, previous):
+        model = Everything()
+        nn.utils.vector_to_parameters(point, optimizers[1].flat_params.parameters)
+        model.load_state_dict(models[1].state_dict())
+        loss_of(model, rows).backward()
+        gradients = [
+            torch.zeros_like(each) if each.grad is None else each.grad
+            for each in model.parameters()
+            if each.requires_grad
+        ]
+        steps.append(LR * nn.utils.parameters_to_vector(gradients))
+    nn.utils.vector_to_parameters(start, optimizers[1].flat_params.parameters)
+    sent = []
+    read = update.read
+
+    def keep(out):
+        read(out)
+        sent.append(out[: update.num_elements].clone())
+
+    update.read = keep
+    take_round(models, optimizers, bad=[1])
+    assert [optimizer.skipped for optimizer in optimizers] == [0, 1, 0]
+    assert "a gradient of rank 1 is not finite" in optimizers[1].skip_reason
+    expected = torch.cat([steps[0], steps[0] - steps[1]])
+    torch.testing.assert_close(sent[0], expected, rtol=1e-10, atol=1e-12)
+    assert all_equal(models)
+    assert vector_of(models[0]).isfinite().all()
+
+
+def test_parameters_that_are_not_finite_are_replaced():
+    models, optimizers = team(3, exact(local_steps=2, participants=2), sgd)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    take_round(models, optimizers)
+    for damaged in range(3):
+        with torch.no_grad():
+            models[damaged].rare.fill_(torch.nan)
+        take_round(models, optimizers)
+        assert all_equal(models)
+        assert vector_of(models[0]).isfinite().all()
+
+
+def test_a_round_without_a_mean_is_discarded():
+    models, optimizers = team(3, exact(local_steps=2, participants=1), sgd)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    take_round(models, optimizers)
+    update, before = optimizers[0].recipe.update, vector_of(models[0]).clone()
+    (rank,) = update.participants.ranks(3)
+    momentum = update.momentum.clone()
+
+    def damage(model, optimizer):
+        for rows in batches(2):
+            optimizer.closure = closure_of(model, share_of(rows, optimizer.group))
+            yield from optimizer.algorithm()
+            if optimizer.group.rank == rank and optimizer.since:
+                with torch.no_grad():
+                    model.rare.fill_(torch.nan)
+
+    lockstep([damage(*pair) for pair in zip(models, optimizers, strict=True)])
+    assert all("no rank's parameters are finite" in each.skip_reason for each in optimizers)
+    assert all_equal(models)
+    assert torch.equal(vector_of(models[0]), before)
+    assert torch.equal(update.momentum, momentum)
+    assert update.participants.round == 2
+    take_round(models, optimizers)
+    assert all_equal(models)
+    assert not torch.equal(vector_of(models[0]), before)
+
+
+def test_participants_are_a_function_of_seed_and_round():
+    chosen = [Participants(2, 3, number).ranks(8) for number in range(400)]
+    assert all(len(ranks) == 2 for ranks in chosen)
+    counts = np.bincount([rank for ranks in chosen for rank in ranks], minlength=8)
+    # 100 expected, with a standard deviation of 8.7
+    assert counts.min() > 65
+    assert counts.max() < 135
+    assert chosen != [Participants(2, 4, number).ranks(8) for number in range(400)]
+    assert chosen[7] == Participants(2, 3, 7).ranks(8)
+    assert Participants().ranks(3) == {0, 1, 2}
+
+
+def test_a_rank_that_does_not_participate_computes_nothing():
+    models, optimizers = team(3, exact(local_steps=2, participants=1), sgd)
+    calls = [0, 0, 0]
+
+    def steps(rank):
+        model, optimizer = models[rank], optimizers[rank]
+        yield from optimizer.broadcast_model()
+        for rows in batches(6):
+            compute = closure_of(model, rows)
+
+            def closure(compute=compute):
+                calls[rank] += 1
+                return compute()
+
+            before = calls[rank]
+            optimizer.closure = closure
+            yield from optimizer.algorithm()
+            assert (optimizer.loss is None) == (calls[rank] == before)
+
+    lockstep([steps(rank) for rank in range(3)])
+    # 3 evaluations of the first round, 6 of each other one
+    assert sum(calls) == 3 + 6 + 6
+    rounds = [next(iter(Participants(1, 0, number).ranks(3))) for number in range(3)]
+    for rank in range(3):
+        evaluations = sum((3, 6, 6)[number] for number in range(3) if rounds[number] == rank)
+        assert calls[rank] == evaluations
+
+
+def test_finalize_within_a_round_makes_ranks_equal_and_training_continues():
+    models, optimizers = team(3, exact(local_steps=3), sgd)
+    run_steps(models, optimizers, 0, 5)
+    assert not all_equal(models)
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
+    assert all_equal(models)
+    run_steps(models, optimizers, 5, 8)
+    assert all_equal(models)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 0}, "beta is 0"),
+        ({"beta": 1.5}, "beta is 1.5"),
+        ({"local_momentum": -0.1}, "local_momentum is -0.1"),
+        ({"local_momentum": 1.1}, "local_momentum is 1.1"),
+        ({"local_momentum": "x"}, "local_momentum is 'x'"),
+        ({"participants": 0}, "participants is 0"),
+        ({"participants": 2.0}, "participants is 2.0"),
+        ({"participants": 3}, "3 participants of 2 ranks"),
+        ({"local_steps": 0}, "local_steps is 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"^{message}.*\n\nhint: "):
+        Strategy(sgd(model.parameters()), fedglomo(**options), Group(0, 2))
+
+
+def test_only_sgd_without_momentum_is_wrapped():
+    model = nn.Linear(2, 2)
+    for inner, kind in (
+        (torch.optim.AdamW(model.parameters()), "AdamW\n"),
+        (torch.optim.SGD(model.parameters(), momentum=0.9), "SGD with momentum"),
+    ):
+        with pytest.raises(ValueError, match=rf"around {kind}(?s:.*)hint: give torch.optim.SGD"):
+            Strategy(inner, fedglomo(), Group())
+    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
+    # such as OneCycleLR sets it
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="SGD with momentum"):
+        optimizer.step(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+def test_a_step_without_a_closure_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
+    assert optimizer.needs_closure
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"without a closure\n\nhint: call step\(closure\)"):
+        optimizer.step()
+
+
+def step_as_worker(steps):
+    with init_group() as group:
+        model = Everything()
+        optimizer = quantized(local_steps=3, participants=2)(sgd(model.parameters()), group)
+        losses = []
+        for rows in batches(steps):
+            share = share_of(rows, group)
+            optimizer.weight = len(share) * group.world_size / len(rows)
+            losses.append(optimizer.step(closure_of(model, share)))
+        before = vector_of(model)
+        optimizer.finalize()
+        return before, vector_of(model), losses
+
+
+def test_over_processes_as_in_lockstep(tmp_path):
+    found = results(3, tmp_path, step_as_worker, 8)
+    models, optimizers = team(3, quantized(local_steps=3, participants=2), sgd)
+    for model in models:
+        model.load_state_dict(Everything().state_dict())
+    run_steps(models, optimizers, 0, 8)
+    for (before, _, losses), model in zip(found, models, strict=True):
+        assert torch.equal(before, vector_of(model))
+        assert any(loss is not None for loss in losses)
+    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
+    for _, after, _ in found:
+        assert torch.equal(after, vector_of(models[0]))
+    # two of three ranks compute a loss in each step
+    computed = [[loss is not None for loss in losses] for _, _, losses in found]
+    assert [sum(each) for each in zip(*computed, strict=True)] == [2] * 8
