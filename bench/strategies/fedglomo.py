@@ -8,8 +8,9 @@ participants, and are quantized to int8. `fedavg` has no momentum, `fedlomo` onl
 `global` only the global one.
 
 `train` records the training loss over all shards, for the learning rate of `RATES` with which the
-method has the smallest mean loss over the last five rounds, at four equal budgets: rounds, evaluations of
-gradients, bytes, and virtual time. The last three are those of `fedavg` at the end of its rounds.
+method has the smallest mean loss over the last five rounds, at four equal budgets: rounds,
+evaluations of gradients, bytes, and virtual time. The last three are those of `fedavg` at the end
+of its rounds.
 The virtual time is that of `lockstep`, with links of 100 Mbit/s and a fixed time per evaluation.
 
 `variance` records how much the vector that is subtracted from the parameters varies over all pairs
@@ -217,7 +218,9 @@ def record_variances(
             ratio = (sums[0] / sums[1]).tolist()
             ratios["variance"].append(ratio[0])
             ratios["square_error"].append(ratio[1])
-        means = {f"{name}_of_fedavgs_mean": statistics.mean(each) for name, each in ratios.items()}
+        means: dict[str, Any] = {
+            f"{name}_of_fedavgs_mean": statistics.mean(each) for name, each in ratios.items()
+        }
         found: dict[str, Any] = {f"{name}_of_fedavgs": each for name, each in ratios.items()}
         harness.record(
             "fedglomo",

@@ -88,15 +88,33 @@ class Precision:
         """Compute the gradients of a loss, multiplied by the loss scale if there is one."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, optimizer: DistributedOptimizer) -> None:
+    def step(
+        self, optimizer: DistributedOptimizer, closure: Callable[[], float] | None = None
+    ) -> None:
         """Take an optimizer step; the optimizer divides the gradients by the loss scale.
 
         If gradients overflow, all workers skip the step and halve their loss scales, except in a
         local step, which only the worker with the overflow skips.
+
+        Args:
+            optimizer: of the run.
+            closure: computes the gradients if the optimizer needs a closure; None if they are
+                computed already.
+
+        Raises:
+            ValueError: there are a closure and a loss scale.
         """
         if self.scaler is None:
-            optimizer.step()
+            if closure is None:
+                optimizer.step()
+            else:
+                optimizer.step(closure)
             return
+        if closure is not None:
+            raise ValueError(
+                f"--precision fp16 with {optimizer.name}, which computes several gradients in a "
+                "step, and torch's GradScaler supports one\n\nhint: use --precision bf16"
+            )
         ignored = optimizer.num_ignored_gradients
         self.scaler.step(optimizer)
         found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.loader import Loader
-from gcnzc.optim import DistributedOptimizer, DropCompute, LocalUpdates
+from gcnzc.optim import DistributedOptimizer, DropCompute, LocalUpdates, Strategy
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.system.streams import TimedEvent
@@ -52,10 +52,14 @@ def train_step(
         computed = optimizer.micro_batches(own, factors)
     stages: list[Stage] = []
     spans: list[Span] = []
+    closure = StepClosure(trainer) if needs_closure(optimizer) else None
     for number, batch in enumerate(computed):
         ready = trainer.now()
         stages.append(Stage("wait", "model", began, ready))
-        compute_gradients(trainer, batch, factors[number])
+        if closure is None:
+            compute_gradients(trainer, batch, factors[number])
+        else:
+            closure.minibatches.append((batch, factors[number]))
         stats.time(batch.times, (), ())
         count_rows(trainer, batch)
         spans += batch.spans
@@ -63,7 +67,7 @@ def train_step(
         stages.append(Stage("compute", "model", ready, began))
     optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
     skipped, ignored = optimizer.skipped, optimizer.num_ignored_gradients
-    precision.step(optimizer)
+    precision.step(optimizer, closure)
     if trainer.schedule is not None:
         trainer.schedule.step()
     if trainer.average is not None:
@@ -88,13 +92,46 @@ def train_step(
     return trainer.now()
 
 
-def compute_gradients(trainer: Trainer, batch: Batch, factor: float) -> None:
+def needs_closure(optimizer: DistributedOptimizer) -> bool:
+    """Return whether the optimizer computes the gradients of a step itself, several times."""
+    return isinstance(optimizer, Strategy) and optimizer.needs_closure
+
+
+class StepClosure:
+    """Computes the gradients of the minibatches of a step at the current parameters.
+
+    An optimizer that needs a closure calls it with several values of the parameters. The first call
+    adds to the statistics of the epoch.
+
+    Args:
+        trainer: the run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.minibatches: list[tuple[Batch, float]] = []
+        """the minibatches, and the factor of the mean loss of each"""
+        self.is_called = False
+
+    def __call__(self) -> float:
+        """Compute the gradients, and return 0: the loss is not read from the device."""
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        for batch, factor in self.minibatches:
+            compute_gradients(self.trainer, batch, factor, is_counted=not self.is_called)
+        self.is_called = True
+        return 0.0
+
+
+def compute_gradients(
+    trainer: Trainer, batch: Batch, factor: float, *, is_counted: bool = True
+) -> None:
     """Add the gradients of a minibatch to those of the parameters, and its loss to the statistics.
 
     Args:
         trainer: the run.
         batch: after resuming with another number of workers, it may have no seeds.
         factor: factor of the mean loss of the minibatch.
+        is_counted: whether to add the loss to the statistics.
     """
     assert batch.x is not None, "the loader has no table"
     assert batch.y is not None, "neither the loader nor its sampler has labels"
@@ -107,7 +144,8 @@ def compute_gradients(trainer: Trainer, batch: Batch, factor: float) -> None:
     loss = trainer.task.loss(logits, batch.y)
     precision.backward(loss if factor == 1 else loss * factor)
     assert batch.items is not None, "the loader has not set the seeds of the minibatch"
-    trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)
+    if is_counted:
+        trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)
 
 
 def count_rows(trainer: Trainer, batch: Batch) -> None:
