@@ -39,7 +39,7 @@ class Matching(RecipePart, ABC):
         """Return the pairs of a round, equal on all ranks.
 
         Args:
-            round: the number of the round, from 0; each round is chosen once, in order.
+            round: the number of exchanges so far; each round is chosen once, in order.
         """
 
 
@@ -86,8 +86,6 @@ class Pairs(Exchange):
                 "at most 1"
             )
         self.matching, self.keep, self.seed = matching, keep, seed
-        self.round = 0
-        """the number of exchanges so far, equal on all ranks"""
         self.pairs: list[Edge] = []
         """the pairs of the last exchange, equal on all ranks"""
 
@@ -101,7 +99,6 @@ class Pairs(Exchange):
 
     def initialize(self) -> None:
         """See `RecipePart`."""
-        self.round = 0
         self.matching.initialize()
 
     def describe(self) -> str:
@@ -109,11 +106,11 @@ class Pairs(Exchange):
         return f"keep={self.keep}, {self.matching.describe()}"
 
     def indices(self) -> Tensor | None:
-        """Return the indices (k,) of the current round, equal on all ranks; None for all."""
+        """Return the indices (k,) of the next exchange, equal on all ranks; None for all."""
         count = self.strategy.recipe.update.num_elements
         if self.num_kept == count:
             return None
-        found = draw_indices(count, self.num_kept, self.seed, self.round)
+        found = draw_indices(count, self.num_kept, self.seed, self.strategy.num_exchanges)
         return found.to(self.strategy.flat_params.device)
 
     def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
@@ -123,11 +120,10 @@ class Pairs(Exchange):
         """
         strategy = self.strategy
         own = values[: strategy.recipe.update.num_elements]
-        self.pairs = yield from self.matching.choose(self.round)
+        self.pairs = yield from self.matching.choose(strategy.num_exchanges)
         rank = strategy.group.rank
         peer = find_peer(self.pairs, rank)
         indices = self.indices()
-        self.round += 1
         is_finite = strategy.is_counted = bool(can_be_squared(own))
         sent = own.clone() if indices is None else own[indices]
         if not is_finite:
@@ -156,13 +152,12 @@ class Pairs(Exchange):
 
     def shared_state(self) -> dict[str, Any]:
         """See `RecipePart`."""
-        return {"round": self.round, **self.matching.shared_state()}
+        return self.matching.shared_state()
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
-        self.round = shared["round"]
         self.matching.load(shared, local, shards)
 
 
