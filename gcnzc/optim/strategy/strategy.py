@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Algorithm, Group
+from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
@@ -189,6 +190,7 @@ class Strategy(LocalUpdates):
         yield from self.resume_exchanges()
         return is_compared
 
+    @identify_caller
     def average_parameters(self) -> Algorithm[Tensor]:
         """See `LocalUpdates`."""
         yield from self.pause_exchanges()
@@ -196,6 +198,7 @@ class Strategy(LocalUpdates):
         yield from self.resume_exchanges()
         return own
 
+    @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
         yield from self.pause_exchanges()
