@@ -1,5 +1,6 @@
 """Every optimizer of `gcnzc.optim`, of a model and a group, with options for short runs."""
 
+import math
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from gcnzc.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
     a2cid2,
+    backup_workers,
     fedglomo,
     saps,
     selsync,
@@ -112,6 +114,10 @@ LOCAL = {
     "a2cid2": strategy(a2cid2, control_interval=2),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
+    # tests call collectives after any step, so all ranks must take part in all rounds
+    "backup-workers": strategy(
+        backup_workers, graph="complete", grace_s=math.inf, control_interval=2
+    ),
 }
 # pairs of ranks, which are in sync only after `finalize`
 DECENTRALIZED = {

@@ -1,0 +1,556 @@
+"""Dynamic backup workers: members, means, epochs, stragglers, signals, resuming, processes."""
+
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from optim.local import check_resuming_at_every_step, team, train, vector_of
+from processes import results
+
+from gcnzc.exchange import Compute, Crash, Group, Link, ReadKeys, SlowDown, init_group, lockstep
+from gcnzc.exchange.topology import is_connected
+from gcnzc.optim import LocalSGD, Strategy, backup_workers
+from gcnzc.optim.strategy.backup_workers import make_graph
+from gcnzc.optim.strategy.rounds import Kind, RoundRules, Status
+
+LR = 0.1
+
+
+class Rank:
+    """A rank that minimizes |x - target|^2 / 2, and the log of its rounds."""
+
+    def __init__(self, rank, world_size, group=None, **options):
+        self.target = torch.tensor([1.0, -2.0, 3.0]) * (rank + 1)
+        self.x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        inner = torch.optim.SGD([self.x], lr=LR)
+        recipe = backup_workers(**options)
+        signals = 1
+        self.optimizer = Strategy(inner, recipe, group or Group(rank, world_size), signals=signals)
+        self.policy, self.rounds, self.mixes = recipe.policy, [], {}
+        self.after = []
+        mean = recipe.exchange.mean
+
+        def logged(values):
+            own = values[:3].clone()
+            answer = yield from mean(values)
+            self.mixes[self.policy.last.round] = own, None if answer is None else answer.clone()
+            return answer
+
+        is_due = self.policy.is_due
+
+        def with_log():
+            answer = yield from is_due()
+            # `last` may be a later round after the step
+            self.rounds.append(self.policy.last)
+            return answer
+
+        recipe.exchange.mean, self.policy.is_due = logged, with_log
+
+    def set_gradient(self):
+        self.x.grad = self.x.detach() - self.target
+
+    def step(self, seconds):
+        """A step in virtual time."""
+        self.set_gradient()
+        yield Compute(seconds)
+        yield from self.optimizer.algorithm()
+        self.after.append(self.x.detach().clone())
+
+    def train(self, times):
+        yield from self.optimizer.broadcast_model()
+        for seconds in times:
+            yield from self.step(seconds)
+        yield from self.optimizer.finalize_algorithm()
+
+
+def all_rounds(ranks):
+    """The rounds by number, after a check that all ranks know the same ones."""
+    found = {}
+    for number, each in enumerate(ranks):
+        numbers = [closed.round for closed in each.rounds]
+        assert numbers == sorted(set(numbers)), "each step has a later round"
+        for closed in each.rounds:
+            assert number in closed.members
+            assert found.setdefault(closed.round, closed) == closed
+    assert sorted(found) == list(range(1, len(found) + 1)), "each round has a member"
+    for number, closed in found.items():
+        for rank in closed.members:
+            assert number in [each.round for each in ranks[rank].rounds]
+    return dict(sorted(found.items()))
+
+
+def check_rounds(ranks, graph):
+    """Check the sums of parameters, and that the edges of each epoch connect all ranks."""
+    world_size, edges = len(ranks), set()
+    epochs = 0
+    for closed in all_rounds(ranks).values():
+        own, mean = [], []
+        for rank in closed.members:
+            if closed.round in ranks[rank].mixes:
+                before, after = ranks[rank].mixes[closed.round]
+                own.append(before)
+                mean.append(after)
+        if own:
+            torch.testing.assert_close(sum(mean), sum(own), rtol=1e-12, atol=1e-12)
+        edges |= {edge for edge in graph if set(edge) <= set(closed.members)}
+        if closed.epochs > epochs:
+            assert closed.epochs == epochs + 1
+            assert is_connected(world_size, edges)
+            epochs, edges = closed.epochs, set()
+    return epochs
+
+
+def stragglers(world_size, steps, seed, chance=0.2, factor=5.0):
+    choose = random.Random(seed)
+    return [
+        [factor if choose.random() < chance else 1.0 for _ in range(steps)]
+        for _ in range(world_size)
+    ]
+
+
+def run_team(times, link=None, store_s=0.0, faults=None, **options):
+    ranks = [Rank(rank, len(times), **options) for rank in range(len(times))]
+    algorithms = [each.train(own) for each, own in zip(ranks, times, strict=True)]
+    return ranks, lockstep(algorithms, link, store_s=store_s, faults=faults)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_equally_fast_ranks_on_a_complete_graph_are_local_sgd(world_size):
+    def make(inner, group):
+        return Strategy(inner, backup_workers("complete", control_interval=3), group)
+
+    models, optimizers = team(world_size, make)
+    train(models, optimizers, 12)
+    expected, others = team(world_size, lambda inner, group: LocalSGD(inner, group, local_steps=1))
+    train(expected, others, 12)
+    for model, other in zip(models, expected, strict=True):
+        torch.testing.assert_close(vector_of(model), vector_of(other), rtol=1e-11, atol=1e-13)
+    for each in optimizers if world_size > 1 else ():
+        last = each.recipe.policy.last
+        assert (last.round, last.members) == (12, tuple(range(world_size)))
+        assert each.recipe.policy.num_rounds == last.epochs == 12
+
+
+@pytest.mark.parametrize("graph", ["ring", "4-regular", "exponential", "complete"])
+@pytest.mark.parametrize("link", [None, Link(1e5, 0.001)])
+def test_equally_fast_ranks_are_members_of_every_round(graph, link):
+    ranks, _ = run_team([[1.0] * 6] * 7, link, store_s=0.0005, graph=graph)
+    found = all_rounds(ranks)
+    assert len(found) == 6
+    assert all(closed.members == tuple(range(7)) for closed in found.values())
+
+
+def reference(world_size, graph, times):
+    """Rounds without latency, by the definition: yields (members, parameters of all ranks).
+
+    The ranks wait for one another in the first step.
+    """
+    edges = make_graph(graph, world_size)
+    # of a ring and of a complete graph, the depth-first tree is a path
+    tree = {(rank, rank + 1) for rank in range(world_size - 1)}
+    targets = np.array([[1.0, -2.0, 3.0]]) * np.arange(1, world_size + 1)[:, None]
+    x, pending, counts = np.zeros((world_size, 3)), set(tree), [1] * world_size
+    finished = set(range(world_size))
+    ends = [math.inf] * world_size
+    now = max(own[0] for own in times)
+    while True:
+        if not finished:
+            rank = int(np.argmin(ends))
+            now, ends[rank] = ends[rank], math.inf
+            finished.add(rank)
+        while not (pending_inside := {edge for edge in pending if set(edge) <= finished}):
+            rank = int(np.argmin(ends))
+            now, ends[rank] = ends[rank], math.inf
+            finished.add(rank)
+        members = sorted(finished)
+        inside = [edge for edge in edges if set(edge) <= finished]
+        degrees = [sum(rank in edge for edge in inside) for rank in range(world_size)]
+        mixing = np.eye(world_size)
+        for i, j in inside:
+            weight = 1 / (1 + max(degrees[i], degrees[j]))
+            mixing[i, j] = mixing[j, i] = weight
+            mixing[i, i] -= weight
+            mixing[j, j] -= weight
+        stepped = x.copy()
+        stepped[members] -= LR * (x - targets)[members]
+        x[members] = (mixing @ stepped)[members]
+        pending = (pending - pending_inside) or set(tree)
+        yield tuple(members), x.copy()
+        for rank in members:
+            if counts[rank] == len(times[rank]):
+                return
+            ends[rank] = now + times[rank][counts[rank]]
+            counts[rank] += 1
+        finished = set()
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_rounds_are_those_of_the_definition(world_size, graph):
+    choose = random.Random(world_size)
+    times = [[choose.random() + 0.01 for _ in range(30)] for _ in range(world_size)]
+    ranks, _ = run_team(times, graph=graph, grace_s=0.0, control_interval=1000)
+    found = all_rounds(ranks)
+    count = 0
+    for number, (members, x) in enumerate(reference(world_size, graph, times), 1):
+        assert found[number].members == members
+        for rank in members:
+            index = [each.round for each in ranks[rank].rounds].index(number)
+            np.testing.assert_allclose(ranks[rank].after[index], x[rank], rtol=1e-10, atol=1e-12)
+        count += 1
+    assert count >= 25
+
+
+@pytest.mark.parametrize("graph", ["ring", "4-regular", "complete"])
+def test_stragglers_delay_few_rounds(graph):
+    times = stragglers(8, 60, seed=0)
+    full_s = sum(max(each) for each in zip(*times, strict=True))
+    ranks, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, graph=graph)
+    epochs = check_rounds(ranks, make_graph(graph, 8))
+    assert epochs >= 10
+    # in a run the time of the slowest rank's own steps is a lower limit
+    assert max(map(sum, times)) <= max(outcome.seconds) < 0.75 * full_s
+    waiting, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, graph=graph, grace_s=math.inf)
+    assert len(all_rounds(waiting)) == 60
+    assert full_s <= max(outcome.seconds) < 1.01 * full_s
+
+
+def test_a_permanent_straggler_bounds_each_epoch_once():
+    # rank 2 is an inner one of the path, so two edges need it
+    times = [[20.0 if rank == 2 else 1.0] * 20 for rank in range(5)]
+    ranks, _ = run_team(times, graph="ring", control_interval=1000)
+    found = all_rounds(ranks)
+    first_end = min(each.rounds[-1].round for each in ranks)
+    before = [closed for number, closed in found.items() if 1 < number <= first_end]
+    with_slow = [closed for closed in before if 2 in closed.members]
+    # each of its steps completes an epoch
+    assert [closed.epochs for closed in with_slow] == sorted({each.epochs for each in with_slow})
+    assert before[-1].bounds[2] >= len(with_slow) > 0
+    # the others take part in several rounds for each of its steps
+    assert len(before) >= 2 * len(with_slow)
+
+
+def test_a_fast_rank_waits_for_a_slow_one_after_two_control_intervals():
+    times = [[1.0] * 40, [1.0] * 40, [1.0] * 40, [3.0] * 40]
+    ranks = [Rank(rank, 4, control_interval=5) for rank in range(4)]
+    ahead = []
+
+    def watched(rank):
+        yield from ranks[rank].optimizer.broadcast_model()
+        for seconds in times[rank]:
+            yield from ranks[rank].step(seconds)
+            ahead.append(ranks[rank].optimizer.steps - ranks[3].optimizer.steps)
+        yield from ranks[rank].optimizer.finalize_algorithm()
+
+    lockstep([watched(rank) for rank in range(4)])
+    assert 5 < max(ahead) <= 10
+
+
+def test_signals_arrive_in_the_same_step_of_all_ranks():
+    times = stragglers(4, 40, seed=3)
+    ranks = [Rank(rank, 4, control_interval=4) for rank in range(4)]
+    received = [[] for _ in ranks]
+
+    def signalled(rank):
+        optimizer = ranks[rank].optimizer
+        yield from optimizer.broadcast_model()
+        for seconds in times[rank]:
+            optimizer.signals = [rank == 2 and optimizer.steps == 10]
+            yield from ranks[rank].step(seconds)
+            if optimizer.received_signals[0]:
+                received[rank].append(optimizer.steps)
+        yield from optimizer.finalize_algorithm()
+
+    lockstep([signalled(rank) for rank in range(4)])
+    # sent in step 11, which is not one of steps 1, 5, 9, ... whose sums have signals
+    assert received == [[]] * 4
+
+    def sent_until_received(rank):
+        optimizer = ranks[rank].optimizer
+        is_sent = False
+        for seconds in times[rank]:
+            is_sent |= rank == 2 and optimizer.steps >= 50
+            optimizer.signals = [is_sent and not received[rank]]
+            yield from ranks[rank].step(seconds)
+            if optimizer.received_signals[0]:
+                received[rank].append(optimizer.steps)
+        yield from optimizer.finalize_algorithm()
+
+    lockstep([sent_until_received(rank) for rank in range(4)])
+    assert received[0]
+    assert received == [received[0]] * 4
+    assert 50 < received[0][0] <= 58 + 4
+
+
+def test_all_ranks_wait_after_each_wait_interval():
+    """Other collectives of all ranks are possible there; otherwise they would never end."""
+    from gcnzc.exchange.sync import all_gather_scalar
+
+    times = stragglers(5, 24, seed=1)
+    ranks = [Rank(rank, 5, graph="ring", wait_interval=8, control_interval=5) for rank in range(5)]
+    found = [[] for _ in ranks]
+
+    def epochs(rank):
+        yield from ranks[rank].optimizer.broadcast_model()
+        for number, seconds in enumerate(times[rank], 1):
+            yield from ranks[rank].step(seconds)
+            if number % 8 == 0:
+                steps = yield from all_gather_scalar(ranks[rank].optimizer.steps)
+                found[rank].append(list(steps))
+                # `average_parameters` may be called in any step
+            if number % 6 == 0:
+                own = yield from ranks[rank].optimizer.average_parameters()
+                found[rank].append(ranks[rank].x.detach().tolist())
+                yield from ranks[rank].optimizer.restore_parameters(own)
+        yield from ranks[rank].optimizer.finalize_algorithm()
+
+    lockstep([epochs(rank) for rank in range(5)])
+    assert found[0][1] == [8] * 5
+    for other in found[1:]:
+        assert other == found[0]
+    check_rounds(ranks, make_graph("ring", 5))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
+def test_parameters_that_are_not_finite_do_not_spread(bad):
+    times = stragglers(5, 20, seed=2)
+    ranks = [Rank(rank, 5, graph="ring", control_interval=6) for rank in range(5)]
+
+    def damaged(rank):
+        each = ranks[rank]
+        yield from each.optimizer.broadcast_model()
+        for number, seconds in enumerate(times[rank]):
+            if rank == 3 and number in (4, 5, 11):
+                with torch.no_grad():
+                    each.x[1] = bad
+            yield from each.step(seconds)
+            if rank != 3:
+                assert each.x.abs().max() < 100
+        yield from each.optimizer.finalize_algorithm()
+
+    lockstep([damaged(rank) for rank in range(5)])
+    found = all_rounds(ranks)
+    damaged_rounds = [closed for closed in found.values() if closed.damaged]
+    assert [closed.damaged for closed in damaged_rounds] == [(3,)] * len(damaged_rounds)
+    assert len(damaged_rounds) >= 3
+    assert ranks[3].optimizer.dropped >= 3
+    for each in ranks:
+        assert torch.equal(each.x, ranks[0].x)
+        assert each.x.isfinite().all()
+
+
+def test_a_gradient_that_is_not_finite_skips_one_local_step():
+    ranks = [Rank(rank, 3, graph="complete") for rank in range(3)]
+
+    def with_bad_gradient(rank):
+        yield from ranks[rank].optimizer.broadcast_model()
+        for number in range(4):
+            ranks[rank].set_gradient()
+            if (rank, number) == (1, 2):
+                ranks[rank].x.grad[0] = math.nan
+            yield from ranks[rank].optimizer.algorithm()
+
+    lockstep([with_bad_gradient(rank) for rank in range(3)])
+    assert [each.optimizer.skipped for each in ranks] == [0, 1, 0]
+    for each in ranks:
+        assert each.x.isfinite().all()
+        torch.testing.assert_close(each.x, ranks[0].x)
+
+
+def test_bytes_are_those_of_the_members_edges():
+    times = stragglers(6, 20, seed=5)
+    ranks, outcome = run_team(times, graph="4-regular", control_interval=1000)
+    rules = RoundRules(6, make_graph("4-regular", 6))
+    for rank, (each, ledger) in enumerate(zip(ranks, outcome.ledgers, strict=True)):
+        num_messages = sum(len(rules.peers(closed, rank)) for closed in each.rounds)
+        assert ledger.entries["Send"].messages == num_messages
+        assert ledger.entries["Send"].bytes_sent == 8 * 3 * num_messages
+
+
+def test_the_keys_of_finished_rounds_are_deleted():
+    times = stragglers(4, 50, seed=4)
+    ranks = [Rank(rank, 4, control_interval=8) for rank in range(4)]
+    counts = []
+
+    def counted(rank):
+        each = ranks[rank]
+        yield from each.optimizer.broadcast_model()
+        for seconds in times[rank]:
+            yield from each.step(seconds)
+            keys = [f"{each.optimizer.identity}/closed/{number}" for number in range(300)]
+            counts.append(sum(map(bool, (yield ReadKeys(keys)))))
+        yield from each.optimizer.finalize_algorithm()
+
+    lockstep([counted(rank) for rank in range(4)])
+    assert len(all_rounds(ranks)) > 40
+    assert max(counts) <= 12
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_schedules_end(seed):
+    choose = random.Random(seed)
+    world_size, steps = choose.randint(2, 7), choose.randint(1, 12)
+    graphs = ["ring", "exponential", "complete", *(["4-regular"] if world_size > 4 else [])]
+    graph = choose.choice(graphs)
+    slow = choose.randrange(world_size)
+    times = [
+        [
+            choose.choice([0.0, 0.01, 1.0, choose.random()])
+            * (10 if rank == slow and seed % 3 == 0 else 1)
+            for _ in range(steps)
+        ]
+        for rank in range(world_size)
+    ]
+    link = choose.choice([None, Link(1e3, 0.01), Link(1e5, 0.001, message_s=0.001)])
+    faults = {
+        rank: [SlowDown(choose.random(), choose.choice([3.0, math.inf]), choose.random() + 0.01)]
+        for rank in range(world_size)
+        if choose.random() < 0.3
+    }
+    ranks, _ = run_team(
+        times,
+        link,
+        store_s=choose.choice([0.0, 0.001, 0.1]),
+        faults=faults,
+        graph=graph,
+        grace_s=choose.choice([0.0, 0.002, 0.5, math.inf]),
+        control_interval=choose.randint(1, 8),
+        wait_interval=choose.choice([None, 1, 3]),
+    )
+    check_rounds(ranks, make_graph(graph, world_size))
+    for each in ranks:
+        assert torch.equal(each.x, ranks[0].x)
+        assert len(each.rounds) == steps
+
+
+def test_a_rank_that_crashes_is_named():
+    for at_s in (2.5, 4.2, 7.7):
+        times = [[1.0] * 20] * 4
+        _, outcome = run_team(times, Link(1e5, 0.001), faults={2: [Crash(at_s)]}, graph="ring")
+        for rank in (0, 1, 3):
+            assert "rank 2 crashed" in str(outcome.errors[rank])
+
+
+def test_a_run_resumes_from_any_step():
+    def make(inner, group):
+        return Strategy(inner, backup_workers("ring", control_interval=3), group)
+
+    check_resuming_at_every_step(make, 3, 6)
+
+
+def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
+    ranks, _ = run_team(stragglers(4, 9, seed=6), graph="ring")
+    last = max((each.policy.last for each in ranks), key=lambda closed: closed.round)
+    states = [each.optimizer.state_dict() for each in ranks]
+    again = [Rank(rank, 4, graph="ring") for rank in range(4)]
+    for each, state in zip(again, states, strict=True):
+        each.optimizer.load_state_dict(state)
+        assert each.optimizer.steps == 9
+    lockstep([each.train([1.0]) for each in again])
+    for each in again:
+        (closed,) = each.rounds
+        assert closed.round == last.round + 1
+        # all tree edges are established at once
+        assert (closed.epochs, closed.members) == (last.epochs + 1, (0, 1, 2, 3))
+    # the same optimizers continue in another simulation, whose store is empty
+    lockstep([each.train([1.0]) for each in ranks])
+    for each, other in zip(ranks, again, strict=True):
+        assert torch.equal(each.x, other.x)
+
+
+def test_the_state_of_a_pending_epoch():
+    ranks = [Rank(rank, 5, graph="ring") for rank in range(5)]
+    rules = ranks[0].policy.rules
+    statuses = [Status(1, Kind.FINISHED)] * 2 + [Status(0, Kind.FINISHED)] * 3
+    closed = rules.close(rules.begin(), statuses, 1)
+    ranks[0].policy.last = closed
+    state = ranks[0].policy.local_state()
+    ranks[1].policy.load({}, state, {})
+    restored = ranks[1].policy.last
+    assert (restored.round, restored.epochs) == (1, 0)
+    assert restored.pending == closed.pending == ((1, 2), (2, 3), (3, 4))
+    # a state of another number of ranks begins again
+    other = Rank(0, 4, graph="ring")
+    other.policy.load({}, state, {})
+    assert other.policy.last == other.policy.rules.begin()
+
+
+def test_rules_of_closing():
+    rules = RoundRules(4, make_graph("ring", 4))
+    assert rules.tree == ((0, 1), (1, 2), (2, 3))
+    begin = rules.begin()
+
+    def at(*kinds):
+        kind = {"f": (1, Kind.FINISHED), "c": (0, Kind.FINISHED), "a": (0, Kind.AWAY)}
+        return [Status(*kind[each]) for each in "".join(kinds)]
+
+    # 0 and 3 have an edge of the graph, but none of the tree; f: finished, c: computing, a: away
+    for text, is_closable in {
+        "cccc": False, "fccc": False, "fccf": False, "fcfc": False, "ffcc": True, "ffff": True,
+        "fcca": False, "facf": False, "faaf": True, "faac": False, "faaa": True,
+        "aaaa": False, "faca": True, "caca": False,
+    }.items():  # fmt: skip
+        assert rules.can_close(begin, at(text)) is is_closable, text
+    other = rules.close(begin, at("ffcc"), 1)
+    assert other.pending == ((1, 2), (2, 3))
+    # without rank 2 there is no pending edge, so that any edge suffices
+    later = [Status(2, Kind.FINISHED), *at("cac")[:2], Status(2, Kind.FINISHED)]
+    assert rules.can_close(other, later)
+    assert not rules.can_close(other, [*at("ccc")[:2], Status(0, Kind.AWAY), later[3]])
+    closed = rules.close(begin, at("ffff"), 2)
+    assert (closed.pending, closed.epochs, closed.bounds) == (rules.tree, 1, (0, 0, 1, 0))
+    assert rules.is_complete(begin, at("faff"))
+    assert not rules.is_complete(begin, at("facf"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"graph": "star"}, "the graph 'star'"),
+        ({"graph": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
+        ({"graph": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
+        ({"grace_s": -1.0}, "grace_s"),
+        ({"control_interval": 0}, "control_interval"),
+        ({"wait_interval": 0}, "wait_interval"),
+    ],
+)
+def test_bad_options_are_rejected(options, text):
+    with pytest.raises(ValueError, match=text):
+        Rank(0, 3, **options)
+
+
+def test_a_graph_of_edges():
+    ranks, _ = run_team([[1.0] * 3] * 3, graph=[(1, 0), (1, 2)])
+    assert ranks[0].policy.rules.edges == [(0, 1), (1, 2)]
+    check_rounds(ranks, [(0, 1), (1, 2)])
+
+
+def train_over_processes():
+    with init_group(timeout_s=60) as group:
+        each = Rank(group.rank, group.world_size, group, graph="ring", control_interval=4)
+        for number in range(20):
+            each.set_gradient()
+            # a straggler in turn
+            time.sleep(0.05 if number % 3 == group.rank else 0.0)
+            each.optimizer.step()
+            if number == 9:
+                state = each.optimizer.state_dict()
+                each.optimizer.load_state_dict(state)
+        each.optimizer.finalize()
+        return repr([vars(closed) for closed in each.rounds]), each.x.detach().clone()
+
+
+def test_processes_agree_on_rounds(tmp_path):
+    found = results(3, tmp_path, train_over_processes)
+    rounds = {}
+    for rank, (text, x) in enumerate(found):
+        assert torch.equal(x, found[0][1])
+        own = eval(text)
+        assert len(own) == 20
+        for closed in own:
+            assert rank in closed["members"]
+            assert rounds.setdefault(closed["round"], closed) == closed
+    assert sorted(rounds) == list(range(1, len(rounds) + 1))
