@@ -260,7 +260,9 @@ class CloseRounds(Policy):
 
         After resuming, the ranks know different rounds.
         """
-        texts = yield from all_gather_text(self.last.to_bytes().decode())
+        gather = all_gather_text(self.last.to_bytes().decode())
+        # also opens the channel, for which the ranks wait for one another
+        texts = yield Wait((yield Start(gather, CHANNEL)))
         rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
         first = max(rounds, key=lambda each: each.round)
         # the keys of earlier rounds were in another store
