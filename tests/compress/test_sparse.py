@@ -1,0 +1,385 @@
+"""What sparse compressions send, and of which elements."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from compress.cases import (
+    SPARSE,
+    SPARSE_FEEDBACK,
+    are_same,
+    attempt,
+    errors_of,
+    masked,
+    mean_of,
+    pending,
+    reducers,
+    vectors,
+)
+
+from gcnzc.compress import Dense, RandomBlock, RandomK, Threshold, TopK, WorkerInfo
+from gcnzc.compress.value_formats import (
+    VALUE_FORMATS,
+    decode_values,
+    encode_values,
+    value_bytes,
+)
+from gcnzc.exchange import Choices, lockstep
+from gcnzc.optim import resize_state
+
+LAYERS = (300, 1, 0, 699)
+
+
+def layered(way, world_size, layers=LAYERS):
+    """Reducers that know the layers of their vector."""
+    info = [
+        WorkerInfo(rank, world_size, torch.device("cpu"), torch.float32, layers)
+        for rank in range(world_size)
+    ]
+    return [way.reducer(sum(layers), each) for each in info]
+
+
+def largest(values, bounds, density):
+    """(n,) bool: the largest magnitudes of each segment, by sorting."""
+    found = np.zeros(len(values), bool)
+    for begin, end in pairwise(bounds):
+        if end > begin:
+            count = max(1, int(density * (end - begin)))
+            order = np.argsort(-np.abs(values[begin:end]), kind="stable")[:count]
+            found[begin + order] = True
+    return found
+
+
+@pytest.mark.parametrize(
+    ("per", "bounds"),
+    [
+        ("all", [0, 1000]),
+        ("layer", [0, 300, 301, 301, 1000]),
+        (64, [*range(0, 1000, 64), 1000]),
+    ],
+)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_top_k_is_that_of_a_numpy_loop(world_size, decay, per, bounds):
+    them = layered(TopK(0.05, per, error_decay=decay), world_size)
+    errors = np.zeros((world_size, 1000))
+    for step in range(5):
+        given = vectors(1000, world_size, step)
+        y = np.stack([each.double().numpy() for each in given]) + decay * errors
+        kept = np.stack([largest(row, bounds, 0.05) for row in y])
+        errors = np.where(kept, 0, y)
+        found = mean_of(them, given)[0]
+        expected = np.where(kept, y, 0).mean(axis=0)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(them[0].support, torch.from_numpy(kept.any(axis=0)))
+    for each, error in zip(them, errors, strict=True):
+        np.testing.assert_allclose(each.worker_error.numpy(), error, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [TopK(1.0), TopK(1.0, "layer"), RandomK(1.0), RandomBlock(1.0)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_a_density_of_one_computes_the_dense_mean(way, world_size):
+    them, dense = reducers(way, 500, world_size), reducers(Dense(), 500, world_size)
+    for step in range(3):
+        given = vectors(502, world_size, step)
+        found, expected = mean_of(them, given, 2)[0], mean_of(dense, given, 2)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert all(each.worker_error is None or not each.worker_error.any() for each in them)
+
+
+GATHERED = [name for name in SPARSE if name.startswith(("topk", "sparseloco", "randomk d"))]
+SUMMED = ["randomk", "randomk most", "randomk without errors", "block"]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_bytes_of_one_all_gather_match_the_formula(name):
+    for world_size, extras in [(1, 0), (2, 0), (3, 2), (8, 1)]:
+        them = layered(SPARSE[name], world_size)
+        outcome, _ = attempt(them, vectors(1000 + extras, world_size), extras)
+        for ledger in outcome.ledgers:
+            assert ledger.bytes_sent == SPARSE[name].bytes_sent(1000, world_size, extras, LAYERS)
+            assert ledger.requests == (world_size > 1)
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_bytes_of_one_all_reduce_match_the_formula(name):
+    way = SPARSE[name]
+    for world_size, extras in [(1, 0), (2, 1), (4, 1), (8, 5)]:
+        # K elements, a count and the extras, in as many equal parts as ranks
+        count = 1000
+        sent = max(1, int(way.density * count)) + 1 + extras
+        extras += -sent % world_size
+        outcome = lockstep(
+            [
+                each.mean(vector, extras)
+                for each, vector in zip(
+                    reducers(way, count, world_size),
+                    vectors(count + extras, world_size),
+                    strict=True,
+                )
+            ],
+            choices=Choices.always(Sum="ring"),
+        )
+        for ledger in outcome.ledgers:
+            assert ledger.bytes_sent == way.bytes_sent(count, world_size, extras)
+            assert ledger.requests == (world_size > 1)
+    # 2 (W - 1) / W of 4 K bytes, without indices
+    assert RandomK(0.01).bytes_sent(10**6, 4) == 6 * (4 * (10**4 + 1)) // 4
+
+
+def test_bytes_of_thresholds_match_the_numbers_of_elements():
+    way = Threshold(0.1, per="layer")
+    them = layered(way, 3)
+    for step in range(4):
+        before = [each.worker_error.clone() for each in them]
+        given = vectors(1000 + 2, 3, step)
+        outcome, _ = attempt(them, given, 2)
+        for rank, (ledger, reducer) in enumerate(zip(outcome.ledgers, them, strict=True)):
+            y = given[rank][:1000] + before[rank]
+            count = int(((y != 0) & (reducer.worker_error == 0)).sum())
+            low = int(math.log2(1000 // count))
+            code = -(-count * low // 8) + -(-(count + (999 >> low) + 1) // 8)
+            expected = 2 * (4 * (2 + 2) + 4 * count + -(-code // 4) * 4)
+            assert ledger.bytes_sent == expected
+            assert ledger.requests == 2
+            if step == 0:
+                assert ledger.bytes_sent == way.bytes_sent(1000, 3, 2, LAYERS)
+
+
+def test_sparse_loco_sends_a_seventieth_of_a_dense_exchange_of_four_ranks():
+    dense = Dense().bytes_sent(10**6, 4)
+    assert dense / TopK.sparse_loco().bytes_sent(10**6, 4) > 150
+    assert dense / TopK.sparse_loco(1 / 64).bytes_sent(10**6, 4) > 90
+    # 2 bits per value, 9 per index, and two levels for 4096 elements
+    message = (32 * (2 + 9) / 8 + 8) / 4096 * 10**6
+    assert TopK.sparse_loco().bytes_sent(10**6, 2) == pytest.approx(message, rel=0.01)
+    options = TopK.sparse_loco()
+    assert (options.per, options.value_format, options.error_decay) == (4096, "int2", 0.95)
+
+
+@pytest.mark.parametrize("value_format", VALUE_FORMATS)
+def test_values_are_decoded_in_their_format(value_format):
+    counts = torch.tensor([3, 1, 40, 7])
+    values = vectors(51, 1, 3)[0]
+    code = torch.full((value_bytes(value_format, 51, 4),), 255, dtype=torch.uint8)
+    encode_values(values, value_format, counts, code)
+    found = decode_values(code, value_format, counts, 51)
+    if value_format != "int2":
+        assert torch.equal(found, values.to(getattr(torch, value_format)))
+        return
+    for part, own in zip(values.split(counts.tolist()), found.split(counts.tolist()), strict=True):
+        magnitudes = part.abs()
+        is_large = magnitudes > magnitudes.mean()
+        expected = torch.where(is_large, 0.0, magnitudes[~is_large].mean())
+        if is_large.any():
+            expected += torch.where(is_large, magnitudes[is_large].mean(), 0.0)
+        torch.testing.assert_close(own, torch.where(part < 0, -expected, expected))
+        # the error is smaller than that of one level
+        one_level = (magnitudes - magnitudes.mean()).norm()
+        assert (own - part).norm() <= one_level * (1 + 1e-6)
+
+
+def test_values_too_large_for_their_format_are_reported():
+    given = vectors(100, 2)
+    given[1][7] = 1e6
+    them = reducers(TopK(0.1, value_format="float16"), 100, 2)
+    before = errors_of(them)
+    outcome, _ = attempt(them, given)
+    assert outcome.results == ["elements that are not finite or too large: rank 1 has 1"] * 2
+    assert are_same(errors_of(them), before)
+
+
+def test_large_values_have_a_mean():
+    for way in (TopK(0.1), TopK(0.1, value_format="int2"), Threshold(0.1), RandomK(0.1, 0, False)):
+        given = [torch.full((100,), 3e38)] * 3
+        found = mean_of(reducers(way, 100, 3), given)[0]
+        # different elements of the ranks may be drawn
+        assert 0.9e38 < float(found.max()) < 3.1e38, way
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_support_has_all_elements_that_were_sent(name):
+    them = reducers(SPARSE[name], 400, 3)
+    active = masked(400)
+    for step in range(3):
+        if step == 2:
+            for each in them:
+                each.restrict_to(active)
+        found = mean_of(them, vectors(400, 3, step))[0]
+        for each in them:
+            assert torch.equal(each.support, them[0].support)
+        assert not found[~them[0].support].any()
+        assert them[0].support.sum() < 400
+        assert not (step == 2 and them[0].support[~active].any())
+    assert reducers(SPARSE[name], 400, 1)[0].support is None
+
+
+def test_selections_are_drawn_anew_in_each_mean_and_are_equal_on_all_ranks():
+    for way in (RandomK(0.1), RandomBlock(0.1), RandomK(0.1, same=False)):
+        them = reducers(way, 1000, 3)
+        seen = []
+        for step in range(3):
+            mean_of(them, vectors(1000, 3, step))
+            seen.append(them[0].support.clone())
+            count = int(seen[-1].sum())
+            assert count == 100 if way.same else 200 < count <= 300
+        assert not torch.equal(seen[0], seen[1])
+        assert not torch.equal(seen[1], seen[2])
+        other = reducers(type(way)(0.1, 1), 1000, 3)
+        mean_of(other, vectors(1000, 3))
+        assert not torch.equal(other[0].support, seen[0])
+
+
+def test_blocks_are_consecutive_and_wrap_around():
+    way = RandomBlock(0.3)
+    begins = set()
+    for step in range(200):
+        indices = way.select(100, step, 0)
+        begins.add(int(indices[0]))
+        assert indices.tolist() == [(int(indices[0]) + at) % 100 for at in range(30)]
+    assert min(begins) < 10
+    assert max(begins) > 90
+
+
+def test_without_feedback_random_means_are_unbiased():
+    given = vectors(60, 2)
+    mean = torch.stack(given).double().mean(dim=0)
+    for way in (
+        RandomK(0.25, error_feedback=False),
+        RandomK(0.25, same=False, error_feedback=False),
+        RandomBlock(0.25, error_feedback=False),
+    ):
+        them, total = reducers(way, 60, 2), 0
+        for _ in range(600):
+            total = total + mean_of(them, given)[0].double()
+        assert (total / 600 - mean).norm() < 0.2 * mean.norm(), way
+
+
+def test_the_global_generators_are_not_used():
+    before = torch.get_rng_state()
+    for way in (RandomK(0.1), RandomBlock(0.1)):
+        mean_of(reducers(way, 100, 2), vectors(100, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_thresholds_are_renewed_at_different_steps():
+    layers = (400, 400, 400, 400)
+    them = layered(Threshold(0.1, refresh=8), 2, layers)
+    renewals, kept = [], []
+    given = [torch.randn(1600, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for _ in range(25):
+        before = them[0].thresholds.clone()
+        # the vectors and thereby the numbers of elements change little
+        for each in them:
+            each.reset_errors()
+        mean_of(them, [each.clone() for each in given])
+        renewals.append(them[0].renewals)
+        kept.append(before)
+    assert renewals[0] == 4
+    # then one every second step
+    assert [after - before for before, after in pairwise(renewals)] == [
+        int(step % 2 == 0) for step in range(1, 25)
+    ]
+    assert torch.equal(them[0].thresholds, given[0].view(4, 400).abs().topk(40).values.amin(dim=1))
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_a_threshold_is_renewed_at_once_if_it_does_not_fit(factor):
+    them = reducers(Threshold(0.1, refresh=1000), 500, 2)
+    given = vectors(500, 2)
+    mean_of(them, given)
+    for each in them:
+        each.reset_errors()
+    mean_of(them, [factor * each for each in given])
+    for each in them:
+        # neither nothing nor nearly everything
+        assert 50 / 4 <= int((each.worker_error == 0).sum()) - 72 <= 4 * 50
+        assert each.renewals == 2
+
+
+def test_equal_elements_are_limited_to_their_number():
+    them = reducers(Threshold(0.1), 500, 2)
+    found = mean_of(them, [torch.ones(500), -torch.ones(500)])[0]
+    assert int(them[0].support.sum()) == 50
+    assert not found.any()
+    assert [int((each.worker_error == 0).sum()) for each in them] == [50, 50]
+
+
+def test_zeros_send_no_elements():
+    them = reducers(Threshold(0.1), 1000, 3)
+    for given in ([torch.zeros(1000)] * 3, vectors(1000, 3)):
+        outcome, _ = attempt(them, given)
+    assert outcome.ledgers[0].requests == 2
+    for each in them:
+        each.reset_errors()
+    outcome, found = attempt(them, [torch.zeros(1000)] * 3)
+    assert not found[0].any()
+    for ledger in outcome.ledgers:
+        assert (ledger.bytes_sent, ledger.requests) == (2 * 8, 1)
+    # one rank alone
+    given = [torch.zeros(1000), torch.ones(1000), torch.zeros(1000)]
+    outcome, _ = attempt(them, given)
+    sent = [ledger.bytes_sent for ledger in outcome.ledgers]
+    assert sent[0] == sent[2] == 2 * 8 < sent[1]
+
+
+def test_vectors_of_few_elements_that_are_not_zero_send_only_them():
+    them = reducers(Threshold(0.1), 1000, 2)
+    for _ in range(3):
+        given = [torch.zeros(1000) for _ in range(2)]
+        given[0][[3, 700]] = 2.0
+        mean_of(them, given)
+        assert them[0].support.nonzero()[:, 0].tolist() == [3, 700]
+
+
+@pytest.mark.parametrize("name", SPARSE_FEEDBACK)
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 5), (3, 1), (1, 3)])
+def test_another_number_of_ranks_keeps_the_errors(name, old, new):
+    them = reducers(SPARSE[name], 333, old)
+    for step in range(3):
+        mean_of(them, vectors(333, old, step))
+    states = [
+        {
+            **{"rank": rank, "world_size": old},
+            **{"shared": {}, "local": {}, "shards": {}, "errors": {"mean": each.errors()}},
+        }
+        for rank, each in enumerate(them)
+    ]
+    others = reducers(SPARSE[name], 333, new)
+    for rank, each in enumerate(others):
+        each.load_errors(resize_state(states, rank, new)["errors"]["mean"])
+    if old > 1 and new > 1:
+        torch.testing.assert_close(pending(others), pending(them), rtol=1e-5, atol=1e-5)
+        assert pending(others).any()
+    if "means" in others[0].errors():
+        assert {int(each.num_means) for each in others} == {3 if old > 1 else 0}
+    mean_of(others, vectors(333, new, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0), "a density of 0"),
+        (lambda: TopK(1.5), "a density of 1.5"),
+        (lambda: TopK(float("nan")), "a density of nan"),
+        (lambda: TopK("0.1"), "a density of '0.1'"),
+        (lambda: TopK(0.1, "row"), "per='row'"),
+        (lambda: TopK(0.1, 0), "per=0"),
+        (lambda: TopK(0.1, True), "per=True"),
+        (lambda: TopK(0.1, value_format="int4"), "no value format 'int4'"),
+        (lambda: TopK(0.1, error_decay=0), "error_decay=0"),
+        (lambda: RandomK(-1), "a density of -1"),
+        (lambda: RandomK(0.1, 2**32), "no seed 4294967296"),
+        (lambda: RandomK(0.1, 1.5), "a seed of 1.5"),
+        (lambda: RandomBlock(0.1, -1), "no seed -1"),
+        (lambda: Threshold(2), "a density of 2"),
+        (lambda: Threshold(0.1, 0), "refresh=0"),
+        (lambda: Threshold(0.1, 2.5), "refresh=2.5"),
+        (lambda: Threshold(0.1, per=-4), "per=-4"),
+    ],
+)
+def test_invalid_options_are_rejected(make, message):
+    with pytest.raises(ValueError, match=rf"(?s)^{message}.*\n\nhint: "):
+        make()

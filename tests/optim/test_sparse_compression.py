@@ -1,0 +1,304 @@
+"""Optimizers with sparse compressions, and steps at the elements that were sent."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from optim.local import (
+    all_equal,
+    as_worker,
+    check_processes_as_lockstep,
+    check_resuming_at_every_step,
+    saved,
+    sgd,
+    team,
+    train,
+    vector_of,
+)
+from optim.models import Everything, batches, loss_of
+from processes import results
+from torch import nn
+
+from gcnzc.compress import Dense, RandomBlock, RandomK, Sign, Threshold, TopK
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import CO2, Averaged, DiLoCo, LocalSGD, OneBitAdam, StreamingDiLoCo, resize_state
+from gcnzc.optim.synchronous.masked_step import step_on_supports
+
+CLASSES, FEATURES, RANKS = 10, 64, 8
+
+
+def shards(seed):
+    """The rows and labels of each rank; they are sorted by label, so a rank has few classes."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator)
+    rows = centres.repeat_interleave(40, 0)
+    rows = rows + 3 * torch.randn(rows.shape, generator=generator)
+    labels = torch.arange(CLASSES).repeat_interleave(40)
+    return list(zip((rows / rows.std()).chunk(RANKS), labels.chunk(RANKS), strict=True))
+
+
+def learned(seed, steps, lr=0.2, **options):
+    """The loss on all shards after training with heavy-ball momentum."""
+    data = shards(seed)
+    models, optimizers = [], []
+    for rank in range(RANKS):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES)))
+        inner = torch.optim.SGD(models[-1].parameters(), lr=lr, momentum=0.9)
+        optimizers.append(Averaged(inner, Group(rank, RANKS), **options))
+
+    def steps_of(rank):
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        rows, labels = data[rank]
+        for _ in range(steps):
+            chosen = torch.randint(len(rows), (16,), generator=generator)
+            optimizers[rank].zero_grad()
+            nn.functional.cross_entropy(models[rank](rows[chosen]), labels[chosen]).backward()
+            yield from optimizers[rank].algorithm()
+
+    lockstep([steps_of(rank) for rank in range(RANKS)])
+    rows, labels = (torch.cat(each) for each in zip(*data, strict=True))
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(models[0](rows), labels))
+
+
+# the loss of a model that does not know anything
+CHANCE = math.log(CLASSES)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_elements_diverge_with_momentum_everywhere_but_not_by_default(seed):
+    compress = RandomK(0.03)
+    assert learned(seed, 60, compress=compress, momentum="everywhere") > 1.5 * CHANCE
+    assert learned(seed, 60, compress=compress) < 0.75 * CHANCE
+
+
+def test_random_blocks_diverge_with_momentum_everywhere_but_not_by_default():
+    compress = RandomBlock(0.05)
+    assert learned(0, 100, 0.1, compress=compress, momentum="everywhere") > 1.5 * CHANCE
+    assert learned(0, 100, 0.1, compress=compress) < 0.5 * CHANCE
+
+
+def test_top_k_learns_with_momentum_everywhere():
+    assert learned(0, 60, compress=TopK(0.01, "layer")) < 0.1 * CHANCE
+
+
+def test_the_default_momentum_follows_from_the_compression():
+    def default(compress):
+        return Averaged(sgd(Everything().parameters()), Group(0, 2), compress=compress).momentum
+
+    assert {default(each) for each in (RandomK(0.1), RandomBlock(0.1))} == {"masked"}
+    others = (None, TopK(0.1), Threshold(0.1), Sign(), RandomK(0.1, error_feedback=False))
+    assert {default(each) for each in others} == {"everywhere"}
+
+
+def test_invalid_momentum_is_rejected():
+    inner = sgd(Everything().parameters())
+    with pytest.raises(ValueError, match=r"(?s)momentum='heavy'.*hint: .*everywhere, masked"):
+        Averaged(inner, Group(0, 2), compress=TopK(0.1), momentum="heavy")
+    with pytest.raises(ValueError, match=r"(?s)momentum='masked' without compression.*hint: "):
+        Averaged(inner, Group(0, 2), momentum="masked")
+
+
+INNER = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_masked_step_is_the_inner_step_at_the_support_and_nothing_elsewhere(name):
+    generator = torch.Generator().manual_seed(1)
+    masked = nn.Parameter(torch.randn(40, generator=generator))
+    scalar = nn.Parameter(torch.tensor(2.0))
+    whole = nn.Parameter(torch.randn(5, generator=generator))
+    inner = INNER[name]([masked, scalar, whole])
+    for step in range(4):
+        support = torch.rand(40, generator=generator) < 0.5
+        if step == 3:
+            support[:] = False
+        for parameter in (masked, scalar, whole):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        before = (masked.detach().clone(), copy.deepcopy(inner.state[masked]))
+        twins = [nn.Parameter(each.detach().clone()) for each in (masked, scalar, whole)]
+        plain = INNER[name](twins)
+        plain.load_state_dict(copy.deepcopy(inner.state_dict()))
+        for twin, parameter in zip(twins, (masked, scalar, whole), strict=True):
+            twin.grad = parameter.grad.clone()
+        plain.step()
+        step_on_supports(inner, [(masked, support), (scalar, torch.tensor(True))])
+        assert torch.equal(masked, torch.where(support, twins[0], before[0]))
+        assert torch.equal(scalar, twins[1])
+        assert torch.equal(whole, twins[2])
+        for key, value in plain.state[twins[0]].items():
+            found = inner.state[masked][key]
+            if key == "step" or not isinstance(value, torch.Tensor):
+                assert found == value
+                continue
+            old = before[1].get(key)
+            old = torch.zeros_like(value) if old is None else old
+            assert torch.equal(found, torch.where(support, value, old))
+
+
+def whole(inner, steps):
+    """One worker that sees all rows of every step."""
+    model = Everything()
+    optimizer = inner(model.parameters())
+    for rows in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+    return model
+
+
+def averaged(**options):
+    return lambda inner, group: Averaged(inner, group, **options)
+
+
+@pytest.mark.parametrize(
+    "compress", [TopK(1.0), TopK(1.0, "layer"), RandomK(1.0), Threshold(1.0, refresh=1)]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_density_of_one_is_data_parallelism(world_size, compress):
+    models, optimizers = team(world_size, averaged(compress=compress))
+    train(models, optimizers, 10)
+    assert all_equal(models)
+    for found, right in zip(models[0].parameters(), whole(sgd, 10).parameters(), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("compress", [TopK(1.0), RandomK(1.0)])
+def test_local_steps_with_a_density_of_one_are_those_without_compression(world_size, compress):
+    for kind, options in [(LocalSGD, {}), (DiLoCo, {"outer_lr": 0.5}), (CO2, {})]:
+        found, expected = (
+            team(world_size, partial(kind, local_steps=3, compress=each, **options))
+            for each in (compress, Dense())
+        )
+        train(*found, 9)
+        train(*expected, 9)
+        torch.testing.assert_close(
+            vector_of(found[0][0]), vector_of(expected[0][0]), rtol=1e-5, atol=1e-6
+        )
+
+
+def local_block(inner, group):
+    return LocalSGD(inner, group, local_steps=2, compress=RandomBlock(0.3))
+
+
+def sparse_loco(inner, group):
+    compress = TopK.sparse_loco(0.1)
+    return DiLoCo(inner, group, local_steps=2, outer_lr=1.0, outer_momentum=0.0, compress=compress)
+
+
+def streaming(inner, group):
+    return StreamingDiLoCo(inner, group, local_steps=4, fragments=2, compress=TopK(0.2, "layer"))
+
+
+AVERAGED = {
+    "averaged topk": averaged(compress=TopK(0.1, "layer", "int2")),
+    "averaged randomk": averaged(compress=RandomK(0.1)),
+    "averaged threshold": averaged(compress=Threshold(0.1, refresh=3)),
+}
+
+
+def momentum_sgd(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [local_block, sparse_loco, streaming])
+def test_local_steps_resume_from_any_step(make):
+    check_resuming_at_every_step(make, 3, 7, inner=momentum_sgd, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_a_run_resumes_bit_for_bit(name):
+    models, optimizers = team(3, AVERAGED[name], momentum_sgd, torch.float32)
+    train(models, optimizers, 5)
+    states = [
+        saved((m.state_dict(), o.state_dict())) for m, o in zip(models, optimizers, strict=True)
+    ]
+    again, others = team(3, AVERAGED[name], momentum_sgd, torch.float32)
+    for model, optimizer, (weights, state) in zip(again, others, states, strict=True):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    train(models, optimizers, 10, 5)
+    train(again, others, 10, 5)
+    for found, expected in zip(again, models, strict=True):
+        assert torch.equal(vector_of(found), vector_of(expected))
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    "make", [AVERAGED["averaged topk"], AVERAGED["averaged threshold"], local_block]
+)
+def test_another_number_of_ranks_continues_with_the_mean_of_the_errors(make, old, new):
+    models, optimizers = team(old, make, dtype=torch.float32)
+    train(models, optimizers, 4)
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    again, others = team(new, make, dtype=torch.float32)
+    for rank, optimizer in enumerate(others):
+        optimizer.load_state_dict(resize_state(states, rank, new))
+    with torch.no_grad():
+        # the states of `Averaged` do not have the parameters
+        for model in again:
+            for mine, other in zip(model.parameters(), models[0].parameters(), strict=True):
+                mine.copy_(other)
+    train(again, others, 8, 4)
+    assert all_equal(again)
+    if make is not local_block and min(old, new) > 1:
+        before, after = (
+            sum(state["errors"]["0"]["worker"] for state in each) / len(each)
+            for each in (
+                [optimizer.snapshot() for optimizer in optimizers],
+                [resize_state(states, rank, new) for rank in range(new)],
+            )
+        )
+        torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
+        assert before.any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner, group: DiLoCo(inner, group, local_steps=2, compress=TopK(0.1, "layer")),
+        lambda inner, group: CO2(inner, group, local_steps=2, compress=TopK(0.1, "layer")),
+    ],
+)
+def test_stated_bytes_of_layers_equal_the_ledger(make):
+    models, optimizers = team(3, make, dtype=torch.float32)
+    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    found = train(models, optimizers, 2)
+    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    stated = getattr(optimizers[0], "bytes_per_synchronization", None) or (
+        optimizers[0].bytes_per_round
+    )
+    assert {ledger.bytes_sent for ledger in found.ledgers} == {stated}
+
+
+@pytest.mark.parametrize("compress", [TopK(0.2, "layer"), RandomK(0.2), Threshold(0.2)])
+def test_momenta_may_be_sparse(compress):
+    """The vectors of 1-bit Adam have only the compressed parameters, and so have their layers."""
+    models = [Everything().float() for _ in range(3)]
+    optimizers = []
+    for rank, model in enumerate(models):
+        rare = {"params": [model.rare], "compress": False}
+        others = [each for each in model.parameters() if each is not model.rare]
+        groups = [{"params": others}, rare]
+        optimizers.append(
+            OneBitAdam(groups, lr=0.01, warmup=2, compress=compress, group=Group(rank, 3))
+        )
+    train(models, optimizers, 8)
+    assert all_equal(models)
+    assert optimizers[0].skipped == 0
+
+
+def test_processes_compute_the_same_as_lockstep(tmp_path):
+    makers = [sparse_loco, local_block]
+    found = results(2, tmp_path, as_worker, makers, 6)
+    for number, make in enumerate(makers):
+        check_processes_as_lockstep([each[number] for each in found], make, 6)
