@@ -2,18 +2,50 @@ import pytest
 import torch
 from compress.cases import mean_of, reducers, vectors
 
-from gcnzc.compress import NAMES, Blocks, Dense, Rounded, Sign, compression
+from gcnzc.compress import (
+    NAMES,
+    Blocks,
+    Dense,
+    RandomBlock,
+    RandomK,
+    Rounded,
+    Sign,
+    Threshold,
+    TopK,
+    compression,
+)
 
 
 def test_each_name_has_its_compression():
-    found = [compression(name) for name in NAMES]
+    found = [compression(name) for name in NAMES[:10]]
     assert found[:4] == [Dense(torch.float32), Dense(torch.float16), Dense(torch.bfloat16), Sign()]
-    assert found[4:-2] == [Blocks(form) for form in NAMES[4:-2]]
+    assert found[4:-2] == [Blocks(form) for form in NAMES[4:8]]
     # codes of so few bits need error feedback
     assert found[-2] == Blocks("int2", has_feedback=True)
     # codes that are powers of two need fewer scales
     assert found[-1] == Blocks("float4_e3m0", 1024)
-    assert NAMES[4:] == ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "int2", "float4_e3m0")
+    assert NAMES[4:10] == ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "int2", "float4_e3m0")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("topk", TopK),
+        ("randomk", RandomK),
+        ("block", RandomBlock),
+        ("threshold", Threshold),
+        ("sparseloco", TopK.sparse_loco),
+    ],
+)
+def test_a_density_may_follow_the_name_of_a_sparse_compression(name, make):
+    assert name in NAMES[10:]
+    assert compression(name) == make()
+    for text in ("0.25", ".25", "25e-2"):
+        assert compression(f"{name}:{text}") == make(0.25)
+    assert compression(f"{name}:1") == make(1.0)
+    for text in ("", "0", "1.5", "-0.1", "nan", "1e400", "0.1:2", " 0.1", "0x1"):
+        with pytest.raises(ValueError, match=rf"(?s)^no density .*{name}.*hint: .*{name}:0.01"):
+            compression(f"{name}:{text}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -22,7 +54,8 @@ def test_each_name_computes_a_mean(name):
     found = mean_of(reducers(compression(name), 200, 3), given)[0]
     mean = torch.stack(given).mean(dim=0)
     # compressions that send less have larger errors, but not larger than the mean
-    assert (found - mean).norm() < (1.3 if name in ("sign", "int2") else 0.5) * mean.norm()
+    most = {"sign": 1.3, "int2": 1.3, **dict.fromkeys(NAMES[10:], 1.01)}
+    assert (found - mean).norm() < most.get(name, 0.5) * mean.norm()
 
 
 def test_unknown_names_are_rejected():
@@ -30,6 +63,8 @@ def test_unknown_names_are_rejected():
         ValueError, match=r"(?s)no compression 'int3'\n\nhint: use one of .*int4, int2, fl"
     ):
         compression("int3")
+    with pytest.raises(ValueError, match=r"(?s)int8 has no density, got 'int8:0.1'.*topk, randomk"):
+        compression("int8:0.1")
 
 
 def test_dtypes_that_cannot_be_sent_are_rejected():

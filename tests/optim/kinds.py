@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from gcnzc.compress import Blocks, Sign
+from gcnzc.compress import Blocks, RandomK, Sign, Threshold
 from gcnzc.optim import (
     CO2,
     Averaged,
@@ -65,6 +65,8 @@ AVERAGED = {
     "averaged sign": averaged(Sign(block=32)),
     "drop-compute": drop_compute(),
     "drop-compute sign": drop_compute(Sign(block=32)),
+    "averaged randomk": averaged(RandomK(0.2)),
+    "averaged threshold": averaged(Threshold(0.2)),
 }
 REPLICATED = {
     "onebit-adam": replicated(OneBitAdam, warmup=3),
