@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
-from gcnzc.train.options import Options, at_least, check_compress, check_number, parse_fragments
+from gcnzc.train.options import (
+    Options,
+    at_least,
+    check_compress,
+    check_number,
+    option_name,
+    parse_fragments,
+)
 
 UpdateRule: TypeAlias = Literal["adam", "adamw", "sgd", "muon"]
 
@@ -14,8 +21,24 @@ OptimizerName: TypeAlias = UpdateRule | OneBit
 
 # the keys of `gcnzc.train.strategies.STRATEGIES`
 StrategyName: TypeAlias = Literal[
-    "average", "local-sgd", "diloco", "streaming-diloco", "co2", "selsync"
+    "average",
+    "local-sgd",
+    "diloco",
+    "streaming-diloco",
+    "co2",
+    "selsync",
+    "dropcompute",
+    "topk",
+    "randomk",
+    "dct",
+    "sparseloco",
+    "saps",
+    "a2cid2",
+    "backup",
+    "fedglomo",
 ]
+
+Topology: TypeAlias = Literal["ring", "exponential", "complete"]
 
 UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
 
@@ -31,7 +54,11 @@ class OptimizerOptions(Options):
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
     diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;
-    selsync averages parameters in the steps in which gradients change significantly"""
+    selsync averages parameters in the steps in which gradients change significantly; dropcompute is
+    average in which slow workers drop their last minibatches of --accumulate; topk, randomk and dct
+    average a fraction of the gradients, and sparseloco of the updates of diloco; saps averages a
+    fraction of the parameters with one other worker, a2cid2 all parameters with a neighbour; backup
+    averages without slow workers; fedglomo corrects local steps and means by momentum"""
     lr: float = 0.003
     """learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -85,6 +112,35 @@ class OptimizerOptions(Options):
     """selsync: steps over which the gradient norm is smoothed, and first steps that all average;
     default: 25"""
 
+    density: float | None = None
+    """topk, randomk, dct, sparseloco and saps: fraction of the values that a worker sends; default:
+    0.05 for randomk, 1/128 for sparseloco and 0.01 for the others"""
+    compute_threshold: str = "auto"
+    """dropcompute: seconds after the beginning of a step from which a worker begins no other
+    minibatch; auto measures it, and none drops nothing"""
+    max_dropped: float | None = None
+    """dropcompute: largest fraction of the minibatches that an automatic --compute-threshold drops;
+    default: 0.1"""
+    topology: Topology | None = None
+    """a2cid2 and backup: graph of the workers that exchange with one another; default: ring"""
+    gossip_rate: float | None = None
+    """a2cid2: exchanges of a worker per step; default: 1"""
+    asynchronous: bool = False
+    """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
+    an epoch; the run is not reproducible then"""
+    grace_s: float | None = None
+    """backup: seconds that a worker that can close a round waits for others; default: 0.002"""
+    probe_interval: int | None = None
+    """saps: exchanges from one measurement of the bandwidths between workers to the next; without
+    it, all bandwidths count as equal"""
+    participants: int | None = None
+    """fedglomo: workers that take part in a round, chosen at random; default: all"""
+    local_momentum: float | None = None
+    """fedglomo: momentum of the local steps, from 0 to 1; default: 0.8"""
+    round_weight: float | None = None
+    """fedglomo: weight of the last round in the global momentum, above 0 and at most 1; 1 has no
+    global momentum; default: 0.5"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, "weight_decay", self.weight_decay)
@@ -115,9 +171,34 @@ class OptimizerOptions(Options):
             at_least(0, "sync_threshold", self.sync_threshold)
         if self.sync_window is not None:
             at_least(1, "sync_window", self.sync_window)
+        self._check_strategy_options()
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
         self._check_number_or_keyword()
+
+    def _check_strategy_options(self) -> None:
+        """Check the options of single strategies."""
+        for name in ("density", "max_dropped", "local_momentum", "round_weight"):
+            value = getattr(self, name)
+            least_is_valid = name in ("max_dropped", "local_momentum")
+            if value is not None and not (0 < value <= 1 or (least_is_valid and value == 0)):
+                raise ValueError(
+                    f"{option_name(name)} must be {'from 0' if least_is_valid else 'above 0'} and "
+                    f"at most 1, got {value}\n\nhint: omit {option_name(name)} for the default"
+                )
+        if self.gossip_rate is not None and not self.gossip_rate > 0:
+            raise ValueError(
+                f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"
+            )
+        for name, least in (("grace_s", 0), ("probe_interval", 1), ("participants", 1)):
+            if getattr(self, name) is not None:
+                at_least(least, name, getattr(self, name))
+        check_number(
+            "--compute-threshold",
+            self.compute_threshold,
+            ("auto", "none"),
+            "a number of seconds, such as 0.5",
+        )
 
     def _check_number_or_keyword(self) -> None:
         """Check the options that are a number or a keyword."""

@@ -64,7 +64,14 @@ def learning_rate(config: OptimizerOptions, workers: int) -> float:
 
 
 def build_method(
-    config: OptimizerOptions, model: nn.Module, group: Group, steps: int, signals: int = 0
+    config: OptimizerOptions,
+    model: nn.Module,
+    group: Group,
+    steps: int,
+    signals: int = 0,
+    *,
+    epoch_steps: int | None = None,
+    accumulate: int = 1,
 ) -> DistributedOptimizer:
     """Build the distributed optimizer of a run.
 
@@ -74,6 +81,8 @@ def build_method(
         group: all workers.
         steps: steps of the whole run; --warmup may be a fraction of them.
         signals: number of flags that are sent with each exchange.
+        epoch_steps: steps of an epoch; None if they are not divided into epochs.
+        accumulate: minibatches of a worker in a step.
 
     Raises:
         ValueError: options contradict each other.
@@ -81,7 +90,9 @@ def build_method(
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
-    return build_strategy(TrainingSetup(config, model, inner, group, steps, signals))
+    return build_strategy(
+        TrainingSetup(config, model, inner, group, steps, signals, epoch_steps, accumulate)
+    )
 
 
 def _one_bit(

@@ -11,17 +11,22 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from gcnzc.compress import compression
+from gcnzc.compress import Compression, RandomK, Threshold, TopK, compression
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
     DistributedOptimizer,
+    DropCompute,
     LocalSGD,
     Recipe,
     Strategy,
     StreamingDiLoCo,
+    a2cid2,
+    backup_workers,
+    fedglomo,
+    saps,
     selsync,
 )
 from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerOptions
@@ -44,6 +49,10 @@ class TrainingSetup:
     """number of steps of the whole run"""
     signals: int = 0
     """number of flags that are sent with each exchange"""
+    epoch_steps: int | None = None
+    """number of steps of an epoch; None if they are not divided into epochs"""
+    accumulate: int = 1
+    """minibatches of a worker in a step"""
 
 
 Build: TypeAlias = Callable[[TrainingSetup, dict[str, Any]], DistributedOptimizer]
@@ -85,6 +94,11 @@ def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
 
 def check_strategy(config: OptimizerOptions) -> None:
     """Raise a ValueError if --optimizer does not support --strategy."""
+    if config.strategy == "fedglomo" and config.optimizer != "sgd":
+        raise ValueError(
+            f"--strategy fedglomo with --optimizer {config.optimizer}: its local steps are those of "
+            "SGD without momentum\n\nhint: add --optimizer sgd"
+        )
     if config.optimizer in ONE_BIT and config.strategy != "average":
         raise ValueError(
             f"--optimizer {config.optimizer} with --strategy {config.strategy}: "
@@ -109,18 +123,51 @@ def _number_or_word(text: str) -> int | str:
 
 
 # by option: the value with which the default of the optimizer's class applies, besides None
-NOT_GIVEN = {"compress": "auto", "local_steps": "default", "delay": "default"}
+NOT_GIVEN = {
+    "compress": "auto",
+    "local_steps": "default",
+    "delay": "default",
+    "compute_threshold": "auto",
+}
 # by option: converts its value to that of the keyword argument
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "compress": compression,
     "local_steps": _number_or_word,
     "delay": _number_or_word,
     "fragments": parse_fragments,
+    "compute_threshold": lambda text: None if text == "none" else float(text),
 }
 
 
 def _average(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     return Averaged(setup.inner, setup.group, setup.signals, module=setup.model, **arguments)
+
+
+def _sparse(make: Callable[..., Compression]) -> Build:
+    """Return a function that builds an optimizer that averages compressed gradients."""
+
+    def build(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+        density = {"density": arguments.pop("density")} if "density" in arguments else {}
+        return _average(setup, {**arguments, "compress": make(**density)})
+
+    return build
+
+
+def _drop_compute(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    if setup.accumulate < 2:
+        raise ValueError(
+            f"--strategy dropcompute with --accumulate {setup.accumulate}: a worker drops "
+            "minibatches of a step, which has only one\n\nhint: add --accumulate 8, and divide "
+            "--batch-size by 8 for the same global batch"
+        )
+    return DropCompute(
+        setup.inner,
+        setup.group,
+        setup.signals,
+        micro_batches=setup.accumulate,
+        module=setup.model,
+        **arguments,
+    )
 
 
 def _with_local_steps(kind: Callable[..., DistributedOptimizer]) -> Build:
@@ -147,6 +194,31 @@ def _from_recipe(make: Callable[..., Recipe]) -> Build:
         )
 
     return build
+
+
+def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    density = {"density": arguments.pop("density")} if "density" in arguments else {}
+    compress = TopK.sparse_loco(**density)
+    # error feedback replaces the outer momentum
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.0, **arguments}
+    return _with_local_steps(DiLoCo)(setup, {**outer, "compress": compress})
+
+
+def _backup_workers(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    # the workers communicate between epochs
+    arguments["wait_interval"] = setup.epoch_steps
+    return _from_recipe(backup_workers)(setup, arguments)
+
+
+def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    if arguments.pop("clip_norm") is not None:
+        raise ValueError(
+            "--strategy fedglomo does not support --clip-gradients\n\nhint: omit --clip-gradients, "
+            "and reduce --lr if training diverges"
+        )
+    for group in (*setup.inner.param_groups, setup.inner.defaults):
+        group["momentum"] = 0.0
+    return _from_recipe(fedglomo)(setup, arguments)
 
 
 def _streaming_diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
@@ -176,5 +248,44 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
         _from_recipe(selsync),
         {**_COMPRESS, "sync_threshold": "threshold", "sync_window": "window"},
         clips_own_gradients=True,
+    ),
+    "dropcompute": StrategyChoice(
+        _drop_compute,
+        {**_COMPRESS, "compute_threshold": "threshold", "max_dropped": "max_dropped"},
+    ),
+    "topk": StrategyChoice(_sparse(TopK), {"density": "density"}),
+    "randomk": StrategyChoice(_sparse(RandomK), {"density": "density"}),
+    "dct": StrategyChoice(_sparse(Threshold), {"density": "density"}),
+    "sparseloco": StrategyChoice(
+        _sparse_loco,
+        {
+            "local_steps": "local_steps",
+            "density": "density",
+            "outer_lr": "outer_lr",
+            "outer_momentum": "outer_momentum",
+        },
+        clips_own_gradients=True,
+    ),
+    "saps": StrategyChoice(
+        _from_recipe(saps),
+        {"density": "keep", "local_steps": "local_steps", "probe_interval": "probe_interval"},
+        clips_own_gradients=True,
+    ),
+    "a2cid2": StrategyChoice(
+        _from_recipe(a2cid2),
+        {"topology": "graph", "gossip_rate": "rate", "asynchronous": "asynchronous"},
+        clips_own_gradients=True,
+    ),
+    "backup": StrategyChoice(
+        _backup_workers, {"topology": "graph", "grace_s": "grace_s"}, clips_own_gradients=True
+    ),
+    "fedglomo": StrategyChoice(
+        _fedglomo,
+        {
+            **_LOCAL,
+            "participants": "participants",
+            "local_momentum": "local_momentum",
+            "round_weight": "beta",
+        },
     ),
 }

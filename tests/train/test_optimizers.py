@@ -19,9 +19,15 @@ from gcnzc.train.optimizers import build_method, format_warmup_warning, warmup_s
 from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
 
+# options without which a strategy is rejected
+NEEDED = {"dropcompute": {"accumulate": 2}, "fedglomo": {"optimizer": "sgd", "lr": 0.1}}
 METHODS = {
     **{name: {"optimizer": name} for name in ONE_BIT},
-    **{name: {"strategy": name} for name in STRATEGIES if name != "average"},
+    **{
+        name: {"strategy": name, **NEEDED.get(name, {})}
+        for name in STRATEGIES
+        if name != "average"
+    },
     "muon in diloco": {"optimizer": "muon", "strategy": "diloco"},
     "int8": {"optimizer": "adam", "compress": "int8"},
     "sign": {"optimizer": "adam", "compress": "sign"},
