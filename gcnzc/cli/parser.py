@@ -30,6 +30,7 @@ from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_file_output, check_output
 from gcnzc.train.repeated_runs import read_runs
+from gcnzc.train.strategies import optimizer_message
 from gcnzc.train.unused_options import unused_options
 
 if sys.version_info >= (3, 11):
@@ -84,6 +85,7 @@ def parse(words: Sequence[str]) -> Any:
         raise UsageError(str(error)) from None
     if isinstance(config, TrainConfig):
         _check_used(config, default or TrainConfig())
+        _check_given_optimizer(words, config)
         if config.is_full_batch:
             _check_given_fanouts(words)
         elif default is not None and default.is_full_batch and not _value_of("--fanouts", words):
@@ -106,6 +108,16 @@ def _check_given_fanouts(words: Sequence[str]) -> None:
         fanouts = (value if equals else following).split(",")
         if name == "--fanouts" and set(fanouts) != {"-1"}:
             raise UsageError(fanouts_message(fanouts))
+
+
+def _check_given_optimizer(words: Sequence[str], config: TrainConfig) -> None:
+    """Raise if the strategy replaces the --optimizer of the command line.
+
+    `TrainConfig` cannot distinguish the default from an option that is given.
+    """
+    given = _value_of("--optimizer", words)
+    if given and given != config.optimizer:
+        raise UsageError(optimizer_message(config.strategy, given))
 
 
 def _check_used(config: TrainConfig, default: TrainConfig) -> None:

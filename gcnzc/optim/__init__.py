@@ -8,6 +8,7 @@ from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo, diloco
 from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
+from gcnzc.optim.local.muloco import MuLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
@@ -35,6 +36,7 @@ __all__ = [
     "LatePhaseWarning",
     "LocalSGD",
     "LocalUpdates",
+    "MuLoCo",
     "Muon",
     "OneBitAdam",
     "OneBitLamb",

@@ -104,6 +104,7 @@ METHODS: dict[str, MethodTraffic] = {
     },
     "local-sgd": MethodTraffic(((_every("local-sgd"), _dense("float32")),)),
     "diloco": MethodTraffic(((_every("diloco"), _dense("float32")),)),
+    "muloco": MethodTraffic(((_every("muloco"), _dense("int2")),), "int2"),
     "co2": MethodTraffic(((_every("co2"), _dense("float32")),), overlap_share=1.0),
     # the exchange of each fragment overlaps with one step
     "streaming-diloco": MethodTraffic(

@@ -78,6 +78,7 @@ REFRESH = 0
 ZERO_ONE = ZeroOneDefaults()
 LOCAL_SGD = LocalDefaults(8)
 DILOCO = LocalDefaults(12, 0.4, 0.9)
+MULOCO = LocalDefaults(12, 0.7, 0.6)
 STREAMING_DILOCO = LocalDefaults(12, 0.4, 0.9)
 FRAGMENTS = 4
 DELAY = 1
@@ -88,6 +89,7 @@ EAGER = 0.5
 LOCAL = {
     "local-sgd": LOCAL_SGD,
     "diloco": DILOCO,
+    "muloco": MULOCO,
     "streaming-diloco": STREAMING_DILOCO,
     "co2": CO2,
 }

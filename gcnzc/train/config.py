@@ -39,7 +39,7 @@ from gcnzc.train.option_groups import (
 )
 from gcnzc.train.options import Fanouts, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
-from gcnzc.train.strategies import check_strategy
+from gcnzc.train.strategies import choose_accumulate, choose_optimizer
 
 
 # dataclasses order inherited fields from the last base to the first
@@ -69,7 +69,8 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_strategy(self)
+        object.__setattr__(self, "optimizer", choose_optimizer(self))
+        object.__setattr__(self, "accumulate", choose_accumulate(self))
         if self.is_full_batch:
             _check_full_batch(self)
             if self.fanouts == DEFAULT_FANOUTS:

@@ -24,6 +24,7 @@ StrategyName: TypeAlias = Literal[
     "average",
     "local-sgd",
     "diloco",
+    "muloco",
     "streaming-diloco",
     "co2",
     "selsync",
@@ -54,6 +55,7 @@ class OptimizerOptions(Options):
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
     diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;
+    muloco is diloco with --optimizer muon and --compress int2;
     selsync averages parameters in the steps in which gradients change significantly; dropcompute is
     average in which slow workers drop their last minibatches of --accumulate; topk, randomk and dct
     average a fraction of the gradients, and sparseloco of the updates of diloco; saps averages a
@@ -69,6 +71,10 @@ class OptimizerOptions(Options):
     decay: Literal["all", "weights"] = "all"
     """parameters with weight decay: all; or weights, which excludes biases and the scales and
     shifts of normalization layers"""
+    accumulate: int = 1
+    """minibatches of one worker whose gradients are accumulated for each optimizer step, so that
+    the global batch is --accumulate times as large, with the memory of one minibatch; with
+    --strategy dropcompute, 1 is replaced by 4"""
     clip_gradients: float | None = None
     """maximum L2 norm of the gradient of all parameters together; a larger gradient is scaled down
     to it. Several workers clip the mean gradient, or in local steps their own gradients"""
@@ -76,7 +82,8 @@ class OptimizerOptions(Options):
     """compression of the exchanged values: a number format, float32, float16, bfloat16,
     float8_e4m3fn, float8_e5m2, int8, int4, int2, float4_e3m0 or sign; or topk, randomk, block,
     threshold or sparseloco, which send a fraction of the values, such as topk:0.01; auto: sign for
-    the onebit and zero-one optimizers, and else the default of --strategy, which is float32"""
+    the onebit and zero-one optimizers, and else the default of --strategy: int2 for muloco, and
+    float32 for the others"""
     warmup: str = f"{WARMUP.share:g}"
     """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
     run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
@@ -89,11 +96,11 @@ class OptimizerOptions(Options):
     and 12 for the others; auto measures the smallest number of steps that overlaps with the whole
     exchange"""
     outer_lr: float | None = None
-    """diloco, streaming-diloco and co2: learning rate of the outer optimizer; the strategy's
-    default if not given"""
+    """diloco, muloco, streaming-diloco and co2: learning rate of the outer optimizer; if not given,
+    the default of --strategy"""
     outer_momentum: float | None = None
-    """diloco, streaming-diloco and co2: momentum of the outer optimizer; the strategy's default if
-    not given"""
+    """diloco, muloco, streaming-diloco and co2: momentum of the outer optimizer; if not given, the
+    default of --strategy"""
     eager_weight: float = EAGER
     """co2: fraction of a worker's own last update applied before the all-reduce of the mean
     finishes; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
@@ -144,6 +151,7 @@ class OptimizerOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, "weight_decay", self.weight_decay)
+        at_least(1, "accumulate", self.accumulate)
         if self.decay != "all" and not self.weight_decay:
             raise ValueError(
                 f"--decay {self.decay} has no effect with --weight-decay 0\n\n"

@@ -71,7 +71,6 @@ def build_method(
     signals: int = 0,
     *,
     epoch_steps: int | None = None,
-    accumulate: int = 1,
 ) -> DistributedOptimizer:
     """Build the distributed optimizer of a run.
 
@@ -82,7 +81,6 @@ def build_method(
         steps: steps of the whole run; --warmup may be a fraction of them.
         signals: number of flags that are sent with each exchange.
         epoch_steps: steps of an epoch; None if they are not divided into epochs.
-        accumulate: minibatches of a worker in a step.
 
     Raises:
         ValueError: options contradict each other.
@@ -90,9 +88,7 @@ def build_method(
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
-    return build_strategy(
-        TrainingSetup(config, model, inner, group, steps, signals, epoch_steps, accumulate)
-    )
+    return build_strategy(TrainingSetup(config, model, inner, group, steps, signals, epoch_steps))
 
 
 def _one_bit(

@@ -97,9 +97,6 @@ class LoaderOptions(Options):
     batch_size: int | Literal["all"] = 1024
     """seed nodes or seed edges per minibatch of one worker; all: full-batch training, in which each
     step uses all training nodes and all neighbours, without sampling"""
-    accumulate: int = 1
-    """minibatches of one worker whose gradients are accumulated for each optimizer step, so that
-    the global batch is --accumulate times as large, with the memory of one minibatch"""
     sampler: Literal["gcnzc", "dgl"] = "gcnzc"
     """library that samples the neighbourhoods"""
     seed_order: Literal["shuffled", "rotating", "local"] = "shuffled"
@@ -121,7 +118,6 @@ class LoaderOptions(Options):
         at_most(MAX_THREADS, "threads", self.threads)
         if isinstance(self.batch_size, int):
             at_least(1, "batch_size", self.batch_size)
-        at_least(1, "accumulate", self.accumulate)
         at_least(0, "threads", self.threads)
         at_least(0, "seed", self.seed)
         check_fanouts(self.fanouts)

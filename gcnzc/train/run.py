@@ -187,7 +187,6 @@ def train(
             steps,
             signals=2,
             epoch_steps=steps // config.epochs,
-            accumulate=config.accumulate,
         )
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)

@@ -20,6 +20,7 @@ from gcnzc.optim import (
     DistributedOptimizer,
     DropCompute,
     LocalSGD,
+    MuLoCo,
     Recipe,
     Strategy,
     StreamingDiLoCo,
@@ -29,7 +30,13 @@ from gcnzc.optim import (
     saps,
     selsync,
 )
-from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerOptions
+from gcnzc.train.optimizer_options import (
+    ONE_BIT,
+    UPDATE_RULES,
+    OptimizerName,
+    OptimizerOptions,
+    UpdateRule,
+)
 from gcnzc.train.options import parse_fragments
 
 
@@ -51,8 +58,6 @@ class TrainingSetup:
     """number of flags that are sent with each exchange"""
     epoch_steps: int | None = None
     """number of steps of an epoch; None if they are not divided into epochs"""
-    accumulate: int = 1
-    """minibatches of a worker in a step"""
 
 
 Build: TypeAlias = Callable[[TrainingSetup, dict[str, Any]], DistributedOptimizer]
@@ -70,6 +75,11 @@ class StrategyChoice:
     clips_own_gradients: bool = False
     """whether --clip-gradients limits each worker's gradients before its own step; otherwise it is
     the keyword argument `clip_norm`, which limits the mean gradient"""
+    optimizer: UpdateRule | None = None
+    """the only --optimizer that it supports, which replaces the default; None for all update
+    rules"""
+    accumulate: int = 1
+    """the number of accumulated minibatches that replaces the default, 1"""
 
 
 def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
@@ -92,13 +102,12 @@ def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
     return strategy.build(setup, arguments)
 
 
-def check_strategy(config: OptimizerOptions) -> None:
-    """Raise a ValueError if --optimizer does not support --strategy."""
-    if config.strategy == "fedglomo" and config.optimizer != "sgd":
-        raise ValueError(
-            f"--strategy fedglomo with --optimizer {config.optimizer}: its local steps are those of "
-            "SGD without momentum\n\nhint: add --optimizer sgd"
-        )
+def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
+    """Return the optimizer of a run: --optimizer, or the one that --strategy replaces it with.
+
+    Raises:
+        ValueError: --optimizer does not support --strategy.
+    """
     if config.optimizer in ONE_BIT and config.strategy != "average":
         raise ValueError(
             f"--optimizer {config.optimizer} with --strategy {config.strategy}: "
@@ -106,6 +115,27 @@ def check_strategy(config: OptimizerOptions) -> None:
             f"hint: omit --strategy, or use --strategy {config.strategy} with --optimizer "
             f"{' or '.join(UPDATE_RULES)}"
         )
+    required = STRATEGIES[config.strategy].optimizer
+    if required is not None and config.optimizer not in (required, OptimizerOptions.optimizer):
+        raise ValueError(optimizer_message(config.strategy, config.optimizer))
+    return required or config.optimizer
+
+
+def choose_accumulate(config: OptimizerOptions) -> int:
+    """Return the number of minibatches of a step: --accumulate, or the default of --strategy."""
+    default = OptimizerOptions.accumulate
+    if config.accumulate != default:
+        return config.accumulate
+    return STRATEGIES[config.strategy].accumulate
+
+
+def optimizer_message(strategy: str, optimizer: str) -> str:
+    """Return the message that a strategy does not support an update rule."""
+    required = STRATEGIES[strategy].optimizer
+    return (
+        f"--optimizer {optimizer} with --strategy {strategy}, which is a strategy for {required}"
+        f"\n\nhint: use --optimizer {required}, or another --strategy"
+    )
 
 
 def _clip_before_steps(inner: Optimizer, norm: float) -> None:
@@ -154,17 +184,11 @@ def _sparse(make: Callable[..., Compression]) -> Build:
 
 
 def _drop_compute(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    if setup.accumulate < 2:
-        raise ValueError(
-            f"--strategy dropcompute with --accumulate {setup.accumulate}: a worker drops "
-            "minibatches of a step, which has only one\n\nhint: add --accumulate 8, and divide "
-            "--batch-size by 8 for the same global batch"
-        )
     return DropCompute(
         setup.inner,
         setup.group,
         setup.signals,
-        micro_batches=setup.accumulate,
+        micro_batches=setup.config.accumulate,
         module=setup.model,
         **arguments,
     )
@@ -236,6 +260,9 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
     "average": StrategyChoice(_average, _COMPRESS),
     "local-sgd": StrategyChoice(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
     "diloco": StrategyChoice(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
+    "muloco": StrategyChoice(
+        _with_local_steps(MuLoCo), _OUTER, clips_own_gradients=True, optimizer="muon"
+    ),
     "streaming-diloco": StrategyChoice(
         _streaming_diloco,
         {**_OUTER, "delay": "delay", "fragments": "fragments"},
@@ -252,6 +279,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
     "dropcompute": StrategyChoice(
         _drop_compute,
         {**_COMPRESS, "compute_threshold": "threshold", "max_dropped": "max_dropped"},
+        accumulate=4,
     ),
     "topk": StrategyChoice(_sparse(TopK), {"density": "density"}),
     "randomk": StrategyChoice(_sparse(RandomK), {"density": "density"}),
@@ -287,5 +315,6 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
             "local_momentum": "local_momentum",
             "round_weight": "beta",
         },
+        optimizer="sgd",
     ),
 }

@@ -149,6 +149,9 @@ def test_methods_send_what_they_exchange(workers):
     assert sent["onebit-adam"] == pytest.approx(0.15 * whole + 0.85 * signs, rel=0.35)
     for name in ("local-sgd", "diloco", "streaming-diloco", "co2"):
         assert sent[name] == pytest.approx(whole / LOCAL[name].local_steps, rel=0.05)
+    # 2 bits, and a scale of 32 bits for 256 elements
+    coded = whole * (2 + 32 / 256) / 32
+    assert sent["muloco"] == pytest.approx(coded / LOCAL["muloco"].local_steps, rel=0.05)
 
 
 def test_no_rate_compensates_latency():

@@ -13,6 +13,7 @@ from gcnzc.optim import (
     DiLoCo,
     LatePhaseWarning,
     LocalSGD,
+    MuLoCo,
     OneBitAdam,
     OneBitLamb,
     StreamingDiLoCo,
@@ -29,6 +30,7 @@ COMPRESSED = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-ad
 LOCAL_STEPS = {
     "local-sgd": LocalSGD,
     "diloco": DiLoCo,
+    "muloco": MuLoCo,
     "streaming-diloco": StreamingDiLoCo,
     "co2": CO2,
 }

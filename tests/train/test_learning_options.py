@@ -194,7 +194,10 @@ OPTIMIZERS = pytest.mark.parametrize(
     "options",
     [
         *(pytest.param({"optimizer": name}, id=name) for name in ("muon", *ONE_BIT)),
-        *(pytest.param({"optimizer": "adamw", "strategy": name}, id=name) for name in STRATEGIES),
+        *(
+            pytest.param({"optimizer": each.optimizer or "adamw", "strategy": name}, id=name)
+            for name, each in STRATEGIES.items()
+        ),
     ],
 )
 

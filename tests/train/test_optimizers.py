@@ -20,13 +20,11 @@ from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
 
 # options without which a strategy is rejected
-NEEDED = {"dropcompute": {"accumulate": 2}, "fedglomo": {"optimizer": "sgd", "lr": 0.1}}
+NEEDED = {"fedglomo": {"lr": 0.1}}
 METHODS = {
     **{name: {"optimizer": name} for name in ONE_BIT},
     **{
-        name: {"strategy": name, **NEEDED.get(name, {})}
-        for name in STRATEGIES
-        if name != "average"
+        name: {"strategy": name, **NEEDED.get(name, {})} for name in STRATEGIES if name != "average"
     },
     "muon in diloco": {"optimizer": "muon", "strategy": "diloco"},
     "int8": {"optimizer": "adam", "compress": "int8"},
@@ -184,7 +182,7 @@ def test_a_warm_up_is_a_share_or_a_number_of_steps(words, steps):
         ({"local_steps": "0"}, "--local-steps must be a whole number above 0"),
         ({"fragments": "0"}, "--fragments must be a whole number above 0 or modules, got '0'"),
         ({"fragments": "0.,a("}, r"--fragments: 'a\(' is not a regular expression: missing \)"),
-        ({"compress": "int2"}, "(?s)--compress: no compression 'int2'.*topk"),
+        ({"compress": "int3"}, "(?s)--compress: no compression 'int3'.*topk"),
         ({"compress": "topk:2"}, "--compress: no density '2' in the compression 'topk:2'"),
         ({"compress": "int8:0.1"}, "--compress: the compression int8 has no density"),
         ({"refresh": -1}, "--refresh must be at least 0"),

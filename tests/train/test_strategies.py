@@ -1,5 +1,6 @@
 """`--strategy` and its aliases, in commands, files, run folders and Python."""
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
@@ -10,8 +11,9 @@ from train.test_unused_options import OTHERS
 
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
+from gcnzc.compress import compression
 from gcnzc.exchange import Group
-from gcnzc.optim import DiLoCo, StreamingDiLoCo
+from gcnzc.optim import DiLoCo, MuLoCo, Muon, StreamingDiLoCo
 from gcnzc.system import files
 from gcnzc.train import resume
 from gcnzc.train.config import TrainConfig
@@ -43,15 +45,15 @@ def test_the_table_has_every_strategy():
     assert {*UPDATE_RULES, *ONE_BIT} == names
     assert set(STRATEGY_ALIASES) < set(STRATEGIES)
     page = (Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md").read_text()
-    missing = [name for name in STRATEGIES if f"\n| `{name}`" not in page]
+    missing = [
+        name for name in STRATEGIES if not re.search(rf"^\| [^|]*`{name}`", page, re.MULTILINE)
+    ]
     assert not missing
 
 
 def describe(optimizer):
     """The options of an optimizer."""
-    if hasattr(optimizer, "describe_options"):
-        return optimizer.describe_options()
-    return f"{type(optimizer).__name__}({optimizer.compress})"
+    return optimizer.layout_lines()[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -141,6 +143,26 @@ def test_contradictions_in_files_and_in_python():
     given = {"optimizer": "adam", "inner_optimizer": "sgd"}
     with pytest.raises(ValueError, match=r"f\.toml: optimizer adam and inner_optimizer sgd are"):
         config_from_dict(TrainConfig, given, "f.toml")
+
+
+def test_muloco_trains_with_muon(tmp_path):
+    assert parsed("--strategy muloco") == ("muloco", "muon")
+    assert parsed("--strategy muloco --optimizer muon") == ("muloco", "muon")
+    made = build(strategy="muloco")
+    assert isinstance(made, MuLoCo)
+    assert isinstance(made.inner, Muon)
+    assert made.compress == compression("int2")
+    assert build(strategy="muloco", compress="int8").compress == compression("int8")
+    for optimizer in ("adam", "adamw", "sgd"):
+        words = ["train", "--strategy", "muloco", "--optimizer", optimizer]
+        message = f"--optimizer {optimizer} with --strategy muloco, which is a strategy for muon"
+        with pytest.raises(UsageError) as error:
+            parse(words)
+        assert message in " ".join(str(error.value).split())
+    with pytest.raises(ValueError, match="--optimizer sgd with --strategy muloco"):
+        TrainConfig(strategy="muloco", optimizer="sgd")
+    # the default of another strategy is not muon
+    assert choice(replace(TrainConfig(), strategy="muloco")) == ("muloco", "muon")
 
 
 @pytest.mark.parametrize("optimizer", ONE_BIT)

@@ -37,8 +37,9 @@ def diloco(
     compress: Compression | None = None,
     sharded: bool = False,
     alone: bool = False,
+    name: str = "DiLoCo",
 ) -> Recipe:
-    """Return the recipe of `DiLoCo`."""
+    """Return the recipe of `DiLoCo`; `name` is that of a variant, in messages and checkpoints."""
     if sharded and compress is not None and compress != Dense():
         raise ValueError(
             f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "
@@ -51,7 +52,7 @@ def diloco(
         exchange = shards = Shards()
         update = ShardedOuterStep(outer, shards)
     return Recipe(
-        "DiLoCo",
+        name,
         EveryInterval(),
         update,
         exchange,
@@ -105,6 +106,7 @@ class DiLoCo(Strategy):
             compress=compress,
             sharded=sharded,
             alone=alone,
+            name=type(self).__name__,
         )
         super().__init__(inner, recipe, group, **options)
 

@@ -1,0 +1,59 @@
+"""MuLoCo: DiLoCo with Muon as the inner optimizer, and outer gradients of two bits per element.
+
+Thérien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo" (2025,
+https://arxiv.org/abs/2505.23725), find that the outer gradients of Muon lose little accuracy when
+they are compressed to two bits with error feedback. The default outer learning rate and momentum
+are those of the authors' implementation (https://github.com/bentherien/muloco-1). Its number
+format, the interval and the two compressed stages differ from theirs: see
+`gcnzc.kernels.codec.blocks` for int2 and `gcnzc.compress.two_stage` for the exchange.
+"""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gcnzc.compress import Blocks, Compression
+from gcnzc.exchange import Group
+from gcnzc.optim.defaults import MULOCO
+from gcnzc.optim.local.diloco import DiLoCo
+
+
+class MuLoCo(DiLoCo):
+    """DiLoCo with the defaults of MuLoCo: outer gradients of two bits, with error feedback.
+
+    The inner optimizer is meant to be `gcnzc.optim.Muon`. A single rank only takes its steps,
+    unless `alone`.
+
+    Args:
+        inner: the optimizer of torch that takes the local steps.
+        group: the ranks that communicate; see `DistributedOptimizer`.
+        local_steps: see `DiLoCo`.
+        outer_lr: the learning rate of the outer optimizer.
+        outer_momentum: the Nesterov momentum of the outer optimizer.
+        compress: compression of the exchanged differences.
+        options: the other options of `DiLoCo` and `Strategy`.
+
+    Raises:
+        ValueError: an option is out of range, or the parameters of the ranks differ.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        group: Group | None = None,
+        *,
+        local_steps: int | str = MULOCO.local_steps,
+        outer_lr: float = MULOCO.outer_lr,
+        outer_momentum: float = MULOCO.outer_momentum,
+        compress: Compression = Blocks("int2", has_feedback=True),  # noqa: B008 - it cannot change
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            inner,
+            group,
+            local_steps=local_steps,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            compress=compress,
+            **options,
+        )
