@@ -53,7 +53,7 @@ def test_the_table_has_every_strategy():
 
 def describe(optimizer):
     """The options of an optimizer."""
-    return optimizer.layout_lines()[0]
+    return "\n".join(optimizer.layout_lines())
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
