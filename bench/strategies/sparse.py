@@ -1,6 +1,6 @@
 """Measure bytes, exchange time and accuracy of sparse compressions.
 
-    python -m bench.strategies.sparse [--seeds 3] [--steps 150]
+    python -m bench.strategies.sparse [--seeds 3] [--steps 100] [--methods METHOD ...]
 
 Four ranks train a multilayer perceptron of a million parameters on scikit-learn's digits, in one
 process (`gcnzc.exchange.lockstep`). Each rank has a quarter of the training images, at random. The
@@ -82,11 +82,15 @@ def main() -> None:
     """Measure all methods."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     arguments = parser.parse_args()
+    if missing := {METHODS[name].baseline for name in arguments.methods} - {*arguments.methods}:
+        parser.error(f"--methods also needs the uncompressed {', '.join(missing)}")
     torch.set_num_threads(1)
     sent: dict[str, float] = {}
-    for name, method in METHODS.items():
+    for name in arguments.methods:
+        method = METHODS[name]
         runs = [_train(method, seed, arguments.steps) for seed in range(arguments.seeds)]
         accuracies = [run.accuracy for run in runs]
         sent[name] = statistics.mean(run.bytes_per_exchange for run in runs)

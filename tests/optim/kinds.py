@@ -65,7 +65,7 @@ AVERAGED = {
     "averaged sign": averaged(Sign(block=32)),
     "drop-compute": drop_compute(),
     "drop-compute sign": drop_compute(Sign(block=32)),
-    "averaged randomk": averaged(RandomK(0.2)),
+    "averaged randomk": averaged(RandomK(0.8)),
     "averaged threshold": averaged(Threshold(0.2)),
 }
 REPLICATED = {
