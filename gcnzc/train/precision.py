@@ -84,9 +84,9 @@ class Precision:
         """Return logits of mixed precision in float32, for the loss."""
         return logits if self.dtype is None else logits.float()
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, multiplied by the loss scale if there is one."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss multiplied by the loss scale if there is one, for the backward pass."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def step(
         self, optimizer: DistributedOptimizer, closure: Callable[[], float] | None = None

@@ -127,6 +127,8 @@ def compute_gradients(
 ) -> None:
     """Add the gradients of a minibatch to those of the parameters, and its loss to the statistics.
 
+    DropCompute may drop the minibatch after the forward pass.
+
     Args:
         trainer: the run.
         batch: after resuming with another number of workers, it may have no seeds.
@@ -142,7 +144,11 @@ def compute_gradients(
         logits = trainer.task.logits(trainer.model, batch)
     logits = precision.widen(logits)
     loss = trainer.task.loss(logits, batch.y)
-    precision.backward(loss if factor == 1 else loss * factor)
+    scaled = precision.scale(loss if factor == 1 else loss * factor)
+    if not isinstance(trainer.optimizer, DropCompute):
+        scaled.backward()
+    elif not trainer.optimizer.backward(scaled):
+        return
     assert batch.items is not None, "the loader has not set the seeds of the minibatch"
     if is_counted:
         trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)

@@ -17,11 +17,12 @@ from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
 from gcnzc.optim.synchronous.effective_speed import (
     choose_threshold,
     effective_speed,
-    find_kept,
+    find_executed,
     measured_overhead,
 )
 
 MICRO = 5
+FORWARD = 0.25  # of the time of a micro-batch
 WORLDS = [1, 2, 3, 5]
 SHORT = (2, 6)
 
@@ -68,15 +69,23 @@ def team(world_size, inner=sgd, dtype=torch.float64, **options):
     return models, optimizers
 
 
-def taught(model, optimizer, steps, times=seconds, each=None, computed=None):
+def taught(model, optimizer, steps, times=seconds, each=None, computed=None, passes=1):
     """Steps of one rank in virtual time; `computed` collects (step, rank, number)."""
     clock, rank = optimizer.deadline.clock, optimizer.group.rank
     yield from clock.update()
     for step in steps:
         optimizer.zero_grad()
         for number in optimizer.micro_batches(range(MICRO)):
-            loss_of(model, micro_batch(step, rank, number)).backward()
-            yield from clock.compute(times(step, rank, number))
+            loss = loss_of(model, micro_batch(step, rank, number))
+            taken_s = times(step, rank, number)
+            if passes == 2:
+                yield from clock.compute(FORWARD * taken_s)
+                if not optimizer.backward(loss):
+                    continue
+                taken_s -= FORWARD * taken_s
+            else:
+                loss.backward()
+            yield from clock.compute(taken_s)
             if computed is not None:
                 computed.append((step, rank, number))
         yield from optimizer.algorithm()
@@ -139,23 +148,29 @@ def alone_over(computed, steps, inner=sgd):
     return model
 
 
+def times_of(world_size, steps, passes, times=seconds):
+    """(W, S, M * P): the ends of the parts of all micro-batches."""
+    parts = np.array([FORWARD, 1 - FORWARD] if passes == 2 else [1.0])
+    found = [
+        [np.cumsum([parts * times(step, rank, m) for m in range(MICRO)]) for step in steps]
+        for rank in range(world_size)
+    ]
+    return np.array(found)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("inner", [sgd, adam])
-def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size, inner):
+def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size, passes, inner):
     models, optimizers = team(world_size, inner, threshold=2.0)
     computed = []
-    train(models, optimizers, range(8), computed=computed)
+    train(models, optimizers, range(8), computed=computed, passes=passes)
     assert all_equal(models)
     expected = alone_over(computed, range(8), inner)
     torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-11)
     # what is kept is what the times say
-    ends = np.array(
-        [
-            [np.cumsum([seconds(step, rank, m) for m in range(MICRO)]) for step in range(8)]
-            for rank in range(world_size)
-        ]
-    )
-    kept = find_kept(ends, 2.0)
+    executed = find_executed(times_of(world_size, range(8), passes), 2.0, passes)
+    kept = executed[..., passes - 1 :: passes]
     assert sorted(computed) == sorted(
         (step, rank, m) for rank, step, m in zip(*np.nonzero(kept), strict=True)
     )
@@ -191,6 +206,28 @@ def test_sizes_weight_the_micro_batches(world_size):
     for each in models:
         torch.testing.assert_close(values_of(each), values_of(model), rtol=1e-9, atol=1e-12)
     assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
+
+
+def test_a_micro_batch_is_dropped_between_its_passes():
+    model, clock = nn.Linear(2, 2), ScriptedClock()
+    optimizer = DropCompute(sgd(model.parameters()), micro_batches=4, threshold=2.0, clock=clock)
+    done = []
+    for number in optimizer.micro_batches(range(4), [1.0, 1.5, 1.0, 1.0]):
+        clock.time_s += 1.5
+        done.append(optimizer.backward(model(torch.ones(2)).sum() * (1.0 if number == 0 else 9.0)))
+    # the forward pass of the second micro-batch ends after the threshold
+    assert done == [True, False]
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+    optimizer.step()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+    assert (optimizer.computed_micro_batches, optimizer.dropped_micro_batches) == (1, 3)
+    # the first one is never dropped
+    optimizer.zero_grad()
+    for _ in optimizer.micro_batches(range(4)):
+        clock.time_s += 5.0
+        assert optimizer.backward(model(torch.ones(2)).sum())
+    optimizer.step()
+    assert (optimizer.computed_micro_batches, optimizer.dropped_micro_batches) == (2, 6)
 
 
 def test_micro_batches_end_at_the_threshold_and_leave_the_rest():
@@ -290,8 +327,18 @@ def test_the_host_does_not_wait_for_the_last_micro_batch_of_a_gpu(threshold, exp
     assert len(list(optimizer.micro_batches(range(6)))) == expected
     assert set(gpu.behind) <= {1}
     assert (threshold is None) == (not gpu.behind)
-    kept = find_kept(np.cumsum([1.0] * 6), threshold or np.inf, gpu.delay)
+    kept = find_executed(np.cumsum([1.0] * 6), threshold or np.inf, delay=gpu.delay)
     assert kept.sum() == expected
+    # one pass later with separate passes, of which each is shorter
+    gpu = FakeGpu([0.5] * 12)
+    optimizer = DropCompute(
+        sgd(model.parameters()), micro_batches=6, threshold=threshold, clock=gpu
+    )
+    kept = find_executed(np.cumsum([0.5] * 12), threshold or np.inf, 2, gpu.delay)[1::2]
+    value = torch.zeros((), requires_grad=True)
+    done = [optimizer.backward(1 * value) for _ in optimizer.micro_batches(range(6))]
+    assert sum(done) == kept.sum()
+    assert set(gpu.behind) <= {1}
     # and not while it measures
     again = FakeGpu([1.0] * 6)
     optimizer = DropCompute(
@@ -315,22 +362,22 @@ def test_clocks_are_copied_without_handles():
     assert len(other.deadline.measured_times()) == 1
 
 
-def speed_by_loops(ends, overhead, threshold):
+def speed_by_loops(times, overhead, threshold, passes=1):
     """The effective speed, from its definition."""
-    world_size, steps, micro = ends.shape
+    world_size, steps, parts = times.shape
     speeds, kept = [], 0
     for step in range(steps):
-        full = max(ends[rank, step, -1] for rank in range(world_size)) + overhead
+        full = max(times[rank, step, -1] for rank in range(world_size)) + overhead
         count, longest = 0, 0.0
         for rank in range(world_size):
-            for number in range(micro):
-                if number and ends[rank, step, number - 1] >= threshold:
+            for part in range(parts):
+                if part >= passes and times[rank, step, part - 1] >= threshold:
                     break
-                count += 1
-                longest = max(longest, ends[rank, step, number])
+                count += (part + 1) % passes == 0
+                longest = max(longest, times[rank, step, part])
         kept += count
-        speeds.append(count / (world_size * micro) * full / (longest + overhead))
-    return sum(speeds) / steps, 1 - kept / ends.size
+        speeds.append(count / (world_size * parts / passes) * full / (longest + overhead))
+    return sum(speeds) / steps, 1 - kept / (times.size / passes)
 
 
 def log_normal(world_size, steps, micro, sigma=1.0, seed=0):
@@ -339,32 +386,32 @@ def log_normal(world_size, steps, micro, sigma=1.0, seed=0):
 
 
 @pytest.mark.parametrize("overhead", [0.0, 3.0])
-def test_the_effective_speed_follows_its_definition(overhead):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_effective_speed_follows_its_definition(overhead, passes):
     ends = log_normal(4, 7, 6)
-    found = effective_speed(ends, overhead, np.inf)
+    found = effective_speed(ends, overhead, np.inf, passes)
     assert (found.speed, found.dropped) == (1.0, 0.0)
     for threshold in np.quantile(ends, [0.0, 0.3, 0.6, 0.9]):
-        found = effective_speed(ends, overhead, threshold)
+        found = effective_speed(ends, overhead, threshold, passes)
         assert (found.speed, found.dropped) == pytest.approx(
-            speed_by_loops(ends, overhead, threshold)
+            speed_by_loops(ends, overhead, threshold, passes)
         )
 
 
 @pytest.mark.parametrize("max_dropped", [0.02, 0.1, 0.5])
-@pytest.mark.parametrize("overhead", [0.0, 3.0])
-def test_the_chosen_threshold_is_the_best_within_the_limit(overhead, max_dropped):
-    ends = log_normal(8, 20, 6)
-    found = choose_threshold(ends, overhead, max_dropped)
+@pytest.mark.parametrize(("overhead", "passes"), [(0.0, 1), (3.0, 1), (3.0, 2)])
+def test_the_chosen_threshold_is_the_best_within_the_limit(overhead, passes, max_dropped):
+    ends = log_normal(8, 20, 6 * passes)
+    found = choose_threshold(ends, overhead, max_dropped, passes)
     assert found.speed > 1
     assert 0 < found.dropped <= max_dropped
     assert (found.speed, found.dropped) == pytest.approx(
-        speed_by_loops(ends, overhead, found.seconds)
+        speed_by_loops(ends, overhead, found.seconds, passes)
     )
-    best = max(
-        speed
-        for speed, dropped in (speed_by_loops(ends, overhead, each) for each in np.unique(ends))
-        if dropped <= max_dropped
-    )
+    everything = [
+        speed_by_loops(ends, overhead, each, passes) for each in np.unique(ends)[::passes]
+    ]
+    best = max(speed for speed, dropped in everything if dropped <= max_dropped)
     # there are fewer candidates than times
     assert found.speed > 1 + 0.95 * (best - 1)
 
@@ -377,7 +424,7 @@ def test_nothing_is_dropped_if_that_does_not_help():
     assert choose_threshold(log_normal(4, 20, 6), 1e5, 0.1).seconds == np.inf
     assert choose_threshold(np.empty((4, 0, 6)), 0.0, 0.1).seconds == np.inf
     # too few micro-batches for the delay
-    assert find_kept(ends[..., :2], 0.1, delay=1).all()
+    assert find_executed(ends[..., :2], 0.1, delay=1).all()
     assert choose_threshold(ends[..., :2], 0.0, 0.5, delay=1).seconds == np.inf
 
 
@@ -394,28 +441,26 @@ def noisy(seed, slow=lambda step: 1.0):
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_ranks_select_the_threshold_that_the_times_of_the_calibration_predict(world_size):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_ranks_select_the_threshold_that_the_times_of_the_calibration_predict(
+    world_size, passes
+):
     models, optimizers = team(world_size, threshold="auto", calibration=(3, 12), max_dropped=0.2)
     computed, times = [], noisy(4)
-    train(models, optimizers, range(12), times=times, computed=computed)
+    train(models, optimizers, range(12), times=times, computed=computed, passes=passes)
     # nothing is dropped while it is measured
     assert len(computed) == world_size * 12 * MICRO
     thresholds = {optimizer.deadline.threshold_s for optimizer in optimizers}
-    ends = np.array(
-        [
-            [np.cumsum([times(step, rank, m) for m in range(MICRO)]) for step in range(2, 12)]
-            for rank in range(world_size)
-        ]
-    )
-    expected = choose_threshold(ends, 0.0, 0.2)
+    measured = times_of(world_size, range(2, 12), passes, times)
+    expected = choose_threshold(measured, 0.0, 0.2, passes)
+    assert not any(optimizer.deadline.is_calibrating for optimizer in optimizers)
     if world_size == 1:
         assert thresholds == {np.inf}
     else:
         assert thresholds.pop() == pytest.approx(expected.seconds)
         assert not thresholds
         assert optimizers[0].deadline.prediction.speed == pytest.approx(expected.speed)
-        assert not any(optimizer.deadline.is_calibrating for optimizer in optimizers)
-    train(models, optimizers, range(12, 80), times=times)
+    train(models, optimizers, range(12, 60), times=times, passes=passes)
     assert all_equal(models)
     assert (optimizers[0].dropped_share > 0) == (world_size > 1)
     assert optimizers[0].dropped_share < TOLERANCE * 0.2
@@ -561,7 +606,7 @@ def test_a_calibration_gathers_its_times_once():
     # the kinds of gradients in the first step, then the times, and the choice of rank 0
     kinds = len(optimizers[0].gradients.named)
     assert entry.requests == 3
-    assert entry.bytes_sent == 2 * (kinds + 4 * (MICRO + 1) * 8 + 3 * 8)
+    assert entry.bytes_sent == 2 * (kinds + 4 * (2 * MICRO + 1) * 8 + 3 * 8)
 
 
 def test_signals_are_those_of_the_caller():

@@ -8,7 +8,7 @@ import torch
 from gcnzc.exchange import Algorithm, Compute, Now
 from gcnzc.system.streams import TimedEvent, clock_of
 
-# micro-batches whose kernels may be queued on a GPU when the host waits for an earlier one
+# passes whose kernels may be queued on a GPU when the host waits for an earlier one
 GPU_DELAY = 1
 
 
@@ -24,9 +24,9 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.delay = GPU_DELAY if device.type == "cuda" else 0
-        """the number of micro-batches whose end is not known when the next one begins. It is 0 on
+        """the number of timed passes whose end is not known when the next one begins. It is 0 on
         the CPU. With 1 on a GPU, the host waits for an event while the GPU still has the kernels of
-        one micro-batch, so that the GPU does not become idle"""
+        one pass, so that the GPU does not become idle"""
         self._record: Callable[[], TimedEvent] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,8 +78,10 @@ class SimulatedClock(ComputeClock):
     The algorithm of the rank simulates each micro-batch with `compute`:
 
         for batch in optimizer.micro_batches(batches):
-            loss(model, batch).backward()
-            yield from clock.compute(seconds)
+            value = loss(model, batch)
+            yield from clock.compute(forward_s)
+            if optimizer.backward(value):
+                yield from clock.compute(backward_s)
         yield from optimizer.algorithm()
     """
 

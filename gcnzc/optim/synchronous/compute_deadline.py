@@ -4,7 +4,8 @@ A measured threshold is chosen once the times of some steps are known. All ranks
 and choose the same threshold. If more is dropped later than the limit permits, for example because
 other programs use the machines, the measurement begins again.
 
-Notation: W ranks, S measured steps, M micro-batches.
+Notation: W ranks, S measured steps, M micro-batches of P parts: P is 2 if the forward and backward
+passes are timed separately, or else 1.
 """
 
 import math
@@ -36,12 +37,12 @@ NOT_MEASURED = -1.0
 
 
 class ComputeDeadline:
-    """Decides before each micro-batch of a step whether this rank stops.
+    """Decides before each micro-batch of a step, or each of its passes, whether this rank stops.
 
     Args:
         micro_batches: M, the largest number of micro-batches of a step, at least 2.
-        threshold: seconds from the begin of a step, after which no other micro-batch begins; None
-            or infinity for no threshold; "auto" measures the steps of `calibration` and then
+        threshold: seconds from the begin of a step, after which no other pass begins; None or
+            infinity for no threshold; "auto" measures the steps of `calibration` and then
             selects the threshold of the largest effective speed.
         calibration: the first and the last step that "auto" measures, counted from 1.
         max_dropped: the largest fraction of the micro-batches that "auto" may drop.
@@ -94,7 +95,7 @@ class ComputeDeadline:
         """number of steps since the measurement began or ended"""
         self._dropped = 0.0
         """sum of the fractions that were dropped in these steps"""
-        # for each measured step, the ends of M micro-batches and the seconds after the last one
+        # for each measured step, the ends of M * P parts, and the seconds after the last one
         self._rows: list[list[float]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,12 +115,12 @@ class ComputeDeadline:
         """Record the begin of the first micro-batch."""
         self._events = [self.clock.record()]
 
-    def end_micro_batch(self) -> None:
-        """Record the end of a micro-batch."""
+    def end_part(self) -> None:
+        """Record the end of a micro-batch, or of its forward pass."""
         self._events.append(self.clock.record())
 
     def is_over(self) -> bool:
-        """Whether no other micro-batch may begin, after at least one; see `ComputeClock.delay`."""
+        """Whether no other part may begin, after the first one; see `ComputeClock.delay`."""
         known = len(self._events) - 1 - self.clock.delay
         if known < 1 or self.threshold_s == math.inf:
             return False
@@ -157,40 +158,44 @@ class ComputeDeadline:
         if not self._pending:
             return
         begin, *ends, end = self._pending
-        ends_s = [begin.seconds_to(each) for each in ends]
         self._pending = []
+        times_s = [begin.seconds_to(each) for each in ends]
         row = self._empty_row()
         # steps of fewer micro-batches, such as the last one of an epoch, are not used
-        if len(ends_s) == self.micro_batches:
-            row = [*ends_s, begin.seconds_to(end) - ends_s[-1]]
+        if len(times_s) in (self.micro_batches, 2 * self.micro_batches):
+            row[: len(times_s)] = times_s
+            row[-1] = begin.seconds_to(end) - times_s[-1]
         self._rows.append(row)
 
     def _empty_row(self) -> list[float]:
         """Return the row of a step with fewer than M micro-batches on this rank."""
-        return [NOT_MEASURED] * (self.micro_batches + 1)
+        return [NOT_MEASURED] * (2 * self.micro_batches + 1)
 
     def _choose(self) -> Algorithm[None]:
         """Select the threshold of the largest effective speed; a single rank has none."""
-        self._read_pending()
-        columns = self.micro_batches + 1
-        own = torch.tensor(self._rows, dtype=torch.float64).view(-1)
-        gathered = yield AllGather(own)
-        rows = gathered.view(len(gathered), -1, columns).numpy()
-        # only steps in which all ranks have computed all micro-batches
-        rows = rows[:, (rows != NOT_MEASURED).all(axis=(0, 2))]
-        ends_s = rows[..., :-1]
+        gathered = yield AllGather(self.measured_times().view(-1))
+        rows = gathered.view(len(gathered), -1, 2 * self.micro_batches + 1).numpy()
+        # only steps in which all ranks have timed the same parts of all micro-batches
+        for passes in (2, 1):
+            parts = passes * self.micro_batches
+            is_measured = (rows != NOT_MEASURED).sum(axis=2) == parts + 1
+            used = rows[:, is_measured.all(axis=0)]
+            if used.size:
+                break
+        times_s, rest_s = used[..., :parts], used[..., -1]
         found = NO_THRESHOLD
         if len(rows) > 1:
-            overhead_s = measured_overhead(ends_s, rows[..., -1])
-            found = choose_threshold(ends_s, overhead_s, self.max_dropped, self.clock.delay)
+            overhead_s = measured_overhead(times_s, rest_s)
+            delay = self.clock.delay
+            found = choose_threshold(times_s, overhead_s, self.max_dropped, passes, delay)
         # that of rank 0, because processors may round the sums differently
         values = torch.tensor([found.seconds, found.speed, found.dropped], dtype=torch.float64)
-        self._restart()
         found = Threshold(*(yield AllGather(values))[0].tolist())
-        # measure again if no step was complete on all ranks
-        self.is_calibrating = ends_s.shape[1] == 0
-        if not self.is_calibrating:
+        self._restart()
+        # measure again if no step can be used
+        if used.size:
             self.threshold_s, self.prediction = found.seconds, found
+            self.is_calibrating = False
             self.calibrations += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,9 +213,9 @@ class ComputeDeadline:
         }
 
     def measured_times(self) -> torch.Tensor:
-        """Return (S, M + 1) float64: the times that this rank has measured and not used yet."""
+        """Return (S, 2M + 1) float64: the times that this rank has measured and not used yet."""
         self._read_pending()
-        columns = self.micro_batches + 1
+        columns = 2 * self.micro_batches + 1
         return torch.tensor(self._rows, dtype=torch.float64).view(-1, columns)
 
     def load_state_dict(

@@ -1,8 +1,9 @@
 """DropCompute: gradient accumulation in which slow ranks drop their last micro-batches.
 
 In synchronous training, every step takes as long as that of the slowest rank. With DropCompute,
-each rank accumulates the gradients of up to M micro-batches, but begins no other one after a
-threshold. The gradients are averaged over the micro-batches that the ranks have computed.
+each rank accumulates the gradients of up to M micro-batches, but begins no other forward or
+backward pass after a threshold. The gradients are averaged over the micro-batches that the ranks
+have computed.
 
 Niv Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute
 variance reduction", https://arxiv.org/abs/2306.10598.
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression
@@ -40,8 +41,11 @@ class DropCompute(Averaged):
 
         optimizer.zero_grad()
         for batch in optimizer.micro_batches(batches):
-            loss(model, batch).backward()
+            optimizer.backward(loss(model, batch))
         optimizer.step()
+
+    `backward` skips the backward pass if the threshold has passed during the forward pass. With
+    `loss.backward()` in its place, a micro-batch that has begun is finished.
 
     Each loss is the mean over its micro-batch; do not divide it by the number of micro-batches. The
     gradient of the step is the sum of all ranks' gradients divided by the number of micro-batches
@@ -55,16 +59,16 @@ class DropCompute(Averaged):
     measurement begins again. A single rank selects no threshold.
 
     The model must not communicate in its forward or backward pass, since the ranks compute
-    different numbers of micro-batches. BatchNorm updates its running statistics in computed
-    micro-batches only.
+    different numbers of micro-batches. BatchNorm updates its running statistics in each forward
+    pass, also if `backward` skips the backward pass.
 
     Args:
         inner: see `Averaged`.
         group: the ranks that communicate; see `DistributedOptimizer`.
         signals: see `Averaged`.
         micro_batches: M, the largest number of micro-batches of a step on one rank, at least 2.
-        threshold: seconds from the begin of a step's first micro-batch, after which no other one
-            begins; "auto" to measure it; None or infinity to drop nothing.
+        threshold: seconds from the begin of a step's first micro-batch, after which no other
+            forward or backward pass begins; "auto" to measure it; None or infinity to drop nothing.
         calibration: the first and the last step that "auto" times, counted from 1.
         max_dropped: the largest fraction of the micro-batches that "auto" may drop.
         clock: times the micro-batches; that of the parameters' device if None. Simulations use a
@@ -134,8 +138,9 @@ class DropCompute(Averaged):
     ) -> Iterator[T]:
         """Iterate over the micro-batches of a step, until the threshold.
 
-        A micro-batch that was yielded counts as computed. Those that are dropped are not taken from
-        `batches`. A second call before `step` starts the step again: reset the gradients too.
+        A micro-batch that was yielded counts as computed, unless `backward` drops it. Those that
+        are not yielded are not taken from `batches`. A second call before `step` starts the step
+        again: reset the gradients too.
 
         Args:
             batches: at most M micro-batches, which may differ in number between ranks; from an
@@ -166,15 +171,38 @@ class DropCompute(Averaged):
         self._computed, self._offered, self._size = 0, count, 0.0
         self.deadline.begin_step()
         # an iterator is not asked for more than it has to give
-        for batch in islice(batches, count):
-            self._size += 1.0 if sizes is None else sizes[self._computed]
-            self._computed += 1
+        for number, batch in enumerate(islice(batches, count), 1):
+            size = 1.0 if sizes is None else sizes[number - 1]
+            self._computed, self._size = number, self._size + size
             yield batch
-            self.deadline.end_micro_batch()
-            if self._computed < count and self.deadline.is_over():
+            if self._computed < number:
+                # `backward` has dropped it
+                self._size -= size
+                return
+            self.deadline.end_part()
+            if number < count and self.deadline.is_over():
                 return
         # an iterator may have fewer
         self._offered = self._computed
+
+    def backward(self, loss: Tensor) -> bool:
+        """Compute the gradients of a micro-batch, or drop it if the threshold has passed.
+
+        The first micro-batch of a step is not dropped. Call it once for each micro-batch.
+
+        Args:
+            loss: the loss of the micro-batch that `micro_batches` has yielded last; with
+                GradScaler, the scaled loss.
+
+        Returns:
+            Whether the gradients were computed.
+        """
+        self.deadline.end_part()
+        if self._computed > 1 and self.deadline.is_over():
+            self._computed -= 1
+            return False
+        loss.backward()
+        return True
 
     def layout_lines(self) -> list[str]:
         """See `DistributedOptimizer`."""

@@ -4,7 +4,7 @@ A rank that stops its micro-batches at a threshold discards samples, but the oth
 for it. The effective speed is the number of samples that all ranks compute per second, relative to
 that without a threshold (arXiv 2306.10598, equation 6, https://arxiv.org/abs/2306.10598).
 
-Notation: W ranks, S steps, M micro-batches.
+Notation: W ranks, S steps, M micro-batches of P parts.
 """
 
 from dataclasses import dataclass
@@ -31,45 +31,58 @@ class Threshold:
 NO_THRESHOLD = Threshold(np.inf, 1.0, 0.0)
 
 
-def find_kept(ends_s: NDArray[np.float64], threshold_s: float, delay: int = 0) -> NDArray[np.bool_]:
-    """Return the micro-batches that a threshold keeps.
+def find_executed(
+    times_s: NDArray[np.float64], threshold_s: float, passes: int = 1, delay: int = 0
+) -> NDArray[np.bool_]:
+    """Return the parts of a step that a rank executes with a threshold.
 
-    A micro-batch is kept if the previous one has ended before the threshold. A micro-batch that has
-    begun is always finished, and so is the first one.
+    A part is executed if the previous one has ended before the threshold. A part that has begun is
+    always finished, and so is the first micro-batch.
 
     Args:
-        ends_s: (..., M) seconds from the begin of a step to the end of each of its micro-batches.
-        threshold_s: the threshold in seconds.
-        delay: see `ComputeClock.delay`; with 1, the last but one micro-batch must have ended.
+        times_s: (..., M * P) seconds from the begin of a step to the end of each of its parts.
+        threshold_s: the threshold in seconds, above 0.
+        passes: P, the parts of a micro-batch before which a rank may stop: 1, or 2 for a forward
+            and a backward pass.
+        delay: see `ComputeClock.delay`; with 1, the last but one part must have ended.
 
     Returns:
-        (..., M): True at the beginning of each row, and False after it.
+        (..., M * P): True at the beginning of each row, and False after it. A micro-batch is kept
+        if its last part is executed.
     """
-    return _known_times(ends_s, delay) < threshold_s
+    return _known_times(times_s, passes, delay) < threshold_s
 
 
-def _known_times(ends_s: NDArray[np.float64], delay: int) -> NDArray[np.float64]:
-    """Return (..., M): the last end that is known when a micro-batch begins; 0 if none is."""
-    known = np.zeros_like(ends_s)
-    known[..., 1 + delay :] = ends_s[..., : max(0, ends_s.shape[-1] - 1 - delay)]
+def _known_times(times_s: NDArray[np.float64], passes: int, delay: int) -> NDArray[np.float64]:
+    """Return (..., M * P): the last end that is known when a part begins, or 0."""
+    known = np.zeros_like(times_s)
+    known[..., 1 + delay :] = times_s[..., : max(0, times_s.shape[-1] - 1 - delay)]
+    # the first micro-batch is never dropped
+    known[..., :passes] = 0.0
     return known
 
 
 def effective_speed(
-    ends_s: NDArray[np.float64], overhead_s: float, threshold_s: float, delay: int = 0
+    times_s: NDArray[np.float64],
+    overhead_s: float,
+    threshold_s: float,
+    passes: int = 1,
+    delay: int = 0,
 ) -> Threshold:
     """Return a threshold with the effect that it would have had in measured steps.
 
     Args:
-        ends_s: (W, S, M), see `find_kept`, measured without a threshold.
+        times_s: (W, S, M * P), see `find_executed`, measured without a threshold.
         overhead_s: seconds of a step after the slowest rank's last micro-batch, such as those of
             the exchange.
         threshold_s: the threshold in seconds.
-        delay: see `find_kept`.
+        passes: P, see `find_executed`.
+        delay: see `find_executed`.
     """
-    kept = find_kept(ends_s, threshold_s, delay)
-    full_s = ends_s[..., -1].max(axis=0) + overhead_s
-    short_s = np.where(kept, ends_s, 0.0).max(axis=(0, 2)) + overhead_s
+    executed = find_executed(times_s, threshold_s, passes, delay)
+    kept = executed[..., passes - 1 :: passes]
+    full_s = times_s[..., -1].max(axis=0) + overhead_s
+    short_s = np.where(executed, times_s, 0.0).max(axis=(0, 2)) + overhead_s
     # a step may take no time in a simulation
     ratios = np.divide(full_s, short_s, out=np.ones_like(full_s), where=short_s > 0)
     speed = (kept.mean(axis=(0, 2)) * ratios).mean()
@@ -77,38 +90,44 @@ def effective_speed(
 
 
 def choose_threshold(
-    ends_s: NDArray[np.float64], overhead_s: float, max_dropped: float, delay: int = 0
+    times_s: NDArray[np.float64],
+    overhead_s: float,
+    max_dropped: float,
+    passes: int = 1,
+    delay: int = 0,
 ) -> Threshold:
     """Return the threshold of the largest effective speed; `NO_THRESHOLD` if none is above 1.
 
     Args:
-        ends_s: (W, S, M), see `effective_speed`.
+        times_s: (W, S, M * P), see `effective_speed`.
         overhead_s: see `effective_speed`.
         max_dropped: the largest fraction of the micro-batches that may be dropped.
-        delay: see `find_kept`.
+        passes: P, see `find_executed`.
+        delay: see `find_executed`.
     """
     best = NO_THRESHOLD
-    if ends_s.size == 0:
+    if times_s.size == 0:
         return best
-    # about one minus the fraction that a threshold drops is the quantile that it is
+    # a threshold drops the micro-batches whose last part would begin later
+    begins_s = _known_times(times_s, passes, delay)[..., passes - 1 :: passes]
     quantiles = np.linspace(1 - max_dropped, 1, CANDIDATES)
-    for seconds in np.unique(np.quantile(_known_times(ends_s, delay), quantiles)):
-        found = effective_speed(ends_s, overhead_s, float(seconds), delay)
+    for seconds in np.unique(np.quantile(begins_s, quantiles)):
+        found = effective_speed(times_s, overhead_s, float(seconds), passes, delay)
         if found.dropped <= max_dropped and found.speed > best.speed:
             best = found
     return best
 
 
-def measured_overhead(ends_s: NDArray[np.float64], rest_s: NDArray[np.float64]) -> float:
+def measured_overhead(times_s: NDArray[np.float64], rest_s: NDArray[np.float64]) -> float:
     """Return the median overhead of a step, see `effective_speed`.
 
     Args:
-        ends_s: (W, S, M), see `effective_speed`.
+        times_s: (W, S, M * P), see `effective_speed`.
         rest_s: (W, S) seconds from the end of a rank's last micro-batch to the end of its step,
             including those of waiting for slower ranks.
     """
     if rest_s.size == 0:
         return 0.0
-    last_s = ends_s[..., -1]
+    last_s = times_s[..., -1]
     overhead_s = (last_s + rest_s).mean(axis=0) - last_s.max(axis=0)
     return max(0.0, float(np.median(overhead_s)))
