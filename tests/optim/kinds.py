@@ -114,6 +114,7 @@ LOCAL = {
     "co2": local(CO2),
     "co2 sharded": local(CO2, sharded=True),
     "a2cid2": strategy(a2cid2, control_interval=2),
+    "saps": strategy(saps, keep=0.5, control_interval=4),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
     # tests call collectives after any step, so all ranks must take part in all rounds
@@ -121,15 +122,11 @@ LOCAL = {
         backup_workers, graph="complete", grace_s=math.inf, control_interval=2
     ),
 }
-# pairs of ranks, which are in sync only after `finalize`
-DECENTRALIZED = {
-    "saps": strategy(saps, keep=0.5, control_interval=4),
-}
 WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}
 """which take local steps of SGD without momentum, with a closure"""
 LOCAL |= WITH_CLOSURE
 EVERY_STEP = AVERAGED | REPLICATED
 """whose ranks exchange in every step"""
-FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL | DECENTRALIZED
+FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL
 """which refuse parameters that are frozen or unfrozen later"""
 KINDS = AVERAGED | FIXED_LAYOUT
