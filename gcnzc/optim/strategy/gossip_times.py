@@ -12,6 +12,8 @@ from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.two_variables import TwoVariables
 from gcnzc.optim.validation import check_above_zero
 
+RATE_WEIGHT = 0.1
+"""the weight of the newest step in the moving average of the exchanges per step"""
 MAX_TIME = 10.0
 """the longest time of mixing after a step, in steps, such as after a pause of the process"""
 
@@ -20,7 +22,8 @@ class OverlappedGossip(Policy):
     """Process messages and make offers after each step.
 
     The unit of time is the duration of this rank's steps, an exponential moving average with the
-    weight 1/2 of the newest one.
+    weight 1/2 of the newest one. eta is the constant for `rate` exchanges per step, to which it is
+    proportional. If exchanges take longer, their measured rate replaces `rate`.
 
     Args:
         rate: the largest number of exchanges of this rank per step, on average.
@@ -31,6 +34,10 @@ class OverlappedGossip(Policy):
     def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
         check_above_zero("rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange
+        self.measured_rate = rate
+        """exchanges per step, a moving average"""
+        self.num_before = 0
+        """the number of exchanges until the last step"""
         self.step_s = 0.0
         """the duration of a step, in seconds; 0 until it is measured"""
         self.last_s: float | None = None
@@ -54,12 +61,15 @@ class OverlappedGossip(Policy):
         exchange = self.exchange
         yield from exchange.open()
         self.update.apply_gradient()
-        self.update.mix(self._time_since_last((yield Now())))
+        time = self._time_since_last((yield Now()))
+        self.update.mix(time * min(1.0, self.measured_rate / self.rate))
         yield from exchange.process_messages()
         exchange.credit = min(max(exchange.credit, -MAX_OVERLAPPING) + self.rate, MAX_OVERLAPPING)
         while (yield from self.is_due()):
             yield from self.strategy.synchronize()
         self.update.write()
+        applied, self.num_before = exchange.num_exchanges - self.num_before, exchange.num_exchanges
+        self.measured_rate += RATE_WEIGHT * (applied - self.measured_rate)
 
     def pause_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`; the time until the next step is no step."""
@@ -80,7 +90,9 @@ class OverlappedGossip(Policy):
         """See `RecipePart`."""
         exchange = self.exchange
         return {
-            "gossip": torch.tensor([self.step_s, exchange.credit], dtype=torch.float64),
+            "gossip": torch.tensor(
+                [self.step_s, self.measured_rate, exchange.credit], dtype=torch.float64
+            ),
             "num_gossips": torch.tensor(exchange.num_exchanges),
         }
 
@@ -94,5 +106,5 @@ class OverlappedGossip(Policy):
         exchange.generation += 1
         # a state without `asynchronous` does not have them
         if "gossip" in local:
-            self.step_s, exchange.credit = local["gossip"].tolist()
-            exchange.num_exchanges = int(local["num_gossips"])
+            self.step_s, self.measured_rate, exchange.credit = local["gossip"].tolist()
+            exchange.num_exchanges = self.num_before = int(local["num_gossips"])
