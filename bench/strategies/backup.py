@@ -141,11 +141,9 @@ def measure(seed: int, steps: int, chance: float) -> dict[tuple[str, str], dict[
     choose = np.random.default_rng(seed)
     is_slow = choose.random((WORLD_SIZE, steps)) < chance
     steps_s = STEP_S * choose.uniform(1 - JITTER, 1 + JITTER, is_slow.shape)
-    times = np.where(is_slow, SLOW_FACTOR, 1.0) * steps_s
+    times = (np.where(is_slow, SLOW_FACTOR, 1.0) * steps_s).tolist()
     found = {}
-    reduced = simulate(
-        lambda inner, group: LocalSGD(inner, group, local_steps=1), seed, times.tolist()
-    )
+    reduced = simulate(lambda inner, group: LocalSGD(inner, group, local_steps=1), seed, times)
     for graph in GRAPHS:
         runs = {"all-reduce": reduced}
         for method, grace_s in (("backup", 0.002), ("full", math.inf)):
@@ -154,7 +152,7 @@ def measure(seed: int, steps: int, chance: float) -> dict[tuple[str, str], dict[
                     inner, backup_workers(graph, grace_s=grace_s), group
                 ),
                 seed,
-                times.tolist(),
+                times,
             )
         at_s = min(run.ends[-1] for run in runs["backup"])
         for method, own in runs.items():
