@@ -1,0 +1,120 @@
+"""Every strategy with random speeds, links, pauses and crashes: no hang, and no wrong mean.
+
+The gradient of a rank is constant, so with SGD the mean of the parameters over the ranks is known
+after any number of steps, whatever the ranks have exchanged in which order.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+
+from gcnzc.compress import Sign
+from gcnzc.exchange import Compute, Crash, Group, Link, SlowDown, lockstep
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    Strategy,
+    StreamingDiLoCo,
+    a2cid2,
+    backup_workers,
+    diloco,
+    local_sgd,
+    saps,
+    selsync,
+)
+
+LR = 0.1
+ELEMENTS = 5
+# by name, an optimizer whose mean over the ranks is that of independent ranks
+MAKERS = {
+    "averaged": lambda inner, group, seed: Averaged(inner, group),
+    "local_sgd": lambda inner, group, seed: Strategy(inner, local_sgd(2), group),
+    "diloco": lambda inner, group, seed: Strategy(inner, diloco(2, 1.0, 0.0), group),
+    "streaming diloco": lambda inner, group, seed: StreamingDiLoCo(
+        inner, group, local_steps=3, fragments=2, outer_lr=1.0, outer_momentum=0.0, mixing=1.0
+    ),
+    "selsync": lambda inner, group, seed: Strategy(inner, selsync(0.1, 2), group),
+    "selsync overlapped": lambda inner, group, seed: Strategy(
+        inner, selsync(0.1, 2, overlapped_votes=True), group
+    ),
+    "saps": lambda inner, group, seed: Strategy(inner, saps(0.5, seed=seed), group),
+    "a2cid2": lambda inner, group, seed: Strategy(inner, a2cid2(eta=0.0, seed=seed), group),
+    "a2cid2 overlapped": lambda inner, group, seed: Strategy(
+        inner, a2cid2(eta=0.0, asynchronous=True, control_interval=3), group
+    ),
+    "backup": lambda inner, group, seed: Strategy(inner, backup_workers(control_interval=3), group),
+}
+# whose means have other values, but which must end as well
+INEXACT = {
+    "averaged sign": lambda inner, group, seed: Averaged(inner, group, compress=Sign(block=32)),
+    "co2": lambda inner, group, seed: CO2(inner, group, local_steps=2),
+    "a2cid2 with momentum": lambda inner, group, seed: Strategy(
+        inner, a2cid2(asynchronous=True, control_interval=3), group
+    ),
+}
+
+
+def steps_of(parameter, optimizer, gradient, times):
+    yield from optimizer.broadcast_model()
+    for seconds in times:
+        yield Compute(seconds)
+        parameter.grad = gradient.clone()
+        yield from optimizer.algorithm()
+    yield from optimizer.finalize_algorithm()
+
+
+def check_schedule(name, make, seed):
+    choose = random.Random(f"{name} {seed}")
+    world_size, steps = choose.randint(2, 6), choose.randint(1, 8)
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(world_size, ELEMENTS, dtype=torch.float64, generator=generator)
+    times = [
+        [choose.choice([0.0, 0.01, choose.random()]) for _ in range(steps)]
+        for _ in range(world_size)
+    ]
+    link = choose.choice([None, Link(1e4, 0.01), Link(1e5, 0.001, message_s=0.001)])
+    faults = {
+        rank: [SlowDown(choose.random(), choose.choice([3.0, math.inf]), choose.random() + 0.01)]
+        for rank in range(world_size)
+        if choose.random() < 0.3
+    }
+    lost = choose.randrange(world_size) if choose.random() < 0.5 else None
+    if lost is not None:
+        faults[lost] = [Crash(choose.random() * (sum(times[lost]) + 0.1))]
+    parameters, algorithms = [], []
+    for rank in range(world_size):
+        parameter = torch.nn.Parameter(torch.full((ELEMENTS,), float(rank), dtype=torch.float64))
+        inner = torch.optim.SGD([parameter], LR)
+        optimizer = make(inner, Group(rank, world_size), seed)
+        parameters.append(parameter)
+        algorithms.append(steps_of(parameter, optimizer, gradients[rank], times[rank]))
+    outcome = lockstep(algorithms, link, faults=faults)
+    if outcome.errors == [None] * world_size:
+        for parameter in parameters:
+            assert torch.equal(parameter, parameters[0])
+        if name in MAKERS:
+            # all begin with the parameters of rank 0, which are 0
+            expected = -LR * steps * gradients.mean(dim=0)
+            torch.testing.assert_close(parameters[0].detach(), expected, rtol=1e-9, atol=1e-9)
+        return
+    assert lost is not None
+    for rank, error in enumerate(outcome.errors):
+        # a rank that had nothing more to receive may have ended before
+        if error is not None and rank != lost:
+            assert f"rank {lost} crashed" in str(error), (rank, str(error))
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *INEXACT])
+def test_random_schedules_end_with_the_right_mean_or_a_clear_error(name):
+    for seed in range(20):
+        check_schedule(name, {**MAKERS, **INEXACT}[name], seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MAKERS, *INEXACT])
+def test_ten_thousand_random_schedules(name):
+    # more than 10,000 schedules with all names
+    for seed in range(20, 800):
+        check_schedule(name, {**MAKERS, **INEXACT}[name], seed)
