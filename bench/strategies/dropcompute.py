@@ -1,13 +1,13 @@
 """Compare DropCompute with plain gradient accumulation in virtual time.
 
-    python -m bench.strategies.dropcompute [--seeds N] [--steps N]
+    python -m bench.strategies.dropcompute [--sigmas X ...] [--seeds N ...] [--steps N]
 
 Eight ranks accumulate up to 12 micro-batches in each step. The times of micro-batches are drawn
 from a log-normal distribution, independently for each rank, step and micro-batch, and the same for
-both methods; a third of it is the forward pass. The ranks exchange gradients over links of 1 Gbit/s with 0.1 ms of latency. A
-multilayer perceptron learns scikit-learn's handwritten digits. DropCompute measures its steps 6
-to 50, and then selects its threshold. Both methods train on the same number of samples, so
-DropCompute takes more steps.
+both methods; a third of a time is that of the forward pass. The ranks exchange gradients over links
+of 1 Gbit/s with 0.1 ms of latency. A multilayer perceptron learns scikit-learn's handwritten
+digits. DropCompute measures its steps 6 to 50, and then selects its threshold. Both methods train
+on the same number of samples, so DropCompute takes more steps.
 
 A recorded line has the speeds, which are samples per virtual second after step 50 divided by those
 of plain accumulation, and the accuracies in percent after the last step. With small `sigma` there
@@ -150,12 +150,13 @@ def train(threshold: str | None, sigma: float, seed: int, steps: int) -> Trained
 def main() -> None:
     """Compare and record all cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for sigma in SIGMAS:
-        for seed in range(given.seeds):
+    for sigma in given.sigmas:
+        for seed in given.seeds:
             plain = train(None, sigma, seed, given.steps)
             found = train("auto", sigma, seed, given.steps)
             deadline = found.optimizer.deadline
