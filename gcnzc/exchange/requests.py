@@ -332,7 +332,8 @@ class Abandon(BaseRequest):
 
     It still runs before the next request of its channel. A message that arrives still overwrites
     `values`. An algorithm abandons requests that may not end before it does, such as receives from
-    ranks that have nothing left to send.
+    ranks that have nothing left to send. `First` and `Wait` may still name the request, also in a
+    later algorithm.
     """
 
     pending: Any

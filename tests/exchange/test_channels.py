@@ -157,6 +157,21 @@ def test_a_receive_without_a_message_must_be_abandoned():
         lockstep([leave(False), nothing()])
 
 
+def test_an_abandoned_receive_can_still_be_waited_for():
+    def receive():
+        inbox = yield Start(Receive(number(), 1), "mail")
+        yield Abandon(inbox)
+        missed = yield First([inbox], 0.5)
+        found = yield First([inbox])
+        return missed, found, float((yield Wait(inbox)))
+
+    def send():
+        yield Compute(1.0)
+        yield Wait((yield Start(Send(number() + 7, 0), "mail")))
+
+    assert lockstep([receive(), send()]).results[0] == (None, 0, 7)
+
+
 def test_an_abandoned_receive_drops_its_message():
     def receive():
         yield Abandon((yield Start(Receive(number(), 1), "mail")))

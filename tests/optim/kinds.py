@@ -113,6 +113,7 @@ LOCAL = {
     "streaming-diloco": local(StreamingDiLoCo, fragments=2),
     "co2": local(CO2),
     "co2 sharded": local(CO2, sharded=True),
+    # with asynchronous=True its receives belong to one simulation: test_overlapped_gossip.py
     "a2cid2": strategy(a2cid2, control_interval=2),
     "saps": strategy(saps, keep=0.5, control_interval=4),
     "selsync": strategy(selsync, window=2, threshold=0.01),

@@ -41,12 +41,16 @@ def a2cid2(
     """Return the recipe of A2CiD2.
 
     With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
-    A run is reproducible bit for bit and can be resumed. With `asynchronous=True` exchanges are
-    overlapped with the steps, and no rank waits for another one until a state or `finalize` needs
-    all of them. Use it if ranks differ in speed, or if the network is slow.
+    A run is reproducible bit for bit, also if it is resumed. With `asynchronous=True` exchanges are
+    overlapped with the steps, and a rank does not wait for others before `average_parameters` or
+    `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
+    All ranks still take the same number of steps. A state does not have the exchanges that have
+    started and not ended, so the mean of the ranks' parameters changes slightly if it is loaded.
 
-    The momentum has a benefit if the gradients of ranks differ systematically, as with a partition
-    of a graph on each rank, and the graph of ranks has many hops.
+    The momentum reduces the differences between ranks if the graph has many hops, and most if the
+    gradients of ranks differ systematically, as with a partition of a graph on each rank.
+    Gradients are not averaged: use the learning rate of a single rank, or scale it as for large
+    batches.
 
     Args:
         graph: "ring", "exponential", "complete", or edges (i, j) that connect all ranks. A rank
