@@ -35,6 +35,7 @@ LINK, STORE_S = Link(bytes_per_s=12.5e6, delay_s=0.001), 0.001
 STEP_S, JITTER, SLOW_FACTOR, SLOW_CHANCE = 0.1, 0.05, 5.0, 0.2
 FEATURES, HIDDEN, CLASSES = 128, 64, 16
 BATCH, SAMPLES, LR = 32, 512, 0.1
+GRACE = 0.1
 GRAPHS = ("ring", "4-regular", "complete")
 Make = Callable[[torch.optim.Optimizer, Group], LocalUpdates]
 
@@ -146,10 +147,10 @@ def measure(seed: int, steps: int, chance: float) -> dict[tuple[str, str], dict[
     reduced = simulate(lambda inner, group: LocalSGD(inner, group, local_steps=1), seed, times)
     for graph in GRAPHS:
         runs = {"all-reduce": reduced}
-        for method, grace_s in (("backup", 0.002), ("full", math.inf)):
+        for method, grace in (("backup", GRACE), ("full", math.inf)):
             runs[method] = simulate(
-                lambda inner, group, graph=graph, grace_s=grace_s: Strategy(  # type: ignore[misc]
-                    inner, backup_workers(graph, grace_s=grace_s), group
+                lambda inner, group, graph=graph, grace=grace: Strategy(  # type: ignore[misc]
+                    inner, backup_workers(graph, grace=grace), group
                 ),
                 seed,
                 times,
@@ -195,7 +196,8 @@ def main() -> None:
             means["losses"] = [each["loss"] for each in results]
             harness.record(
                 "backup_workers",
-                {"graph": graph, "method": method, "ranks": WORLD_SIZE, "slow_chance": chance},
+                {"graph": graph, "method": method, "ranks": WORLD_SIZE, "slow_chance": chance}
+                | {"grace": GRACE},
                 **means,
                 steps=asked.steps,
                 seeds=asked.seeds,

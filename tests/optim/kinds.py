@@ -120,7 +120,7 @@ LOCAL = {
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
     # tests call collectives after any step, so all ranks must take part in all rounds
     "backup-workers": strategy(
-        backup_workers, graph="complete", grace_s=math.inf, control_interval=2
+        backup_workers, graph="complete", grace=math.inf, control_interval=2
     ),
 }
 WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}

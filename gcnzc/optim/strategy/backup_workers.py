@@ -21,6 +21,7 @@ Notation: W ranks, n elements of the flat parameter vector.
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from gcnzc.exchange import (
     CompareAndSet,
     DeleteKeys,
     First,
+    Now,
     ReadKeys,
     Receive,
     Send,
@@ -50,6 +52,8 @@ from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
+# least time that a rank waits before it closes a round, and number of steps whose times it keeps
+MIN_GRACE_S, STEPS_KEPT = 0.002, 16
 CHANNEL = "control"
 """the channel of the sums of signals"""
 
@@ -57,7 +61,7 @@ CHANNEL = "control"
 def backup_workers(
     graph: str | Iterable[Edge] = "ring",
     *,
-    grace_s: float = 0.002,
+    grace: float = 0.1,
     control_interval: int = 32,
     wait_interval: int | None = None,
 ) -> Recipe:
@@ -76,8 +80,10 @@ def backup_workers(
     Args:
         graph: the ranks that average with one another: "ring", "complete", "exponential", a regular
             graph such as "4-regular", or edges (i, j) of ranks.
-        grace_s: for how many seconds a rank that can close a round waits for others to finish.
-            Infinity waits for all ranks in every round.
+        grace: for how long a rank that can close a round waits for others to finish, as a fraction
+            of the shortest time of its last 16 local steps, and at least 2 ms unless it is 0.
+            Without it, ranks that are about equally fast would miss each other's rounds. Infinity
+            waits for all ranks in every round.
         control_interval: the number of steps from one sum of signals to the next. The sums overlap
             with the steps: a signal is received between N and 2 N steps after it was sent.
         wait_interval: the number of steps after which all ranks wait for one another, such as the
@@ -87,7 +93,7 @@ def backup_workers(
     Raises:
         ValueError: an option is out of range, or there is no such graph.
     """
-    rounds = CloseRounds(graph, grace_s, control_interval, wait_interval)
+    rounds = CloseRounds(graph, grace, control_interval, wait_interval)
     return Recipe("BackupWorkers", rounds, MixedParameters(), NeighborMean(rounds))
 
 
@@ -121,21 +127,25 @@ class CloseRounds(Policy):
     def __init__(
         self,
         graph: str | Iterable[Edge],
-        grace_s: float,
+        grace: float,
         control_interval: int,
         wait_interval: int | None,
     ) -> None:
-        if grace_s != math.inf:
-            check_at_least_zero("grace_s", grace_s)
+        if grace != math.inf:
+            check_at_least_zero("grace", grace)
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
         self.graph = graph if isinstance(graph, str) else [(low, high) for low, high in graph]
-        self.grace_s, self.wait_interval = grace_s, wait_interval
+        self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
         """what this rank has announced in the store; empty before the first step"""
         self.is_away = False
+        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        """the times of this rank's last local steps in seconds"""
+        self.ended_s: float | None = None
+        """the time of the end of the last step"""
         self.pending: Any = None
         """the handle of the overlapped sum of signals"""
         self.votes: Tensor | None = None
@@ -152,7 +162,7 @@ class CloseRounds(Policy):
     def describe(self) -> str:
         """See `Policy`."""
         return (
-            f"graph={self.graph}, grace_s={self.grace_s}, "
+            f"graph={self.graph}, grace={self.grace}, "
             f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
         )
 
@@ -160,6 +170,13 @@ class CloseRounds(Policy):
     def num_rounds(self) -> int:
         """The number of rounds that have closed, as far as this rank knows."""
         return self.last.round
+
+    @property
+    def grace_s(self) -> float:
+        """The time that this rank waits for others before it closes a round, in seconds."""
+        if self.grace in (0.0, math.inf):
+            return self.grace
+        return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
 
     def _key(self, name: str) -> str:
         return f"{self.strategy.identity}/{name}"
@@ -180,6 +197,8 @@ class CloseRounds(Policy):
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
         kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
+        if self.ended_s is not None:
+            self.step_s.append((yield Now()) - self.ended_s)
         if not self.status:
             yield from self._meet()
         while True:
@@ -228,7 +247,7 @@ class CloseRounds(Policy):
         number = self.last.round + 1
         key = self._closed_key(number)
         if self.grace_s and not self.rules.is_complete(self.last, statuses):
-            if self.grace_s == math.inf:
+            if self.grace == math.inf:
                 return None
             if data := (yield WaitForKey(key, self.grace_s)):
                 return ClosedRound.from_bytes(data)
@@ -274,8 +293,11 @@ class CloseRounds(Policy):
     # waits for all ranks
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`: let the other ranks close rounds without this one."""
-        if not self.status or self.is_away:
+        """See `RecipePart`: let the other ranks close rounds without this one.
+
+        If all ranks are members of all rounds, the others need no later round to reach this step.
+        """
+        if not self.status or self.is_away or self.grace == math.inf:
             return
         self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
         while self.is_away:
@@ -310,12 +332,14 @@ class CloseRounds(Policy):
             yield from self.pause_exchanges()
             yield from strategy.control.sum()
             yield from self.resume_exchanges()
+        self.ended_s = yield Now()
 
     def finish_pending(self) -> Algorithm[None]:
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
-        is_ended = (yield First([self.pending], 0.0)) is not None
+        limit_s = None if self.grace == math.inf else self.grace_s
+        is_ended = (yield First([self.pending], limit_s)) is not None
         if not is_ended:
             yield from self.pause_exchanges()
         self.votes = yield Wait(self.pending)
