@@ -135,8 +135,9 @@ class OptimizerOptions(Options):
     asynchronous: bool = False
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
-    grace_s: float | None = None
-    """backup: seconds that a worker that can close a round waits for others; default: 0.002"""
+    grace: float | None = None
+    """backup: how long a worker that can close a round waits for others, as a fraction of its mean
+    step time; default: 0.1"""
     probe_interval: int | None = None
     """saps: exchanges from one measurement of the bandwidths between workers to the next; without
     it, all bandwidths count as equal"""
@@ -198,7 +199,7 @@ class OptimizerOptions(Options):
             raise ValueError(
                 f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"
             )
-        for name, least in (("grace_s", 0), ("probe_interval", 1), ("participants", 1)):
+        for name, least in (("grace", 0), ("probe_interval", 1), ("participants", 1)):
             if getattr(self, name) is not None:
                 at_least(least, name, getattr(self, name))
         check_number(

@@ -305,7 +305,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
         clips_own_gradients=True,
     ),
     "backup": StrategyChoice(
-        _backup_workers, {"topology": "graph", "grace_s": "grace_s"}, clips_own_gradients=True
+        _backup_workers, {"topology": "graph", "grace": "grace"}, clips_own_gradients=True
     ),
     "fedglomo": StrategyChoice(
         _fedglomo,

@@ -41,7 +41,7 @@ OTHERS = {
     "topology": "complete",
     "gossip_rate": 2.0,
     "asynchronous": True,
-    "grace_s": 0.5,
+    "grace": 0.5,
     "probe_interval": 5,
     "participants": 1,
     "local_momentum": 0.5,
