@@ -151,8 +151,9 @@ def test_muloco_trains_with_muon(tmp_path):
     made = build(strategy="muloco")
     assert isinstance(made, MuLoCo)
     assert isinstance(made.inner, Muon)
-    assert made.compress == compression("int2")
-    assert build(strategy="muloco", compress="int8").compress == compression("int8")
+    assert made.recipe.exchange.compress == compression("int2")
+    other = build(strategy="muloco", compress="int8")
+    assert other.recipe.exchange.compress == compression("int8")
     for optimizer in ("adam", "adamw", "sgd"):
         words = ["train", "--strategy", "muloco", "--optimizer", optimizer]
         message = f"--optimizer {optimizer} with --strategy muloco, which is a strategy for muon"
