@@ -1,9 +1,11 @@
 """Compare all strategies on the same graph, model, links and random seeds, in virtual time.
 
-    python -m bench.strategies.compare [METHOD ...] [--seeds N]
+    python -m bench.strategies.compare [METHOD ...] [--seeds N] [--slow-rank F] [--slow-link F]
 
-Each run trains GraphSAGE as bench/strategies/task.py describes, with the options of `SETUP`. A
+Each run trains GraphSAGE as bench/strategies/task.py describes, with the options of `Setup`. A
 recorded line has the test accuracy, the virtual time, the bytes that a rank sends, and its memory.
+With `--slow-rank 3` the last rank computes 3 times as slowly as the others, and with `--slow-link
+10` its link has a tenth of their bandwidth.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from torch import nn
 
 from bench import harness
 from bench.strategies.task import Build, Setup, run
-from gcnzc.compress import Blocks, Dense, Sign
+from gcnzc.compress import Blocks, Dense, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group
 from gcnzc.optim import (
     CO2,
@@ -22,6 +24,8 @@ from gcnzc.optim import (
     DiLoCo,
     DistributedOptimizer,
     LocalSGD,
+    MuLoCo,
+    Muon,
     OneBitAdam,
     OneBitLamb,
     Recipe,
@@ -29,13 +33,17 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
+    a2cid2,
+    backup_workers,
+    fedglomo,
+    saps,
     selsync,
 )
 
-SETUP = Setup()
 LR = 0.0015
-# LAMB scales its updates by the norm of the weights, so it needs another learning rate
-LAMB_LR = 0.006
+# LAMB scales its updates by the norm of the weights, and SGD does not scale them at all, so they
+# need other learning rates
+LAMB_LR, SGD_LR = 0.006, 0.2
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -49,6 +57,10 @@ def _around(kind: Callable[..., DistributedOptimizer], **options: object) -> Bui
 
 def _recipe(make: Callable[..., Recipe], **options: object) -> Build:
     return lambda model, group, steps: Strategy(adam(model), make(**options), group)
+
+
+def _fedglomo(model: nn.Module, group: Group, steps: int) -> DistributedOptimizer:
+    return Strategy(torch.optim.SGD(model.parameters(), SGD_LR), fedglomo(), group)
 
 
 def _zero_one_adam(model: nn.Module, group: Group, steps: int) -> DistributedOptimizer:
@@ -75,7 +87,18 @@ METHODS: dict[str, Build] = {
     "Streaming DiLoCo": _around(StreamingDiLoCo),
     "Streaming DiLoCo, float4": _around(StreamingDiLoCo, compress=Blocks("float4_e3m0", 1024)),
     "CO2": _around(CO2),
+    "MuLoCo": lambda model, group, steps: MuLoCo(Muon(model.parameters(), LR, module=model), group),
+    "SparseLoCo": _around(DiLoCo, compress=TopK.sparse_loco(), outer_lr=1.0, outer_momentum=0.0),
     "SelSync": _recipe(selsync),
+    "top-k, 1 %": _around(Averaged, compress=TopK(0.01)),
+    "random-k, 5 %": _around(Averaged, compress=RandomK(0.05)),
+    "DCT, 1 %": _around(Averaged, compress=Threshold(0.01)),
+    "SAPS, 1 %": _recipe(saps),
+    "SAPS, 10 %": _recipe(saps, keep=0.1),
+    "A2CiD2": _recipe(a2cid2),
+    "A2CiD2, overlapped": _recipe(a2cid2, asynchronous=True),
+    "backup workers": _recipe(backup_workers),
+    "FedGLOMO": _fedglomo,
 }
 
 
@@ -84,25 +107,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="; ".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--slow-rank", type=float, default=1.0, metavar="F")
+    parser.add_argument("--slow-link", type=float, default=1.0, metavar="F")
     asked = parser.parse_args(argv)
+    setup = Setup(slow_rank_factor=asked.slow_rank, slow_link_factor=asked.slow_link)
     unknown = set(asked.methods) - set(METHODS)
     if unknown:
         parser.error(f"no method {', '.join(sorted(unknown))}; use: {'; '.join(METHODS)}")
     torch.set_num_threads(1)
     for name in asked.methods or METHODS:
         for seed in range(asked.seeds):
-            result = run(SETUP, METHODS[name], seed)
+            result = run(setup, METHODS[name], seed)
             harness.record(
                 "strategy_comparison",
                 {
                     "method": name,
                     "seed": seed,
-                    "graph": SETUP.graph,
-                    "ranks": SETUP.world_size,
-                    "mbit_per_s": SETUP.mbit_per_s,
-                    "delay_s": SETUP.delay_s,
-                    "step_s": SETUP.step_s,
-                    "epochs": SETUP.epochs,
+                    "graph": setup.graph,
+                    "ranks": setup.world_size,
+                    "mbit_per_s": setup.mbit_per_s,
+                    "delay_s": setup.delay_s,
+                    "step_s": setup.step_s,
+                    "epochs": setup.epochs,
+                    "slow_rank_factor": setup.slow_rank_factor,
+                    "slow_link_factor": setup.slow_link_factor,
                 },
                 accuracy=result.accuracy,
                 simulated_s=result.seconds,

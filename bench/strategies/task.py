@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +18,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gcnzc import Dataset, Loader, inference, load, prepare
-from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
+from gcnzc.exchange import Algorithm, Compute, Fault, Group, Link, Now, SlowDown, lockstep
 from gcnzc.models import SAGE
-from gcnzc.optim import DistributedOptimizer
+from gcnzc.optim import DistributedOptimizer, Strategy
+from gcnzc.sampling import Batch
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -47,12 +47,24 @@ class Setup:
     """latency of a message"""
     step_s: float = 0.01
     """time of the computation of a step"""
+    slow_rank_factor: float = 1.0
+    """by which the last rank computes more slowly than the others"""
+    slow_link_factor: float = 1.0
+    """by which the link of the last rank is slower than those of the others"""
 
     @property
-    def link(self) -> Link:
+    def links(self) -> list[Link]:
         """The link of each rank."""
-        rate = self.mbit_per_s * 1e6 / 8
-        return Link(rate, self.delay_s, in_bytes_per_s=rate)
+        rates = [self.mbit_per_s * 1e6 / 8] * self.world_size
+        rates[-1] /= self.slow_link_factor
+        return [Link(rate, self.delay_s, in_bytes_per_s=rate) for rate in rates]
+
+    @property
+    def faults(self) -> dict[int, list[Fault]]:
+        """The slow-down of the last rank, if it has one."""
+        if self.slow_rank_factor == 1:
+            return {}
+        return {self.world_size - 1: [SlowDown(0.0, self.slow_rank_factor)]}
 
 
 @dataclass(frozen=True)
@@ -85,14 +97,13 @@ def dataset(name: str) -> Dataset:
     return load(folder)
 
 
-def run(setup: Setup, build: Build, seed: int, **options: Any) -> Result:
+def run(setup: Setup, build: Build, seed: int) -> Result:
     """Train one model.
 
     Args:
         setup: the task and the network.
         build: builds the optimizer of a rank.
         seed: of the model, the order of the seeds and the sampling.
-        options: arguments of `lockstep`, such as faults.
     """
     data = dataset(setup.graph)
     models, optimizers, algorithms = [], [], []
@@ -123,7 +134,7 @@ def run(setup: Setup, build: Build, seed: int, **options: Any) -> Result:
         models.append(model)
         optimizers.append(optimizer)
         algorithms.append(_train(setup, model, optimizer, loader, losses[rank], ends[rank]))
-    outcome = lockstep(algorithms, setup.link, **options)
+    outcome = lockstep(algorithms, setup.links, faults=setup.faults)
     test = data.split["test"]
     outputs = inference(models[0], data.graph, data.table, nodes=test)
     return Result(
@@ -150,11 +161,23 @@ def _train(
     for epoch in range(setup.epochs):
         for batch in loader:
             model.train()
-            optimizer.zero_grad()
-            loss = cross_entropy(model(batch.blocks, batch.x), batch.y)
-            loss.backward()
-            losses[epoch] += float(loss.detach()) / len(loader)
-            yield Compute(setup.step_s)
-            yield from optimizer.algorithm()
+            evaluated = []
+
+            def closure(batch: Batch = batch, evaluated: list[float] = evaluated) -> float:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(batch.blocks, batch.x), batch.y)
+                loss.backward()
+                evaluated.append(float(loss.detach()))
+                return evaluated[-1]
+
+            if isinstance(optimizer, Strategy) and optimizer.needs_closure:
+                optimizer.closure = closure
+                yield from optimizer.algorithm()
+                yield Compute(setup.step_s * len(evaluated))
+            else:
+                closure()
+                yield Compute(setup.step_s)
+                yield from optimizer.algorithm()
+            losses[epoch] += evaluated[0] / len(loader)
         ends[epoch] = yield Now()
     yield from optimizer.finalize_algorithm()
