@@ -66,8 +66,8 @@ def draw_indices(num_elements: int, count: int, seed: int, step: int) -> Tensor:
     keys = split_key(seed)
     marked = np.zeros(num_elements, np.bool_)
     is_inverted = 2 * count > num_elements
-    drawn = num_elements - count if is_inverted else count
-    _mark(marked, num_elements, drawn, *map(np.uint64, (*keys, step)))
+    wanted = num_elements - count if is_inverted else count
+    _mark(marked, num_elements, wanted, *map(np.uint64, (*keys, step)))
     return torch.from_numpy(np.flatnonzero(marked != is_inverted))
 
 
@@ -81,13 +81,13 @@ def draw_indices_reference(num_elements: int, count: int, seed: int, step: int) 
     """Reference for `draw_indices` in Python."""
     is_inverted = 2 * count > num_elements
     wanted = num_elements - count if is_inverted else count
-    drawn: set[int] = set()
+    chosen: set[int] = set()
     counter = 0
-    while len(drawn) < wanted:
+    while len(chosen) < wanted:
         words = philox4x32_reference(counter, 0, step & MASK, step >> 32, *split_key(seed))
         counter += 1
         for high, low in (words[:2], words[2:]):
             index = (int(high) * num_elements + (int(low) * num_elements >> 32)) >> 32
-            if len(drawn) < wanted:
-                drawn.add(index)
-    return [index for index in range(num_elements) if (index in drawn) != is_inverted]
+            if len(chosen) < wanted:
+                chosen.add(index)
+    return [index for index in range(num_elements) if (index in chosen) != is_inverted]
