@@ -56,6 +56,10 @@ def saps(
     Each exchange sends `keep` * n values, without indices, to one rank. With an odd number of ranks
     one of them is idle, in turn.
 
+    Each parameter is averaged in a fraction `keep` of the exchanges. In a short run, or if the
+    ranks have different data, a small `keep` leaves the ranks' parameters so different that their
+    final mean is a worse model.
+
     Args:
         keep: p, the fraction of the parameters of an exchange, in (0, 1].
         bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, equal on all ranks; 0
