@@ -47,8 +47,9 @@ def a2cid2(
     All ranks still take the same number of steps. A state does not have the exchanges that have
     started and not ended, so the mean of the ranks' parameters changes slightly if it is loaded.
 
-    The momentum reduces the differences between ranks if the graph has many hops, and most if the
-    gradients of ranks differ systematically, as with a partition of a graph on each rank.
+    The momentum reduces the differences between ranks if the graph has many hops, as a ring has. In
+    a complete graph, and between two ranks, it has no benefit.
+
     Gradients are not averaged: use the learning rate of a single rank, or scale it as for large
     batches.
 

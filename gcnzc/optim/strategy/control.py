@@ -32,7 +32,7 @@ class Control:
         if self.interval is not None and self.strategy.steps % self.interval == 0:
             yield from self.sum()
 
-    def settle(self) -> Algorithm[None]:
+    def finish_sums(self) -> Algorithm[None]:
         """Wait for sums that have started; called at the same step on all ranks."""
         return
         yield

@@ -86,7 +86,7 @@ class OverlappedControl(Control):
                 was and not now for was, now in zip(self.is_in_transit, signals, strict=True)
             ]
 
-    def settle(self) -> Algorithm[None]:
+    def finish_sums(self) -> Algorithm[None]:
         """See `Control`."""
         while self.pending:
             yield from self._receive_oldest()

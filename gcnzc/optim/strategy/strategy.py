@@ -173,7 +173,7 @@ class Strategy(LocalUpdates):
         if not self.is_inner_only:
             for part in self.recipe.parts:
                 yield from part.pause_exchanges()
-            yield from self.control.settle()
+            yield from self.control.finish_sums()
 
     def resume_exchanges(self) -> Algorithm[None]:
         """Take part in exchanges again after `pause_exchanges`."""
