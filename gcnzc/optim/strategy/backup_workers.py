@@ -191,6 +191,15 @@ class CloseRounds(Policy):
 
     def is_due(self) -> Algorithm[bool]:
         """See `Policy`: finish a round; whether this rank averages with others in it."""
+        closed = yield from self.finish_round()
+        return bool(self.rules.peers(closed, self.strategy.group.rank))
+
+    def finish_round(self) -> Algorithm[ClosedRound]:
+        """Announce that this rank has finished, and wait for a round that it is a member of.
+
+        Returns:
+            That round, or one without members, if the rules close such rounds.
+        """
         strategy = self.strategy
         # every step exchanges, or has no peers: there is no interval
         strategy.since = 0
@@ -217,8 +226,8 @@ class CloseRounds(Policy):
                     closed = ClosedRound.from_bytes(data)
             if closed is not None:
                 self.last = closed
-                if strategy.group.rank in closed.members:
-                    return bool(self.rules.peers(closed, strategy.group.rank))
+                if not closed.members or strategy.group.rank in closed.members:
+                    return closed
             # this rank is late; the key of its round may be deleted
             yield from self._skip_to(latest)
 

@@ -1,0 +1,280 @@
+"""DiLoCo with a quorum: an outer step does not wait for the slowest ranks.
+
+    x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
+    M   <- the ranks that have finished              at least q of them, after a grace window
+    d   <- mean_(i in M) (a_i - x_i)                 a_i: the anchor from which rank i started
+    b   <- m b + d;  a <- a - lr (d + m b)           the outer step of `DiLoCo`
+    x_i <- a                                         ranks in M
+
+A rank that has not finished continues. It is a member of the outer step that is current when it
+finishes: its difference from its older anchor counts there, and it receives the current anchor. A
+minimum quorum and a grace window are those of Douillard et al., "Decoupled DiLoCo for Resilient
+Distributed Pre-training" (2026, https://arxiv.org/abs/2604.21428), of which only the abstract and
+summaries were available. The paper has a central synchronizer, an adaptive window, and weights by
+tokens. Here the ranks agree on the members by a compare-and-set in the store, the window is fixed,
+and the members have equal weights.
+
+The quorum is a majority, so each round has a member of the last one, which has the current anchor
+and momentum. It sends them to the members that do not have them.
+
+Notation: W ranks, q quorum, n elements of the flat parameter vector, k extras.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import (
+    Algorithm,
+    Receive,
+    Scratch,
+    Send,
+    Start,
+    Sum,
+    Wait,
+)
+from gcnzc.exchange.algorithms import default_algorithm
+from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.strategy.all_ranks import AllRanks
+from gcnzc.optim.strategy.backup_workers import CloseRounds
+from gcnzc.optim.strategy.outer_step import Outer, OuterStep
+from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_at_least_zero, check_count
+
+
+class QuorumRules(RoundRules):
+    """The rules of rounds with a quorum.
+
+    A round that cannot have a quorum, because ranks wait for all others, closes without members.
+    In a `ClosedRound`, `bounds` has by rank the last round that it was a member of, and `pending`
+    has pairs (rank, member): the rank sends the member the anchor and the momentum.
+
+    Args:
+        world_size: W.
+        quorum: q, above W / 2.
+    """
+
+    tree = ()
+
+    def __init__(self, world_size: int, quorum: int) -> None:
+        self.world_size, self.quorum = world_size, quorum
+
+    def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+        """See `RoundRules`; also if there can be no quorum."""
+        return not self._has_quorum(statuses) or super().is_complete(last, statuses)
+
+    def can_close(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+        """See `RoundRules`: whether there is a quorum, or cannot be one."""
+        finished = len(self._finished(last, statuses))
+        return finished >= (self.quorum if self._has_quorum(statuses) else 1)
+
+    def close(self, last: ClosedRound, statuses: Sequence[Status], closer: int) -> ClosedRound:
+        """See `RoundRules`."""
+        number, finished = last.round + 1, sorted(self._finished(last, statuses))
+        members = tuple(finished) if len(finished) >= self.quorum else ()
+        newest = max(last.bounds)
+        holders = [rank for rank in members if last.bounds[rank] == newest]
+        others = [rank for rank in members if last.bounds[rank] < newest]
+        pending = tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
+        damaged = tuple(rank for rank in members if statuses[rank].kind is Kind.DAMAGED)
+        bounds = tuple(
+            number if rank in members else bound for rank, bound in enumerate(last.bounds)
+        )
+        kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
+        oldest = max(last.oldest, kept)
+        return ClosedRound(number, members, damaged, pending, last.epochs, bounds, oldest)
+
+    def _has_quorum(self, statuses: Sequence[Status]) -> bool:
+        return len(self._active(statuses)) >= self.quorum
+
+
+class Quorum(CloseRounds):
+    """Finish a round after H local steps.
+
+    Args:
+        quorum: q.
+        grace_s: the time that a round with a quorum waits for others, in seconds.
+        control_interval: see `backup_workers`.
+    """
+
+    def __init__(self, quorum: int, grace_s: float, control_interval: int) -> None:
+        check_at_least_zero("grace_s", grace_s)
+        super().__init__("complete", grace_s, control_interval, None)
+        check_count("quorum", quorum, 1)
+        self.quorum = quorum
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `RecipePart`.
+
+        Raises:
+            ValueError: the quorum is not a majority of the ranks, or above their number.
+        """
+        super().attach(strategy)
+        world_size = strategy.group.world_size
+        if world_size > 1:
+            if not world_size < 2 * self.quorum <= 2 * world_size:
+                raise ValueError(
+                    f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give "
+                    f"{world_size // 2 + 1} to {world_size}, so that any two quorums have a rank "
+                    "in common"
+                )
+            self.rules = QuorumRules(world_size, self.quorum)
+            self.last = self.rules.begin()
+
+    @property
+    def grace_s(self) -> float:
+        """See `CloseRounds`: a fixed time."""
+        return self.grace
+
+    def describe(self) -> str:
+        """See `Policy`."""
+        return (
+            f"local_steps={self.strategy.sync_interval.requested}, quorum={self.quorum}, "
+            f"grace_s={self.grace_s}, control_interval={self.control_interval}"
+        )
+
+    def is_due(self) -> Algorithm[bool]:
+        """See `Policy`: whether this rank is a member of a round."""
+        strategy = self.strategy
+        if not self.status:
+            # all ranks wait for one another, so not after H steps
+            yield from self._meet()
+        if strategy.since < strategy.sync_interval.steps:
+            return False
+        closed = yield from self.finish_round()
+        return bool(closed.members)
+
+
+class QuorumOuterStep(OuterStep):
+    """The outer step of the members of a round.
+
+    Args:
+        outer: the outer optimizer.
+        rounds: closes the rounds.
+    """
+
+    def __init__(self, outer: Outer, rounds: Quorum) -> None:
+        super().__init__(outer)
+        self.rounds = rounds
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        self.outer.step(self.anchor, self.momentum, mean)
+        self._write()
+        return
+        yield
+
+    def discard(self) -> None:
+        """See `Update`: the members continue from the anchor."""
+        self._write()
+
+    def _write(self) -> None:
+        strategy = self.strategy
+        if self.rounds.quorum == strategy.group.world_size:
+            strategy.set_parameters(self.anchor)
+            return
+        # other ranks may be in an earlier round
+        strategy.flat_params.write_parameters(self.anchor)
+        if not strategy.is_counted:
+            delete_nonfinite_state(strategy.state, strategy.flat_params.parameters)
+
+    def shared_state(self) -> dict[str, Any]:
+        """See `RecipePart`; the anchors of ranks that missed rounds differ."""
+        return {}
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `RecipePart`."""
+        return super().shared_state()
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`."""
+        super().load(local, {}, {})
+
+
+class QuorumMean(AllRanks):
+    """The mean over the members of a round, after the newest anchor was sent to those without it.
+
+    Args:
+        rounds: closes the rounds.
+        update: has the anchor and the momentum.
+    """
+
+    def __init__(self, rounds: Quorum, update: QuorumOuterStep) -> None:
+        super().__init__(None, "difference")
+        self.rounds, self.update = rounds, update
+
+    def describe(self) -> str:
+        """See `Exchange`."""
+        return ""
+
+    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
+        """See `Exchange`."""
+        strategy, closed, count = self.strategy, self.rounds.last, self.reducer.num_elements
+        members, rank = closed.members, strategy.group.rank
+        yield from self._send_state(closed)
+        vector = values[:count]
+        # signals have a sum of their own; the length is that of `DiLoCo`, whose sum has its order
+        values[count:] = 0
+        if rank in closed.damaged:
+            vector.zero_()
+        if len(members) == strategy.group.world_size:
+            total = yield Sum(values)
+        else:
+            total = yield from sum_of_members(values, members, rank)
+        num_finite = len(members) - len(closed.damaged)
+        if closed.damaged:
+            ranks = ", ".join(map(str, closed.damaged))
+            strategy.record_drop(f"parameters are not finite or too large on ranks {ranks}")
+        if not num_finite or not bool(are_finite(total)):
+            strategy.record_drop("outer step skipped: there is no finite mean")
+            return None
+        return total[:count].div_(num_finite)
+
+    def _send_state(self, closed: ClosedRound) -> Algorithm[None]:
+        """Send the anchor and the momentum to the members that do not have those of this round."""
+        update, rank = self.update, self.strategy.group.rank
+        state = torch.cat([update.anchor, update.momentum])
+        pending = []
+        for holder, member in closed.pending:
+            if rank == holder:
+                pending.append((yield Start(Send(state, member))))
+            if rank == member:
+                yield Receive(state, holder)
+                update.anchor, update.momentum = (each.clone() for each in state.chunk(2))
+        for each in pending:
+            yield Wait(each)
+
+
+def sum_of_members(values: Tensor, members: Sequence[int], rank: int) -> Algorithm[Tensor]:
+    """Sum a vector over some ranks, by the messages of an all-reduce among them.
+
+    Args:
+        values: contiguous; may be overwritten.
+        members: the ranks, in the same order on all of them.
+        rank: this rank, one of them.
+    """
+    size, request = len(members), Sum(values)
+    if size == 1:
+        return values
+    name = default_algorithm(request.kind, request.num_bytes, size)
+    algorithm = request.messages(name, members.index(rank), size)
+    answer = None
+    while True:
+        try:
+            asked = algorithm.send(answer)
+        except StopIteration as end:
+            total: Tensor = end.value
+            return total
+        if isinstance(asked, Scratch):
+            answer = torch.empty_like(asked.values)
+            continue
+        message = asked.request if isinstance(asked, Start) else asked
+        if isinstance(message, Send | Receive):
+            message.peer = members[message.peer]
+        answer = yield asked
