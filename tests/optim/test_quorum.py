@@ -119,8 +119,8 @@ def test_a_slow_rank_does_not_delay_the_others():
     # all ranks wait for one another after the first step
     assert max(ends[3][:3]) < slow + 1.02 * (steps - 1)
     assert min(ends[4]) >= slow * steps
-    # without a quorum at the end, the last rank does not wait
-    assert slow * steps <= ends[3][3] < slow * steps + 1
+    # the last rank waits for less than a round of the others, and at the end for none
+    assert slow * steps <= ends[3][3] < slow * steps + 3
 
 
 def test_the_difference_of_a_late_rank_counts_in_the_next_round():
