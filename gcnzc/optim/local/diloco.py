@@ -25,7 +25,7 @@ from gcnzc.optim.strategy.all_ranks import AllRanks, Shards
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.outer_step import Outer, OuterStep, ShardedOuterStep
 from gcnzc.optim.strategy.quorum import Quorum, QuorumMean, QuorumOuterStep
-from gcnzc.optim.strategy.recipe import Recipe, Update
+from gcnzc.optim.strategy.recipe import Exchange, Recipe, Update
 from gcnzc.optim.strategy.strategy import Strategy
 
 
