@@ -17,6 +17,7 @@ from bench.docs import (
     network_tables,  # noqa: F401
     resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401
+    strategy_tables,  # noqa: F401
     summary_tables,  # noqa: F401
     training_tables,  # noqa: F401
 )

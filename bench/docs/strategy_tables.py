@@ -106,3 +106,158 @@ def uneven_machines() -> str:
             rows.append([method, *cells])
     heads = ["virtual s", *names.values()]
     return with_caption(markdown(heads, rows), found.values(), "python -m bench.strategies.compare")
+
+
+@table
+def pairs_of_ranks() -> str:
+    """Return the table of the pairs that SAPS-PSGD chooses, and the time of a round."""
+    lines = [line for line in read("saps") if line["part"] == "pairs"]
+    found = newest(lines, "pairs", "window", "keep")
+    rows = []
+    for pairs, window in dict.fromkeys((pairs, window) for pairs, window, _ in found):
+        full = found[pairs, window, 1.0]
+        part = found.get((pairs, window, 0.01))
+        rows.append(
+            [
+                pairs if window is None else f"{pairs}, window {window}",
+                significant(full["bottleneck_mbit_per_s"])
+                if "bottleneck_mbit_per_s" in full
+                else None,
+                f"{full['second_eigenvalue']:.2f}" if "second_eigenvalue" in full else None,
+                significant(full["round_ms"]),
+                part and significant(part["round_ms"]),
+            ]
+        )
+    heads = [
+        "pairs",
+        "slowest link of a round, Mbit/s",
+        "second eigenvalue (lower mixes faster)",
+        "ms per round, all parameters",
+        "1 % of them",
+    ]
+    return with_caption(markdown(heads, rows), lines, "python -m bench.strategies.saps pairs")
+
+
+@table
+def gossip_agreement() -> str:
+    """Return the table of the distance of ranks from their mean with A2CiD2, and their accuracy."""
+    lines = [line for line in read("a2cid2") if line["part"] == "agreement"]
+    found = newest(lines, "shards", "method", "seed")
+    rows = []
+    for shards, method in dict.fromkeys((shards, method) for shards, method, _ in found):
+        chosen = [line for (*case, _), line in found.items() if case == [shards, method]]
+        errors = [line["consensus_error"] for line in chosen]
+        scores = [line["test_accuracy_percent"] for line in chosen]
+        without = [
+            found[shards, method.removesuffix(", momentum"), line["seed"]]["consensus_error"]
+            for line in chosen
+        ]
+        ratio = statistics.mean(without) / statistics.mean(errors)
+        rows.append(
+            [
+                shards,
+                method,
+                significant(statistics.mean(errors)) if method != "data parallel" else None,
+                f"{ratio:.2f}" if method.endswith("momentum") else None,
+                f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f}",
+            ]
+        )
+    heads = ["shards", "method", "consensus error", "times lower", "test accuracy, %"]
+    return with_caption(markdown(heads, rows), lines, "python -m bench.strategies.a2cid2")
+
+
+@table
+def slow_rank() -> str:
+    """Return the table of the speed of the other ranks if one rank is three times as slow."""
+    found = newest([line for line in read("a2cid2") if line["part"] == "slow"], "method")
+    rows = [[method, f"{100 * line['ratio']:.0f} %"] for method, line in found.items()]
+    heads = ["method", "steps per second of the other ranks, compared with equal ranks"]
+    return with_caption(markdown(heads, rows), found.values(), "python -m bench.strategies.a2cid2")
+
+
+@table
+def backup_rounds() -> str:
+    """Return the table of the times of rounds with backup workers."""
+    lines = [line for line in read("backup_workers") if "grace" in line]
+    found = newest(lines, "graph", "slow_chance", "method")
+    rows = []
+    for (graph, chance, method), line in found.items():
+        if method != "backup":
+            continue
+        full = found[graph, chance, "full"]
+        rows.append(
+            [
+                graph,
+                f"{100 * chance:.0f} %",
+                f"{line['round_of_full']:.2f}",
+                f"{line['step_of_full']:.2f}",
+                f"{line['run_of_full']:.2f}",
+                f"{line['loss']:.2f} / {full['loss']:.2f}",
+            ]
+        )
+    heads = [
+        "graph",
+        "slow steps",
+        "time of a round / of waiting for all",
+        "of a step",
+        "of the run of the slowest rank",
+        "loss at equal time / with waiting",
+    ]
+    return with_caption(markdown(heads, rows), lines, "python -m bench.strategies.backup")
+
+
+@table
+def federated_rounds() -> str:
+    """Return the table of FedGLOMO against federated averaging."""
+    found = newest([line for line in read("fedglomo") if line["part"] == "train"], "method")
+    spreads = newest([line for line in read("fedglomo") if line["part"] == "variance"], "method")
+    rows = []
+    names = {
+        "fedavg": "federated averaging",
+        "fedlomo": "local momentum only",
+        "global": "global momentum only, round weight 0.5",
+        "fedglomo": "FedGLOMO, round weight 0.5",
+        "fedglomo 0.2": "FedGLOMO, round weight 0.2",
+    }
+    for method, name in names.items():
+        line, spread = found[method], spreads.get(method)
+        rows.append(
+            [
+                name,
+                *(
+                    f"{line[f'loss_at_equal_{name}_mean']:.3f}"
+                    for name in ("rounds", "evaluations", "num_bytes")
+                ),
+                spread and f"{spread['variance_of_fedavgs_mean']:.3f}",
+            ]
+        )
+    heads = [
+        "method",
+        "loss at equal rounds",
+        "at equal gradient evaluations",
+        "at equal bytes",
+        "variance of the update / of federated averaging",
+    ]
+    return with_caption(
+        markdown(heads, rows),
+        [*found.values(), *spreads.values()],
+        "python -m bench.strategies.fedglomo",
+    )
+
+
+@table
+def sparse_exchanges() -> str:
+    """Return the table of sparse compressions in short runs."""
+    found = newest(read("sparse"), "method")
+    rows = [
+        [
+            method,
+            f"{100 * line['accuracy']:.1f} ± {100 * line['accuracy_std']:.1f}",
+            significant(line["bytes_per_exchange"] / 1e3),
+            significant(line["times_fewer_bytes"]),
+            significant(1e3 * line["exchange_s"]),
+        ]
+        for method, line in found.items()
+    ]
+    heads = ["method", "accuracy, %", "kB of an exchange", "times fewer", "ms of an exchange"]
+    return with_caption(markdown(heads, rows), found.values(), "python -m bench.strategies.sparse")

@@ -40,7 +40,7 @@ class Setup:
     fanouts: tuple[int, ...] = (10, 10)
     batch_size: int = 32
     """of one rank"""
-    epochs: int = 24
+    epochs: int = 12
     mbit_per_s: float = 50.0
     """bandwidth of the link of each rank, in both directions"""
     delay_s: float = 0.0005
