@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gcnzc import Dataset, Loader, inference, load, prepare
-from gcnzc.exchange import Algorithm, Compute, Fault, Group, Link, Now, SlowDown, lockstep
+from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, SlowDown, lockstep
 from gcnzc.models import SAGE
 from gcnzc.optim import DistributedOptimizer, Strategy
 from gcnzc.sampling import Batch
@@ -60,7 +60,7 @@ class Setup:
         return [Link(rate, self.delay_s, in_bytes_per_s=rate) for rate in rates]
 
     @property
-    def faults(self) -> dict[int, list[Fault]]:
+    def faults(self) -> dict[int, list[SlowDown]]:
         """The slow-down of the last rank, if it has one."""
         if self.slow_rank_factor == 1:
             return {}
