@@ -413,6 +413,49 @@ def feature_cache(lines: Sequence[Line]) -> Figure:
 
 
 # name of a picture to the file of results and the function that draws it
+# the panels of `strategy_comparison`; each also has the reference, "average"
+FAMILIES = {
+    "compressed gradients": ("average, int8", "average, sign", "1-bit Adam", "0/1 Adam"),
+    "some of the gradients": ("top-k, 1 %", "random-k, 5 %", "DCT, 1 %"),
+    "local steps": ("local SGD", "DiLoCo", "SelSync", "CO2"),
+    "compressed or streamed differences": (
+        "Streaming DiLoCo",
+        "Streaming DiLoCo, float4",
+        "MuLoCo",
+        "SparseLoCo",
+    ),
+    "pairs and neighbours": ("SAPS, 10 %", "A2CiD2", "A2CiD2, overlapped", "backup workers"),
+}
+
+
+def strategy_comparison(lines: Sequence[Line]) -> Figure:
+    """Draw the training loss over virtual time, a panel for each family of methods."""
+    even = [line for line in lines if line["slow_rank_factor"] == line["slow_link_factor"] == 1]
+    cases = {line["method"]: line for line in newest(even, "method", "seed") if not line["seed"]}
+    figure = new_figure("Training loss by virtual time, 4 ranks at 50 Mbit/s", even, 9, 7.5)
+    panels = figure.subplots(2, 3, sharey=True).flat
+    for panel, (title, methods) in zip(panels, FAMILIES.items(), strict=False):
+        for number, method in enumerate(("average", *methods)):
+            if method in cases:
+                panel.plot(
+                    cases[method]["epoch_ends_s"],
+                    cases[method]["losses"],
+                    label=method,
+                    color="C7" if method == "average" else f"C{number - 1}",
+                    marker=".",
+                )
+        panel.set_title(title, fontsize="medium")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlabel("virtual seconds")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="x-small")
+    figure.axes[0].set_ylabel("mean training loss of an epoch")
+    figure.axes[3].set_ylabel("mean training loss of an epoch")
+    figure.axes[-1].set_axis_off()
+    return figure
+
+
 PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "loader": ("loader", loader),
     "gather_cpu": ("gather_cpu", gather_cpu),
@@ -426,6 +469,7 @@ PICTURES_OF: dict[str, tuple[str, Callable[[Sequence[Line]], Figure]]] = {
     "collectives": ("collectives", collectives),
     "strategies-amazon_photo": ("strategies", strategies("amazon_photo", 6)),
     "strategies-planted": ("strategies", strategies("planted", 3)),
+    "strategy_comparison": ("strategy_comparison", strategy_comparison),
 }
 
 if __name__ == "__main__":
