@@ -236,7 +236,7 @@ def test_a_single_step_per_epoch_is_a_warning(config):
 
 
 class Scripted(ComputeClock):
-    """A clock on which each event is a second after the one before it."""
+    """A clock on which each pass takes a second."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -274,8 +274,8 @@ def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monke
     train(config, tmp_path / "plain")
     # each worker keeps three of four
     halves = replace(config, batch_size=10)
-    results(2, tmp_path, train_with_drops, halves, tmp_path / "two", 2.5)
-    use_drop_compute(2.5, monkeypatch.setattr)
+    results(2, tmp_path, train_with_drops, halves, tmp_path / "two", 5.5)
+    use_drop_compute(5.5, monkeypatch.setattr)
     config = replace(config, dropout=0.3)
     train(config, tmp_path / "whole")
     for run in (tmp_path / "two", tmp_path / "whole"):
