@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="; ".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--slow-rank", type=float, default=1.0, metavar="F")
     parser.add_argument("--slow-link", type=float, default=1.0, metavar="F")
     asked = parser.parse_args(argv)
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"no method {', '.join(sorted(unknown))}; use: {'; '.join(METHODS)}")
     torch.set_num_threads(1)
     for name in asked.methods or METHODS:
-        for seed in range(asked.seeds):
+        for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
             result = run(setup, METHODS[name], seed)
             harness.record(
                 "strategy_comparison",
