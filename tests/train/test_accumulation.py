@@ -185,16 +185,16 @@ def check_same_end(run, whole):
         assert torch.equal(weights_of(run)[name], value), name
 
 
-def stop_after(steps, monkeypatch):
-    """Let a run in this process stop after so many steps."""
-    step, taken = Averaged.step, []
+def stop_after(steps, monkeypatch, kind=Averaged):
+    """Let a run in this process stop after so many steps of its optimizer."""
+    step, taken = kind.step, []
 
     def watched(self, closure=None):
         taken.append(self)
         self.signals[0] = len(taken) == steps
         return step(self, closure)
 
-    monkeypatch.setattr(Averaged, "step", watched)
+    monkeypatch.setattr(kind, "step", watched)
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
@@ -285,7 +285,7 @@ def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monke
             assert line["loss"] > 0
     cut = tmp_path / "cut"
     with monkeypatch.context() as patch:
-        stop_after(3, patch)
+        stop_after(3, patch, DropCompute)
         with pytest.raises(Interrupted):
             train(config, cut)
     # those that were dropped are behind it
