@@ -146,6 +146,8 @@ class CloseRounds(Policy):
         """the times of this rank's last local steps in seconds"""
         self.ended_s: float | None = None
         """the time of the end of the last step"""
+        self.num_turns = 0
+        """the number of steps since the construction"""
         self.pending: Any = None
         """the handle of the overlapped sum of signals"""
         self.votes: Tensor | None = None
@@ -302,11 +304,8 @@ class CloseRounds(Policy):
     # waits for all ranks
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`: let the other ranks close rounds without this one.
-
-        If all ranks are members of all rounds, the others need no later round to reach this step.
-        """
-        if not self.status or self.is_away or self.grace == math.inf:
+        """See `RecipePart`: let the other ranks close rounds without this one."""
+        if not self.status or self.is_away:
             return
         self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
         while self.is_away:
@@ -329,7 +328,9 @@ class CloseRounds(Policy):
     def end_step(self) -> Algorithm[None]:
         """See `Policy`: sum the signals if that is due, and wait for all ranks if necessary."""
         strategy = self.strategy
-        if (strategy.steps - 1) % self.control_interval == 0:
+        # not the number of steps, which a state of another step may have changed on one rank only
+        is_due, self.num_turns = self.num_turns % self.control_interval == 0, self.num_turns + 1
+        if is_due:
             yield from self.finish_pending()
             if self.votes is not None:
                 strategy.control.receive(self.votes)
@@ -347,6 +348,7 @@ class CloseRounds(Policy):
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
+        # if all ranks are members of all rounds, the others need no later round to reach this step
         limit_s = None if self.grace == math.inf else self.grace_s
         is_ended = (yield First([self.pending], limit_s)) is not None
         if not is_ended:
@@ -369,7 +371,8 @@ class CloseRounds(Policy):
         """See `RecipePart`: the last closed round that this rank knows."""
         last = self.last
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
-        numbers = [last.round, last.epochs, *is_pending, *last.bounds]
+        bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds
+        numbers = [last.round, last.epochs, *is_pending, *bounds]
         return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
 
     def load(

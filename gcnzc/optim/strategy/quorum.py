@@ -59,6 +59,7 @@ class QuorumRules(RoundRules):
     """
 
     tree = ()
+    bounds_are_counters = False
 
     def __init__(self, world_size: int, quorum: int) -> None:
         self.world_size, self.quorum = world_size, quorum

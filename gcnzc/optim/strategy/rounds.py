@@ -84,6 +84,10 @@ class RoundRules:
         edges: the graph; connects all ranks.
     """
 
+    bounds_are_counters = True
+    """whether `ClosedRound.bounds` only counts slow ranks; then states leave it out, because it
+    depends on the times of the ranks"""
+
     def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
         self.world_size, self.edges = world_size, list(edges)
         self.tree = tuple(depth_first_tree(world_size, edges))
