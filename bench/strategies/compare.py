@@ -43,7 +43,7 @@ from gcnzc.optim import (
 LR = 0.0015
 # LAMB scales its updates by the norm of the weights, and SGD does not scale them at all, so they
 # need other learning rates
-LAMB_LR, SGD_LR = 0.006, 0.2
+LAMB_LR, SGD_LR = 0.006, 0.05
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -16,7 +16,6 @@ Notation: n elements, W ranks, k extras, K elements that a rank sends.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,11 +53,6 @@ class RandomSelection(SparseCompression):
             raise ValueError(f"a seed of {self.seed!r}\n\nhint: use an integer")
         if not 0 <= self.seed < 1 << SEED_BITS:
             raise ValueError(f"no seed {self.seed}\n\nhint: use 0 to 2**{SEED_BITS} - 1")
-
-    @property
-    def momentum(self) -> Literal["everywhere", "masked"]:
-        """See `Compression`: with error feedback, steps are restricted to the selected elements."""
-        return "masked" if self.error_feedback else "everywhere"
 
     @abstractmethod
     def select(self, num_elements: int, step: int, rank: int) -> Tensor:

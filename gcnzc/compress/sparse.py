@@ -84,6 +84,16 @@ class SparseCompression(Compression):
         """Whether the compression uses error feedback."""
         return self.error_feedback
 
+    @property
+    def momentum(self) -> Literal["everywhere", "masked"]:
+        """See `Compression`: "masked" with error feedback.
+
+        An element waits for many steps, and then has the sum of its gradients. Momentum at all
+        elements would repeat that sum, and training at the learning rate of uncompressed gradients
+        may diverge.
+        """
+        return "masked" if self.error_feedback else "everywhere"
+
 
 class SparseReducer(Reducer):
     """The base of reducers of sparse compressions; with one rank the mean is the vector itself.

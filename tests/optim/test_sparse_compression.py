@@ -81,16 +81,19 @@ def test_random_blocks_diverge_with_momentum_everywhere_but_not_by_default():
     assert learned(0, 100, 0.1, compress=compress) < 0.5 * CHANCE
 
 
-def test_top_k_learns_with_momentum_everywhere():
-    assert learned(0, 60, compress=TopK(0.01, "layer")) < 0.1 * CHANCE
+@pytest.mark.parametrize("momentum", ["everywhere", "masked"])
+def test_top_k_learns_on_an_easy_task_in_both_ways(momentum):
+    compress = TopK(0.01, "layer")
+    assert learned(0, 60, compress=compress, momentum=momentum) < 0.5 * CHANCE
 
 
 def test_the_default_momentum_follows_from_the_compression():
     def default(compress):
         return Averaged(sgd(Everything().parameters()), Group(0, 2), compress=compress).momentum
 
-    assert {default(each) for each in (RandomK(0.1), RandomBlock(0.1))} == {"masked"}
-    others = (None, TopK(0.1), Threshold(0.1), Sign(), RandomK(0.1, error_feedback=False))
+    sparse = (TopK(0.1), Threshold(0.1), RandomK(0.1), RandomBlock(0.1))
+    assert {default(each) for each in sparse} == {"masked"}
+    others = (None, Sign(), RandomK(0.1, error_feedback=False), TopK(0.1, error_feedback=False))
     assert {default(each) for each in others} == {"everywhere"}
 
 

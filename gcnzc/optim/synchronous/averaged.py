@@ -59,9 +59,8 @@ class Averaged(DistributedOptimizer):
         clip_norm: the maximum norm of the mean gradient over all parameters; None does not clip.
         momentum: with "masked", a step changes parameters and their state, such as momentum, only
             at the elements that the ranks have sent (`Reducer.support`), also by weight decay; with
-            "everywhere", at all elements. None is "masked" for `RandomK` and `RandomBlock` with
-            error feedback, whose training may diverge with "everywhere", and "everywhere" for other
-            compressions.
+            "everywhere", at all elements. None is "masked" for sparse compressions with error
+            feedback, whose training may diverge with "everywhere", and "everywhere" for others.
         module: see `DistributedOptimizer`.
 
     Raises:
