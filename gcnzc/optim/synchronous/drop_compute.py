@@ -37,7 +37,7 @@ NUM_COUNTS = 2
 class DropCompute(Averaged):
     """Gradient accumulation in which slow ranks drop their last micro-batches.
 
-    Iterate over the micro-batches of a step with `micro_batches`, which stops at the threshold:
+    Iterate over the micro-batches of a step with `micro_batches`, which stops at the threshold::
 
         optimizer.zero_grad()
         for batch in optimizer.micro_batches(batches):
