@@ -1,6 +1,6 @@
 """Communication graphs, matchings and mixing matrices of decentralized algorithms.
 
-In a decentralized algorithm each rank averages with its neighbors in a graph, or with one peer at a
+In a decentralized algorithm each rank averages with its neighbours in a graph, or with one peer at a
 time. The functions have no state and do not communicate. Random choices are functions of a seed and
 a round, so all ranks compute the same result.
 
@@ -49,7 +49,7 @@ def regular(world_size: int, degree: int) -> list[Edge]:
 
     Args:
         world_size: W.
-        degree: the number of neighbors of each rank: 2 to W - 1, and even if W is odd. Also 1 for
+        degree: the number of neighbours of each rank: 2 to W - 1, and even if W is odd. Also 1 for
             two ranks.
 
     Raises:
@@ -103,7 +103,7 @@ def check_graph(world_size: int, edges: Iterable[Edge]) -> list[Edge]:
 
 
 def neighbors(world_size: int, edges: Iterable[Edge]) -> list[list[int]]:
-    """Return the neighbors of each rank, in ascending order."""
+    """Return the neighbours of each rank, in ascending order."""
     found: list[list[int]] = [[] for _ in range(world_size)]
     for low, high in edges:
         found[low].append(high)
@@ -176,7 +176,7 @@ def spanning_tree(
 def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
     """Divide a graph into matchings; an even ring into 2, an odd ring into 3.
 
-    The number of matchings is less than twice the largest number of neighbors of a rank.
+    The number of matchings is less than twice the largest number of neighbours of a rank.
     """
     pending = list(edges)
     matchings: list[list[Edge]] = []

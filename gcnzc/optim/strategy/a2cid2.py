@@ -1,6 +1,6 @@
 """A2CiD2: gossip in pairs of ranks, accelerated by a second vector of each rank.
 
-Each rank takes local steps, and averages its parameters x with those of one neighbor at a time. Its
+Each rank takes local steps, and averages its parameters x with those of one neighbour at a time. Its
 second vector x~ makes the parameters of all ranks agree faster, as if they exchanged more often:
 
     mixing, for a time t      e = exp(-2 eta t);  (x, x~) <- (x + c (x~ - x), x~ - c (x~ - x)),
@@ -55,7 +55,7 @@ def a2cid2(
 
     Args:
         graph: "ring", "exponential", "complete", or edges (i, j) that connect all ranks. A rank
-            exchanges with its neighbors in the graph only.
+            exchanges with its neighbours in the graph only.
         rate: the number of exchanges per rank and step. With `asynchronous=True` it is an upper
             limit: an exchange takes at least a step.
         asynchronous: whether exchanges are overlapped with the steps.

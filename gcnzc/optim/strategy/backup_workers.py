@@ -14,7 +14,7 @@ The method is that of Wang, Liu and Zhang, "Straggler-Resilient Distributed Mach
 Dynamic Backup Workers" (2021, https://arxiv.org/abs/2102.06280), with a protocol without a
 coordinator: each rank announces in the store that it has finished, and a rank that finds both ends
 of a pending edge closes the round by a compare-and-set. Members average by messages to their
-neighbors, so no rank communicates with a rank that has not finished.
+neighbours, so no rank communicates with a rank that has not finished.
 
 Notation: W ranks, n elements of the flat parameter vector.
 """
@@ -393,7 +393,7 @@ class CloseRounds(Policy):
 
 
 class MixedParameters(ParameterMean):
-    """Set the parameters of this rank to a weighted mean of its own and its neighbors'."""
+    """Set the parameters of this rank to a weighted mean of its own and its neighbours'."""
 
     def apply(self, mean: Tensor) -> Algorithm[None]:
         """See `Update`."""
@@ -406,10 +406,10 @@ class MixedParameters(ParameterMean):
 
 
 class NeighborMean(Exchange):
-    """The weighted mean of the parameters of this rank and its neighbors in the current round.
+    """The weighted mean of the parameters of this rank and its neighbours in the current round.
 
-    Each member sends n elements to each of its neighbors among the members. A member whose
-    parameters are not finite sends nothing, and takes the mean of its neighbors.
+    Each member sends n elements to each of its neighbours among the members. A member whose
+    parameters are not finite sends nothing, and takes the mean of its neighbours.
 
     Args:
         rounds: closes the rounds.

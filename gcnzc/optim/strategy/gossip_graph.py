@@ -53,10 +53,10 @@ class GossipGraph:
         return check_graph(world_size, self.graph)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
-        """Return the exchanges per step of each edge if each rank takes turns with its neighbors.
+        """Return the exchanges per step of each edge if each rank takes turns with its neighbours.
 
         Half of the exchanges of a rank, `rate` per step, are started by itself, so ranks with the
-        same number of neighbors take part in `rate` exchanges per step.
+        same number of neighbours take part in `rate` exchanges per step.
         """
         edges = self.edges(world_size)
         degrees = [len(each) for each in neighbors(world_size, edges)]

@@ -71,7 +71,7 @@ class GossipRounds(Policy):
 
 
 class MatchedPairs(Exchange):
-    """The mean of pairs of ranks that are neighbors in a graph.
+    """The mean of pairs of ranks that are neighbours in a graph.
 
     If the vector of one rank is not finite, that rank takes the vector of the other.
 

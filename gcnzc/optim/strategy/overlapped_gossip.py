@@ -1,6 +1,6 @@
 """Gossip that is overlapped with the steps, so that no rank waits for a slow one.
 
-Of two neighbors in the graph, one makes offers: it sends its parameters as they are at the end of a
+Of two neighbours in the graph, one makes offers: it sends its parameters as they are at the end of a
 step. The other one answers with its own parameters when it ends a step, and both apply the exchange
 with these two vectors, so the sum of their parameters is preserved. The rank that made the offer
 applies it when the answer has arrived, one of its steps later or more.
@@ -10,7 +10,7 @@ not applied, and those that it answers meanwhile. Then it never subtracts more o
 than it has, and the exchanges average with weights that are not negative. A rank with two of them
 answers later offers after it has applied its own.
 
-This cannot deadlock. Each rank has a color, different from those of its neighbors, and offers go
+This cannot deadlock. Each rank has a color, different from those of its neighbours, and offers go
 from lower to higher colors. So a rank that waits for an answer waits for one of a higher color,
 and one of the highest color never waits. Steps do not wait at all.
 
@@ -54,11 +54,11 @@ class Status(IntEnum):
 
 @dataclass(eq=False)
 class Neighbor:
-    """The messages with one neighbor."""
+    """The messages with one neighbour."""
 
     peer: int
     channel: str
-    """each rank has at most one neighbor on a channel, so receives do not wait for each other"""
+    """each rank has at most one neighbour on a channel, so receives do not wait for each other"""
     makes_offers: bool
     """whether this rank makes the offers; otherwise it answers them"""
     received: Tensor
@@ -66,7 +66,7 @@ class Neighbor:
     receive: Any = None
     """the handle of the receive; None if there is none, or after it has ended"""
     sent: Tensor | None = None
-    """the last message to the neighbor"""
+    """the last message to the neighbour"""
     send: Any = None
     """its handle"""
     is_in_flight: bool = False
@@ -74,14 +74,14 @@ class Neighbor:
     is_deferred: bool = False
     """whether `received` is an offer that this rank has not answered yet"""
     is_closed: bool = False
-    """whether the neighbor makes no more offers"""
+    """whether the neighbour makes no more offers"""
 
 
 class OverlappedPairs(Exchange):
-    """Exchanges with neighbors in a graph, overlapped with the steps; see the module.
+    """Exchanges with neighbours in a graph, overlapped with the steps; see the module.
 
     The tensors of messages are on the host. If the vector of one rank is not finite, that rank
-    takes the vector of the other. A lost neighbor raises `WorkerLost` in a step of this rank.
+    takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
 
     Args:
         graph: the graph.
@@ -106,7 +106,7 @@ class OverlappedPairs(Exchange):
         self.num_overlapping = 0
         """the number of exchanges that overlap with them, themselves included"""
         self.turn = 0
-        """the index of the next neighbor that gets an offer"""
+        """the index of the next neighbour that gets an offer"""
         for each in self.neighbors:
             each.receive = each.sent = each.send = None
             each.is_in_flight = each.is_deferred = each.is_closed = False
@@ -191,7 +191,7 @@ class OverlappedPairs(Exchange):
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`: exchange with no rank any more, until the next step.
 
-        A rank that has all answers tells its neighbors that it makes no more offers, and waits for
+        A rank that has all answers tells its neighbours that it makes no more offers, and waits for
         the same from them.
         """
         yield from self.open()
@@ -213,7 +213,7 @@ class OverlappedPairs(Exchange):
         """Wait for the first message, or for one of the other handles.
 
         Returns:
-            The neighbor whose message has arrived; None if another handle or the time has ended.
+            The neighbour whose message has arrived; None if another handle or the time has ended.
         """
         waiting = [each for each in self.neighbors if each.receive is not None]
         handles = [*others, *(each.receive for each in waiting)]
@@ -223,7 +223,7 @@ class OverlappedPairs(Exchange):
         return None if index is None or index < len(others) else waiting[index - len(others)]
 
     def _next_neighbor(self) -> Neighbor | None:
-        """Return the next neighbor that can get an offer; None if there is none."""
+        """Return the next neighbour that can get an offer; None if there is none."""
         turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
         return next((each for each in turns if each.makes_offers and not each.is_in_flight), None)
 
@@ -243,7 +243,7 @@ class OverlappedPairs(Exchange):
 
     def _send(self, each: Neighbor, message: Tensor) -> Algorithm[None]:
         if each.send is not None:
-            # the neighbor has received it, or is about to
+            # the neighbour has received it, or is about to
             yield Wait(each.send)
         each.sent = message
         each.send = yield Start(Send(message, each.peer), each.channel)
@@ -318,7 +318,7 @@ class OverlappedPairs(Exchange):
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:
-    """Return a color for each rank, different from those of its neighbors; 2 for an even ring."""
+    """Return a color for each rank, different from those of its neighbours; 2 for an even ring."""
     adjacent = neighbors(world_size, edges)
     colors: list[int] = []
     for rank in range(world_size):
