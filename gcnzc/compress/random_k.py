@@ -5,10 +5,10 @@ the selected elements are all-reduced, and the bytes are those of an all-reduce 
 any number of ranks. The random block is from Eghlidi and Jaggi, "Sparse communication for training
 deep networks" (2020, https://arxiv.org/abs/2009.09271).
 
-Each element waits about 1 / density steps, and error feedback then sends the sum of what it has
-collected. Heavy-ball momentum multiplies that sum by 1 / (1 - momentum), so training at the
-learning rate of dense gradients may diverge. `gcnzc.optim.Averaged` therefore restricts its steps
-to the selected elements by default (`momentum="masked"`).
+Each element is sent about once in 1 / density steps. With error feedback, it is then the sum of its
+values since it was last sent. Heavy-ball momentum multiplies that sum by 1 / (1 - momentum), so
+training at the learning rate of dense gradients may diverge. `gcnzc.optim.Averaged` therefore
+restricts its steps to the selected elements by default (`momentum="masked"`).
 
 Notation: n elements, W ranks, k extras, K elements that a rank sends.
 """
@@ -110,7 +110,7 @@ class RandomK(RandomSelection):
 class RandomBlock(RandomSelection):
     """Sends consecutive elements from a random position on, the same ones on all ranks.
 
-    After the last element of the vector follows the first.
+    The first element of the vector follows the last.
 
     Raises:
         ValueError: an option is not one of those below.

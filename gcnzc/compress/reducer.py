@@ -39,7 +39,7 @@ class Compression(ABC):
 
     @property
     def momentum(self) -> Literal["everywhere", "masked"]:
-        """How `gcnzc.optim.Averaged` steps by default: see its argument `momentum`."""
+        """The default of the argument `momentum` of `gcnzc.optim.Averaged`."""
         return "everywhere"
 
     @abstractmethod

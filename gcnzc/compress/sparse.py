@@ -88,9 +88,8 @@ class SparseCompression(Compression):
     def momentum(self) -> Literal["everywhere", "masked"]:
         """See `Compression`: "masked" with error feedback.
 
-        An element waits for many steps, and then has the sum of its gradients. Momentum at all
-        elements would repeat that sum, and training at the learning rate of uncompressed gradients
-        may diverge.
+        Momentum at all elements may make training diverge at the learning rate of uncompressed
+        gradients; see `gcnzc.optim.synchronous.masked_step`.
         """
         return "masked" if self.error_feedback else "everywhere"
 

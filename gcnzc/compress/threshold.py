@@ -4,9 +4,9 @@ Gupta et al., "Training recommender systems at scale: communication-efficient mo
 parallelism" (2020, https://arxiv.org/abs/2010.08899), call this dynamic communication thresholding
 (DCT). The threshold of a segment is its k-th largest magnitude at the last renewal, with
 k = max(1, floor(density * length)). The renewals of the segments of a vector are staggered. Between
-them a rank sends a varying number of elements. A segment's threshold is also renewed if its rank
-would send more than 4 k or fewer than k / 4 elements. Thresholds are those of each rank's own
-vector, so the ranks need not agree on them.
+them a rank sends a varying number of elements. A segment's threshold is also renewed if the rank
+would send more than 4 k or fewer than k / 4 of its elements. Each rank has thresholds for its own
+vector, which differ from those of other ranks.
 
 A mean takes two collectives: an all-gather of the numbers of elements and the extras, and an
 all-to-all of the elements, whose lengths are then known. If no rank sends elements, the second one
@@ -43,13 +43,13 @@ from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.index_codes import code_bytes, pack_indices, unpack_indices
 from gcnzc.kernels.codec.selection import Segments, count_above, select_above, select_largest
 
-# a threshold is renewed if K of its segment is not within a factor of 4 of k
+# a threshold is renewed if it selects more than 4 k or fewer than k / 4 elements of its segment
 MOST = 4
 
 
 @dataclass(frozen=True)
 class Threshold(SparseCompression):
-    """Sends the elements whose magnitude is at least a threshold of their layer.
+    """Sends the elements whose magnitude is at least the threshold of their segment.
 
     A vector of zeros sends no elements. `gcnzc.compress.threshold` describes the exchange.
 
@@ -61,7 +61,7 @@ class Threshold(SparseCompression):
     """fraction of a segment's elements that the threshold selects when it is renewed, above 0; it
     selects at least one"""
     refresh: int = 1000
-    """means from one renewal of a threshold to the next"""
+    """number of means from one renewal of a threshold to the next"""
     per: Per = "layer"
     """the segments: "layer", each parameter that the optimizer has; "all", the whole vector; or a
     chunk of that many elements each"""

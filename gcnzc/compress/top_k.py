@@ -50,8 +50,8 @@ SPARSE_LOCO_DENSITY, SPARSE_LOCO_DECAY = 1 / 128, 0.95
 class TopK(SparseCompression):
     """Each rank sends the elements of largest magnitude of each segment, with error feedback.
 
-    Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018,
-    https://arxiv.org/abs/1809.07599), Algorithm 1, for the vectors of any optimizer.
+    This is Algorithm 1 of Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018,
+    https://arxiv.org/abs/1809.07599), for the vectors of any optimizer.
 
     Raises:
         ValueError: an option is not one of those below.
@@ -90,8 +90,8 @@ class TopK(SparseCompression):
 
         Sarfi, Thérien, Lidin and Belilovsky, "Communication efficient LLM pre-training with
         SparseLoCo" (2025, https://arxiv.org/abs/2508.15706). The update rule is that of the paper.
-        The values of the density and the decay are recalled, and not verified; the 2-bit levels and
-        the index code are those of gcnzc.
+        The values of the density and the decay are not verified; the 2-bit levels and the index
+        code are those of gcnzc.
 
         Args:
             density: fraction of the elements that are sent.

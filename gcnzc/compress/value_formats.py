@@ -1,7 +1,8 @@
 """Number formats of the values in sparse messages.
 
-The codes of "int2" have a sign and one bit that selects one of two levels of the value's segment:
-the mean magnitude of its values above the segment's mean magnitude, or of the others.
+A code of "int2" has a sign bit, and a bit that selects one of two levels of the value's segment.
+One level is the mean magnitude of the values above the segment's mean magnitude, and the other one
+is that of the other values.
 
 Notation: K values, S segments.
 """

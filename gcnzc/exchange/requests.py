@@ -343,10 +343,10 @@ class Abandon(BaseRequest):
 class StoreRequest(BaseRequest, ABC):
     """The base of requests to the store, which has values of bytes by key, common to all ranks.
 
-    The store executes requests one after the other. It shares no state with messages and
-    collectives, so a rank can wait for a decision without a message from each of the others. A key
-    that does not exist has no value, which answers give as b"". A group of several ranks uses the
-    store of torch.distributed; `lockstep` simulates one.
+    The store executes requests one after the other. It is independent of messages and collectives:
+    a rank can wait for a decision without a message from each of the other ranks. In answers, the
+    value of a key that does not exist is b"". A group of several ranks uses the store of
+    torch.distributed; `lockstep` simulates one.
     """
 
     __slots__ = ()
@@ -361,10 +361,10 @@ class StoreRequest(BaseRequest, ABC):
 
 @dataclass(slots=True)
 class CompareAndSet(StoreRequest):
-    """Set a key if it has the expected value; the answer is what the key holds afterwards.
+    """Set a key if it has the expected value; the answer is the value of the key afterwards.
 
-    Of several ranks that set a key with the same expected value, exactly one succeeds: the answers
-    of all of them are its value.
+    If several ranks set a key with the same expected value, exactly one of them succeeds, and the
+    answers of all of them are its value.
     """
 
     key: str

@@ -82,7 +82,7 @@ class SimulatedStore:
         return False
 
     def begin_wait(self, wait: KeyWait, at: float) -> None:
-        """Answer a wait whose key exists, or let it wait."""
+        """Answer a wait if its key exists; otherwise store the wait until the key is set."""
         request = wait.request
         (value,) = self.memory.read(ReadKeys([request.key]))
         if value:
@@ -103,7 +103,7 @@ class SimulatedStore:
             self.answer(wait.task, answer, at)
 
     def lose_waits(self, at: float) -> bool:
-        """Raise an error in the tasks that wait for keys, after no task can continue.
+        """Raise an error in the tasks that wait for keys, when no task can continue.
 
         Returns:
             Whether a task waited for a key, and a rank has ended with an error, for which it may

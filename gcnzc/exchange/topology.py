@@ -1,8 +1,8 @@
 """Communication graphs, matchings and mixing matrices of decentralized algorithms.
 
-In a decentralized algorithm each rank averages with its neighbours in a graph, or with one peer at a
-time. The functions have no state and do not communicate. Random choices are functions of a seed and
-a round, so all ranks compute the same result.
+In a decentralized algorithm, each rank averages with its neighbours in a graph, or with one peer at
+a time. The functions have no state and do not communicate. Random choices are functions of a seed
+and a round, so all ranks compute the same result.
 
 A graph is a list of edges (i, j) of ranks with i < j, in ascending order. A matching is a graph in
 which each rank has at most one edge.
@@ -23,7 +23,7 @@ Edge: TypeAlias = tuple[int, int]
 Matrix: TypeAlias = NDArray[np.float64]
 
 NEVER = -1
-"""the round in which two ranks met that have not met"""
+"""the entry of `last_met` for two ranks that have not met"""
 
 NEAR_BEST = 0.5
 """default bandwidth threshold, as a fraction of the best bottleneck of a matching"""
@@ -148,7 +148,7 @@ def spanning_tree(
     Args:
         world_size: W.
         edges: the graph.
-        excluded: ranks without which the tree is made.
+        excluded: ranks that the tree does not connect.
 
     Raises:
         ValueError: the graph without the excluded ranks is not connected.
@@ -195,8 +195,9 @@ def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
 def round_robin(world_size: int) -> Iterator[list[Edge]]:
     """Yield matchings that have each pair of ranks once: W - 1 perfect ones, or W if W is odd.
 
-    In round r, ranks i and j with i + j = r modulo W - 1 meet, for an even W; the last rank meets
-    the one that would meet itself. An odd W is that of W + 1 ranks without the last.
+    With an even W, ranks i and j with i + j = r modulo W - 1 meet in round r, and the last rank
+    meets the rank i with 2 i = r modulo W - 1. With an odd W, the rounds are those of W + 1 ranks
+    without the last rank.
     """
     modulus = world_size - 1 + world_size % 2
     for number in range(modulus if world_size > 1 else 0):
@@ -240,7 +241,7 @@ def random_matching(
 
     Args:
         world_size: W.
-        seed: of the random order of edges.
+        seed: random seed of the order in which edges are added.
         round: the number of the matching.
         edges: the graph; None for all pairs. With an odd W, rank `round` mod W is then idle, so
             that the ranks are idle in turn.
@@ -264,7 +265,7 @@ def maximum_matching(
     Args:
         world_size: W.
         edges: the graph.
-        seed, round, stream: of the random weights; see `random_words`.
+        seed, round, stream: select the random weights of the edges; see `random_words`.
     """
     words = random_words(seed, round, len(edges), stream)
     greedy = _greedy_matching(edges, words)
@@ -294,7 +295,7 @@ def _greedy_matching(edges: Sequence[Edge], words: NDArray[np.uint64]) -> list[E
 
 
 def usable_edges(bandwidth: Matrix, threshold: float = 0.0) -> list[Edge]:
-    """Return the pairs of ranks with a bandwidth above 0 and at least a threshold, (W, W)."""
+    """Return the pairs of ranks whose `bandwidth` (W, W) is above 0 and at least a threshold."""
     low, high = np.nonzero(np.triu((bandwidth > 0) & (bandwidth >= threshold), 1))
     return list(zip(low.tolist(), high.tolist(), strict=True))
 
@@ -363,7 +364,7 @@ def bandwidth_matching(
     Args:
         bandwidth: (W, W), symmetric; 0 for pairs that cannot communicate.
         last_met: (W, W), symmetric: the last round in which two ranks met, or `NEVER`.
-        seed: of the random choices.
+        seed: random seed of the matchings.
         round: the number of the matching, from 0.
         window: the number of rounds after which pairs are not recent.
         threshold: the bandwidth from which pairs are candidates.

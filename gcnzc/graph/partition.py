@@ -85,7 +85,7 @@ def partition_graph(
     `gcnzc.Loader` with `seed_order="local"`.
 
     Args:
-        graph: on the host. Edges count without their direction, and duplicates once.
+        graph: on the host. The direction of edges is ignored, and duplicates count once.
         num_parts: P, the number of parts.
         seeds: (S,) node ids, as a tensor, an array or a list; None for all nodes. An id may occur
             several times, such as the source of several seed edges.
@@ -185,7 +185,7 @@ def _assign(
 
 
 def merge_communities(communities: IdsLike, num_parts: int, seeds: IdsLike | None = None) -> Tensor:
-    """Merge given communities of nodes to parts with about equal numbers of seeds.
+    """Merge given communities of nodes into parts with about equal numbers of seeds.
 
     Communities are assigned by decreasing number of seeds, each to the part with the fewest seeds
     so far. A community is not divided, so the numbers of seeds differ if one is large.

@@ -192,7 +192,7 @@ def resumed_division(state: Mapping[str, Any], own: Division, others: list[Divis
     Args:
         state: of a loader with the same order of seeds.
         own: the division of the loader that resumes it.
-        others: divisions, among which that of the state is if the state has other parts.
+        others: divisions with other parts, one of which may be that of the state.
 
     Raises:
         TypeError: a number of the state is not an integer.

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from gcnzc.optim.validation import check_at_least_zero, check_count, check_fraction
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# of the norm of a matrix, as in torch.optim.Muon; AdamW's is a number per element
+# added to the norm of a matrix, as in torch.optim.Muon; AdamW's eps is added to each element
 MUON_EPS = 1e-7
 # limits of torch.optim.Muon
 MAX_NS_STEPS, ADJUSTMENTS = 99, ("match_rms_adamw", "original")
@@ -46,7 +46,7 @@ class Muon(Optimizer):
         adjust_lr_fn: factor of Muon's updates: "match_rms_adamw" as described above, or "original",
             sqrt(max(1, rows / columns)), which needs a larger learning rate than AdamW.
         betas: decay rates of AdamW's means.
-        eps: added to the denominator of AdamW.
+        eps: added to the denominator of AdamW; Muon has an eps of its own.
         module: the model, to recognize its weights and embeddings; None to use dimensions only.
 
     Raises:

@@ -11,12 +11,12 @@ from gcnzc.loader.seeds import Shares
 class Accumulation:
     """The optimizer steps of an epoch, each of which takes `size` minibatches of every worker.
 
-    The last step takes the remaining minibatches. A step equals one on all its seeds: its gradient
-    is the mean over the seeds of all its minibatches, of all workers.
+    The last step takes the remaining minibatches. The gradient of a step is the mean over the seeds
+    of all its minibatches on all workers, as that of one large minibatch.
     """
 
     shares: Shares
-    """the seeds of each minibatch; their steps are those of `size` 1"""
+    """the seeds of each minibatch; a step of `Shares` is one minibatch on each worker"""
     size: int = 1
     """minibatches of an optimizer step on one worker"""
 
@@ -25,7 +25,7 @@ class Accumulation:
         return math.ceil(len(self.shares) / self.size)
 
     def first_step(self, minibatch: int) -> int:
-        """Return the step that begins with a minibatch, at which a run resumes."""
+        """Return the step that begins with the given minibatch, with which a run resumes."""
         return math.ceil(minibatch / self.size)
 
     def num_seeds(self, step: int) -> list[int]:
@@ -41,7 +41,7 @@ class Accumulation:
         return sum(self.num_seeds(step)) * self.shares.world_size / seeds
 
     def loss_factors(self, step: int) -> Sequence[float]:
-        """Return by minibatch its fraction of this worker's seeds in a step.
+        """Return each minibatch's fraction of this worker's seeds in a step.
 
         The sum of the mean losses, each multiplied by its factor, is the mean over these seeds.
         """
@@ -50,7 +50,7 @@ class Accumulation:
         return [count / max(sum(counts), 1) for count in counts]
 
     def sizes(self, step: int) -> Sequence[float]:
-        """Return by minibatch its number of seeds divided by that of a full minibatch."""
+        """Return each minibatch's number of seeds divided by that of a full minibatch."""
         return [count / self.shares.batch_size for count in self.num_seeds(step)]
 
     def _minibatches(self, step: int) -> range:

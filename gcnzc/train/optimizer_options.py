@@ -55,12 +55,14 @@ class OptimizerOptions(Options):
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
     diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;
-    muloco is diloco with --optimizer muon and --compress int2;
-    selsync averages parameters in the steps in which gradients change significantly; dropcompute is
-    average in which slow workers drop their last minibatches of --accumulate; topk, randomk and dct
-    average a fraction of the gradients, and sparseloco of the updates of diloco; saps averages a
-    fraction of the parameters with one other worker, a2cid2 all parameters with a neighbour; backup
-    averages without slow workers; fedglomo corrects local steps and means by momentum"""
+    muloco is diloco with --optimizer muon and --compress int2; selsync averages parameters in the
+    steps in which gradients change significantly; dropcompute is average with --accumulate, but
+    slow workers drop their last minibatches; topk, randomk and dct send a fraction of the
+    gradients, and sparseloco a fraction of the updates of diloco; saps averages a fraction of the
+    parameters with one other worker at a time; a2cid2 averages all parameters with one neighbour
+    in --topology at a time; backup averages parameters with the neighbours in --topology, and does
+    not wait for slow workers; fedglomo exchanges updates after several local steps, with momentum
+    in these steps and in the mean update"""
     lr: float = 0.003
     """learning rate"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -82,8 +84,8 @@ class OptimizerOptions(Options):
     """compression of the exchanged values: a number format, float32, float16, bfloat16,
     float8_e4m3fn, float8_e5m2, int8, int4, int2, float4_e3m0 or sign; or topk, randomk, block,
     threshold or sparseloco, which send a fraction of the values, such as topk:0.01; auto: sign for
-    the onebit and zero-one optimizers, and else the default of --strategy: int2 for muloco, and
-    float32 for the others"""
+    the onebit and zero-one optimizers, and else the default of --strategy: int2 for muloco, int8
+    with stochastic rounding for fedglomo, and float32 for the others"""
     warmup: str = f"{WARMUP.share:g}"
     """onebit optimizers: length of the warm-up with uncompressed gradients, as a fraction of the
     run's steps or a number of steps; auto ends it when the variance is stable, after a quarter of
@@ -92,15 +94,16 @@ class OptimizerOptions(Options):
     """onebit-adam: steps from the end of the warm-up to the first update of the variance, with
     uncompressed gradients; the interval then doubles; 0 never updates it"""
     local_steps: str = "default"
-    """strategies with local steps: steps between two exchanges; default: 8 for local-sgd and co2,
-    and 12 for the others; auto measures the smallest number of steps that overlaps with the whole
-    exchange"""
+    """strategies with local steps: steps from one exchange to the next; default: 8 for local-sgd,
+    co2 and fedglomo, 1 for saps, and 12 for the others; auto measures the smallest number of steps
+    with which exchanges take a small fraction of the time or, with co2 and streaming-diloco, that
+    overlaps with the whole exchange"""
     outer_lr: float | None = None
-    """diloco, muloco, streaming-diloco and co2: learning rate of the outer optimizer; if not given,
-    the default of --strategy"""
+    """diloco, muloco, streaming-diloco, co2 and sparseloco: learning rate of the outer optimizer;
+    if not given, the default of --strategy"""
     outer_momentum: float | None = None
-    """diloco, muloco, streaming-diloco and co2: momentum of the outer optimizer; if not given, the
-    default of --strategy"""
+    """diloco, muloco, streaming-diloco, co2 and sparseloco: momentum of the outer optimizer; if not
+    given, the default of --strategy"""
     eager_weight: float = EAGER
     """co2: fraction of a worker's own last update applied before the all-reduce of the mean
     finishes; 0 with --outer-lr 1 --outer-momentum 0.2 is the published method"""
@@ -116,15 +119,15 @@ class OptimizerOptions(Options):
     """selsync: relative change of the squared gradient norm of a worker, smoothed over
     --sync-window steps, from which all workers average their parameters; default: 0.3"""
     sync_window: int | None = None
-    """selsync: steps over which the gradient norm is smoothed, and first steps that all average;
-    default: 25"""
+    """selsync: number of steps over which the gradient norm is smoothed; in as many steps at the
+    start of the run, all workers average their parameters; default: 25"""
 
     density: float | None = None
     """topk, randomk, dct, sparseloco and saps: fraction of the values that a worker sends; default:
     0.05 for randomk, 1/128 for sparseloco and 0.01 for the others"""
     compute_threshold: str = "auto"
-    """dropcompute: seconds after the beginning of a step from which a worker begins no other
-    minibatch; auto measures it, and none drops nothing"""
+    """dropcompute: time limit of a step in seconds, after which a worker begins no other minibatch;
+    auto selects it by measured times, and none drops nothing"""
     max_dropped: float | None = None
     """dropcompute: largest fraction of the minibatches that an automatic --compute-threshold drops;
     default: 0.1"""
@@ -136,18 +139,18 @@ class OptimizerOptions(Options):
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
     grace: float | None = None
-    """backup: how long a worker that can close a round waits for others, as a fraction of its mean
-    step time; default: 0.1"""
+    """backup: how long a worker that can close a round waits for others, as a fraction of the
+    shortest of its last step times; default: 0.1"""
     probe_interval: int | None = None
-    """saps: exchanges from one measurement of the bandwidths between workers to the next; without
-    it, all bandwidths count as equal"""
+    """saps: exchanges from one measurement of the bandwidths between workers to the next; if not
+    given, all bandwidths count as equal"""
     participants: int | None = None
     """fedglomo: workers that take part in a round, chosen at random; default: all"""
     local_momentum: float | None = None
     """fedglomo: momentum of the local steps, from 0 to 1; default: 0.8"""
     round_weight: float | None = None
-    """fedglomo: weight of the last round in the global momentum, above 0 and at most 1; 1 has no
-    global momentum; default: 0.5"""
+    """fedglomo: weight of the current round in the global momentum, above 0 and at most 1; 1 turns
+    global momentum off; default: 0.5"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,8 +26,7 @@ def find_parts(
         config: options of the run.
         data: the graph, the same on all workers.
         task: training task, which has the seeds.
-        num_parts: number of parts, which is the number of workers unless an epoch is resumed that
-            began with another.
+        num_parts: number of parts: the number of workers with which the current epoch began.
         group: all workers.
 
     Returns:

@@ -68,18 +68,18 @@ class StrategyChoice:
     """How the distributed optimizer of a strategy is built."""
 
     build: Build
-    """returns the optimizer for the setup, and for the keyword arguments that `options` yields"""
+    """returns the optimizer for a setup and the keyword arguments that `options` selects"""
     options: Mapping[str, str] = field(default_factory=dict)
-    """options that it reads, and the keyword argument of each; an option that is not given is
-    omitted, so that the default of the optimizer's class applies"""
+    """options that the strategy uses, and the keyword argument of each; an option that is not given
+    is omitted, so that the default of the optimizer's class applies"""
     clips_own_gradients: bool = False
     """whether --clip-gradients limits each worker's gradients before its own step; otherwise it is
     the keyword argument `clip_norm`, which limits the mean gradient"""
     optimizer: UpdateRule | None = None
-    """the only --optimizer that it supports, which replaces the default; None for all update
-    rules"""
+    """the only --optimizer that the strategy supports, which replaces the default; None for all
+    update rules"""
     accumulate: int = 1
-    """the number of accumulated minibatches that replaces the default, 1"""
+    """value of --accumulate that replaces its default, 1"""
 
 
 def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
@@ -103,7 +103,7 @@ def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
 
 
 def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
-    """Return the optimizer of a run: --optimizer, or the one that --strategy replaces it with.
+    """Return the optimizer of a run: --optimizer, or the only one that --strategy supports.
 
     Raises:
         ValueError: --optimizer does not support --strategy.
@@ -229,7 +229,7 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
 
 
 def _backup_workers(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    # the workers communicate between epochs
+    # all workers wait for one another at the end of each epoch
     arguments["wait_interval"] = setup.epoch_steps
     return _from_recipe(backup_workers)(setup, arguments)
 

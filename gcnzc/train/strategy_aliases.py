@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# strategies that --optimizer names, too; --inner-optimizer is then the update rule
+# strategies that --optimizer also accepts; --inner-optimizer is then the update rule
 STRATEGY_ALIASES = ("local-sgd", "diloco", "streaming-diloco", "co2")
 NAMES = ("optimizer", "inner_optimizer", "strategy")
 
@@ -74,7 +74,7 @@ def resolve_words(words: Sequence[str]) -> list[str]:
             continue
         value = value if equals else next(following, "")
         if not value or value.startswith("--"):
-            # the parser reports the missing value, of an option that it has
+            # the parser reports the missing value; it has no option --inner-optimizer
             present = _spell("optimizer" if name == "inner_optimizer" else name, "")
             return [present if each == word else each for each in words]
         values[name] = value

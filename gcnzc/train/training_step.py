@@ -47,7 +47,7 @@ def train_step(
     computed: Iterator[Batch] = own
     factors, optimizer.weight = accumulation.loss_factors(step), accumulation.loss_weight(step)
     if isinstance(optimizer, DropCompute):
-        # it divides by the sizes of the minibatches that all workers have computed
+        # DropCompute divides by the sizes of the minibatches that all workers have computed
         factors, optimizer.weight = accumulation.sizes(step), 1.0
         computed = optimizer.micro_batches(own, factors)
     stages: list[Stage] = []
@@ -77,7 +77,7 @@ def train_step(
     stages[-1] = replace(stages[-1], end=step_end)
     stats.steps += 1
     report_skip(trainer, step, skipped, optimizer.num_ignored_gradients > ignored)
-    # minibatches that DropCompute has dropped are not used in a later step either
+    # skip the minibatches that DropCompute has dropped, so that no later step uses them
     deque(own, maxlen=0)
     waits = [Span("exchange", "model", *wait) for wait in trainer.group.pop_request_intervals()]
     trainer.waits += waits
@@ -131,7 +131,7 @@ def compute_gradients(
 
     Args:
         trainer: the run.
-        batch: after resuming with another number of workers, it may have no seeds.
+        batch: the minibatch; it may have no seeds after resuming with another number of workers.
         factor: factor of the mean loss of the minibatch.
         is_counted: whether to add the loss to the statistics.
     """

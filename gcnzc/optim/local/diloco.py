@@ -45,12 +45,12 @@ def diloco(
 ) -> Recipe:
     """Return the recipe of `DiLoCo`.
 
-    With a quorum, an outer step uses the differences of the ranks that have taken H steps, as soon
-    as they are at least `quorum`; see `gcnzc.optim.strategy.quorum`. As with `backup_workers`, no
-    other algorithm may communicate between two steps.
+    With a quorum, an outer step begins as soon as at least `quorum` ranks have taken H steps, and
+    uses the differences of these ranks; see `gcnzc.optim.strategy.quorum`. As with
+    `backup_workers`, do not run other collectives between two steps.
 
     Args:
-        local_steps: see `DiLoCo`, as the next options.
+        local_steps: H, or "auto"; see `DiLoCo`.
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: the momentum of the outer optimizer.
         nesterov: whether to use Nesterov momentum.
@@ -59,7 +59,7 @@ def diloco(
         alone: whether a single rank also takes outer steps.
         quorum: the number of ranks, more than half of them, that an outer step needs; None to wait
             for all ranks. Not with `compress`, `sharded`, `alone` or `local_steps="auto"`.
-        grace_s: with a quorum, for how many seconds an outer step waits for further ranks.
+        grace_s: with a quorum, the seconds for which an outer step waits for further ranks.
         control_interval: with a quorum, the number of steps from one sum of signals to the next;
             see `backup_workers`. A fast rank is ahead of a slow one by at most twice as many steps.
         name: the name of a variant, in messages and checkpoints.

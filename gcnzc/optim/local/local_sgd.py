@@ -1,6 +1,6 @@
 """Local SGD: average the parameters of all ranks every H steps.
 
-    x_i <- x_i - InnerOpt(gradient of rank i)        H local steps
+    x_i <- InnerOpt(x_i, gradient of rank i)         H local steps
     x_i <- mean_j x_j                                synchronization
 
 as in Stich, "Local SGD converges fast and communicates little" (2019,

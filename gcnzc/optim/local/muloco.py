@@ -3,8 +3,8 @@
 Thérien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo" (2025,
 https://arxiv.org/abs/2505.23725), find that the outer gradients of Muon lose little accuracy when
 they are compressed to two bits with error feedback. The default outer learning rate and momentum
-are those of the authors' implementation (https://github.com/bentherien/muloco-1). Its number
-format, the interval and the two compressed stages differ from theirs: see
+are those of the authors' implementation (https://github.com/bentherien/muloco-1). The number
+format, the interval and the two compressed stages of the exchange differ from it: see
 `gcnzc.kernels.codec.blocks` for int2 and `gcnzc.compress.two_stage` for the exchange.
 """
 
@@ -21,8 +21,8 @@ from gcnzc.optim.local.diloco import DiLoCo
 class MuLoCo(DiLoCo):
     """DiLoCo with the defaults of MuLoCo: outer gradients of two bits, with error feedback.
 
-    The inner optimizer is meant to be `gcnzc.optim.Muon`. A single rank only takes its steps,
-    unless `alone`.
+    Use `gcnzc.optim.Muon` as the inner optimizer. A single rank only takes the inner optimizer's
+    steps, unless `alone`.
 
     Args:
         inner: the optimizer of torch that takes the local steps.

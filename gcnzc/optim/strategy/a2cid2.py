@@ -1,7 +1,7 @@
 """A2CiD2: gossip in pairs of ranks, accelerated by a second vector of each rank.
 
-Each rank takes local steps, and averages its parameters x with those of one neighbour at a time. Its
-second vector x~ makes the parameters of all ranks agree faster, as if they exchanged more often:
+Each rank takes local steps, and averages its parameters x with those of one neighbour at a time.
+Its second vector x~ reduces the differences between ranks faster, as if they exchanged more often:
 
     mixing, for a time t      e = exp(-2 eta t);  (x, x~) <- (x + c (x~ - x), x~ - c (x~ - x)),
                               c = (1 - e) / 2
@@ -44,8 +44,8 @@ def a2cid2(
     A run is reproducible bit for bit, also if it is resumed. With `asynchronous=True` exchanges are
     overlapped with the steps, and a rank does not wait for others before `average_parameters` or
     `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
-    All ranks still take the same number of steps. A state does not have the exchanges that have
-    started and not ended, so the mean of the ranks' parameters changes slightly if it is loaded.
+    All ranks still take the same number of steps. A saved state does not contain pending exchanges,
+    so the mean of the ranks' parameters changes slightly when the state is loaded.
 
     The momentum reduces the differences between ranks if the graph has many hops, as a ring has. In
     a complete graph, and between two ranks, it has no benefit.
@@ -62,7 +62,7 @@ def a2cid2(
         eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
             memory for x~. None for the constant of the graph.
         matching: how pairs are chosen without `asynchronous`; see `MatchedPairs`.
-        seed: of random matchings.
+        seed: random seed of the pairs with `matching="random"`.
         control_interval: the number of steps from one sum of the signals and comparison of options
             over all ranks to the next. With `asynchronous=True` the sums are overlapped.
 

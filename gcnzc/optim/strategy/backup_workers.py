@@ -7,14 +7,15 @@
 
 A round closes as soon as both ends of a pending edge have finished a local step. The other ranks
 continue to compute, and take part in the round that is current when they finish. Each round
-establishes the edges of the tree among its members; an epoch ends, and all edges are pending again,
-when all have been established. Therefore the union of the rounds of an epoch connects all ranks.
+establishes the edges of the tree among its members. When all edges have been established, an epoch
+of rounds ends, and all edges are pending again. So the rounds of an epoch together connect all
+ranks. An epoch of rounds is not one of the training data.
 
 The method is that of Wang, Liu and Zhang, "Straggler-Resilient Distributed Machine Learning with
 Dynamic Backup Workers" (2021, https://arxiv.org/abs/2102.06280), with a protocol without a
-coordinator: each rank announces in the store that it has finished, and a rank that finds both ends
-of a pending edge closes the round by a compare-and-set. Members average by messages to their
-neighbours, so no rank communicates with a rank that has not finished.
+coordinator. Each rank announces in the store that it has finished. A rank that reads that both ends
+of a pending edge have finished closes the round by a compare-and-set. Members average by messages
+to their neighbours, so no rank communicates with a rank that has not finished.
 
 Notation: W ranks, n elements of the flat parameter vector.
 """
@@ -68,22 +69,22 @@ def backup_workers(
     """Return the recipe of dynamic backup workers.
 
     The ranks do not take the same steps at the same time: a fast rank is ahead of a slow one by at
-    most 2 `control_interval` steps. If all ranks have finished at the same time, the round has all
-    of them; on a complete graph this is local SGD with a mean after every step.
+    most 2 `control_interval` steps. If all ranks finish at the same time, all of them are members
+    of the round; on a complete graph, this is local SGD with a mean after every step.
 
-    No other algorithm may communicate between two calls of `step`, because fast ranks would wait in
-    it for slow ones, which may wait for a round with the fast ones. Exceptions are the methods of
-    the optimizer, and the steps after which all ranks wait for one another: those whose number is a
-    multiple of `wait_interval`, and those that receive a signal. A rank that waits for all others
-    does not delay their rounds.
+    Do not run other collectives between two calls of `step`: fast ranks would wait in them for slow
+    ranks, which may wait for a round with the fast ones. They are allowed after the steps in which
+    all ranks wait for one another: those whose number is a multiple of `wait_interval`, and those
+    that receive a signal. The methods of the optimizer are always allowed. A rank that waits for
+    all others does not delay their rounds.
 
     Args:
         graph: the ranks that average with one another: "ring", "complete", "exponential", a regular
             graph such as "4-regular", or edges (i, j) of ranks.
-        grace: for how long a rank that can close a round waits for others to finish, as a fraction
-            of the shortest time of its last 16 local steps, and at least 2 ms unless it is 0.
-            Without it, ranks that are about equally fast would miss each other's rounds. Infinity
-            waits for all ranks in every round.
+        grace: the time for which a rank that can close a round waits for others to finish, as a
+            fraction of the shortest time of its last 16 local steps. It is at least 2 ms, unless
+            `grace` is 0. Without it, ranks that are about equally fast would miss each other's
+            rounds. With infinity, every round waits for all ranks.
         control_interval: the number of steps from one sum of signals to the next. The sums overlap
             with the steps: a signal is received between N and 2 N steps after it was sent.
         wait_interval: the number of steps after which all ranks wait for one another, such as the
@@ -203,7 +204,7 @@ class CloseRounds(Policy):
             That round, or one without members, if the rules close such rounds.
         """
         strategy = self.strategy
-        # every step exchanges, or has no peers: there is no interval
+        # a new interval of local steps begins, also if this rank has no peers in the round
         strategy.since = 0
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
@@ -215,7 +216,7 @@ class CloseRounds(Policy):
         while True:
             number = self.last.round + 1
             if not (yield from self._announce(Status(number, kind))):
-                # another store, as after a restart
+                # the store has no status of this rank: it is a new one, as after a restart
                 yield from self._meet()
                 continue
             statuses, closed = yield from self._read(number)
@@ -234,7 +235,7 @@ class CloseRounds(Policy):
             yield from self._skip_to(latest)
 
     def _announce(self, status: Status) -> Algorithm[bool]:
-        """Write the status of this rank; return whether the store has had one of this rank."""
+        """Write the status of this rank; return False if the store has lost the previous one."""
         key, value = self._status_key(self.strategy.group.rank), status.to_bytes()
         while (answer := (yield CompareAndSet(key, self.status, value))) != value:
             self.status = answer
@@ -291,7 +292,7 @@ class CloseRounds(Policy):
         After resuming, the ranks know different rounds.
         """
         gather = all_gather_text(self.last.to_bytes().decode())
-        # also opens the channel, for which the ranks wait for one another
+        # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, CHANNEL)))
         rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
         first = max(rounds, key=lambda each: each.round)
@@ -359,7 +360,7 @@ class CloseRounds(Policy):
             yield from self.resume_exchanges()
 
     def apply_pending(self) -> Algorithm[None]:
-        """See `RecipePart`; the ranks have left the rounds."""
+        """See `RecipePart`; called while the exchanges are paused."""
         yield from self.finish_pending()
         if self.votes is not None:
             self.strategy.control.receive(self.votes)
@@ -378,13 +379,13 @@ class CloseRounds(Policy):
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
-        """See `RecipePart`; another number of ranks begins with the first round."""
+        """See `RecipePart`; a state of another number of ranks begins with the first round."""
         # the signals of a sum that has not ended belong to the earlier run
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree
         number, epochs, *others = local["rounds"].tolist()
         if self.status or len(others) != len(tree) + len(begin.bounds):
-            # rounds of this store continue
+            # the rounds of this optimizer continue
             return
         pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
         bounds = tuple(others[len(tree) :])

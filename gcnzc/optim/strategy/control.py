@@ -1,8 +1,8 @@
 """Sum signals and votes over all ranks, independently of the exchanges of parameters.
 
-A strategy whose ranks exchange rarely, or in pairs, sends its signals, such as a request to stop,
-and the bit that shows whether options differ, in a small all-reduce of its own. It takes
-log2(W) messages of some bytes one after the other.
+A strategy whose ranks exchange rarely, or in pairs, has a small all-reduce for its common extras:
+the signals, such as a request to stop, and the bit that shows whether options differ. The
+all-reduce takes log2(W) consecutive messages of a few bytes.
 """
 
 from collections.abc import Sequence

@@ -22,11 +22,11 @@ class Evaluations:
 
     Every evaluation begins with the same states of torch's generators, of the CPU and of the
     parameters' GPU, and with the same dense buffers of the optimizer's `module`, such as those of
-    BatchNorm. At the end of the block the generators and buffers are as if only the first
-    evaluation had been made. After an error, the parameters are those of the beginning.
+    BatchNorm. At the end of the block, the generators and buffers have the states after the first
+    evaluation. After an error, the parameters are those at the beginning of the block.
 
     Args:
-        optimizer: whose parameters are set to the points.
+        optimizer: its parameters are set to the points.
         closure: computes the loss and the gradients at the current parameters.
     """
 
@@ -68,7 +68,7 @@ class Evaluations:
             parameter.grad = None
         if not self.is_first:
             self._write_state(self._before)
-        # a surrounding autocast would use its copies of the parameters before
+        # autocast may have cached copies of the parameters at another point
         torch.clear_autocast_cache()
         with torch.enable_grad():
             loss = self.closure()

@@ -1,7 +1,7 @@
 """FedGLOMO: momentum of gradient differences in local steps and in the mean over ranks.
 
 A round k has E local steps. Each participating rank i takes them twice, from the parameters w_k and
-from those of the round before, with the same minibatches B_t and random numbers:
+from those of the previous round, with the same minibatches B_t and random numbers:
 
     v_0   = g(w_k; B_0)                                   local momentum
     v_t   = g(w_(k,t); B_t) + m (v_(t-1) - g(w_(k,t-1); B_t))
@@ -15,8 +15,8 @@ from those of the round before, with the same minibatches B_t and random numbers
 
 as in Das et al., "Faster Non-Convex Federated Learning via Global and Local Momentum" (2022,
 https://arxiv.org/abs/2012.04061). Both momenta have the form of STORM (Cutkosky and Orabona, 2019,
-https://arxiv.org/abs/1905.10018): a correction makes the old estimate one at the new point. With
-b = 1 and m = 0 it is federated averaging.
+https://arxiv.org/abs/1905.10018): a correction moves the old estimate to the new point. With b = 1
+and m = 0 it is federated averaging.
 
 Notation: W ranks, n elements, E local steps, m local momentum, b the weight `beta` of the current
 round, Q the compression.
@@ -54,17 +54,17 @@ def fedglomo(
 ) -> Recipe:
     """Return the recipe of FedGLOMO.
 
-    `Strategy.step` needs a closure. It calls the closure up to four times in a step: at the current
-    point and, with local momentum, at the one before, of each of the two runs. With `beta=1` there
-    is no second run, and with `local_momentum=0` no second point. Pass the model as `module`;
-    otherwise the buffers of BatchNorm are updated by all evaluations.
+    `Strategy.step` needs a closure, and calls it up to four times: for each of the two runs, at the
+    current point and, with local momentum, at the previous point. With `beta=1` there is no second
+    run, and with `local_momentum=0` no evaluation at the previous point. Pass the model as
+    `module`; otherwise all evaluations update the buffers of BatchNorm.
 
     The inner optimizer is `torch.optim.SGD` without momentum. It applies the learning rate and the
     weight decay. A missing gradient counts as zeros.
 
     A rank stores three vectors (n,) between rounds: w_k, w_(k-1) and u. Within a round it stores up
-    to five more: v of both runs, the points before, and the current point of the second run. With
-    `beta=1` these are one vector, and up to two more.
+    to five more: v and the previous point of both runs, and the current point of the second run.
+    With `beta=1` it stores w_k between rounds, and up to two more vectors within a round.
 
     If an exchange fails, all ranks discard the round and start again from w_k, with the next
     round's participants. `finalize` within a round averages the parameters of all ranks, so that
@@ -76,8 +76,8 @@ def fedglomo(
         local_momentum: m, in [0, 1]; 0 for none.
         participants: the number of ranks that take part in a round; None for all. A rank that does
             not participate does not call the closure, but sends as many bytes.
-        seed: of the choice of participants.
-        compress: compression of both vectors, which are exchanged as one; None for none.
+        seed: random seed of the choice of participants.
+        compress: compression of the exchanged vector, d and c together; None for none.
 
     Raises:
         ValueError: an option is out of range.
@@ -109,7 +109,7 @@ class Run:
     """(n,): the current point of the second run; None for the first run, whose current point is
     the parameters"""
     before: Tensor | None = None
-    """(n,): the point before the last step; None without local momentum"""
+    """(n,): the previous point, before the last step; None without local momentum"""
     velocity: Tensor | None = None
     """(n,): v of the last step; None without local momentum"""
 
@@ -230,10 +230,10 @@ class GlobalMomentum(DifferenceMean):
 
 
 class CoupledSteps(LocalStep):
-    """Take the same local steps from the current round's parameters and from the round's before.
+    """Take the same local steps from the parameters of this round and from those of the previous.
 
     Args:
-        update: has the runs.
+        update: the update, which stores the runs.
         momentum: m, the local momentum.
     """
 
@@ -263,7 +263,7 @@ class CoupledSteps(LocalStep):
                 update.second.point = update.previous
             runs.append(update.second)
         with Evaluations(self.strategy, closure) as evaluations:
-            # of the first run first, as the loss is that at the parameters
+            # the first run is evaluated first, because `loss` is that at the parameters
             steps: list[tuple[Run, Tensor, Tensor]] = []
             for run in runs:
                 point = evaluations.start if run.point is None else run.point

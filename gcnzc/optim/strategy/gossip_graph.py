@@ -44,7 +44,7 @@ class GossipGraph:
         """Return the edges for W ranks; none for a single rank.
 
         Raises:
-            ValueError: the given edges do not connect the ranks, or have other ranks.
+            ValueError: the given edges do not connect the ranks, or have ranks that do not exist.
         """
         if world_size == 1:
             return []
@@ -53,10 +53,11 @@ class GossipGraph:
         return check_graph(world_size, self.graph)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
-        """Return the exchanges per step of each edge if each rank takes turns with its neighbours.
+        """Return the exchanges per step of each edge if each rank starts them in turn.
 
-        Half of the exchanges of a rank, `rate` per step, are started by itself, so ranks with the
-        same number of neighbours take part in `rate` exchanges per step.
+        Each rank starts `rate` / 2 exchanges per step, with one neighbour after the other. In a
+        graph whose ranks have the same number of neighbours, each rank therefore takes part in
+        `rate` exchanges per step.
         """
         edges = self.edges(world_size)
         degrees = [len(each) for each in neighbors(world_size, edges)]
@@ -67,9 +68,9 @@ class GossipGraph:
 
 @dataclass(frozen=True)
 class Momentum:
-    """The constants of A2CiD2, section 3 of Nabli, Belilovsky and Oyallon (2023).
+    """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
 
-    Both are computed from a graph by `momentum_of`.
+    `momentum_of` computes both from a graph.
     """
 
     eta: float
@@ -82,10 +83,10 @@ NO_MOMENTUM = Momentum(0.0, 0.5)
 
 
 def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
-    """Return pairs of ranks of the caller as edges.
+    """Return the caller's pairs of ranks as edges.
 
     Raises:
-        ValueError: they are no pairs of whole numbers.
+        ValueError: an element is not a pair of integers.
     """
     edges = tuple(tuple(each) for each in pairs)
     for edge in edges:
@@ -101,7 +102,7 @@ def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None 
 
     Args:
         world_size: W.
-        rates: by edge, its exchanges per step.
+        rates: the exchanges per step of each edge.
         eta: replaces the computed value; None to compute it.
     """
     if world_size == 1 or eta == 0:

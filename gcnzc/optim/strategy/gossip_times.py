@@ -15,15 +15,15 @@ from gcnzc.optim.validation import check_above_zero
 RATE_WEIGHT = 0.1
 """the weight of the newest step in the moving average of the exchanges per step"""
 MAX_TIME = 10.0
-"""the longest time of mixing after a step, in steps, such as after a pause of the process"""
+"""limit of the mixing time after a step, in steps; it applies after a pause of the process"""
 
 
 class OverlappedGossip(Policy):
     """Process messages and make offers after each step.
 
-    The unit of time is the duration of this rank's steps, an exponential moving average with the
-    weight 1/2 of the newest one. eta is the constant for `rate` exchanges per step, to which it is
-    proportional. If exchanges take longer, their measured rate replaces `rate`.
+    The unit of time is the duration of a step of this rank: an exponential moving average, in which
+    the newest step has the weight 1/2. eta is proportional to the exchanges per step, and was
+    computed for `rate` of them. If fewer exchanges end, mixing is reduced in proportion.
 
     Args:
         rate: the largest number of exchanges of this rank per step, on average.
@@ -37,7 +37,7 @@ class OverlappedGossip(Policy):
         self.measured_rate = rate
         """exchanges per step, a moving average"""
         self.num_before = 0
-        """the number of exchanges until the last step"""
+        """the number of exchanges up to the end of the last step"""
         self.step_s = 0.0
         """the duration of a step, in seconds; 0 until it is measured"""
         self.last_s: float | None = None
@@ -57,7 +57,7 @@ class OverlappedGossip(Policy):
         yield
 
     def after_step(self) -> Algorithm[None]:
-        """See `Policy`: the events since the last step."""
+        """See `Policy`: apply the events since the last step, and make offers."""
         exchange = self.exchange
         yield from exchange.open()
         self.update.apply_gradient()
@@ -72,7 +72,7 @@ class OverlappedGossip(Policy):
         self.measured_rate += RATE_WEIGHT * (applied - self.measured_rate)
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`; the time until the next step is no step."""
+        """See `RecipePart`; the pause does not count as the time of a step."""
         self.last_s = None
         return
         yield
@@ -102,9 +102,9 @@ class OverlappedGossip(Policy):
         """See `RecipePart`."""
         exchange = self.exchange
         self.last_s = None
-        # exchanges of the parameters before are ignored
+        # exchanges with parameters from before the load are ignored
         exchange.generation += 1
-        # a state without `asynchronous` does not have them
+        # a state that was saved without `asynchronous` does not have them
         if "gossip" in local:
             self.step_s, self.measured_rate, exchange.credit = local["gossip"].tolist()
             exchange.num_exchanges = self.num_before = int(local["num_gossips"])

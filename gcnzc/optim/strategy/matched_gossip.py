@@ -32,6 +32,8 @@ class GossipRounds(Policy):
 
     Args:
         rate: the number of rounds per step.
+        update: the vectors of this rank.
+        exchange: the exchange, which knows the pairs of a round.
     """
 
     def __init__(self, rate: float, update: TwoVariables, exchange: "MatchedPairs") -> None:
@@ -79,7 +81,7 @@ class MatchedPairs(Exchange):
         graph: the graph.
         matching: one of `MATCHINGS`. "cycle" uses the matchings of `color_edges` in turn, so that
             each edge is used equally often; "random" uses those of `random_matching`.
-        seed: of random matchings.
+        seed: random seed of the matchings of "random".
     """
 
     def __init__(self, graph: GossipGraph, matching: str = "cycle", seed: int = 0) -> None:

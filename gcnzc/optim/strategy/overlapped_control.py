@@ -42,9 +42,9 @@ class Received:
 class OverlappedControl(Control):
     """Sums the signals of all ranks, overlapped with the steps; see `Control`.
 
-    Each rank starts the sums after the same steps. The lines of `DistributedOptimizer` are compared
-    as of these steps. Checksums of frozen parameters are only compared in `finalize`. A signal that
-    is sent in the last steps of a run may not be delivered.
+    Each rank starts the sums after the same steps. The options of the ranks in these steps are
+    compared. Checksums of frozen parameters are only compared in `finalize`. A signal that is sent
+    in the last steps of a run may not be delivered.
 
     Args:
         strategy: the optimizer.
@@ -54,13 +54,13 @@ class OverlappedControl(Control):
     def __init__(self, strategy: "Strategy", interval: int | None) -> None:
         super().__init__(strategy, interval)
         self.pending: deque[Any] = deque()
-        """the handles of sums that have not been received"""
+        """the handles of sums whose results have not been received"""
         self.is_in_transit = [False] * len(strategy.signals)
-        """for each signal, whether a sum has it that has not been delivered"""
+        """for each signal, whether a sum contains it, and it has not been delivered"""
         self.num_counts = 0
         """the number of sums for which steps were gathered; set by the channel's thread"""
         self.num_received_counts = 0
-        """the number of those among the sums that have been received"""
+        """the number of these sums whose results have been received"""
         self.deliveries: dict[int, list[bool]] = {}
         """signals by the step of their delivery"""
 
@@ -96,9 +96,9 @@ class OverlappedControl(Control):
         if strategy.requires_grad_flags() != strategy.initial_requires_grad:
             comparison.is_requested = True
         bit = comparison.bit(strategy.hashed_lines)
-        # this sum has the request
+        # this sum contains the request
         comparison.is_requested = False
-        # of a signal that the caller sends until it is received, the first one is sufficient
+        # the caller sends a signal in each step until it is received; one sum of it is sufficient
         signals = [
             now and not was for now, was in zip(strategy.signals, self.is_in_transit, strict=True)
         ]

@@ -1,14 +1,14 @@
 """Gossip that is overlapped with the steps, so that no rank waits for a slow one.
 
-Of two neighbours in the graph, one makes offers: it sends its parameters as they are at the end of a
-step. The other one answers with its own parameters when it ends a step, and both apply the exchange
+Of two neighbours in the graph, one makes offers: it sends its parameters at the end of a step. The
+other one answers with its own parameters at the end of one of its steps. Both apply the exchange
 with these two vectors, so the sum of their parameters is preserved. The rank that made the offer
-applies it when the answer has arrived, one of its steps later or more.
+applies it when the answer has arrived, at least one of its steps later.
 
-A rank changes its parameters by at most two overlapping exchanges: those that it has offered and
-not applied, and those that it answers meanwhile. Then it never subtracts more of its own vector
-than it has, and the exchanges average with weights that are not negative. A rank with two of them
-answers later offers after it has applied its own.
+A rank takes part in at most two overlapping exchanges: its offers that have no answer yet, and the
+offers that it answers meanwhile. Each exchange subtracts half of the rank's vector, so the weights
+of the average are not negative. A rank with two overlapping exchanges answers further offers after
+its own have been answered.
 
 This cannot deadlock. Each rank has a color, different from those of its neighbours, and offers go
 from lower to higher colors. So a rank that waits for an answer waits for one of a higher color,
@@ -68,7 +68,7 @@ class Neighbor:
     sent: Tensor | None = None
     """the last message to the neighbour"""
     send: Any = None
-    """its handle"""
+    """the handle of the send of `sent`"""
     is_in_flight: bool = False
     """whether an offer has no answer yet"""
     is_deferred: bool = False
@@ -78,7 +78,7 @@ class Neighbor:
 
 
 class OverlappedPairs(Exchange):
-    """Exchanges with neighbours in a graph, overlapped with the steps; see the module.
+    """Exchanges with neighbours in a graph, overlapped with the steps; see the module's text.
 
     The tensors of messages are on the host. If the vector of one rank is not finite, that rank
     takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
@@ -91,7 +91,8 @@ class OverlappedPairs(Exchange):
     def __init__(self, graph: GossipGraph, update: TwoVariables) -> None:
         self.graph, self.update = graph, update
         self.credit = 0.0
-        """exchanges that this rank may take part in; its offers and answers subtract 1"""
+        """exchanges that this rank may take part in: each step adds `rate`, and each offer or
+        answer subtracts 1"""
         self.num_exchanges = 0
         """the number of exchanges that this rank has applied"""
         self.generation = 0
@@ -104,7 +105,7 @@ class OverlappedPairs(Exchange):
         self.num_in_flight = 0
         """the number of offers without an answer"""
         self.num_overlapping = 0
-        """the number of exchanges that overlap with them, themselves included"""
+        """the number of overlapping exchanges: these offers, and the answers given meanwhile"""
         self.turn = 0
         """the index of the next neighbour that gets an offer"""
         for each in self.neighbors:
@@ -189,10 +190,10 @@ class OverlappedPairs(Exchange):
         self.update.write()
 
     def apply_pending(self) -> Algorithm[None]:
-        """See `RecipePart`: exchange with no rank any more, until the next step.
+        """See `RecipePart`: end the exchanges with all ranks, until the next step.
 
-        A rank that has all answers tells its neighbours that it makes no more offers, and waits for
-        the same from them.
+        A rank that has all answers sends its neighbours the message that it makes no more offers,
+        and waits for that message from each of them.
         """
         yield from self.open()
         self.update.observe()
@@ -238,12 +239,12 @@ class OverlappedPairs(Exchange):
 
     def _start_receive(self, each: Neighbor) -> Algorithm[None]:
         each.receive = yield Start(Receive(each.received, each.peer), each.channel)
-        # it may not end before this step, or before the run
+        # the receive may still be pending at the end of this step, or of the run
         yield Abandon(each.receive)
 
     def _send(self, each: Neighbor, message: Tensor) -> Algorithm[None]:
         if each.send is not None:
-            # the neighbour has received it, or is about to
+            # this wait is short: the neighbour has received the message, or is about to
             yield Wait(each.send)
         each.sent = message
         each.send = yield Start(Send(message, each.peer), each.channel)
@@ -307,7 +308,7 @@ class OverlappedPairs(Exchange):
                 self.strategy.record_drop(
                     f"the parameters of rank {rank} are not finite or too large"
                 )
-        # they may have been replaced since the offer
+        # the parameters of this rank may have been replaced since the offer
         if statuses[1] == Status.USABLE and not self.update.is_usable():
             self.update.replace(other[:count].to(device))
 

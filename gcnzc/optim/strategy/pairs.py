@@ -47,7 +47,7 @@ class RandomMatching(Matching):
     """Random pairs in each round; with an odd number of ranks, the ranks are idle in turn.
 
     Args:
-        seed: of the random choices.
+        seed: random seed of the pairs.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -64,16 +64,16 @@ class RandomMatching(Matching):
 
 
 class Pairs(Exchange):
-    """The mean of this rank and its peer in a matching, at random indices that all ranks share.
+    """The mean of this rank and its peer in a matching, at random indices.
 
-    A rank whose vector has an element that is not finite, or too large to be squared, sends NaN in
-    place of the values. Its peer then sends it the whole vector, and keeps its own. If this is so
-    for both ranks, neither changes.
+    The indices are the same on all ranks. A rank whose vector has an element that is not finite, or
+    too large to be squared, sends NaN instead of the values. Its peer then sends it the whole
+    vector, and does not change its own. If both ranks have such vectors, neither vector changes.
 
     Args:
         matching: chooses the pairs.
         keep: the fraction of exchanged elements, in (0, 1]; at least one element is exchanged.
-        seed: of the random indices.
+        seed: random seed of the indices.
 
     Raises:
         ValueError: `keep` is out of range.

@@ -17,7 +17,7 @@ from gcnzc.optim.validation import check_count
 
 @dataclass
 class Participants:
-    """The ranks that take part in each round, the same on all ranks without communication.
+    """The ranks that take part in each round, which each rank computes without communication.
 
     Raises:
         ValueError: `count` is not a number from 1 on.
@@ -26,7 +26,7 @@ class Participants:
     count: int | None = None
     """the number of ranks in a round; None for all"""
     seed: int = 0
-    """of the choice, a hash of the seed, the round and the rank"""
+    """random seed: the ranks are chosen by a hash of the seed, the round and the rank"""
     round: int = 0
     """the current round, equal on all ranks"""
 
@@ -53,7 +53,7 @@ class Participants:
 class ParticipantsMean(AllRanks):
     """The mean over the participants of the current round whose vector is finite.
 
-    The other ranks send zeros, because each rank also computes a part of the mean.
+    The other ranks contribute zeros, because each rank also reduces a slice of the vector.
 
     Args:
         participants: the ranks of the rounds.

@@ -6,16 +6,16 @@
     b   <- m b + d;  a <- a - lr (d + m b)           the outer step of `DiLoCo`
     x_i <- a                                         ranks in M
 
-A rank that has not finished continues. It is a member of the outer step that is current when it
-finishes: its difference from its older anchor counts there, and it receives the current anchor. A
-minimum quorum and a grace window are those of Douillard et al., "Decoupled DiLoCo for Resilient
-Distributed Pre-training" (2026, https://arxiv.org/abs/2604.21428), of which only the abstract and
-summaries were available. The paper has a central synchronizer, an adaptive window, and weights by
-tokens. Here the ranks agree on the members by a compare-and-set in the store, the window is fixed,
-and the members have equal weights.
+A rank that has not finished continues its local steps. It is a member of the outer step that is
+current when it finishes: this step uses the difference from the rank's older anchor, and the rank
+receives the current anchor. The minimum quorum and the grace window are from Douillard et al.,
+"Decoupled DiLoCo for Resilient Distributed Pre-training" (2026, https://arxiv.org/abs/2604.21428),
+of which only the abstract and summaries were available. The paper has a central synchronizer, an
+adaptive window, and weights by tokens. Here the ranks agree on the members by a compare-and-set in
+the store, the window is fixed, and the members have equal weights.
 
-The quorum is a majority, so each round has a member of the last one, which has the current anchor
-and momentum. It sends them to the members that do not have them.
+The quorum is a majority, so each round has a member of the previous round, which has the current
+anchor and momentum. It sends them to the members that do not have them.
 
 Notation: W ranks, q quorum, n elements of the flat parameter vector, k extras.
 """
@@ -49,9 +49,9 @@ from gcnzc.optim.validation import check_at_least_zero, check_count
 class QuorumRules(RoundRules):
     """The rules of rounds with a quorum.
 
-    A round that cannot have a quorum, because ranks wait for all others, closes without members.
-    In a `ClosedRound`, `bounds` has by rank the last round that it was a member of, and `pending`
-    has pairs (rank, member): the rank sends the member the anchor and the momentum.
+    A round that cannot have a quorum, because ranks wait for all others, closes without members. In
+    a `ClosedRound`, `bounds` is, for each rank, the last round of which it was a member. `pending`
+    is pairs (rank, member): the rank sends the anchor and the momentum to the member.
 
     Args:
         world_size: W.
@@ -94,7 +94,7 @@ class QuorumRules(RoundRules):
 
 
 class Quorum(CloseRounds):
-    """Finish a round after H local steps.
+    """Exchange after H local steps, in a round that closes when it has a quorum.
 
     Args:
         quorum: q.
@@ -142,7 +142,7 @@ class Quorum(CloseRounds):
         """See `Policy`: whether this rank is a member of a round."""
         strategy = self.strategy
         if not self.status:
-            # all ranks wait for one another, so not after H steps
+            # in the first step of all ranks, because they wait for one another here
             yield from self._meet()
         if strategy.since < strategy.sync_interval.steps:
             return False
@@ -220,7 +220,8 @@ class QuorumMean(AllRanks):
         members, rank = closed.members, strategy.group.rank
         yield from self._send_state(closed)
         vector = values[:count]
-        # signals have a sum of their own; the length is that of `DiLoCo`, whose sum has its order
+        # signals have a sum of their own. The extras are zeros, so that the length, on which the
+        # order of the summation depends, is that of `DiLoCo`
         values[count:] = 0
         if rank in closed.damaged:
             vector.zero_()

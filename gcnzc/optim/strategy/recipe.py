@@ -1,13 +1,13 @@
 """Recipes: strategies of communication that are composed of three parts, and rarely a fourth.
 
-    policy     when this rank exchanges, and with which ranks
+    policy     when this rank exchanges
     update     what is exchanged, such as parameters, and how the mean is applied
-    exchange   how the mean is computed: over all ranks with a compression, or between pairs
+    exchange   with which ranks, and how the mean over them is computed, such as compressed
     local      how a local step is taken, if it needs gradients at several points
 
 A strategy is a function that returns a `Recipe`, such as `gcnzc.optim.selsync`.
-`gcnzc.optim.Strategy` executes the recipe around any optimizer of torch. A part has options, and
-after `attach` the state of one rank, so each optimizer needs its own recipe.
+`gcnzc.optim.Strategy` executes the recipe around any optimizer of torch. A part has options and,
+after `attach`, state of one optimizer, so each optimizer needs its own recipe.
 
 Notation: W ranks, n elements of the flat parameter vector, m elements of an exchanged vector, k
 extras (numbers appended to an exchanged vector, such as signals).
@@ -59,11 +59,12 @@ class RecipePart:
         yield
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """Prepare for collectives of all ranks that no exchange contains, such as in an evaluation.
+        """Prepare for collectives of all ranks outside of the exchanges, as in an evaluation.
 
-        Parts whose ranks do not wait for one another in steps let slower ranks exchange without
-        this one, or wait until all ranks have called it. All ranks call it after the same number of
-        steps; it may be called again while exchanges are paused.
+        If ranks do not wait for one another in steps, slower ranks still exchange. The part lets
+        them exchange without this rank, or continues to exchange with them until all ranks have
+        called this method. All ranks call it after the same number of steps; it may be called again
+        while exchanges are paused.
         """
         return
         yield
@@ -120,7 +121,7 @@ class Policy(RecipePart, ABC):
     def is_due(self) -> Algorithm[bool]:
         """Return whether this rank exchanges after the current step.
 
-        Equal on all ranks if the exchange is one of all ranks.
+        Equal on all ranks if all ranks take part in each exchange.
         """
 
     def end_step(self) -> Algorithm[None]:
@@ -179,8 +180,8 @@ class Exchange(RecipePart, ABC):
             values: (m + k,), of which the extras are not set yet; overwritten.
 
         Returns:
-            The mean (m,), or its part (elements of this rank's shard,) if the exchange is sharded;
-            None if there is no mean, and the parameters must not change.
+            The mean (m,), or this rank's shard of it if the exchange is sharded; None if there is
+            no mean, and the parameters must not change.
         """
 
 

@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank has announced: a state, and the last round that it has finished a step for."""
+    """What a rank has announced: a state, and the last round for which it has finished a step."""
 
     round: int
     kind: Kind
@@ -36,7 +36,7 @@ class Status:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Status":
-        """Return the status of a value; of a rank that has announced nothing if it is empty."""
+        """Return the status in a value; an empty value is that of a rank before its first step."""
         if not data:
             return cls(-1, Kind.FINISHED)
         number, kind = data.decode().split()
@@ -53,12 +53,13 @@ class ClosedRound:
     damaged: tuple[int, ...]
     """the members whose parameters are not finite"""
     pending: tuple[Edge, ...]
-    """the edges of the spanning tree that the current epoch has not established"""
+    """the edges of the spanning tree that the current epoch has not established; see
+    `gcnzc.optim.strategy.backup_workers`"""
     epochs: int
     """the number of completed epochs"""
     bounds: tuple[int, ...]
-    """by rank, the number of epochs whose last edge was completed by this rank: a rank that is
-    always slow bounds each epoch once"""
+    """by rank, the number of epochs whose last edge the rank established. A rank that is always
+    slow establishes the last edge of each epoch. `QuorumRules` has other numbers here"""
     oldest: int
     """the oldest round whose key is not deleted"""
 
@@ -85,8 +86,8 @@ class RoundRules:
     """
 
     bounds_are_counters = True
-    """whether `ClosedRound.bounds` only counts slow ranks; then states leave it out, because it
-    depends on the times of the ranks"""
+    """whether `ClosedRound.bounds` only has statistics. A saved state then has zeros instead,
+    because they depend on the times of the ranks"""
 
     def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
         self.world_size, self.edges = world_size, list(edges)
@@ -135,7 +136,8 @@ class RoundRules:
             pending, epochs = self.tree, epochs + 1
             bounds[closer] += 1
         damaged = tuple(rank for rank in sorted(finished) if statuses[rank].kind is Kind.DAMAGED)
-        # a rank may still wait for the round of its status, and a late one looks for the last two
+        # a rank may still wait for the key of its status's round, and a late rank reads those of
+        # the last two rounds
         kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
         oldest = max(last.oldest, kept)
         members = tuple(sorted(finished))
@@ -177,7 +179,7 @@ class RoundRules:
 def depth_first_tree(world_size: int, edges: Collection[Edge]) -> list[Edge]:
     """Return the spanning tree of a depth-first search from rank 0; of a complete graph, a path.
 
-    Its ranks have few edges, so that few edges wait for the same slow rank.
+    Its ranks have few edges, so that a slow rank delays few edges.
 
     Args:
         world_size: W.

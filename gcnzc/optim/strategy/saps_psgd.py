@@ -62,9 +62,9 @@ def saps(
 
     Args:
         keep: p, the fraction of the parameters of an exchange, in (0, 1].
-        bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, equal on all ranks; 0
-            for pairs that cannot communicate. Of (i, j) and (j, i) the lower one counts. None for
-            equal bandwidths, unless they are measured.
+        bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
+            ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
+            None for equal bandwidths, or to measure them with `probe_interval`.
         window: the number of exchanges after which a pair no longer counts as connected. A larger
             window selects faster pairs, and averages more slowly between groups of fast pairs. None
             for W / 2, rounded up, the least with which any 2 * `window` exchanges are guaranteed to
@@ -74,7 +74,7 @@ def saps(
         probe_interval: measure the bandwidths in bytes per second before the first exchange, and
             again every `probe_interval` exchanges, in place of `bandwidth`. A measurement exchanges
             1 MiB between all pairs; the runs are no longer reproducible. None to not measure.
-        seed: of the random pairs and indices.
+        seed: random seed of the pairs and indices.
         local_steps: the number of local steps from one exchange to the next, or "auto".
         control_interval: the number of steps from one sum of signals over all ranks to the next.
 

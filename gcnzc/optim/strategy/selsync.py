@@ -42,14 +42,14 @@ def selsync(
 
     Args:
         threshold: the relative change of the smoothed squared gradient norm from which a rank
-            requests a synchronization. Any rank can request it, so more ranks synchronize more
-            often with the same threshold. With 0 all steps synchronize, with infinity none does
-            after the window.
-        window: the number of steps that the norm is smoothed over, and of the first steps, which
-            always synchronize.
-        decay: of the EWMA, in [0, 1).
-        overlapped_votes: whether the vote of a step is summed while the next step computes, and
-            decides after that step; hides the latency of the vote.
+            requests a synchronization of all ranks. With the same threshold, more ranks therefore
+            synchronize more often. With 0, all steps synchronize; with infinity, none does after
+            the first `window` steps.
+        window: the number of steps over which the norm is smoothed. The first `window` steps always
+            synchronize.
+        decay: the decay of the EWMA, in [0, 1).
+        overlapped_votes: whether the votes of a step are summed while the next step computes, and
+            decide after that step. This hides the latency of the sum.
         compress: compression of the exchanged differences from the last mean; None for none.
 
     Raises:
@@ -99,7 +99,7 @@ class GradientChange(Policy):
         """See `Policy`: compute the relative change of the smoothed squared gradient norm."""
         square = self._squared_norm()
         if not math.isfinite(square):
-            # the mean of the other ranks' parameters is the best that this rank can continue from
+            # request a synchronization: this rank needs the mean of the other ranks' parameters
             self.change = math.inf
             return
         before = self._smoothed()

@@ -17,7 +17,7 @@ from gcnzc.optim.strategy.recipe import Recipe
 
 
 class Strategy(LocalUpdates):
-    """Takes local steps, and exchanges with other ranks as a recipe defines it.
+    """Takes local steps, and exchanges with other ranks as a recipe defines.
 
     ::
 
@@ -27,8 +27,8 @@ class Strategy(LocalUpdates):
 
     Call `finalize` after the last step: it sets the parameters of all ranks to their mean.
 
-    A recipe whose local steps need gradients at several points, such as `fedglomo`, calls a closure
-    several times in each step, as `torch.optim.LBFGS` does::
+    Recipes such as `fedglomo` need gradients at several points in each local step. For them, `step`
+    calls a closure several times, as that of `torch.optim.LBFGS` does::
 
         def closure():
             optimizer.zero_grad()
@@ -49,8 +49,8 @@ class Strategy(LocalUpdates):
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
             first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: the largest fraction of exchanges in the wall time for local steps "auto".
-        clocks: the clocks that measure for local steps "auto".
+        target: if the local steps are "auto", the largest fraction of the wall time for exchanges.
+        clocks: if the local steps are "auto", the clocks that measure them and the exchanges.
 
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
@@ -90,8 +90,8 @@ class Strategy(LocalUpdates):
         self.num_exchanges = 0
         """number of steps with an exchange so far, equal on all ranks"""
         self.closure: Callable[[], Any] | None = None
-        """the closure of the next step, if `needs_closure`; `step` sets it. Set it before
-        `algorithm` is run otherwise"""
+        """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
+        `algorithm` itself sets it before"""
         self.loss: Any = None
         """what the closure returned first in the last step; None if it was not called"""
         for part in recipe.parts:
@@ -130,8 +130,8 @@ class Strategy(LocalUpdates):
         """See `DistributedOptimizer`; calls the closure several times if `needs_closure`.
 
         Returns:
-            The first loss of the closure; None if this rank does not call it, for example because
-            the rank does not participate in the round.
+            The result of the first call of the closure; None if it was not called, for example
+            because this rank does not participate in the round.
 
         Raises:
             TypeError: there is no closure, but `needs_closure`.
@@ -147,7 +147,7 @@ class Strategy(LocalUpdates):
         return loss
 
     def local_step(self) -> None:
-        """See `LocalUpdates`; the policy reads the gradients before."""
+        """See `LocalUpdates`; the policy reads the gradients before the step."""
         if not self.is_inner_only:
             self.recipe.policy.observe()
         if self.recipe.local is None:

@@ -30,10 +30,10 @@ from gcnzc.optim.strategy.strategy import Strategy
 class TwoVariables(Update):
     """Exchange the parameters x in pairs; see `a2cid2`. Without momentum there is no x~.
 
-    The events change a copy of the parameters; `write` writes it to them.
+    The events change a copy of the parameters, which `write` writes to the parameters.
 
     Args:
-        find_rates: returns by edge the exchanges per step for a number of ranks.
+        find_rates: returns the exchanges per step of each edge, for a number of ranks.
         eta: see `momentum_of`.
     """
 
@@ -102,8 +102,8 @@ class TwoVariables(Update):
         """Apply an exchange with another rank.
 
         Args:
-            own: (n,), the parameters of this rank that the other has received; they are those of
-                now, or older ones if the exchange is overlapped.
+            own: (n,), the parameters of this rank that the other rank has received: the current
+                ones, or older ones if the exchange is overlapped.
             other: (n,), those of the other rank.
         """
         for here in tiles(0, len(self.x), self.x.device):

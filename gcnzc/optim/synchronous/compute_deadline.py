@@ -1,8 +1,8 @@
 """When a rank stops the micro-batches of a step: at a given threshold, or at a measured one.
 
-A measured threshold is chosen once the times of some steps are known. All ranks share their times
-and choose the same threshold. If more is dropped later than the limit permits, for example because
-other programs use the machines, the measurement begins again.
+A measured threshold is chosen after the times of some steps have been measured. The ranks gather
+the times of all ranks, and choose the same threshold. If more is dropped later than the limit
+permits, for example because other programs use the machines, the measurement begins again.
 
 Notation: W ranks, S measured steps, M micro-batches of P parts: P is 2 if the forward and backward
 passes are timed separately, or else 1.
@@ -29,10 +29,9 @@ from gcnzc.system.streams import TimedEvent
 CALIBRATION = (6, 50)
 # largest fraction of the micro-batches that a measured threshold may drop
 MAX_DROPPED = 0.1
-# a new measurement begins if as many times `max_dropped` is dropped
+# a new measurement begins if more than this multiple of `max_dropped` is dropped
 TOLERANCE = 1.5
-# the times of a step in which a rank has not computed all micro-batches; a state with NaN would not
-# be equal to its copy
+# in place of a time that was not measured; not NaN, with which a state would differ from its copy
 NOT_MEASURED = -1.0
 
 
@@ -41,7 +40,7 @@ class ComputeDeadline:
 
     Args:
         micro_batches: M, the largest number of micro-batches of a step, at least 2.
-        threshold: seconds from the begin of a step, after which no other pass begins; None or
+        threshold: seconds from the beginning of a step, after which no other pass begins; None or
             infinity for no threshold; "auto" measures the steps of `calibration` and then
             selects the threshold of the largest effective speed.
         calibration: the first and the last step that "auto" measures, counted from 1.
@@ -112,7 +111,7 @@ class ComputeDeadline:
         )
 
     def begin_step(self) -> None:
-        """Record the begin of the first micro-batch."""
+        """Record the beginning of the first micro-batch."""
         self._events = [self.clock.record()]
 
     def end_part(self) -> None:
@@ -120,7 +119,10 @@ class ComputeDeadline:
         self._events.append(self.clock.record())
 
     def is_over(self) -> bool:
-        """Whether no other part may begin, after the first one; see `ComputeClock.delay`."""
+        """Whether the threshold has passed, so that no other part begins; False in the first part.
+
+        See `ComputeClock.delay`.
+        """
         known = len(self._events) - 1 - self.clock.delay
         if known < 1 or self.threshold_s == math.inf:
             return False
@@ -134,7 +136,7 @@ class ComputeDeadline:
                 the same on all ranks.
         """
         yield from self.clock.update()
-        # the GPU has computed the previous step
+        # the GPU has finished the previous step, so this does not wait for it
         self._read_pending()
         self._steps += 1
         first, last = self.calibration
@@ -154,7 +156,7 @@ class ComputeDeadline:
         self._events = []
 
     def _read_pending(self) -> None:
-        """Read the events of the last measured step, which waits for them."""
+        """Read the events of the last measured step; waits for them on a GPU."""
         if not self._pending:
             return
         begin, *ends, end = self._pending
@@ -188,7 +190,7 @@ class ComputeDeadline:
             overhead_s = measured_overhead(times_s, rest_s)
             delay = self.clock.delay
             found = choose_threshold(times_s, overhead_s, self.max_dropped, passes, delay)
-        # that of rank 0, because processors may round the sums differently
+        # all ranks use the threshold of rank 0, because processors may round the sums differently
         values = torch.tensor([found.seconds, found.speed, found.dropped], dtype=torch.float64)
         found = Threshold(*(yield AllGather(values))[0].tolist())
         self._restart()
@@ -223,8 +225,8 @@ class ComputeDeadline:
     ) -> None:
         """Restore `state_dict` and `measured_times`.
 
-        If the number of ranks or an option has changed, a measurement begins again; a threshold of
-        the constructor remains.
+        If the number of ranks or an option has changed, a measurement begins again, unless the
+        constructor was given a threshold.
 
         Args:
             state: a result of `state_dict`.

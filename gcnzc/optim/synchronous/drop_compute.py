@@ -29,8 +29,8 @@ from gcnzc.optim.validation import check_inner
 
 T = TypeVar("T")
 
-# numbers that an exchange sends besides those of `Averaged`: the sizes that are missing, and the
-# micro-batches that were dropped
+# numbers that an exchange sends besides those of `Averaged`: M minus the computed sizes, and the
+# number of dropped micro-batches
 NUM_COUNTS = 2
 
 
@@ -54,9 +54,10 @@ class DropCompute(Averaged):
     `Averaged` with a `weight` of 1 / M. A step without `micro_batches` equals that of `Averaged`.
 
     If `threshold` is "auto", the steps of `calibration` are timed, with nothing dropped. Then all
-    ranks select the threshold that maximizes the samples computed per second, and that drops at
-    most `max_dropped` of them. If 1.5 times as much is dropped in as many later steps, the
-    measurement begins again. A single rank selects no threshold.
+    ranks select the threshold that maximizes the samples computed per second, among those that drop
+    at most `max_dropped` of the micro-batches. If more than 1.5 times `max_dropped` is dropped in
+    the next `calibration[1]` steps, or in as many steps after them, the measurement begins again. A
+    single rank selects no threshold.
 
     The model must not communicate in its forward or backward pass, since the ranks compute
     different numbers of micro-batches. BatchNorm updates its running statistics in each forward
@@ -67,7 +68,7 @@ class DropCompute(Averaged):
         group: the ranks that communicate; see `DistributedOptimizer`.
         signals: see `Averaged`.
         micro_batches: M, the largest number of micro-batches of a step on one rank, at least 2.
-        threshold: seconds from the begin of a step's first micro-batch, after which no other
+        threshold: seconds from the beginning of a step's first micro-batch, after which no other
             forward or backward pass begins; "auto" to measure it; None or infinity to drop nothing.
         calibration: the first and the last step that "auto" times, counted from 1.
         max_dropped: the largest fraction of the micro-batches that "auto" may drop.
@@ -106,7 +107,7 @@ class DropCompute(Averaged):
         super().__init__(
             inner, group, signals, compress=compress, clip_norm=clip_norm, module=module
         )
-        # also without compression, the ranks have measured different times
+        # the states of the ranks differ also without compression: they have measured other times
         self.is_shared = False
         self.fill_state()
         self.num_common_extras += NUM_COUNTS
@@ -170,7 +171,7 @@ class DropCompute(Averaged):
         self._is_accumulated = True
         self._computed, self._offered, self._size = 0, count, 0.0
         self.deadline.begin_step()
-        # an iterator is not asked for more than it has to give
+        # no more than `count` micro-batches are taken from an iterator
         for number, batch in enumerate(islice(batches, count), 1):
             size = 1.0 if sizes is None else sizes[number - 1]
             self._computed, self._size = number, self._size + size
@@ -182,7 +183,7 @@ class DropCompute(Averaged):
             self.deadline.end_part()
             if number < count and self.deadline.is_over():
                 return
-        # an iterator may have fewer
+        # an iterator may have had fewer than `count`
         self._offered = self._computed
 
     def backward(self, loss: Tensor) -> bool:
@@ -217,11 +218,11 @@ class DropCompute(Averaged):
         """See `DistributedOptimizer`: a step of `Averaged`, then the selection of a threshold."""
         weight, limit = self.weight, self.deadline.micro_batches
         dropped = self._offered - self._computed
-        # without `sizes` these are whole numbers, whose sum is exact also in float16; of a single
-        # rank they are the means
+        # without `sizes` these are whole numbers, whose sum is exact also in float16; with a single
+        # rank, they are the means
         self._own_counts = self._mean_counts = (weight * (limit - self._size), float(dropped))
         if self._is_accumulated:
-            # the same on all ranks, so that the sum of the gradients remains one
+            # M is the same on all ranks, so the exchange still sums the gradients of all ranks
             self.weight = weight / limit
         try:
             yield from super().algorithm()

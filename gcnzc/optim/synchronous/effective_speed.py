@@ -21,7 +21,7 @@ class Threshold:
     """A compute threshold, and its predicted effect."""
 
     seconds: float
-    """from the begin of a step; infinite for none"""
+    """from the beginning of a step; infinity for no threshold"""
     speed: float
     """the effective speed, 1 without a threshold"""
     dropped: float
@@ -40,10 +40,10 @@ def find_executed(
     always finished, and so is the first micro-batch.
 
     Args:
-        times_s: (..., M * P) seconds from the begin of a step to the end of each of its parts.
+        times_s: (..., M * P) seconds from the beginning of a step to the end of each of its parts.
         threshold_s: the threshold in seconds, above 0.
-        passes: P, the parts of a micro-batch before which a rank may stop: 1, or 2 for a forward
-            and a backward pass.
+        passes: P, the parts of a micro-batch: 2 for a forward and a backward pass, or 1 for both
+            together. A rank may stop before each part.
         delay: see `ComputeClock.delay`; with 1, the last but one part must have ended.
 
     Returns:
@@ -54,7 +54,7 @@ def find_executed(
 
 
 def _known_times(times_s: NDArray[np.float64], passes: int, delay: int) -> NDArray[np.float64]:
-    """Return (..., M * P): the last end that is known when a part begins, or 0."""
+    """Return (..., M * P): the end of the last part that is known when a part begins, or 0."""
     known = np.zeros_like(times_s)
     known[..., 1 + delay :] = times_s[..., : max(0, times_s.shape[-1] - 1 - delay)]
     # the first micro-batch is never dropped

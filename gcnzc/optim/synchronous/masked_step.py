@@ -1,10 +1,10 @@
 """Steps of an optimizer at some elements of its parameters only.
 
-With random-k or random-block compression and error feedback, each element of the mean gradient is 0
-in most steps, and then has the sum of what it has collected. Heavy-ball momentum would repeat that
-sum in the steps that follow, in which nothing corrects it. A masked step leaves parameters and
-momentum unchanged where the ranks have sent nothing, so an element's momentum advances as often as
-its gradient does.
+With a sparse compression and error feedback, each element of the mean gradient is 0 in most steps.
+When the element is sent, it is the sum of its gradients since it was last sent. Heavy-ball momentum
+would apply that sum again in the following steps, without new gradients that correct it. A masked
+step leaves parameters and momentum unchanged where no rank has sent an element, so an element's
+momentum is updated as often as its gradient.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def choose_momentum(momentum: Momentum | None, compress: Compression | None) -> 
     """Return the argument `momentum` of `Averaged`, or the default for a compression.
 
     Raises:
-        ValueError: there is no such value, or nothing to mask without compression.
+        ValueError: there is no such value, or it is "masked" without compression.
     """
     if momentum is None:
         return "everywhere" if compress is None else compress.momentum
