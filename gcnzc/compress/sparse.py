@@ -34,7 +34,7 @@ Per: TypeAlias = Literal["layer", "all"] | int
 
 
 def make_segments(num_elements: int, layers: Sequence[int], per: Per, density: float) -> Segments:
-    """Return the segments of a vector from each of which some elements are sent.
+    """Return the segments of a vector; some elements of each segment are sent.
 
     Args:
         num_elements: n.

@@ -429,7 +429,7 @@ class WaitForKey(StoreRequest):
 
 @dataclass(slots=True)
 class DeleteKeys(StoreRequest):
-    """Delete keys, of which some may not exist; the answer is None."""
+    """Delete keys, and ignore those that do not exist; the answer is None."""
 
     keys: Sequence[str]
 

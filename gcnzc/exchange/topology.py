@@ -23,7 +23,7 @@ Edge: TypeAlias = tuple[int, int]
 Matrix: TypeAlias = NDArray[np.float64]
 
 NEVER = -1
-"""the entry of `last_met` for two ranks that have not met"""
+"""the entry of `last_met` for two ranks that have not been a pair"""
 
 NEAR_BEST = 0.5
 """default bandwidth threshold, as a fraction of the best bottleneck of a matching"""
@@ -195,9 +195,9 @@ def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
 def round_robin(world_size: int) -> Iterator[list[Edge]]:
     """Yield matchings that have each pair of ranks once: W - 1 perfect ones, or W if W is odd.
 
-    With an even W, ranks i and j with i + j = r modulo W - 1 meet in round r, and the last rank
-    meets the rank i with 2 i = r modulo W - 1. With an odd W, the rounds are those of W + 1 ranks
-    without the last rank.
+    With an even W, the pairs of round r are the ranks i and j with i + j = r modulo W - 1, and the
+    last rank with the rank i for which 2 i = r modulo W - 1. With an odd W, the rounds are those of
+    W + 1 ranks without the last rank.
     """
     modulus = world_size - 1 + world_size % 2
     for number in range(modulus if world_size > 1 else 0):
@@ -325,10 +325,10 @@ def bottleneck_threshold(bandwidth: Matrix) -> float:
 
 
 def recent_edges(last_met: NDArray[np.int64], round: int, window: int) -> list[Edge]:
-    """Return the pairs that met in the `window` rounds before a round.
+    """Return the pairs of the `window` rounds before a round.
 
     Args:
-        last_met: (W, W), symmetric: the last round in which two ranks met, or `NEVER`.
+        last_met: (W, W), symmetric: the last round in which two ranks were a pair, or `NEVER`.
         round: the current round, from 0.
         window: the number of rounds.
     """
@@ -348,7 +348,7 @@ def bandwidth_matching(
 ) -> list[Edge]:
     """Return the matching of SAPS-PSGD: fast pairs, and pairs that keep the ranks connected.
 
-    If the pairs that met in the last `window` rounds connect all ranks, the candidates are the
+    If the pairs of the last `window` rounds connect all ranks, the candidates are the
     pairs with a bandwidth of at least `threshold`. Otherwise they are the pairs of different
     components. The matching has the largest number of random candidates; ranks that are left over
     are matched with each other by any pairs with a bandwidth above 0. If W is odd, rank `round` mod
@@ -363,7 +363,7 @@ def bandwidth_matching(
 
     Args:
         bandwidth: (W, W), symmetric; 0 for pairs that cannot communicate.
-        last_met: (W, W), symmetric: the last round in which two ranks met, or `NEVER`.
+        last_met: (W, W), symmetric: the last round in which two ranks were a pair, or `NEVER`.
         seed: random seed of the matchings.
         round: the number of the matching, from 0.
         window: the number of rounds after which pairs are not recent.

@@ -291,7 +291,7 @@ class Loader:
         if partition != {name: getattr(self.shares, name) for name in PARTITION}:
             done, position = before.step_start(position), 0
         division = self._own_division
-        # an epoch of which no seed was used begins with the division of this loader
+        # if no seed of the epoch was used, it begins with the division of this loader
         if self.seed_order != "shuffled" and (done or position):
             others = [self._division]
             if parts is not None:

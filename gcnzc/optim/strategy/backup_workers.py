@@ -122,7 +122,7 @@ class CloseRounds(Policy):
 
     rules: RoundRules
     last: ClosedRound
-    """the last closed round that this rank knows; its `bounds` count the epochs that each rank
+    """the last closed round that this rank has read; its `bounds` count the epochs that each rank
     has delayed"""
 
     def __init__(
@@ -171,7 +171,7 @@ class CloseRounds(Policy):
 
     @property
     def num_rounds(self) -> int:
-        """The number of rounds that have closed, as far as this rank knows."""
+        """The number of closed rounds up to the last one that this rank has read."""
         return self.last.round
 
     @property
@@ -289,7 +289,7 @@ class CloseRounds(Policy):
     def _meet(self) -> Algorithm[None]:
         """Agree on the round to begin with; all ranks call it in their first step with a store.
 
-        After resuming, the ranks know different rounds.
+        After resuming, the last rounds of the ranks may differ.
         """
         gather = all_gather_text(self.last.to_bytes().decode())
         # this also opens the channel, in which the ranks wait for one another
@@ -369,7 +369,7 @@ class CloseRounds(Policy):
     # state
 
     def local_state(self) -> dict[str, Tensor]:
-        """See `RecipePart`: the last closed round that this rank knows."""
+        """See `RecipePart`: the last closed round that this rank has read."""
         last = self.last
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
         bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds

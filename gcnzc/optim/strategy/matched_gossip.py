@@ -33,7 +33,7 @@ class GossipRounds(Policy):
     Args:
         rate: the number of rounds per step.
         update: the vectors of this rank.
-        exchange: the exchange, which knows the pairs of a round.
+        exchange: the exchange, which has the pairs of each round.
     """
 
     def __init__(self, rate: float, update: TwoVariables, exchange: "MatchedPairs") -> None:

@@ -10,9 +10,9 @@ offers that it answers meanwhile. Each exchange subtracts half of the rank's vec
 of the average are not negative. A rank with two overlapping exchanges answers further offers after
 its own have been answered.
 
-This cannot deadlock. Each rank has a color, different from those of its neighbours, and offers go
-from lower to higher colors. So a rank that waits for an answer waits for one of a higher color,
-and one of the highest color never waits. Steps do not wait at all.
+This cannot deadlock. Each rank has a colour, different from those of its neighbours, and offers go
+from lower to higher colours. So a rank that waits for an answer waits for one of a higher colour,
+and one of the highest colour never waits. Steps do not wait at all.
 
 Notation: W ranks, n elements of the flat parameter vector.
 """
@@ -319,7 +319,7 @@ class OverlappedPairs(Exchange):
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:
-    """Return a color for each rank, different from those of its neighbours; 2 for an even ring."""
+    """Return a colour for each rank, different from those of its neighbours; 2 for an even ring."""
     adjacent = neighbors(world_size, edges)
     colors: list[int] = []
     for rank in range(world_size):

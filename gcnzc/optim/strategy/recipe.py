@@ -177,7 +177,7 @@ class Exchange(RecipePart, ABC):
         """Compute the mean of a vector over ranks.
 
         Args:
-            values: (m + k,), of which the extras are not set yet; overwritten.
+            values: (m + k,). The exchange sets the extras. Overwritten.
 
         Returns:
             The mean (m,), or this rank's shard of it if the exchange is sharded; None if there is

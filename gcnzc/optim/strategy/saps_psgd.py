@@ -141,7 +141,7 @@ class AdaptiveMatching(Matching):
         """See `RecipePart`."""
         world_size = self.strategy.group.world_size
         self.last_met: NDArray[np.int64] = np.full((world_size, world_size), NEVER, np.int64)
-        """(W, W): the last round in which two ranks met, or `NEVER`; equal on all ranks"""
+        """(W, W): the last round in which two ranks were a pair, or `NEVER`; equal on all ranks"""
         self.measured_in = NEVER
         """the round of the last measurement, or `NEVER`"""
         equal = np.ones((world_size, world_size)) - np.eye(world_size)
