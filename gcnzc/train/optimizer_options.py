@@ -190,14 +190,18 @@ class OptimizerOptions(Options):
 
     def _check_strategy_options(self) -> None:
         """Check the options of single strategies."""
-        for name in ("density", "max_dropped", "local_momentum", "round_weight"):
-            value = getattr(self, name)
-            least_is_valid = name in ("max_dropped", "local_momentum")
-            if value is not None and not (0 < value <= 1 or (least_is_valid and value == 0)):
+        for name in ("density", "local_momentum", "round_weight"):
+            value, may_be_zero = getattr(self, name), name == "local_momentum"
+            if value is not None and not (0 < value <= 1 or (may_be_zero and value == 0)):
                 raise ValueError(
-                    f"{option_name(name)} must be {'from 0' if least_is_valid else 'above 0'} and "
-                    f"at most 1, got {value}\n\nhint: omit {option_name(name)} for the default"
+                    f"{option_name(name)} must be {'from 0' if may_be_zero else 'above 0'} and at "
+                    f"most 1, got {value}\n\nhint: omit {option_name(name)} for the default"
                 )
+        if self.max_dropped is not None and not 0 < self.max_dropped < 1:
+            raise ValueError(
+                f"--max-dropped must be above 0 and below 1, got {self.max_dropped}\n\n"
+                "hint: the default is 0.1; --compute-threshold none drops nothing"
+            )
         if self.gossip_rate is not None and not self.gossip_rate > 0:
             raise ValueError(
                 f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"

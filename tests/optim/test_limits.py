@@ -46,10 +46,10 @@ def around(kind, **options):
 # ranks, averages of pairs or of neighbours are none over all ranks
 LIMITS = {
     "averaged": (averaged(None), SEVERAL),
-    "top-k": (averaged(TopK(1.0)), SEVERAL),
-    "random-k": (averaged(RandomK(1.0)), SEVERAL),
-    "random block": (averaged(RandomBlock(1.0)), SEVERAL),
-    "thresholds": (averaged(Threshold(1.0, refresh=1)), SEVERAL),
+    "top-k": (averaged(TopK(1.0), momentum="everywhere"), SEVERAL),
+    "random-k": (averaged(RandomK(1.0), momentum="everywhere"), SEVERAL),
+    "random block": (averaged(RandomBlock(1.0), momentum="everywhere"), SEVERAL),
+    "thresholds": (averaged(Threshold(1.0, refresh=1), momentum="everywhere"), SEVERAL),
     "drop-compute": (around(DropCompute, micro_batches=2, threshold=None), SEVERAL),
     "local_sgd": (recipe(local_sgd, 1), SEVERAL),
     "diloco": (recipe(diloco, **PLAIN), SEVERAL),

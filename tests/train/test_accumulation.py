@@ -250,10 +250,10 @@ class Scripted(ComputeClock):
 def use_drop_compute(threshold, patch=setattr):
     """Let runs in this process train with DropCompute."""
 
-    def build(config, model, group, steps, signals):
+    def build(config, model, group, steps, signals, **options):
         inner = torch.optim.SGD(model.parameters(), config.lr, momentum=0.9)
-        options = {"micro_batches": config.accumulate, "threshold": threshold}
-        return DropCompute(inner, group, signals, clock=Scripted(), module=model, **options)
+        own = {"micro_batches": config.accumulate, "threshold": threshold}
+        return DropCompute(inner, group, signals, clock=Scripted(), module=model, **own)
 
     patch(train_module, "build_method", build)
 

@@ -200,7 +200,7 @@ def test_python_values_are_converted_to_the_types_of_the_options():
 @pytest.mark.parametrize(
     ("option", "value", "hint"),
     [
-        ("optimizer", "foo", "choose one of adam, adamw, sgd, onebit-adam"),
+        ("optimizer", "foo", "choose one of adam, adamw, sgd, muon, onebit-adam"),
         ("model", "SAGE", "choose one of sage, gcn, gin, gat, gatv2"),
         ("epochs", "3", "its type is int"),
         ("epochs", True, "its type is int"),

@@ -197,6 +197,8 @@ OPTIMIZERS = pytest.mark.parametrize(
         *(
             pytest.param({"optimizer": each.optimizer or "adamw", "strategy": name}, id=name)
             for name, each in STRATEGIES.items()
+            # it needs a closure, and rejects clipping
+            if name != "fedglomo"
         ),
     ],
 )

@@ -26,7 +26,7 @@ def config(tmp_path_factory):
 def train_with(monkeypatch, config, folder, wrap):
     """Train with an optimizer around SGD, and return the lines of the epochs."""
 
-    def build(config, model, group, steps, signals):
+    def build(config, model, group, steps, signals, **options):
         inner = torch.optim.SGD(model.parameters(), config.lr)
         return wrap(inner, group, signals=signals, module=model)
 

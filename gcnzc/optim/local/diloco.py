@@ -68,14 +68,14 @@ def diloco(
         ValueError: an option is out of range, or options contradict each other.
     """
     if quorum is not None:
-        for name, is_given in {
+        for option, is_given in {
             "compress": compress is not None and compress != Dense(),
             "sharded": sharded,
             "alone": alone,
             "local_steps='auto'": local_steps == "auto",
         }.items():
             if is_given:
-                raise ValueError(f"quorum with {name}\n\nhint: omit one of them")
+                raise ValueError(f"quorum with {option}\n\nhint: omit one of them")
         rounds = Quorum(quorum, grace_s, control_interval)
         step = QuorumOuterStep(Outer(outer_lr, outer_momentum, nesterov), rounds)
         return Recipe(name, rounds, step, QuorumMean(rounds, step), local_steps=local_steps)
