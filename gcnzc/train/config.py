@@ -110,6 +110,11 @@ def _check_full_batch(config: TrainConfig) -> None:
         if getattr(config, name) == value:
             given = f"{option_name(name)} {value} with --batch-size all"
             raise ValueError(f"{given}: {reason}\n\nhint: {hint}")
+    if config.strategy == "dropcompute":
+        raise ValueError(
+            "--strategy dropcompute with --batch-size all: an epoch is a single step, without "
+            f"minibatches to drop\n\nhint: use another --strategy, or {number}"
+        )
     if config.accumulate > 1:
         raise ValueError(
             f"--accumulate {config.accumulate} with --batch-size all: an epoch is a single step\n\n"

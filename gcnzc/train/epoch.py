@@ -12,6 +12,7 @@ from gcnzc.exchange import run
 from gcnzc.exchange.sync import synchronize_buffers
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.batches import Batches
+from gcnzc.optim import Strategy
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
@@ -75,6 +76,9 @@ def finish_epoch(trainer: Trainer) -> None:
             were skipped on all workers.
     """
     last = trainer.epoch + 1 == trainer.config.epochs
+    if isinstance(trainer.optimizer, Strategy):
+        # workers that are still in the epoch may need answers from this one
+        run(trainer.optimizer.pause_exchanges(), trainer.group)
     if not last:
         # after the last epoch, `finalize` does this
         run(synchronize_buffers(trainer.model), trainer.group)
@@ -82,6 +86,9 @@ def finish_epoch(trainer: Trainer) -> None:
             trainer.average.end_epoch(trainer.epoch)
     trainer.count_sent()
     worker_stats = run(trainer.epoch_stats.of_all_workers(), trainer.group)
+    if isinstance(trainer.optimizer, Strategy):
+        # all workers have ended the epoch
+        run(trainer.optimizer.resume_exchanges(), trainer.group)
     _add_worker_lines(trainer, worker_stats)
     stats = sum_stats(worker_stats)
     figures = stats.figures(trainer.task.has_accuracy, trainer.group.world_size)

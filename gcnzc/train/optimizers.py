@@ -69,8 +69,6 @@ def build_method(
     group: Group,
     steps: int,
     signals: int = 0,
-    *,
-    epoch_steps: int | None = None,
 ) -> DistributedOptimizer:
     """Build the distributed optimizer of a run.
 
@@ -80,7 +78,6 @@ def build_method(
         group: all workers.
         steps: steps of the whole run; --warmup may be a fraction of them.
         signals: number of flags that are sent with each exchange.
-        epoch_steps: steps of an epoch; None if they are not divided into epochs.
 
     Raises:
         ValueError: options contradict each other.
@@ -88,7 +85,7 @@ def build_method(
     if config.optimizer in ONE_BIT:
         return _one_bit(config, model, group, steps, signals)
     inner = build_optimizer(config, model, group.world_size)
-    return build_strategy(TrainingSetup(config, model, inner, group, steps, signals, epoch_steps))
+    return build_strategy(TrainingSetup(config, model, inner, group, steps, signals))
 
 
 def _one_bit(

@@ -180,14 +180,7 @@ def train(
             if message:
                 reporter.say(f"warning: {message}")
         # the two flags that each exchange sends: a request to stop, and a checkpoint that is due
-        optimizer = build_method(
-            config,
-            model,
-            group,
-            steps,
-            signals=2,
-            epoch_steps=steps // config.epochs,
-        )
+        optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
         begin(trainer, launch, stack)

@@ -56,8 +56,6 @@ class TrainingSetup:
     """number of steps of the whole run"""
     signals: int = 0
     """number of flags that are sent with each exchange"""
-    epoch_steps: int | None = None
-    """number of steps of an epoch; None if they are not divided into epochs"""
 
 
 Build: TypeAlias = Callable[[TrainingSetup, dict[str, Any]], DistributedOptimizer]
@@ -228,12 +226,6 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
     return _with_local_steps(DiLoCo)(setup, {**outer, "compress": compress})
 
 
-def _backup_workers(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    # all workers wait for one another at the end of each epoch
-    arguments["wait_interval"] = setup.epoch_steps
-    return _from_recipe(backup_workers)(setup, arguments)
-
-
 def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
     if arguments.pop("clip_norm") is not None:
         raise ValueError(
@@ -305,7 +297,9 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
         clips_own_gradients=True,
     ),
     "backup": StrategyChoice(
-        _backup_workers, {"topology": "graph", "grace": "grace"}, clips_own_gradients=True
+        _from_recipe(backup_workers),
+        {"topology": "graph", "grace": "grace"},
+        clips_own_gradients=True,
     ),
     "fedglomo": StrategyChoice(
         _fedglomo,

@@ -370,6 +370,8 @@ class CloseRounds(Policy):
 
     def local_state(self) -> dict[str, Tensor]:
         """See `RecipePart`: the last closed round that this rank has read."""
+        if self.strategy.is_inner_only:
+            return {}
         last = self.last
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
         bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds

@@ -173,6 +173,8 @@ class GradientChange(Policy):
     ) -> None:
         """See `RecipePart`."""
         self.squares, self.num_squares = local["squares"].clone(), local["num_squares"].clone()
+        # pending votes belong to the earlier run
+        self.pending = self.votes = None
         votes = shared.get("votes")
         if votes is not None:
             # the signals that were sent with the votes belong to the earlier run

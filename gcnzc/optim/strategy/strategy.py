@@ -168,6 +168,7 @@ class Strategy(LocalUpdates):
         yield from self.control.take_turn()
         yield from self.recipe.policy.end_step()
 
+    @identify_caller
     def pause_exchanges(self) -> Algorithm[None]:
         """Prepare for collectives of all ranks; see `RecipePart.pause_exchanges`."""
         if not self.is_inner_only:
@@ -175,6 +176,7 @@ class Strategy(LocalUpdates):
                 yield from part.pause_exchanges()
             yield from self.control.finish_sums()
 
+    @identify_caller
     def resume_exchanges(self) -> Algorithm[None]:
         """Take part in exchanges again after `pause_exchanges`."""
         if not self.is_inner_only:

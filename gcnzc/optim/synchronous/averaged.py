@@ -440,6 +440,7 @@ class Gradients:
         self.vectors = [each.zeros(len(each.parameters) + signals) for each in self.layouts]
         self.reducers = [self._reducer(layout) for layout in self.layouts]
         self.load_errors(self.loaded)
+        self.loaded = ()
         self.is_known = True
 
     def _reducer(self, layout: FlatParameters) -> Reducer | None:

@@ -234,6 +234,8 @@ class ComputeDeadline:
             is_resized: whether the state is of another number of ranks.
         """
         self._restart()
+        # times of the earlier run
+        self._events, self._pending = [], []
         self.calibrations = state["calibrations"]
         if is_resized or state["options"] != self.describe():
             return
