@@ -94,6 +94,24 @@ class SparseCompression(Compression):
         return "masked" if self.error_feedback else "everywhere"
 
 
+class SegmentedCompression(SparseCompression):
+    """The base of sparse compressions that send the largest elements of each segment."""
+
+    density: float
+    """fraction of the elements that are sent"""
+    per: Per
+    """the segments; see `make_segments`"""
+
+    def segments(self, num_elements: int, layers: Sequence[int] = ()) -> Segments:
+        """Return the segments of a vector, and the number of elements sent of each.
+
+        Args:
+            num_elements: n.
+            layers: see `WorkerInfo`.
+        """
+        return make_segments(num_elements, layers, self.per, self.density)
+
+
 class SparseReducer(Reducer):
     """The base of reducers of sparse compressions; with one rank the mean is the vector itself.
 

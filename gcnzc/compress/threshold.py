@@ -32,11 +32,10 @@ from torch import Tensor
 from gcnzc.compress.reducer import WorkerInfo, count_not_finite
 from gcnzc.compress.sparse import (
     Per,
-    SparseCompression,
+    SegmentedCompression,
     SparseReducer,
     check_density,
     check_per,
-    make_segments,
     make_trailer,
 )
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
@@ -48,7 +47,7 @@ MOST = 4
 
 
 @dataclass(frozen=True)
-class Threshold(SparseCompression):
+class Threshold(SegmentedCompression):
     """Sends the elements whose magnitude is at least the threshold of their segment.
 
     A vector of zeros sends no elements. `gcnzc.compress.threshold` describes the exchange.
@@ -76,15 +75,6 @@ class Threshold(SparseCompression):
                 f"refresh={self.refresh!r}\n\nhint: give the number of steps from one renewal of a "
                 "threshold to the next, such as 1000"
             )
-
-    def segments(self, num_elements: int, layers: Sequence[int] = ()) -> Segments:
-        """Return the segments of a vector, with k elements of each.
-
-        Args:
-            num_elements: n.
-            layers: see `WorkerInfo`.
-        """
-        return make_segments(num_elements, layers, self.per, self.density)
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "ThresholdReducer":
         """See `Compression`."""

@@ -24,11 +24,10 @@ from torch import Tensor
 from gcnzc.compress.reducer import WorkerInfo, count_not_finite
 from gcnzc.compress.sparse import (
     Per,
-    SparseCompression,
+    SegmentedCompression,
     SparseReducer,
     check_density,
     check_per,
-    make_segments,
     make_trailer,
 )
 from gcnzc.compress.value_formats import (
@@ -47,7 +46,7 @@ SPARSE_LOCO_DENSITY, SPARSE_LOCO_DECAY = 1 / 128, 0.95
 
 
 @dataclass(frozen=True)
-class TopK(SparseCompression):
+class TopK(SegmentedCompression):
     """Each rank sends the elements of largest magnitude of each segment, with error feedback.
 
     This is Algorithm 1 of Stich, Cordonnier and Jaggi, "Sparsified SGD with memory" (2018,
@@ -97,15 +96,6 @@ class TopK(SparseCompression):
             density: fraction of the elements that are sent.
         """
         return cls(density, CHUNK, "int2", error_decay=SPARSE_LOCO_DECAY)
-
-    def segments(self, num_elements: int, layers: Sequence[int] = ()) -> Segments:
-        """Return the segments of a vector, and the number of elements sent of each.
-
-        Args:
-            num_elements: n.
-            layers: see `WorkerInfo`.
-        """
-        return make_segments(num_elements, layers, self.per, self.density)
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "TopKReducer":
         """See `Compression`."""

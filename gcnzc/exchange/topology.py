@@ -13,7 +13,7 @@ which each rank has at most one edge.
 Notation: W ranks, B (W, W) bandwidths, L (W, W) the Laplacian of a graph.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -80,6 +80,14 @@ def sort_edges(pairs: Iterable[Edge]) -> list[Edge]:
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
+# graphs by name; more than these have a parameter
+GRAPHS: Mapping[str, Callable[[int], list[Edge]]] = {
+    "ring": ring,
+    "exponential": exponential,
+    "complete": complete,
+}
+
+
 def check_graph(world_size: int, edges: Iterable[Edge]) -> list[Edge]:
     """Check that a graph of the caller connects all ranks, and return it in ascending order.
 
@@ -138,39 +146,6 @@ def components(world_size: int, edges: Iterable[Edge]) -> list[list[int]]:
 def is_connected(world_size: int, edges: Iterable[Edge]) -> bool:
     """Whether there is a path between any two ranks."""
     return len(set(component_labels(world_size, edges))) <= 1
-
-
-def spanning_tree(
-    world_size: int, edges: Iterable[Edge], excluded: Collection[int] = ()
-) -> list[Edge]:
-    """Return a tree of shortest paths from the lowest rank, of W - 1 edges of a connected graph.
-
-    Args:
-        world_size: W.
-        edges: the graph.
-        excluded: ranks that the tree does not connect.
-
-    Raises:
-        ValueError: the graph without the excluded ranks is not connected.
-    """
-    ranks = [rank for rank in range(world_size) if rank not in excluded]
-    adjacent = neighbors(world_size, edges)
-    tree: list[Edge] = []
-    reached = ranks[:1]
-    seen = {*reached, *excluded}
-    for rank in reached:
-        for peer in adjacent[rank]:
-            if peer not in seen:
-                seen.add(peer)
-                reached.append(peer)
-                tree.append((rank, peer))
-    if len(reached) < len(ranks):
-        missing = min(set(ranks) - seen)
-        raise ValueError(
-            f"a graph that does not connect rank {ranks[0]} and rank {missing}\n\n"
-            "hint: use a graph with more edges"
-        )
-    return sort_edges(tree)
 
 
 def color_edges(edges: Iterable[Edge]) -> list[list[Edge]]:
@@ -422,12 +397,6 @@ def second_eigenvalue(mixing: Matrix) -> float:
     their mean decreases per round.
     """
     return float(np.linalg.eigvalsh(mixing)[-2]) if len(mixing) > 1 else 0.0
-
-
-def spectral_gap(mixing: Matrix) -> float:
-    """Return 1 minus the second largest absolute eigenvalue of a mixing matrix (W, W)."""
-    values = np.sort(np.abs(np.linalg.eigvalsh(mixing)))
-    return float(1 - values[-2]) if len(values) > 1 else 1.0
 
 
 def laplacian(

@@ -1,4 +1,4 @@
-"""Draw distinct random indices that all ranks and devices compute alike from a seed and a step.
+"""Draw distinct random indices from a seed and a step, the same on all ranks and devices.
 
 The random words are those of Philox. Draw d takes two words of the counter (d // 2, d // 2 >> 32,
 step, step >> 32), which select one of n elements; an element that was drawn before is drawn again.

@@ -44,7 +44,7 @@ from gcnzc.exchange import (
     WaitForKey,
 )
 from gcnzc.exchange.sync import all_gather_text
-from gcnzc.exchange.topology import Edge, check_graph, complete, exponential, regular, ring
+from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.parameter_mean import ParameterMean
@@ -108,13 +108,12 @@ def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
         return check_graph(world_size, graph)
     if degree := re.fullmatch(r"(\d+)-regular", graph):
         return regular(world_size, int(degree[1]))
-    named = {"ring": ring, "complete": complete, "exponential": exponential}
-    if graph not in named:
+    if graph not in GRAPHS:
         raise ValueError(
-            f"the graph {graph!r}\n\nhint: use {', '.join(named)}, a number of neighbors as in "
+            f"the graph {graph!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as in "
             "4-regular, or edges (i, j) of ranks"
         )
-    return named[graph](world_size)
+    return GRAPHS[graph](world_size)
 
 
 class CloseRounds(Policy):

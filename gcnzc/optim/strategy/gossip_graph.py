@@ -7,18 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gcnzc.exchange.topology import (
+    GRAPHS,
     Edge,
     check_graph,
-    complete,
-    exponential,
     inverse_connectivity,
     laplacian,
     maximal_resistance,
     neighbors,
-    ring,
 )
 
-GRAPHS = {"ring": ring, "exponential": exponential, "complete": complete}
 """the graphs that have a name"""
 
 

@@ -263,7 +263,7 @@ class Strategy(LocalUpdates):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `LocalUpdates`."""
-        # states of version 0.2 do not have it
+        # states of older versions do not have it
         self.num_exchanges = shared.get("num_exchanges", 0)
         for part in self.recipe.parts:
             part.load(shared, local, shards)
