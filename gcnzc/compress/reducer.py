@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
+from gcnzc.system.scalars import read_scalars
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,13 @@ class Reducer(ABC):
         """Set the inactive elements of a vector (n,) to 0."""
         if self.active is not None:
             vector.masked_fill_(~self.active, 0)
+
+    def mean_of_one_rank(self, values: Tensor) -> str:
+        """Return the result of `mean` with a single rank: the vector itself, not compressed."""
+        self.clear_inactive(values[: self.num_elements])
+        extras = values[self.num_elements :]
+        counts, self.extra_sums = read_scalars(count_not_finite(values), extras)
+        return describe_non_finite(counts) if any(counts) else ""
 
     @property
     def part(self) -> tuple[int, int]:

@@ -156,9 +156,7 @@ class SparseReducer(Reducer):
         """See `Reducer`."""
         vector, extra_values = values[: self.num_elements], values[self.num_elements :]
         if self.worker.world_size == 1:
-            self.clear_inactive(vector)
-            counts, self.extra_sums = read_scalars(count_not_finite(values), extra_values)
-            return describe_non_finite(counts) if any(counts) else ""
+            return self.mean_of_one_rank(values)
         if self.worker_error is not None:
             vector.add_(self.worker_error, alpha=self.error_decay)
         self.clear_inactive(vector)

@@ -31,7 +31,6 @@ from gcnzc.compress.reducer import (
     Compression,
     Reducer,
     WorkerInfo,
-    count_not_finite,
     describe_non_finite,
 )
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
@@ -171,9 +170,7 @@ class TwoStageReducer(Reducer):
         """See `Reducer`."""
         vector, extra_values = values[: self.num_elements], values[self.num_elements :]
         if self.worker.world_size == 1:
-            self.clear_inactive(vector)
-            counts, self.extra_sums = read_scalars(count_not_finite(values), extra_values)
-            return describe_non_finite(counts) if any(counts) else ""
+            return self.mean_of_one_rank(values)
         codec, layout = self.codec, self.layout
         mean_codec, mean_layout = self.mean_codec, self.mean_layout
         world_size, rank, step = self.worker.world_size, self.worker.rank, self.means
