@@ -93,6 +93,7 @@ METHODS: dict[str, Build] = {
     "top-k, 1 %": _around(Averaged, compress=TopK(0.01)),
     "random-k, 5 %": _around(Averaged, compress=RandomK(0.05)),
     "DCT, 1 %": _around(Averaged, compress=Threshold(0.01)),
+    "DCT, 0.5 %": _around(Averaged, compress=Threshold(0.005)),
     "SAPS, 1 %": _recipe(saps),
     "SAPS, 10 %": _recipe(saps, keep=0.1),
     "A2CiD2": _recipe(a2cid2),

@@ -60,7 +60,7 @@ METHODS = {
     "topk 0.01 per layer": Method(sgd, partial(Averaged, compress=TopK(0.01, "layer")), "dense"),
     "threshold 0.01": Method(sgd, partial(Averaged, compress=Threshold(0.01)), "dense"),
     "diloco": Method(adamw, local, "diloco", LOCAL_STEPS),
-    "sparseloco 1/128": Method(
+    "sparseloco": Method(
         adamw,
         partial(local, outer_lr=1.0, outer_momentum=0.0, compress=TopK.sparse_loco()),
         "diloco",

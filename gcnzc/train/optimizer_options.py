@@ -124,7 +124,7 @@ class OptimizerOptions(Options):
 
     density: float | None = None
     """topk, randomk, dct, sparseloco and saps: fraction of the values that a worker sends; default:
-    0.05 for randomk, 1/128 for sparseloco and 0.01 for the others"""
+    0.05 for randomk, 1/64 for sparseloco and 0.01 for the others"""
     compute_threshold: str = "auto"
     """dropcompute: time limit of a step in seconds, after which a worker begins no other minibatch;
     auto selects it by measured times, and none drops nothing"""
