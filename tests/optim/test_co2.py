@@ -48,7 +48,7 @@ def every(steps, **options):
 
 def step_of(optimizer):
     """The outer step of CO2."""
-    return optimizer.recipe.policy.step
+    return optimizer.recipe.update
 
 
 def trained(model):

@@ -19,28 +19,27 @@ first two rounds have the same start s, because no mean is available after the f
 the authors' code (https://github.com/weigao266/fairscale-CO2, commit 55aaca5) is a constant.
 
 With e > 0, a rank applies this fraction of its own last outer gradient d_i at once, until the mean
-replaces it (`Eager`). A gap is then not needed.
+replaces it (`EagerRound`). A gap is then not needed.
 
 Notation: W ranks, n elements, k extras, H steps of a round.
 """
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim import defaults
 from gcnzc.optim.local.staleness_gap import StalenessGap
-from gcnzc.optim.local.sync_interval import Clocks
 from gcnzc.optim.strategy.all_ranks import AllRanks, PaddedShards
 from gcnzc.optim.strategy.clipped_step import ClippedStep
 from gcnzc.optim.strategy.delayed import Delayed, DelayedRound, DelayedSteps
-from gcnzc.optim.strategy.eager import Eager
+from gcnzc.optim.strategy.eager import EagerRound
 from gcnzc.optim.strategy.every_interval import EveryInterval
-from gcnzc.optim.strategy.recipe import Recipe, Update
+from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.strategy import Strategy
 
 # steps; in longer rounds, too much momentum was harmful on a least-squares problem
@@ -86,10 +85,11 @@ def co2(
         gap = "none" if eager else "gap_aware"
     shards = PaddedShards() if sharded else None
     step = ClippedStep(outer_lr, outer_momentum, StalenessGap(gap), clip, shards)
-    update: Update = Eager(step, eager) if eager else step
     mean = AllRanks(compress, "difference") if shards is None else shards
     exchange: Delayed = DelayedRound(mean) if delay else DelayedSteps(mean, 0, "difference")
-    return Recipe("CO2", Rounds(step, eager), update, exchange, local_steps=local_steps)
+    if eager:
+        exchange = EagerRound(mean, eager)
+    return Recipe("CO2", Rounds(step, eager), step, exchange, local_steps=local_steps)
 
 
 class Rounds(EveryInterval):
@@ -148,7 +148,7 @@ class CO2(Strategy):
         inner: the optimizer of torch that takes the local steps.
         group: the ranks that communicate; see `DistributedOptimizer`.
         local_steps: H; or "auto", the smallest H for which exchanges take at most half the wall
-            time (`target` without a delay) and, if the parameters are on a CPU, add at most 1/40 to
+            time (1/20 without a delay) and, if the parameters are on a CPU, add at most 1/40 to
             the CPU time of the steps (`SyncInterval`).
         outer_lr: the learning rate of the outer optimizer.
         outer_momentum: m, the momentum of the outer optimizer. With a delay, use values above the
@@ -165,13 +165,7 @@ class CO2(Strategy):
         eager: e, in [0, 1). A value above 0 requires a delay and memory for one more
             vector, and works best with gap="none". If None, it is 0.5 with a delay and 0 without.
             The published method has no eager updates: eager=0.
-        signals: the number of flags, such as a request to stop, that each round combines over the
-            ranks.
-        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
-            first exchange is late in the run.
-        module: see `DistributedOptimizer`.
-        target: the largest fraction of exchanges in the wall time for "auto" without a delay.
-        clocks: the clocks that measure for "auto".
+        options: the other options of `Strategy`.
 
     Raises:
         TypeError: see `Strategy`.
@@ -193,11 +187,7 @@ class CO2(Strategy):
         sharded: bool = False,
         delay: int = 1,
         eager: float | None = None,
-        signals: int = 0,
-        total_steps: int | None = None,
-        module: nn.Module | None = None,
-        target: float = 0.05,
-        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
+        **options: Any,
     ) -> None:
         recipe = co2(
             local_steps,
@@ -210,16 +200,7 @@ class CO2(Strategy):
             delay=delay,
             eager=eager,
         )
-        super().__init__(
-            inner,
-            recipe,
-            group,
-            signals=signals,
-            total_steps=total_steps,
-            module=module,
-            target=None if delay else target,
-            clocks=clocks,
-        )
+        super().__init__(inner, recipe, group, **options)
 
     @property
     def bytes_per_round(self) -> int:

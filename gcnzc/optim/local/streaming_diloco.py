@@ -16,6 +16,7 @@ Notation: n elements, P fragments, H local steps, D the delay.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,7 +24,6 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
-from gcnzc.optim.local.sync_interval import Clocks
 from gcnzc.optim.strategy.outer_step import Outer
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.staggered import FragmentExchanges, FragmentSteps, Staggered
@@ -85,12 +85,7 @@ class StreamingDiLoCo(Strategy):
         compress: compression of the exchanged differences; None for none.
         named_parameters: the model's `named_parameters()`, for fragments by name.
         alone: whether a single rank also takes outer steps.
-        signals: the number of flags, such as a request to stop, that each exchange of a fragment
-            combines over the ranks.
-        total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
-            first exchange is late in the run.
-        module: see `DistributedOptimizer`.
-        clocks: the clocks that measure for "auto".
+        options: the other options of `Strategy`.
 
     Raises:
         ValueError: an option is out of range, options contradict each other, or the parameters of
@@ -111,10 +106,7 @@ class StreamingDiLoCo(Strategy):
         compress: Compression | None = None,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         alone: bool = False,
-        signals: int = 0,
-        total_steps: int | None = None,
-        module: nn.Module | None = None,
-        clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
+        **options: Any,
     ) -> None:
         recipe = streaming_diloco(
             local_steps,
@@ -127,15 +119,7 @@ class StreamingDiLoCo(Strategy):
             named_parameters=named_parameters,
             alone=alone,
         )
-        super().__init__(
-            inner,
-            recipe,
-            group,
-            signals=signals,
-            total_steps=total_steps,
-            module=module,
-            clocks=clocks,
-        )
+        super().__init__(inner, recipe, group, **options)
 
     @property
     def bytes_per_window(self) -> int:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
-from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.local.staleness_gap import StalenessGap
 from gcnzc.optim.strategy.all_ranks import PaddedShards
 from gcnzc.optim.strategy.finite_mean import Reduction
@@ -97,11 +96,6 @@ class ClippedStep(Update):
         else:
             self.before = self.start
 
-    def before_start(self, values: Tensor) -> None:
-        """See `Update`."""
-        if not self.strategy.is_counted:
-            delete_nonfinite_state(self.strategy.state, self.strategy.flat_params.parameters)
-
     def compute(self, reduction: Reduction, out: Tensor) -> Algorithm[Reduction]:
         """See `Update`: the start of the next round; without a mean, that of the current one."""
         skip_reason, mean = reduction.skip_reason, reduction.mean
@@ -154,8 +148,7 @@ class ClippedStep(Update):
     def apply(self, mean: Tensor) -> Algorithm[None]:
         """See `Update`."""
         self.start = self._own_elements(mean)
-        self.strategy.flat_params.write_parameters(mean)
-        self.strategy.is_in_sync = True
+        self.strategy.set_parameters(mean)
         return
         yield
 
@@ -180,8 +173,6 @@ class ClippedStep(Update):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
-        is_eager = self.strategy.recipe.update is not self
-        self.strategy.check_option("eager", "own" in local, has_now=is_eager)
         is_sharded = self.shards is not None
         self.strategy.check_option("sharded", "momentum" in shards, has_now=is_sharded)
 
@@ -193,16 +184,3 @@ class ClippedStep(Update):
         self.start, self.momentum = vector(kept["start"]), vector(kept["momentum"])
         self.before = None
         self.gap.distance, self.gap.average = shared["gap"]
-
-    def load_alone(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `RecipePart`: apply the result of a pending exchange, which is the next start."""
-        self.move_to_next((shared if self.shards is None else shards)["start"], shared)
-
-    def move_to_next(self, start: Tensor, shared: Mapping[str, Any]) -> None:
-        """Move the parameters by the vector from a start (n,) to the pending next one, if any."""
-        strategy = self.strategy
-        if "next" in shared:
-            moved = strategy.vector(shared["next"]) - strategy.vector(start)
-            strategy.flat_params.add_to_parameters(moved)

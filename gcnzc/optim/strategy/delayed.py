@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Start, Wait
+from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import Collective
 from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean, exclude_zeros
 from gcnzc.optim.strategy.recipe import BaseExchange, Update
@@ -71,26 +72,23 @@ class Delayed(BaseExchange):
         super().attach(strategy)
         self.exchange.attach(strategy)
 
-    def read(self) -> Tensor:
-        """Return the vector to exchange, in new memory (elements + k,)."""
+    def make_buffer(self) -> Tensor:
+        """Return memory (elements + k,) for an exchange: zeros after the first m elements."""
         flat_params, count = self.strategy.flat_params, self.exchange.num_buffered
         values = torch.empty(
             count + self.strategy.extras, dtype=flat_params.dtype, device=flat_params.device
         )
         values[self.source.num_elements :] = 0
-        self.source.read(values)
         return values
 
     def start(self, values: Tensor, due: int = 0) -> Algorithm[None]:
         """Start the exchange of a vector.
 
         Args:
-            values: the result of `read`.
+            values: the result of `make_buffer` with the vector, after `Collective.prepare`.
             due: the step after which to apply the result.
         """
         strategy = self.strategy
-        self.exchange.prepare(values)
-        self.source.before_start(values)
         self.pending = Pending(values, strategy.group.world_size, due)
         self.pending.handle = yield Start(self._compute(values), CHANNEL)
         if strategy.sync_interval.is_measuring:
@@ -162,7 +160,10 @@ class DelayedSteps(Delayed):
     def synchronize(self) -> Algorithm[None]:
         """See `BaseExchange`: start an exchange."""
         self.strategy.num_exchanges += 1
-        yield from self.start(self.read(), self.strategy.steps + self.delay)
+        values = self.make_buffer()
+        self.source.read(values)
+        self.exchange.prepare(values)
+        yield from self.start(values, self.strategy.steps + self.delay)
 
     def apply_due(self) -> Algorithm[None]:
         """See `BaseExchange`."""
@@ -212,8 +213,8 @@ class DelayedSteps(Delayed):
 class DelayedRound(Delayed):
     """An exchange of the end of a round of local steps, which overlaps with the next round.
 
-    `Update.read` computes the vector of a round before `Update.apply` sets the parameters to the
-    result of the last one. The result of the round before the first one is the parameters.
+    The vector of a round is read before the parameters are set to the result of the last one. The
+    result of the round before the first one is the parameters.
     """
 
     @property
@@ -227,32 +228,46 @@ class DelayedRound(Delayed):
 
     def reinitialize(self) -> None:
         """See `RecipePart`: the start of the next round is that of this round."""
-        self._set_finished(self.strategy.vector(), self.strategy.group.world_size)
+        world_size = self.strategy.group.world_size
+        self._set_finished(self.strategy.vector(), world_size, world_size)
 
     initialize = reinitialize
 
     def _set_finished(
-        self,
-        result: Tensor,
-        workers: int,
-        num_finite: float | None = None,
-        skip_reason: str = "",
+        self, result: Tensor, workers: int, num_finite: float, skip_reason: str = ""
     ) -> None:
         """Set the pending exchange to a finished one with a given result (m,)."""
-        count = float(workers) if num_finite is None else num_finite
-        sums = [count, *[0.0] * (self.strategy.extras - 1)]
-        values = result.new_zeros(self.exchange.num_buffered + self.strategy.extras)
+        sums = [num_finite, *[0.0] * (self.strategy.extras - 1)]
+        values = self.make_buffer()
         values[: len(result)] = result
         mean = values[: len(result)]
         self.pending = Pending(values, workers, result=Reduction(mean, sums, skip_reason))
 
     def synchronize(self) -> Algorithm[None]:
         """See `BaseExchange`: apply the result of the last round, and exchange this one."""
-        self.strategy.num_exchanges += 1
+        strategy = self.strategy
+        strategy.num_exchanges += 1
+        # the update may still use what `read` replaces
         yield from self.finish_pending()
-        values = self.read()
+        values = self.make_buffer()
+        self.read(values)
         yield from self.finish()
+        self.exchange.prepare(values)
+        if not strategy.is_counted:
+            delete_nonfinite_state(strategy.state, strategy.flat_params.parameters)
+        self.begin_round(values)
         yield from self.start(values)
+
+    def read(self, out: Tensor) -> None:
+        """Write the vector of the last round into the first m elements of `out`."""
+        self.source.read(out)
+
+    def begin_round(self, values: Tensor) -> None:
+        """Set the parameters for the next round; does nothing by default.
+
+        Args:
+            values: the result of `read`, or zeros if it is not finite.
+        """
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`: an incomplete round is exchanged like a complete one."""
@@ -276,6 +291,8 @@ class DelayedRound(Delayed):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
+        is_eager = bool(self.local_state())
+        self.strategy.check_option("eager", "own" in local, has_now=is_eager)
         self.strategy.check_option("delay", "next" in shared, has_now=True)
 
     def load(
@@ -285,3 +302,12 @@ class DelayedRound(Delayed):
         num_finite = next(iter(shared["extra_sums"]), 0.0)
         result, skip_reason = self.strategy.vector(shared["next"]), shared["skip_reason"]
         self._set_finished(result, shared["workers"], num_finite, skip_reason)
+
+    def load_alone(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`: apply the movement from the start of this round to the next one."""
+        # an eager rank has a start of its own
+        start = local["own"] if "own" in local else {**shared, **shards}["start"]
+        moved = self.strategy.vector(shared["next"]) - self.strategy.vector(start)
+        self.strategy.flat_params.add_to_parameters(moved)

@@ -14,7 +14,7 @@ extras (numbers appended to an exchanged vector, such as signals).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ class RecipePart:
 
     strategy: "Strategy"
     """the optimizer that the part belongs to; set by `attach`"""
+    children: "Sequence[RecipePart]" = ()
+    """parts of this part, which the optimizer also initializes, saves and loads"""
 
     def attach(self, strategy: "Strategy") -> None:
         """Allocate the state for the ranks and parameters of an optimizer; called once.
@@ -187,13 +189,6 @@ class Update(BaseUpdate, ABC):
     def discard(self) -> None:
         """Handle an exchange without a mean, on all ranks; keeps the parameters by default."""
 
-    def before_start(self, values: Tensor) -> None:
-        """Handle the start of an exchange that overlaps with the local steps; see `Delayed`.
-
-        Args:
-            values: the result of `read`, or zeros if it is not finite.
-        """
-
     def compute(self, reduction: "Reduction", out: Tensor) -> Algorithm["Reduction"]:
         """Compute the result of an exchange from its mean, overlapped with the local steps.
 
@@ -315,14 +310,18 @@ class Recipe:
         return self.update
 
     @property
-    def parts(self) -> tuple[Policy | BaseUpdate | BaseExchange | LocalStep, ...]:
-        """The parts."""
+    def parts(self) -> list[RecipePart]:
+        """The parts, each followed by its children."""
+        return [each for part in self._own_parts for each in (part, *part.children)]
+
+    @property
+    def _own_parts(self) -> tuple[Policy | BaseUpdate | BaseExchange | LocalStep, ...]:
         parts = self.policy, self.update, self.exchange
         return parts if self.local is None else (*parts, self.local)
 
     def describe(self) -> str:
         """Return the name and the options, which must be equal on all ranks, as text."""
-        options = [part.describe() for part in self.parts]
+        options = [part.describe() for part in self._own_parts]
         if self.control_interval is not None:
             options.append(f"control_interval={self.control_interval}")
         return f"{self.name}({', '.join(filter(None, options))})"

@@ -74,6 +74,7 @@ class FragmentSteps(BaseUpdate):
         # no elements before `initialize`
         self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
         self.steps = [FragmentStep(self, number) for number in range(len(self.fragments))]
+        """for each fragment"""
         for step in self.steps:
             step.attach(strategy)
 
@@ -257,11 +258,13 @@ class FragmentExchanges(BaseExchange):
         """See `RecipePart`."""
         super().attach(strategy)
         self.exchanges: list[DelayedSteps] = []
+        """for each fragment"""
         for number, step in enumerate(self.update.steps):
             mean = AllRanks(self.compress, f"fragment {number}")
             mean.source = step
             self.exchanges.append(DelayedSteps(mean, self.policy.delay, mean.name))
             self.exchanges[-1].attach(strategy)
+        self.children = self.exchanges
         strategy.sync_interval.exchanges = len(self.exchanges)
 
     def describe(self) -> str:
@@ -270,42 +273,14 @@ class FragmentExchanges(BaseExchange):
 
     def synchronize(self) -> Algorithm[None]:
         """See `BaseExchange`: start the exchanges of the fragments that are due."""
-        strategy, delay = self.strategy, self.policy.delay
-        strategy.num_exchanges += 1
+        before = self.strategy.num_exchanges
         for number in self.policy.due:
-            exchange = self.exchanges[number]
-            yield from exchange.start(exchange.read(), strategy.steps + delay)
+            self.exchanges[number].delay = self.policy.delay
+            yield from self.exchanges[number].synchronize()
+        # of the ranks, not of fragments
+        self.strategy.num_exchanges = before + 1
 
     def apply_due(self) -> Algorithm[None]:
         """See `BaseExchange`."""
         for exchange in self.exchanges:
             yield from exchange.apply_due()
-
-    def finish_pending(self) -> Algorithm[None]:
-        """See `RecipePart`."""
-        for exchange in self.exchanges:
-            yield from exchange.finish_pending()
-
-    def apply_pending(self) -> Algorithm[None]:
-        """See `RecipePart`."""
-        for exchange in self.exchanges:
-            yield from exchange.apply_pending()
-
-    @property
-    def state_bytes(self) -> int:
-        """See `RecipePart`."""
-        return sum(exchange.state_bytes for exchange in self.exchanges)
-
-    def shared_state(self) -> dict[str, Any]:
-        """See `RecipePart`."""
-        state: dict[str, Any] = {}
-        for exchange in self.exchanges:
-            state |= exchange.shared_state()
-        return state
-
-    def load(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `RecipePart`."""
-        for exchange in self.exchanges:
-            exchange.load(shared, local, shards)
