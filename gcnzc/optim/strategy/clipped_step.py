@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
 from gcnzc.optim.local.staleness_gap import StalenessGap
-from gcnzc.optim.strategy.all_ranks import PaddedShards
+from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.finite_mean import Reduction
 from gcnzc.optim.strategy.recipe import Update
 from gcnzc.optim.strategy.strategy import Strategy
@@ -51,7 +51,7 @@ class ClippedStep(Update):
         momentum: float,
         gap: StalenessGap,
         clip: float | None = None,
-        shards: PaddedShards | None = None,
+        shards: Shards | None = None,
     ) -> None:
         check_at_least_zero("outer_lr", lr)
         check_fraction("outer_momentum", momentum)
@@ -142,7 +142,7 @@ class ClippedStep(Update):
         sent[: len(part)] = part
         sent[size] = moved
         rows = yield AllGather(sent)
-        out[: self.shards.num_buffered].view(-1, size).copy_(rows[:, :size])
+        out[: self.num_elements] = rows[:, :size].reshape(-1)[: self.num_elements]
         return math.hypot(*rows[:, size].tolist())
 
     def apply(self, mean: Tensor) -> Algorithm[None]:
