@@ -39,10 +39,10 @@ from gcnzc.optim import (
     DiLoCo,
     DistributedOptimizer,
     LocalSGD,
-    LocalUpdates,
     OneBitAdam,
     OneBitLamb,
     Replicated,
+    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
@@ -261,7 +261,7 @@ def build(
 
 def describe(optimizer: DistributedOptimizer) -> str:
     """Return the options of an optimizer as text, which is equal on all ranks."""
-    if isinstance(optimizer, LocalUpdates):
+    if isinstance(optimizer, Strategy):
         return optimizer.describe_options()
     return "; ".join(optimizer.layout_lines()) if isinstance(optimizer, Replicated) else ""
 

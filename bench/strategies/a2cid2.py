@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from bench import harness
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
-from gcnzc.optim import LocalSGD, LocalUpdates, Strategy, a2cid2
+from gcnzc.optim import LocalSGD, Strategy, a2cid2
 
 ARCHIVES = Path(__file__).parents[3] / "shared" / "data"
 GRAPH = "amazon_photo"
@@ -125,7 +125,7 @@ def make_model(columns: int, classes: int, seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(columns, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes))
 
 
-def make_optimizer(method: str, model: nn.Module, group: Group) -> LocalUpdates:
+def make_optimizer(method: str, model: nn.Module, group: Group) -> Strategy:
     """Return an optimizer of one of `METHODS`."""
     inner = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
     options = METHODS[method]

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from bench import harness
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.local.base import LocalUpdates
 
 WORLD_SIZE = 8
 LINK, STORE_S = Link(bytes_per_s=12.5e6, delay_s=0.001), 0.001
@@ -37,7 +36,7 @@ FEATURES, HIDDEN, CLASSES = 128, 64, 16
 BATCH, SAMPLES, LR = 32, 512, 0.1
 GRACE = 0.1
 GRAPHS = ("ring", "4-regular", "complete")
-Make = Callable[[torch.optim.Optimizer, Group], LocalUpdates]
+Make = Callable[[torch.optim.Optimizer, Group], Strategy]
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Run:
     """What a rank has done."""
 
     model: nn.Module
-    optimizer: LocalUpdates
+    optimizer: Strategy
     ends: list[float] = field(default_factory=list)
     """the virtual time of the end of each step"""
     vectors: list[Tensor] = field(default_factory=list)
@@ -89,7 +88,7 @@ def train(run: Run, x: Tensor, y: Tensor, times: list[float], seed: int) -> Algo
         now = yield Now()
         run.ends.append(now)
         run.vectors.append(run.optimizer.vector())
-        if isinstance(run.optimizer, Strategy) and hasattr(run.optimizer.recipe.policy, "last"):
+        if hasattr(run.optimizer.recipe.policy, "last"):
             run.rounds[run.optimizer.recipe.policy.last.round] = now
     yield from run.optimizer.finalize_algorithm()
 

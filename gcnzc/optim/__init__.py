@@ -4,12 +4,11 @@ from gcnzc._moved import renamed
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.late_phase import LatePhaseWarning
-from gcnzc.optim.local.base import LocalUpdates
-from gcnzc.optim.local.co2 import CO2
+from gcnzc.optim.local.co2 import CO2, co2
 from gcnzc.optim.local.diloco import DiLoCo, diloco
 from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.muloco import MuLoCo
-from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
+from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo, streaming_diloco
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
 from gcnzc.optim.strategy.a2cid2 import a2cid2
@@ -35,7 +34,6 @@ __all__ = [
     "DropCompute",
     "LatePhaseWarning",
     "LocalSGD",
-    "LocalUpdates",
     "MuLoCo",
     "Muon",
     "OneBitAdam",
@@ -48,6 +46,7 @@ __all__ = [
     "ZeroOneSchedule",
     "a2cid2",
     "backup_workers",
+    "co2",
     "diloco",
     "fedglomo",
     "keep_gradients_local",
@@ -55,12 +54,14 @@ __all__ = [
     "resize_state",
     "saps",
     "selsync",
+    "streaming_diloco",
 ]
 
 __getattr__ = renamed(
     __name__,
     {
         "Exchanging": "DistributedOptimizer",
+        "LocalUpdates": "Strategy",
         "leave_local": "keep_gradients_local",
         "resized": "resize_state",
     },

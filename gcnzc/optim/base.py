@@ -64,7 +64,7 @@ class DistributedOptimizer(Optimizer):
     """whether the state is the same on all ranks, so that rank 0's checkpoint is sufficient"""
 
     is_replicated = True
-    """whether checksums of trained parameters are compared between ranks; not by `LocalUpdates`"""
+    """whether checksums of trained parameters are compared between ranks; not by `Strategy`"""
 
     # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
     _step_supports_amp_scaling = True
@@ -109,7 +109,7 @@ class DistributedOptimizer(Optimizer):
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.steps = 0
-        """number of steps taken, equal on all ranks; only `LocalUpdates` counts skipped steps"""
+        """number of steps taken, equal on all ranks; only `Strategy` counts skipped steps"""
         self.loaded = "none"
         """description of the state that was loaded last; equal on all ranks"""
         self.identity = self.name
@@ -386,8 +386,8 @@ class DistributedOptimizer(Optimizer):
         """Register this optimizer with the group, and broadcast the model if there is a backend.
 
         `Replicated` and `Averaged` call it in their constructors, so `broadcast_model` must not use
-        attributes that the constructor of a subclass sets after `super().__init__()`. A subclass of
-        `LocalUpdates` calls it at the end of its own constructor.
+        attributes that the constructor of a subclass sets after `super().__init__()`. `Strategy`
+        calls it at the end of its constructor.
         """
         if self.identity == self.name:
             self.identity = self.group.new_caller(self.identity)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from gcnzc.features.cache import CachedTable
 from gcnzc.loader.loader import Loader
-from gcnzc.optim import DistributedOptimizer, DropCompute, LocalUpdates, Strategy
+from gcnzc.optim import DistributedOptimizer, DropCompute, Strategy
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.system.streams import TimedEvent
@@ -190,7 +190,7 @@ def describe_skip(optimizer: DistributedOptimizer, skipped: int) -> str:
         optimizer: its `skip_reason` is not empty.
         skipped: its number of skipped steps before this one.
     """
-    if optimizer.skipped == skipped or isinstance(optimizer, LocalUpdates):
+    if optimizer.skipped == skipped or isinstance(optimizer, Strategy):
         # a local step, or a mean that excludes a worker: the reason contains the effect
         return f": {optimizer.skip_reason}"
     where = " on all workers" if optimizer.group.world_size > 1 else ""

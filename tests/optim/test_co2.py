@@ -46,6 +46,11 @@ def every(steps, **options):
     return lambda inner, group: CO2(inner, group, local_steps=steps, **{**PUBLISHED, **options})
 
 
+def step_of(optimizer):
+    """The outer step of CO2."""
+    return optimizer.recipe.update
+
+
 def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -431,9 +436,9 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
     models, optimizers = team(3, make, dtype=torch.float32)
     train(models, optimizers, 4)
     before = [vector_of(models[0])]
-    momenta = [optimizer.momentum.clone() for optimizer in optimizers]
+    momenta = [step_of(optimizer).momentum.clone() for optimizer in optimizers]
     train(models, optimizers, 6, 4)
-    assert all(map(torch.equal, momenta, (each.momentum for each in optimizers)))
+    assert all(map(torch.equal, momenta, (step_of(each).momentum for each in optimizers)))
     before.append(vector_of(models[0]))
     # with a delay, what has not come is missed at the end of the next round
     train(models, optimizers, 6 + 2 * delay, 6)
@@ -507,9 +512,9 @@ def test_another_number_of_ranks_resumes_from_the_old_parameters(old, new, optio
     mean = mean_of(models)
     if new == 1:
         # nobody is left to exchange with: what the last round comes to is taken at once
-        starts = [optimizer.start for optimizer in optimizers]
+        starts = [step_of(optimizer).start for optimizer in optimizers]
         before = torch.cat(starts if "sharded" in options else starts[:1])
-        moved = optimizers[0].pending.values[: len(before)] - before
+        moved = optimizers[0].recipe.exchange.pending.values[: len(before)] - before
         assert moved.abs().max() > 0.001
         expected = Everything().float()
         nn.utils.vector_to_parameters(mean, expected.parameters())
@@ -519,8 +524,9 @@ def test_another_number_of_ranks_resumes_from_the_old_parameters(old, new, optio
         torch.testing.assert_close(vector_of(model), mean)
     assert all_equal(again)
     if old > 1 < new:
-        parts = [each.momentum for each in others] if "sharded" in options else [others[0].momentum]
-        whole = [each.momentum for each in optimizers]
+        parts = [step_of(each).momentum for each in others]
+        parts = parts if "sharded" in options else parts[:1]
+        whole = [step_of(each).momentum for each in optimizers]
         whole = torch.cat(whole) if "sharded" in options else whole[0]
         assert torch.equal(torch.cat(parts), whole)
         # the round ends when it would have, and the next one begins where it would have
@@ -586,7 +592,8 @@ def test_an_eager_rank_that_is_not_finite_starts_from_the_mean(bad, sharded):
     with torch.no_grad():
         models[1].first.weight[0, 0] = bad
     train(models, optimizers, 4, 3)
-    common = torch.cat([each.start for each in optimizers] if sharded else [optimizers[0].start])
+    starts = [step_of(each).start for each in optimizers]
+    common = torch.cat(starts) if sharded else starts[0]
     assert torch.equal(nn.utils.parameters_to_vector(trained(models[1])), common)
     assert not torch.equal(nn.utils.parameters_to_vector(trained(models[0])), common)
     train(models, optimizers, 12, 4)
@@ -608,7 +615,7 @@ def test_finalize_makes_parameters_bitwise_equal(steps, options):
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     after = vector_of(models[0])
-    assert all(optimizer.gap.distance == 0 for optimizer in optimizers)
+    assert all(step_of(optimizer).gap.distance == 0 for optimizer in optimizers)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert torch.equal(vector_of(models[0]), after)
     # and may go on
@@ -697,7 +704,7 @@ def test_half_precision_parameters_keep_their_dtype():
     train(models, optimizers, 6)
     assert all_equal(models)
     assert all(parameter.dtype == torch.bfloat16 for parameter in models[0].parameters())
-    assert optimizers[0].start.dtype == torch.float32
+    assert step_of(optimizers[0]).start.dtype == torch.float32
 
 
 # --- beside the steps
@@ -764,13 +771,14 @@ def patient(steps):
     with init_group() as group:
         model = Everything()
         optimizer = every(3, compress=Patient())(adamw(model.parameters()), group)
+        reducer = optimizer.reducers["difference"]
         for number, rows in enumerate(batches(steps), 1):
             gradients_of(model, optimizer, rows)
             optimizer.step()
-            optimizer.mean.taken = number
-        optimizer.mean.taken = 10**6
+            reducer.taken = number
+        reducer.taken = 10**6
         optimizer.finalize()
-        return vector_of(model), optimizer.mean.begun
+        return vector_of(model), reducer.begun
 
 
 def test_steps_are_taken_during_an_exchange(tmp_path):
@@ -831,7 +839,7 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
             seen.append((number, optimizers[rank].local_steps))
 
     for rank, optimizer in enumerate(optimizers):
-        slow(optimizer.mean, rank)
+        slow(optimizer.reducers["difference"], rank)
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
         assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
@@ -840,12 +848,12 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
 def test_the_warning_about_momentum_waits_for_the_measured_interval():
     make = every("auto", outer_momentum=0.5)
     optimizer = make(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
-    optimizer.warn_of_momentum()
+    optimizer.recipe.policy.warn_of_momentum()
     optimizer.sync_interval.steps, optimizer.sync_interval.is_measuring = 100, False
     with pytest.warns(UserWarning, match="delayed by one round of 100 steps"):
-        optimizer.warn_of_momentum()
+        optimizer.recipe.policy.warn_of_momentum()
     # once
-    optimizer.warn_of_momentum()
+    optimizer.recipe.policy.warn_of_momentum()
 
 
 def test_a_pending_signal_is_not_restored_by_a_resumed_run():

@@ -18,11 +18,13 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     a2cid2,
     backup_workers,
+    co2,
     diloco,
     fedglomo,
     local_sgd,
     saps,
     selsync,
+    streaming_diloco,
 )
 
 STEPS = 15
@@ -61,7 +63,12 @@ LIMITS = {
         around(StreamingDiLoCo, **PLAIN, delay=0, fragments=2, mixing=0.0),
         SEVERAL,
     ),
+    "streaming diloco in one fragment": (
+        recipe(streaming_diloco, **PLAIN, delay=0, fragments=1, mixing=0.0),
+        SEVERAL,
+    ),
     "co2": (around(CO2, **PLAIN, delay=0, eager=0.0), SEVERAL),
+    "co2 sharded": (recipe(co2, **PLAIN, delay=0, eager=0.0, sharded=True), SEVERAL),
     "selsync": (recipe(selsync, threshold=0.0), SEVERAL),
     "selsync in its window": (recipe(selsync, threshold=1e9, window=STEPS), SEVERAL),
     "saps": (recipe(saps, keep=1.0), (2,)),

@@ -38,6 +38,12 @@ def every(steps, **options):
     return lambda inner, group: StreamingDiLoCo(inner, group, local_steps=steps, **options)
 
 
+def pending_of(optimizer):
+    """The pending exchanges of fragments."""
+    exchanges = optimizer.recipe.exchange.exchanges
+    return [each.pending for each in exchanges if each.pending is not None]
+
+
 def by_the_equations(start, gradient, world_size, steps, h, slices, delay, mixing, lr, momentum):
     """Streaming DiLoCo of plain gradient descent, of lists of numbers.
 
@@ -148,15 +154,16 @@ def test_anchors_are_the_same_on_all_workers_at_every_step():
     for step in range(16):
         train(models, optimizers, step + 1, step)
         assert not all_equal(models)
+        first = optimizers[0].recipe.update
         for optimizer in optimizers:
-            assert torch.equal(optimizer.anchor, optimizers[0].anchor)
-            assert torch.equal(optimizer.momentum, optimizers[0].momentum)
+            assert torch.equal(optimizer.recipe.update.anchor, first.anchor)
+            assert torch.equal(optimizer.recipe.update.momentum, first.momentum)
 
 
 def test_finalize_sets_the_mean_after_pending_exchanges():
     models, optimizers = team(3, every(5, fragments=3, delay=4), adamw, torch.float32)
     train(models, optimizers, 12)
-    assert optimizers[0].pending
+    assert pending_of(optimizers[0])
 
     def apply_pending(optimizer):
         yield from optimizer.apply_pending()
@@ -167,9 +174,9 @@ def test_finalize_sets_the_mean_after_pending_exchanges():
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean)
-    assert not optimizers[0].pending
+    assert not pending_of(optimizers[0])
     # slices lie in the order of the vector
-    assert all(torch.equal(each.anchor, each.vector()) for each in optimizers)
+    assert all(torch.equal(each.recipe.update.anchor, each.vector()) for each in optimizers)
     train(models, optimizers, 20, 12)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
@@ -223,7 +230,7 @@ def test_bytes_and_requests_are_as_stated(compress):
     )
     optimizer = optimizers[0]
     means = [5, 10, 15, 7, 12, 8, 13]
-    counts = [fragment.num_elements for fragment in optimizer.fragments]
+    counts = [fragment.num_elements for fragment in optimizer.recipe.update.fragments]
     window = optimizer.bytes_per_window
     assert window == sum(compress.bytes_sent(count, world_size, 4) for count in counts)
     stated = 2 * window + compress.bytes_sent(counts[0], world_size, 4)
@@ -241,7 +248,7 @@ def test_memory_is_two_vectors_and_the_pending_fragments():
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
         flying = [begins[each] for each in range(step - 3, step + 1) if each in begins]
-        expected = sum(optimizers[0].fragments[p].num_elements + 2 for p in flying)
+        expected = sum(optimizers[0].recipe.update.fragments[p].num_elements + 2 for p in flying)
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 
@@ -249,13 +256,13 @@ def test_a_pending_exchange_has_a_copy_of_the_parameters():
     # lockstep raises where a tensor is changed while it is sent
     models, optimizers = team(3, every(4, fragments=2, delay=3), adamw)
     train(models, optimizers, 6)
-    pending = [flight.values.clone() for _, flight in optimizers[0].pending.values()]
+    pending = [each.values.clone() for each in pending_of(optimizers[0])]
     assert pending
     with torch.no_grad():
         for parameter in models[0].parameters():
             parameter.fill_(5.0)
-    for before, (_, flight) in zip(pending, optimizers[0].pending.values(), strict=True):
-        assert torch.equal(before, flight.values)
+    for before, each in zip(pending, pending_of(optimizers[0]), strict=True):
+        assert torch.equal(before, each.values)
 
 
 def test_exchanges_over_a_slow_network_overlap_with_steps():
@@ -293,13 +300,14 @@ def test_a_rank_whose_parameters_are_not_finite_gets_the_anchor(compress):
         models[1].table.weight[0, 0] = float("nan")
         models[1].first.weight[0, 0] = float("nan")
         optimizers[1].state[models[1].first.bias]["exp_avg"][0] = float("nan")
-    bad = optimizers[1].fragments
+    bad = optimizers[1].recipe.update.fragments
     train(models, optimizers, 7, 3)
     # both fragments have come back by now
     assert vector_of(models[1]).isfinite().all()
     for number, fragment in enumerate(bad):
         found = fragment.read(torch.empty(fragment.num_elements))
-        anchor = optimizers[0].anchor.split([each.num_elements for each in bad])[number]
+        update = optimizers[0].recipe.update
+        anchor = update.parts(update.anchor)[number]
         if number == 1:
             # taken up at this step
             assert torch.equal(found, anchor)
@@ -316,21 +324,23 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
     make = every(4, fragments=2, delay=1, compress=HALF)
     models, optimizers = team(2, make, sgd, torch.float32)
     train(models, optimizers, 3)
-    kept = [(each.anchor.clone(), each.momentum.clone()) for each in optimizers]
-    count = optimizers[0].fragments[0].num_elements
+    updates = [each.recipe.update for each in optimizers]
+    kept = [(each.anchor.clone(), each.momentum.clone()) for each in updates]
+    count = updates[0].fragments[0].num_elements
     with torch.no_grad():
         models[0].unused[0] = 1e6
     train(models, optimizers, 5, 3)
     for (anchor, momentum), optimizer in zip(kept, optimizers, strict=True):
-        assert torch.equal(optimizer.anchor, anchor)
-        assert torch.equal(optimizer.momentum, momentum)
+        assert torch.equal(optimizer.recipe.update.anchor, anchor)
+        assert torch.equal(optimizer.recipe.update.momentum, momentum)
         assert optimizer.dropped == 1
         assert optimizer.skip_reason.startswith("synchronization skipped: ")
     train(models, optimizers, 7, 5)
     for (anchor, _), optimizer in zip(kept, optimizers, strict=True):
         # the other fragment is not concerned
-        assert torch.equal(optimizer.anchor[:count], anchor[:count])
-        assert not torch.equal(optimizer.anchor[count:], anchor[count:])
+        after = optimizer.recipe.update.anchor
+        assert torch.equal(after[:count], anchor[:count])
+        assert not torch.equal(after[count:], anchor[count:])
         assert optimizer.dropped == 1
 
 
@@ -356,7 +366,7 @@ def test_fragments_by_module():
     made = [Everything() for _ in range(2)]
     models = iter(made)
     optimizers = [make(sgd(model.parameters()), Group(rank, 2)) for rank, model in enumerate(made)]
-    assert len(optimizers[0].fragments) == 4
+    assert len(optimizers[0].recipe.update.fragments) == 4
     train(made, optimizers, 8)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(made)
@@ -396,7 +406,7 @@ def test_a_single_rank_alone_is_saved_and_copied_with_pending_fragments():
     (model,), (optimizer,) = team(1, every(4, fragments=3, delay=3, alone=True))
     for number in range(6):
         step(model, optimizer, number)
-    assert optimizer.pending
+    assert pending_of(optimizer)
     pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     (other,), (loaded,) = team(1, every(4, fragments=3, delay=3, alone=True))
     loaded.load_state_dict(saved(optimizer.state_dict()))
@@ -448,15 +458,15 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
             optimizer.zero_grad()
             loss_of(models[rank], rows).backward()
             yield from optimizer.algorithm()
-            for due, _ in optimizer.pending.values():
-                if due not in dues:
-                    dues.add(due)
+            for pending in pending_of(optimizer):
+                if pending.due not in dues:
+                    dues.add(pending.due)
                     begun[rank].append(number)
-                    delays[rank].append(due - number)
+                    delays[rank].append(pending.due - number)
 
     models, optimizers = team(2, make)
     for rank, optimizer in enumerate(optimizers):
-        for reducer in optimizer.means:
+        for reducer in optimizer.reducers.values():
             slow(reducer, rank)
     lockstep([timed(rank) for rank in range(2)])
     end = WARM_UP + NUM_MEASURED

@@ -219,11 +219,11 @@ def test_fragments_may_be_modules_or_named():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
     config = TrainConfig(strategy="streaming-diloco", fragments="modules")
     made = build_method(config, model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.fragments] == [8, 15]
+    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [8, 15]
     made = build_method(replace(config, fragments="3"), model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.fragments] == [7, 8, 8]
+    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [7, 8, 8]
     made = build_method(replace(config, fragments=r"^1\.,weight"), model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.fragments] == [15, 6, 2]
+    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [15, 6, 2]
     with pytest.raises(ValueError, match="no parameter for the fragment 'third'"):
         build_method(replace(config, fragments="weight,third"), model, Group(), 100)
 

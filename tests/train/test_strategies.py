@@ -74,9 +74,10 @@ def test_options_are_converted_to_arguments():
     assert describe(made).startswith("DiLoCo(local_steps=5, outer_lr=0.25, outer_momentum=0.9,")
     measured = build(strategy="streaming-diloco", local_steps="auto", fragments="2")
     assert isinstance(measured, StreamingDiLoCo)
-    assert (len(measured.fragments), measured.requested_delay) == (2, "auto")
-    assert build(strategy="streaming-diloco").requested_delay == 1
-    assert build(strategy="streaming-diloco", delay="3").requested_delay == 3
+    recipe = measured.recipe
+    assert (len(recipe.update.fragments), recipe.policy.requested_delay) == (2, "auto")
+    assert build(strategy="streaming-diloco").recipe.policy.requested_delay == 1
+    assert build(strategy="streaming-diloco", delay="3").recipe.policy.requested_delay == 3
 
 
 @pytest.mark.parametrize("alias", STRATEGY_ALIASES)

@@ -18,8 +18,8 @@ from gcnzc.exchange import Algorithm, AllGatherScalar
 INITIAL_STEPS = 10
 # steps that are not measured, and measured steps after them
 WARM_UP, NUM_MEASURED = 5, 20
-# largest fraction of the wall time of H steps that an overlapped exchange may take
-MAX_OVERLAP_SHARE = 0.5
+# largest fraction of the wall time of H steps that an exchange may take; also if it is overlapped
+MAX_SHARE, MAX_OVERLAP_SHARE = 0.05, 0.5
 # largest fraction of the CPU time of H steps that an exchange may add; its effect on the steps is
 # larger, because it also competes for caches and for the interpreter lock
 MAX_CPU_SHARE = 0.025
@@ -76,10 +76,12 @@ class SyncInterval:
     """
 
     requested: int | str
-    share: float = 0.05
+    share: float = MAX_SHARE
     clocks: Clocks = Clocks()
     least: int = 1
     """lower limit of H if it is measured"""
+    exchanges: int = 1
+    """the number of exchanges in H steps"""
     steps: int = 0
     """the current H"""
     is_measuring: bool = False
@@ -117,12 +119,8 @@ class SyncInterval:
             self.exchange_times.append(self.clocks.since(began))
         return answer
 
-    def choose(self, exchanges: int = 1) -> Algorithm[None]:
-        """Set H, equal on all ranks, once enough steps have been measured.
-
-        Args:
-            exchanges: the number of exchanges in H steps.
-        """
+    def choose(self) -> Algorithm[None]:
+        """Set H, equal on all ranks, once enough steps have been measured."""
         if self.is_measuring and self.num_steps >= WARM_UP + NUM_MEASURED:
             step, exchange = Elapsed.median(self.step_times), Elapsed.median(self.exchange_times)
             # the exchange time of the slowest rank, because the other ranks' include waiting for it
@@ -134,7 +132,7 @@ class SyncInterval:
             hiding = exchange_s / max(step_s, 1e-9) / self.share
             needed = max(hiding, work / MAX_CPU_SHARE if self.counts_cpu_time else 0.0)
             # the tolerance keeps rounding errors of the clocks from adding a step
-            self.steps = max(self.least, math.ceil(exchanges * needed - 1e-6))
+            self.steps = max(self.least, math.ceil(self.exchanges * needed - 1e-6))
             self.steps_per_exchange = max(1, math.ceil(hiding - 1e-6))
             self.is_measuring = False
         self.step_began = self.clocks.now() if self.is_measuring else None

@@ -1,4 +1,4 @@
-"""Sum signals and votes over all ranks, independently of the exchanges of parameters.
+"""Receive signals, and sum signals and votes independently of the exchanges of parameters.
 
 A strategy whose ranks exchange rarely, or in pairs, has a small all-reduce for its common extras:
 the signals, such as a request to stop, and the bit that shows whether options differ. The
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Control:
-    """Sums the common extras and votes of all ranks.
+    """Sums the common extras and votes of all ranks, and reads those sums.
 
     Args:
         strategy: the optimizer whose common extras are sent.
@@ -50,6 +50,15 @@ class Control:
         values = torch.tensor([*extras, *votes], dtype=torch.float64)
         return self.receive((yield Sum(values)))
 
+    def receive_common(self, sums: Sequence[float], workers: int) -> None:
+        """Read the sums of the common extras over `workers` ranks, also those of an exchange."""
+        strategy, (bits, *signals) = self.strategy, sums
+        strategy.comparison.receive(bits, workers)
+        strategy.received_signals = [
+            was or round(each) > 0
+            for was, each in zip(strategy.received_signals, signals, strict=True)
+        ]
+
     def receive(self, values: torch.Tensor) -> list[float]:
         """Read the sums of the common extras and votes, and return those of the votes.
 
@@ -58,5 +67,5 @@ class Control:
         """
         sums = values.tolist()
         num_extras = self.strategy.num_common_extras
-        self.strategy.receive_common(sums[:num_extras], self.strategy.group.world_size)
+        self.receive_common(sums[:num_extras], self.strategy.group.world_size)
         return sums[num_extras:]

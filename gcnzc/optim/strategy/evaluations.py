@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange.sync import dense_buffers
-from gcnzc.optim.local.base import LocalUpdates
+from gcnzc.optim.strategy.strategy import Strategy
 
 
 class Evaluations:
@@ -30,7 +30,7 @@ class Evaluations:
         closure: computes the loss and the gradients at the current parameters.
     """
 
-    def __init__(self, optimizer: LocalUpdates, closure: Callable[[], Any]) -> None:
+    def __init__(self, optimizer: Strategy, closure: Callable[[], Any]) -> None:
         self.optimizer, self.closure = optimizer, closure
         self.is_first = True
         self.loss: Any = None

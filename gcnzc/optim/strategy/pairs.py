@@ -10,8 +10,7 @@ Notation: n elements of the flat parameter vector, k of them exchanged.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -86,20 +85,16 @@ class Pairs(Exchange):
                 "at most 1"
             )
         self.matching, self.keep, self.seed = matching, keep, seed
+        self.children = (matching,)
         self.pairs: list[Edge] = []
         """the pairs of the last exchange, equal on all ranks"""
 
     def attach(self, strategy: "Strategy") -> None:
         """See `RecipePart`."""
         super().attach(strategy)
-        self.matching.attach(strategy)
         count = strategy.recipe.update.num_elements
         self.num_kept = min(max(round(self.keep * count), 1), count)
         """k, the number of exchanged elements"""
-
-    def initialize(self) -> None:
-        """See `RecipePart`."""
-        self.matching.initialize()
 
     def describe(self) -> str:
         """See `Exchange`."""
@@ -149,16 +144,6 @@ class Pairs(Exchange):
     def bytes_sent(self) -> int:
         """Return the bytes that a rank with a peer sends for a mean, by formula."""
         return self.num_kept * self.strategy.flat_params.dtype.itemsize
-
-    def shared_state(self) -> dict[str, Any]:
-        """See `RecipePart`."""
-        return self.matching.shared_state()
-
-    def load(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `RecipePart`."""
-        self.matching.load(shared, local, shards)
 
 
 class PairMean(Update):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gcnzc.compress import Compression
-from gcnzc.exchange import Algorithm
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_count
@@ -83,16 +82,15 @@ class ParticipantsMean(AllRanks):
         """See `Exchange`."""
         return ", ".join(filter(None, (self.participants.describe(), super().describe())))
 
-    def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
-        """See `Exchange`."""
-        strategy, reducer = self.strategy, self.reducer
-        ranks = self.participants.ranks(strategy.group.world_size)
-        strategy.prepare_mean(values)
-        if strategy.group.rank not in ranks:
+    @property
+    def num_contributors(self) -> int:
+        """See `Collective`."""
+        return len(self.participants.ranks(self.strategy.group.world_size))
+
+    def prepare(self, values: Tensor) -> None:
+        """See `Collective`."""
+        super().prepare(values)
+        group = self.strategy.group
+        if group.rank not in self.participants.ranks(group.world_size):
             # with the flag that follows the vector
-            values[: reducer.num_elements + 1] = 0
-        skip_reason = yield from reducer.mean(values, strategy.extras)
-        has_mean = strategy.complete_mean(
-            values, skip_reason, sums=reducer.extra_sums, contributors=len(ranks)
-        )
-        return values[: reducer.num_elements] if has_mean else None
+            values[: self.reducer.num_elements + 1] = 0

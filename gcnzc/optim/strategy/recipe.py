@@ -14,15 +14,17 @@ extras (numbers appended to an exchanged vector, such as signals).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
 
 if TYPE_CHECKING:
+    from gcnzc.optim.strategy.finite_mean import Reduction
     from gcnzc.optim.strategy.strategy import Strategy
 
 
@@ -34,6 +36,8 @@ class RecipePart:
 
     strategy: "Strategy"
     """the optimizer that the part belongs to; set by `attach`"""
+    children: "Sequence[RecipePart]" = ()
+    """parts of this part, which the optimizer also initializes, saves and loads"""
 
     def attach(self, strategy: "Strategy") -> None:
         """Allocate the state for the ranks and parameters of an optimizer; called once.
@@ -90,12 +94,29 @@ class RecipePart:
         """Return this rank's shards of sharded vectors."""
         return {}
 
+    def check_state(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """Check the arguments of `load`, before anything is loaded.
+
+        Raises:
+            ValueError: the state was saved with other options.
+        """
+
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """Load the states of all parts; each part reads its own names.
 
         The parameters are loaded already.
+        """
+
+    def load_alone(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """Load a state of several ranks on a single one, which only takes local steps.
+
+        It may change the parameters, which are loaded already, by results that were pending.
         """
 
     @property
@@ -134,11 +155,11 @@ class Policy(RecipePart, ABC):
         strategy = self.strategy
         if (yield from self.is_due()):
             strategy.since = 0
-            yield from strategy.sync_interval.time_exchange(strategy.synchronize())
+            yield from strategy.synchronize()
 
 
-class Update(RecipePart, ABC):
-    """What the ranks exchange, and how its mean is applied."""
+class BaseUpdate(RecipePart):
+    """The base of updates, and of sets of updates for the fragments of the parameters."""
 
     @property
     def num_elements(self) -> int:
@@ -148,6 +169,10 @@ class Update(RecipePart, ABC):
     def describe(self) -> str:
         """Return the options, which must be equal on all ranks, as text; empty for none."""
         return ""
+
+
+class Update(BaseUpdate, ABC):
+    """What the ranks exchange, and how its mean is applied."""
 
     @abstractmethod
     def read(self, out: Tensor) -> None:
@@ -164,13 +189,62 @@ class Update(RecipePart, ABC):
     def discard(self) -> None:
         """Handle an exchange without a mean, on all ranks; keeps the parameters by default."""
 
+    def compute(self, reduction: "Reduction", out: Tensor) -> Algorithm["Reduction"]:
+        """Compute the result of an exchange from its mean, overlapped with the local steps.
 
-class Exchange(RecipePart, ABC):
-    """Computes means over ranks."""
+        Called by `Delayed`; returns the reduction unchanged by default.
+
+        Args:
+            reduction: the mean, and the sums of the extras.
+            out: the memory of the exchange, whose first m elements may be overwritten.
+
+        Returns:
+            The reduction whose `mean` `apply` gets.
+        """
+        return reduction
+        yield
+
+
+class BaseExchange(RecipePart, ABC):
+    """Exchanges the vectors of updates with other ranks, and applies the results."""
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether exchanges overlap with the local steps."""
+        return False
 
     @abstractmethod
     def describe(self) -> str:
         """Return the options, which must be equal on all ranks, as text for `repr`."""
+
+    @abstractmethod
+    def synchronize(self) -> Algorithm[None]:
+        """Exchange, or start an exchange; called when the policy decides so."""
+
+    def apply_due(self) -> Algorithm[None]:
+        """Apply the results that are due after this step; called after each step."""
+        return
+        yield
+
+
+class Exchange(BaseExchange):
+    """Computes means over ranks, which are applied at once."""
+
+    def synchronize(self) -> Algorithm[None]:
+        """See `BaseExchange`."""
+        yield from self.strategy.sync_interval.time_exchange(self._read_and_apply())
+
+    def _read_and_apply(self) -> Algorithm[None]:
+        strategy, update = self.strategy, self.strategy.recipe.vector_update
+        flat_params, count = strategy.flat_params, update.num_elements + strategy.extras
+        values = torch.empty(count, dtype=flat_params.dtype, device=flat_params.device)
+        update.read(values)
+        mean = yield from self.mean(values)
+        strategy.num_exchanges += 1
+        if mean is not None:
+            yield from update.apply(mean)
+        else:
+            update.discard()
 
     @abstractmethod
     def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
@@ -212,8 +286,8 @@ class Recipe:
     name: str
     """name of the strategy, in messages, checkpoints and headers of requests"""
     policy: Policy
-    update: Update
-    exchange: Exchange
+    update: BaseUpdate
+    exchange: BaseExchange
     local_steps: int | str = 1
     """number of local steps from one exchange to the next, or "auto"; see `SyncInterval`. Only the
     policy `EveryInterval` uses it"""
@@ -230,14 +304,24 @@ class Recipe:
     caller has computed"""
 
     @property
-    def parts(self) -> tuple[Policy | Update | Exchange | LocalStep, ...]:
-        """The parts."""
+    def vector_update(self) -> Update:
+        """The update, in recipes that do not exchange fragments of the parameters."""
+        assert isinstance(self.update, Update), "the parameters are exchanged in fragments"
+        return self.update
+
+    @property
+    def parts(self) -> list[RecipePart]:
+        """The parts, each followed by its children."""
+        return [each for part in self._own_parts for each in (part, *part.children)]
+
+    @property
+    def _own_parts(self) -> tuple[Policy | BaseUpdate | BaseExchange | LocalStep, ...]:
         parts = self.policy, self.update, self.exchange
         return parts if self.local is None else (*parts, self.local)
 
     def describe(self) -> str:
         """Return the name and the options, which must be equal on all ranks, as text."""
-        options = [part.describe() for part in self.parts]
+        options = [part.describe() for part in self._own_parts]
         if self.control_interval is not None:
             options.append(f"control_interval={self.control_interval}")
         return f"{self.name}({', '.join(filter(None, options))})"

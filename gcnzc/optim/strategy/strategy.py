@@ -1,22 +1,32 @@
-"""The optimizer that executes a recipe around any optimizer of torch."""
+"""The optimizer that executes a recipe around any optimizer of torch.
+
+Notation: W ranks, n elements of the flat parameter vector, k extras (numbers appended to an
+exchanged vector, such as signals), H steps from one synchronization to the next.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group
+from gcnzc.compress import Compression, Dense, Reducer
+from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.caller import identify_caller
-from gcnzc.optim.local.base import LocalUpdates
-from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
+from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
+from gcnzc.optim.flat_parameters import FlatParameters
+from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.local.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
+from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
+from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
+from gcnzc.optim.validation import check_inner
 
 
-class Strategy(LocalUpdates):
+class Strategy(DistributedOptimizer):
     """Takes local steps, and exchanges with other ranks as a recipe defines.
 
     ::
@@ -26,6 +36,12 @@ class Strategy(LocalUpdates):
         optimizer.step()
 
     Call `finalize` after the last step: it sets the parameters of all ranks to their mean.
+
+    Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, or too
+    large to be squared, only that rank skips its local step. If parameters of a rank are not finite
+    or too large, the mean is taken over the other ranks, and that rank continues from their mean.
+    With torch's GradScaler each rank has its own scale. A rank whose gradients overflow skips its
+    local step; the other ranks take theirs.
 
     Recipes such as `fedglomo` need gradients at several points in each local step. For them, `step`
     calls a closure several times, as that of `torch.optim.LBFGS` does::
@@ -49,7 +65,8 @@ class Strategy(LocalUpdates):
         total_steps: the number of steps of the run; None if it is not known. Rank 0 warns if the
             first exchange is late in the run.
         module: see `DistributedOptimizer`.
-        target: if the local steps are "auto", the largest fraction of the wall time for exchanges.
+        target: if the local steps are "auto", the largest fraction of the wall time for exchanges;
+            1/20 if None, or 1/2 if the exchanges overlap with the steps.
         clocks: if the local steps are "auto", the clocks that measure them and the exchanges.
 
     Raises:
@@ -57,6 +74,8 @@ class Strategy(LocalUpdates):
             sharded, complex, or of a dtype that cannot be averaged.
         ValueError: an option is out of range, or the parameters of the ranks differ.
     """
+
+    is_replicated = False
 
     def __init__(
         self,
@@ -67,7 +86,7 @@ class Strategy(LocalUpdates):
         signals: int = 0,
         total_steps: int | None = None,
         module: nn.Module | None = None,
-        target: float = 0.05,
+        target: float | None = None,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
         if any(hasattr(part, "strategy") for part in recipe.parts):
@@ -76,15 +95,31 @@ class Strategy(LocalUpdates):
                 "for each optimizer"
             )
         self.recipe = recipe
-        super().__init__(
-            inner,
-            group,
-            signals=signals,
-            total_steps=total_steps,
-            sync_interval=SyncInterval(recipe.local_steps, target, clocks),
-            alone=recipe.is_for_one_rank,
-            module=module,
-        )
+        self.is_constructed = False
+        check_inner(self.name, inner)
+        super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
+        self.is_constructed = True
+        self.inner = inner
+        self.share_inner_state()
+        self.flat_params = FlatParameters(self.param_groups)
+        self.initial_requires_grad = self.requires_grad_flags()
+        self.worker_info = self.flat_params.worker_info(self.group.rank, self.group.world_size)
+        if target is None:
+            target = MAX_OVERLAP_SHARE if recipe.exchange.is_overlapped else MAX_SHARE
+        self.sync_interval = SyncInterval(recipe.local_steps, target, clocks)
+        self.sync_interval.counts_cpu_time = self.flat_params.device.type == "cpu"
+        self.is_inner_only = self.group.world_size == 1 and not recipe.is_for_one_rank
+        """whether this optimizer only takes the inner optimizer's steps"""
+        self.reducers: dict[str, Reducer] = {}
+        """reducers by name; checkpoints use the same names"""
+        self.is_in_sync = False
+        """whether all ranks have the same parameters now"""
+        self.is_counted: bool | Tensor = True
+        """whether this rank's last contribution was finite; a tensor () until it is read"""
+        self.since = 0
+        """steps since the last synchronization"""
+        self.dropped = 0
+        """number of means that failed, or excluded ranks with non-finite or too large parameters"""
         kind = OverlappedControl if recipe.is_control_overlapped else Control
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
@@ -104,16 +139,16 @@ class Strategy(LocalUpdates):
         return self.recipe.name
 
     def describe_options(self) -> str:
-        """See `LocalUpdates`."""
+        """Return the options, which must be equal on all ranks, as text."""
         return self.recipe.describe()
 
     def initialize(self) -> None:
-        """See `LocalUpdates`."""
+        """Initialize the recipe from the current parameters, which are equal on all ranks."""
         for part in self.recipe.parts:
             part.initialize()
 
     def reinitialize(self) -> None:
-        """See `LocalUpdates`."""
+        """Continue in the middle of a run from the current parameters, equal on all ranks."""
         for part in self.recipe.parts:
             part.reinitialize()
 
@@ -146,12 +181,45 @@ class Strategy(LocalUpdates):
         loss: float | None = self.loss
         return loss
 
+    @identify_caller
+    def algorithm(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`: a local step, and an exchange if it is due."""
+        if self.group.world_size == 1:
+            self.check_trainable()
+        if not self.is_broadcast:
+            yield from self.broadcast_model()
+        self.skip_reason = ""
+        self.local_step()
+        self.steps += 1
+        if self.is_inner_only:
+            # there are no other ranks
+            self.received_signals = list(self.signals)
+            return
+        self.received_signals = [False] * len(self.signals)
+        self.is_in_sync = False
+        self.sync_interval.record_step()
+        self.since += 1
+        yield from self.recipe.policy.after_step()
+        yield from self.recipe.exchange.apply_due()
+        yield from self.control.take_turn()
+        yield from self.recipe.policy.end_step()
+        yield from self.sync_interval.choose()
+        if (yield from self.compare()):
+            self.check_trainable()
+        self.warn_of_late_phase(self.steps)
+
+    def late_phase(self) -> str:
+        """See `DistributedOptimizer`."""
+        return "exchange" if self.steps < self.sync_interval.steps else ""
+
     def local_step(self) -> None:
-        """See `LocalUpdates`; the policy reads the gradients before the step."""
+        """Take a local step, if the gradients are finite; the policy reads them before."""
         if not self.is_inner_only:
             self.recipe.policy.observe()
         if self.recipe.local is None:
-            super().local_step()
+            if self.check_gradients():
+                self.scale_gradients(self.flat_params.parameters)
+                self.inner.step()
             return
         if self.closure is None:
             raise TypeError(
@@ -161,12 +229,18 @@ class Strategy(LocalUpdates):
             )
         self.loss = self.recipe.local.take(self.closure)
 
-    def after_step(self) -> Algorithm[None]:
-        """See `LocalUpdates`: exchange if the policy decides so."""
-        self.since += 1
-        yield from self.recipe.policy.after_step()
-        yield from self.control.take_turn()
-        yield from self.recipe.policy.end_step()
+    def check_gradients(self) -> bool:
+        """Return whether the gradients are finite; if not, count and report a skipped step."""
+        is_finite = have_finite_gradients(self.flat_params.parameters, self.gradient_factor())
+        if not is_finite:
+            self.skipped += 1
+            bad = f"a gradient of rank {self.group.rank} is not finite or too large"
+            self.skip_reason = f"local step skipped, because {bad}"
+        return is_finite
+
+    def synchronize(self) -> Algorithm[None]:
+        """Exchange, or start an exchange; the policy calls it."""
+        yield from self.recipe.exchange.synchronize()
 
     @identify_caller
     def pause_exchanges(self) -> Algorithm[None]:
@@ -193,41 +267,94 @@ class Strategy(LocalUpdates):
         return is_compared
 
     @identify_caller
-    def average_parameters(self) -> Algorithm[Tensor]:
-        """See `LocalUpdates`."""
-        yield from self.pause_exchanges()
-        own = yield from super().average_parameters()
-        yield from self.resume_exchanges()
-        return own
-
-    @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
         yield from self.pause_exchanges()
         yield from super().finalize_algorithm()
 
-    def synchronize(self) -> Algorithm[None]:
-        """See `LocalUpdates`."""
-        update, flat_params = self.recipe.update, self.flat_params
-        count = update.num_elements + self.extras
-        values = torch.empty(count, dtype=flat_params.dtype, device=flat_params.device)
-        update.read(values)
-        mean = yield from self.recipe.exchange.mean(values)
-        self.num_exchanges += 1
-        if mean is not None:
-            yield from update.apply(mean)
-        else:
-            update.discard()
-
     def finish_pending(self) -> Algorithm[None]:
-        """See `LocalUpdates`."""
+        """Wait for the pending exchanges, and keep their results until they are due."""
         for part in self.recipe.parts:
             yield from part.finish_pending()
 
     def apply_pending(self) -> Algorithm[None]:
-        """See `LocalUpdates`."""
+        """Wait for the pending exchanges, and apply their results."""
         for part in self.recipe.parts:
             yield from part.apply_pending()
+
+    def finish(self) -> Algorithm[None]:
+        """See `DistributedOptimizer`: set the parameters to their mean over the ranks."""
+        if self.is_inner_only:
+            return
+        yield from self.apply_pending()
+        if not self.is_in_sync:
+            mean = yield from self.compute_parameter_mean()
+            if mean is not None:
+                self.set_parameters(mean)
+                self.since = 0
+                self.reinitialize()
+        yield from self.compare()
+
+    @identify_caller
+    def average_parameters(self) -> Algorithm[Tensor]:
+        """Set the parameters to their mean over the ranks, and return this rank's own (n,)."""
+        yield from self.pause_exchanges()
+        own = self.vector()
+        if not (self.is_inner_only or self.is_in_sync):
+            mean = yield from self.compute_parameter_mean()
+            if mean is not None:
+                self.flat_params.write_parameters(mean)
+        yield from self.resume_exchanges()
+        return own
+
+    def restore_parameters(self, own: Tensor) -> Algorithm[None]:
+        """Set the parameters to the result of `average_parameters`; does not communicate."""
+        self.flat_params.write_parameters(own)
+        return
+        yield
+
+    def compute_parameter_mean(self) -> Algorithm[Tensor | None]:
+        """Return the mean (n,) of the parameters over the ranks; None if no rank's are finite."""
+        values = self.flat_params.read_parameters(self.flat_params.empty(self.extras))
+        prepare_mean(self, values)
+        reducer = Dense().reducer(self.flat_params.num_elements, self.worker_info)
+        reduction = yield from reduce(reducer, values, self.extras)
+        return complete_mean(self, reduction)
+
+    def layout_lines(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        inner = type(self.inner).__name__
+        own = f"{self.describe_options()} around {inner} and {len(self.signals)} signals"
+        return [own, *self.flat_params.layout(), *option_lines(self.param_groups, with_gpu=True)]
+
+    def on_broadcast(self) -> None:
+        """See `DistributedOptimizer`."""
+        self.is_in_sync = True
+        if not self.is_inner_only:
+            self.initialize()
+
+    @property
+    def extras(self) -> int:
+        """k, the number of extras after a vector: whether it is finite, and the common extras."""
+        return 1 + self.num_common_extras
+
+    def record_drop(self, why: str) -> None:
+        """Count a mean that excludes ranks or failed, and append the reason to `skip_reason`."""
+        self.dropped += 1
+        self.skip_reason = f"{self.skip_reason}; {why}" if self.skip_reason else why
+
+    def vector(self, values: Tensor | None = None) -> Tensor:
+        """Return a copy (n,) of `values` on the parameters' device; of the parameters if None."""
+        if values is None:
+            return self.flat_params.read_parameters(self.flat_params.empty())
+        return values.to(self.flat_params.device, self.flat_params.dtype, copy=True)
+
+    def set_parameters(self, common: Tensor) -> None:
+        """Set the parameters to the first n elements of a vector that is equal on all ranks."""
+        self.flat_params.write_parameters(common)
+        self.is_in_sync = True
+        if not self.is_counted:
+            delete_nonfinite_state(self.state, self.flat_params.parameters)
 
     @property
     def local_share(self) -> float:
@@ -240,30 +367,72 @@ class Strategy(LocalUpdates):
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
         return sum(part.state_bytes for part in self.recipe.parts) + errors
 
-    def shared_state(self) -> dict[str, Any]:
-        """See `LocalUpdates`."""
-        state: dict[str, Any] = {"num_exchanges": self.num_exchanges}
-        for part in self.recipe.parts:
-            state |= part.shared_state()
-        return state
+    def __getstate__(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
+        self._wait_for_pending()
+        return super().__getstate__()
 
-    def local_state(self) -> dict[str, Tensor]:
-        """See `LocalUpdates`."""
-        return {
-            name: each for part in self.recipe.parts for name, each in part.local_state().items()
-        }
+    def _wait_for_pending(self) -> None:
+        """Run `finish_pending`, unless `lockstep` runs the ranks and thus has done so."""
+        if self.group.world_size == 1 or self.group.backend:
+            run(self.finish_pending(), self.group)
 
-    def shard_state(self) -> dict[str, Tensor]:
-        """See `LocalUpdates`."""
-        return {
-            name: each for part in self.recipe.parts for name, each in part.shard_state().items()
-        }
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this rank; see `take_snapshot`.
 
-    def load_own(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `LocalUpdates`."""
-        # states of older versions do not have it
-        self.num_exchanges = shared.get("num_exchanges", 0)
-        for part in self.recipe.parts:
-            part.load(shared, local, shards)
+        It waits for pending exchanges, whose results are applied when they are due.
+        """
+        self._wait_for_pending()
+        return take_snapshot(self)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a `snapshot` of this rank; see `load_snapshot`."""
+        load_snapshot(self, snapshot)
+
+    def check_option(self, name: str, was_saved: bool, *, has_now: bool) -> None:
+        """Check that a state was saved with an option exactly if the recipe has it.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if was_saved != has_now:
+            there, here = ("with", "without") if was_saved else ("without", "with")
+            raise ValueError(
+                f"the state was saved by {self.name} {there} {name}, but this one is {here} it\n\n"
+                "hint: construct it with the options of the run that saved the state"
+            )
+
+    @property
+    def local_steps(self) -> int:
+        """H, the current number of steps from one synchronization to the next."""
+        return self.sync_interval.steps
+
+    def reducer(self, name: str, compress: Compression, num_elements: int) -> Reducer:
+        """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
+        self.reducers[name] = compress.reducer(num_elements, self.worker_info)
+        return self.reducers[name]
+
+    def share_inner_state(self) -> None:
+        """Share the parameter groups and the state of the inner optimizer."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.fill_state()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported after construction, because the flat vectors are laid out already.
+
+        Raises:
+            RuntimeError: the optimizer is constructed already.
+        """
+        if self.is_constructed:
+            raise RuntimeError(
+                f"{self.name} does not support adding parameters\n\nhint: add them to "
+                "the inner optimizer before wrapping it"
+            )
+        super().add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"{self.describe_options()} of {self.inner!r}, workers={self.group.world_size}"

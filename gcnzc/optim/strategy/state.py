@@ -1,0 +1,106 @@
+"""Save and load the state of a strategy on one rank: that of its parts, and their common state.
+
+Notation: n elements of the flat parameter vector.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.optim.validation import check_rank
+
+if TYPE_CHECKING:
+    from gcnzc.optim.strategy.strategy import Strategy
+
+
+def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
+    """Return the state of this rank, while no exchange is running; the tensors are not copied.
+
+    `gcnzc.optim.resize_state` converts the states for another number of ranks. The keys are
+
+        inner    the inner optimizer's state
+        shared   tensors, numbers and strings that are equal on all ranks
+        local    tensors of this rank; has `parameters` (n,) unless they are in sync
+        shards   this rank's shards of sharded vectors
+        errors   the compression errors of each reducer
+        layout   a line for each trained parameter, with its shape and dtype
+        rank, world_size
+    """
+    # before the first step, a single rank has no state of the method, too
+    is_plain = strategy.is_inner_only or not strategy.is_broadcast
+    interval = strategy.sync_interval
+    numbers = {
+        "steps": strategy.steps,
+        "since": strategy.since,
+        "local_steps": 0 if interval.is_measuring else interval.steps,
+        "is_plain": is_plain,
+    }
+    shared: dict[str, Any] = {"numbers": numbers}
+    local: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
+    (shared if strategy.is_in_sync else local)["parameters"] = strategy.vector()
+    if not is_plain:
+        shared["num_exchanges"] = strategy.num_exchanges
+        for part in strategy.recipe.parts:
+            shared |= part.shared_state()
+            local |= part.local_state()
+            shards |= part.shard_state()
+    return {
+        "inner": strategy.inner.state_dict(),
+        "shared": shared,
+        "local": local,
+        "shards": shards,
+        "errors": {name: reducer.errors() for name, reducer in strategy.reducers.items()},
+        "layout": strategy.flat_params.layout(),
+        "rank": strategy.group.rank,
+        "world_size": strategy.group.world_size,
+    }
+
+
+def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
+    """Load a snapshot of this rank, or a result of `gcnzc.optim.resize_state`.
+
+    Raises:
+        ValueError: it is the state of another rank, of another number of ranks, of other
+            parameters, or was saved with other options. Nothing is loaded then.
+    """
+    shared, local, shards = (snapshot[name] for name in ("shared", "local", "shards"))
+    numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
+    check_rank(snapshot, strategy.group)
+    _check_parameters(strategy, snapshot)
+    if not numbers["is_plain"]:
+        for part in parts:
+            part.check_state(shared, local, shards)
+    strategy.inner.load_state_dict(snapshot["inner"])
+    strategy.share_inner_state()
+    strategy.steps, strategy.since = numbers["steps"], numbers["since"]
+    if interval.requested == "auto" and numbers["local_steps"]:
+        interval.steps, interval.is_measuring = numbers["local_steps"], False
+    for name, reducer in strategy.reducers.items():
+        reducer.load_errors(snapshot["errors"].get(name, {}))
+    strategy.is_broadcast, strategy.is_in_sync = True, "parameters" in shared
+    own = (shared if strategy.is_in_sync else local)["parameters"]
+    strategy.flat_params.write_parameters(strategy.vector(own))
+    if numbers["is_plain"]:
+        # the state of a single rank has no state of the method
+        if not strategy.is_inner_only:
+            strategy.initialize()
+        return
+    if not strategy.is_inner_only:
+        # states of older versions do not have it
+        strategy.num_exchanges = shared.get("num_exchanges", 0)
+    for part in parts:
+        load = part.load_alone if strategy.is_inner_only else part.load
+        load(shared, local, shards)
+
+
+def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
+    own, saved = strategy.flat_params.layout(), snapshot.get("layout")
+    if saved is None:
+        # a state of an older version has only the vector of all parameters
+        vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
+        own, saved = ([f"{n} elements"] for n in (strategy.flat_params.num_elements, len(vector)))
+    check_layout(own, saved)
+    check_inner_state(strategy.inner, snapshot["inner"])
