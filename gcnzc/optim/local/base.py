@@ -26,7 +26,7 @@ from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
 from gcnzc.optim.state_layout import check_inner_state, check_layout
-from gcnzc.optim.validation import check_inner, check_rank
+from gcnzc.optim.validation import check_inner
 from gcnzc.system.scalars import scalars_like
 
 
@@ -86,8 +86,6 @@ class LocalUpdates(DistributedOptimizer):
         sync_interval.counts_cpu_time = self.flat_params.device.type == "cpu"
         self.is_inner_only = self.group.world_size == 1 and not alone
         """whether this optimizer only takes the inner optimizer's steps"""
-        self.reducers: dict[str, Reducer] = {}
-        """reducers by name; checkpoints use the same names"""
         self.is_in_sync = False
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
@@ -145,28 +143,24 @@ class LocalUpdates(DistributedOptimizer):
         The parameters are loaded already.
         """
 
-    @identify_caller
-    def algorithm(self) -> Algorithm[None]:
+    def take_step(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: an inner step, and every H steps a synchronization."""
-        if self.group.world_size == 1:
-            self.check_trainable()
-        if not self.is_broadcast:
-            yield from self.broadcast_model()
-        self.skip_reason = ""
         self.local_step()
         self.steps += 1
         if self.is_inner_only:
             # there are no other ranks
             self.received_signals = list(self.signals)
-            return
-        self.received_signals = [False] * len(self.signals)
+            return ""
         self.is_in_sync = False
         self.sync_interval.record_step()
         yield from self.after_step()
         yield from self.sync_interval.choose(self.exchanges)
-        if (yield from self.compare()):
-            self.check_trainable()
-        self.warn_of_late_phase(self.steps)
+        return ""
+
+    def end_step(self, skip_reason: str) -> None:
+        """See `DistributedOptimizer`; `take_step` has counted the step."""
+        if self.steps == self.late_step:
+            self.warn_of_late_phase()
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
@@ -263,14 +257,6 @@ class LocalUpdates(DistributedOptimizer):
         if count != workers:
             values[:end] *= workers / count
         return True
-
-    def receive_common(self, sums: Sequence[float], workers: int) -> None:
-        """Read the sums of the common extras over `workers` ranks."""
-        bits, *signals = sums
-        self.comparison.receive(bits, workers)
-        self.received_signals = [
-            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
-        ]
 
     def clear_extras(self, pending: PendingReduction, num_elements: int) -> PendingReduction:
         """Clear the extras of a reduction from a checkpoint, which belong to the earlier run.
@@ -417,11 +403,12 @@ class LocalUpdates(DistributedOptimizer):
             "shared": shared,
             "local": local,
             "shards": {} if is_plain else self.shard_state(),
-            "errors": {name: reducer.errors() for name, reducer in self.reducers.items()},
-            "layout": self.flat_params.layout(),
-            "rank": self.group.rank,
-            "world_size": self.group.world_size,
+            **self.rank_state(),
         }
+
+    def state_layout(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        return self.flat_params.layout()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Load a `snapshot` of this rank, or a result of `gcnzc.optim.resize_state`.
@@ -430,8 +417,13 @@ class LocalUpdates(DistributedOptimizer):
             ValueError: it is the state of another rank, of another number of ranks, or of other
                 parameters. Nothing is loaded then.
         """
-        check_rank(snapshot, self.group)
-        self._check_layout(snapshot)
+        if "layout" not in snapshot:
+            # a state of an older version has only the vector of all parameters
+            vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
+            own, saved = ([f"{n} elements"] for n in (self.flat_params.num_elements, len(vector)))
+            check_layout(own, saved)
+        self.check_rank_state(snapshot)
+        check_inner_state(self.inner, snapshot["inner"])
         self.inner.load_state_dict(snapshot["inner"])
         self._share_inner_state()
         shared, local = snapshot["shared"], snapshot["local"]
@@ -440,8 +432,7 @@ class LocalUpdates(DistributedOptimizer):
         if self.sync_interval.requested == "auto" and numbers["local_steps"]:
             self.sync_interval.steps = numbers["local_steps"]
             self.sync_interval.is_measuring = False
-        for name, reducer in self.reducers.items():
-            reducer.load_errors(snapshot["errors"].get(name, {}))
+        self.load_errors(snapshot["errors"])
         self.is_broadcast, self.is_in_sync = True, "parameters" in shared
         own = (shared if self.is_in_sync else local)["parameters"]
         self.flat_params.write_parameters(self.vector(own))
@@ -452,15 +443,6 @@ class LocalUpdates(DistributedOptimizer):
             self.initialize()
         else:
             self.load_own(shared, local, snapshot["shards"])
-
-    def _check_layout(self, snapshot: Mapping[str, Any]) -> None:
-        own, saved = self.flat_params.layout(), snapshot.get("layout")
-        if saved is None:
-            # a state of an older version has only the vector of all parameters
-            vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
-            own, saved = ([f"{n} elements"] for n in (self.flat_params.num_elements, len(vector)))
-        check_layout(own, saved)
-        check_inner_state(self.inner, snapshot["inner"])
 
     @property
     def local_steps(self) -> int:

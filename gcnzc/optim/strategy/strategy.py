@@ -237,8 +237,7 @@ class Strategy(LocalUpdates):
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state between steps, without that of the inner optimizer."""
-        errors = sum(reducer.state_bytes for reducer in self.reducers.values())
-        return sum(part.state_bytes for part in self.recipe.parts) + errors
+        return sum(part.state_bytes for part in self.recipe.parts) + self.error_bytes
 
     def shared_state(self) -> dict[str, Any]:
         """See `LocalUpdates`."""

@@ -138,7 +138,7 @@ class Masked(Replicated):
         if skip_reason := (yield from self.mean_gradients(values)):
             return skip_reason
         sums = self._gradient_reducer.extra_sums
-        self.receive_extras(sums)
+        self.receive_common(sums[:common], self.group.world_size)
         self.vectors["had_gradient"] |= torch.tensor(sums[common:]) > 0
         return ""
 
@@ -224,6 +224,21 @@ class Masked(Replicated):
         return self._inactive
 
     # --- gradients of inactive elements
+
+    def read_inactive(self, gradients: Tensor) -> tuple[Tensor | None, Tensor | float]:
+        """Return this rank's gradients of inactive elements, and the number to send of them.
+
+        Args:
+            gradients: (c,), this rank's gradients.
+
+        Returns:
+            A copy (inactive elements,), or None if all elements are active; and the result of
+            `count_reactivated`.
+        """
+        if "active" not in self.vectors:
+            return None, 0.0
+        found = gradients[self._find_inactive()]
+        return found, self.count_reactivated(found)
 
     def count_reactivated(self, gradients: Tensor) -> Tensor:
         """Count the inactive elements whose gradient is large enough for a variance above 0.

@@ -18,7 +18,7 @@ Notation: n elements, the first d of them in groups with `compress=False`; k ext
 numbers that are appended to an exchanged vector, such as signals.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class OneBitAdam(Masked):
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
     def advance(self, values: Tensor) -> Algorithm[str]:
-        """See `Replicated`; this method only selects the kind of step."""
+        """See `Replicated`; this method only selects what the ranks exchange."""
         return (
             self._gradient_step(values) if self.is_gradient_step else self._compressed_step(values)
         )
@@ -210,7 +210,6 @@ class OneBitAdam(Masked):
             self._freeze_if_due()
         return ""
 
-    @torch.no_grad()
     def _compressed_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with compressed momenta: update, exchange, then move the parameters.
 
@@ -224,14 +223,11 @@ class OneBitAdam(Masked):
         # the payload is this rank's momenta, which replace its gradients, and then the extras: the
         # common ones, and the number of elements to reactivate
         payload, momenta = values[offset : end + num_extras], values[offset:end]
-        inactive_gradients = momenta[self._find_inactive()] if "active" in self.vectors else None
-        payload[-1] = (
-            0 if inactive_gradients is None else self.count_reactivated(inactive_gradients)
-        )
-        work = flat_params.empty_tile()
+        inactive_gradients, payload[-1] = self.read_inactive(momenta)
+        work = momentum.new_empty(flat_params.tile_elements)
         for part in flat_params.compressed_parts:
             beta = part.group["betas"][0]
-            for here in flat_params.tiles(part.begin, part.end):
+            for here in part.tiles:
                 decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
                 torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
@@ -242,7 +238,7 @@ class OneBitAdam(Masked):
         reducer = self.reducers["momentum"]
         if skip_reason := (yield from reducer.mean(payload, num_extras)):
             return skip_reason
-        self.receive_extras(reducer.extra_sums)
+        self.receive_common(reducer.extra_sums[:-1], self.group.world_size)
         if inactive_gradients is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive_gradients)
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
@@ -287,6 +283,7 @@ class OneBitAdam(Masked):
         """
         return self.is_frozen and part.begin >= self.flat_params.num_uncompressed
 
+    @torch.no_grad()
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
         step, flat_params = self.steps + 1, self.flat_params
@@ -377,9 +374,8 @@ class OneBitAdam(Masked):
             self._set_active(self.vectors["variance"][offset:] > 0)
         self._delay_next_reactivation()
 
-    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_reducers(self) -> None:
         """See `Replicated`."""
         self.reducers = {"momentum": self._make_reducer()} if self.is_frozen else {}
         for reducer in self.reducers.values():
             reducer.active = self.vectors.get("active")
-        super().restore_errors(errors)

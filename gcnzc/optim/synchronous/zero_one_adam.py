@@ -136,6 +136,8 @@ class ZeroOneAdam(Anchored):
         own, and `anchor` (c,) in `vectors` has the parameters of the last synchronization"""
         self.num_nonfinite = 0
         """number of local steps of this rank in which its gradient was not finite or too large"""
+        self.is_momentum_unchanged = False
+        """whether the last step was one of them"""
         self.reducers = {"update": self.reducer(self.compress, self.num_compressed)}
 
     @property
@@ -166,21 +168,10 @@ class ZeroOneAdam(Anchored):
         due = self.schedule.exchange(self.steps + 1)
         return "update" if self.is_out_of_sync and due == "gradient" else due
 
-    def algorithm(self) -> Algorithm[None]:
-        """See `Replicated`."""
-        num_nonfinite = self.num_nonfinite
-        yield from super().algorithm()
-        if self.num_nonfinite > num_nonfinite:
-            rank = self.group.rank
-            self.skip_reason = (
-                f"the local step of rank {rank} uses its unchanged momentum, because a gradient is "
-                "not finite or too large"
-            )
-
     @torch.no_grad()
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`."""
-        exchange = self.exchange
+        exchange, self.is_momentum_unchanged = self.exchange, False
         if exchange == "gradient":
             return (yield from self._gradient_step(values))
         if exchange == "update":
@@ -202,7 +193,7 @@ class ZeroOneAdam(Anchored):
             if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
             sums = self.reducers["update"].extra_sums
-            self.receive_extras(sums)
+            self.receive_common(sums[:-1], self.group.world_size)
             may_reactivate = (
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
@@ -269,18 +260,27 @@ class ZeroOneAdam(Anchored):
 
     # --- steps with updates
 
+    def end_step(self, skip_reason: str) -> None:
+        """See `DistributedOptimizer`."""
+        super().end_step(skip_reason)
+        if not skip_reason and self.is_momentum_unchanged:
+            self.skip_reason = (
+                f"the local step of rank {self.group.rank} uses its unchanged momentum, because a "
+                "gradient is not finite or too large"
+            )
+
     def _local_step(self, gradient: Tensor) -> None:
         """Take a local step, without an exchange.
 
         Args:
             gradient: (c,), this rank's gradient; overwritten.
         """
-        self.received_signals = [False] * len(self.signals)
         if not self.is_out_of_sync:
             self.vectors["anchor"] = self._read_coded()
             self.update = torch.zeros_like(gradient)
         assert self.update is not None, "created with the anchor"
         is_finite = bool(are_finite(gradient))
+        self.is_momentum_unchanged = not is_finite
         self.num_nonfinite += not is_finite
         if is_finite:
             self._add_inactive(gradient)
@@ -397,11 +397,6 @@ class ZeroOneAdam(Anchored):
         if self.group.world_size == 1:
             run(self.finalize_algorithm(), self.group)
 
-    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_reducers(self) -> None:
         """See `Replicated`."""
         self.reducers["update"].active = self.vectors.get("active")
-        if errors["update"]:
-            super().restore_errors(errors)
-        else:
-            # a state of a single rank, which has no errors
-            self.reducers["update"].reset_errors()
