@@ -189,32 +189,13 @@ class OneBitAdam(Masked):
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
     def advance(self, values: Tensor) -> Algorithm[str]:
-        """See `Replicated`; this method only selects what the ranks exchange."""
-        return (
-            self._gradient_step(values) if self.is_gradient_step else self._compressed_step(values)
-        )
+        """See `Replicated`: update the momenta, exchange them, and then move the parameters.
 
-    @torch.no_grad()
-    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with the mean gradients: exchange them, update moments and parameters."""
-        if skip_reason := (yield from self.exchange_gradients(values)):
-            return skip_reason
-        is_frozen, flat_params = self.is_frozen, self.flat_params
-        for part in flat_params.parts:
-            with_variance = not is_frozen or part.begin < flat_params.num_uncompressed
-            self._update_moments(part, values, with_variance=with_variance)
-        if is_frozen:
-            self._refresh_variance(values)
-        self._apply(values)
-        if not is_frozen and self.group.world_size > 1:
-            self._freeze_if_due()
-        return ""
-
-    def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with compressed momenta: update, exchange, then move the parameters.
-
-        In groups with `compress=False` the gradients are exchanged instead.
+        If a step with gradients is due, and in groups with `compress=False`, the gradients are
+        exchanged instead.
         """
+        if self.is_gradient_step:
+            return (yield from self._gradient_step(values))
         if self.clip_norm is not None:
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
@@ -248,6 +229,22 @@ class OneBitAdam(Masked):
         if offset:
             self._mark_uncompressed_gradients(values)
         self._apply(values)
+        return ""
+
+    @torch.no_grad()
+    def _gradient_step(self, values: Tensor) -> Algorithm[str]:
+        """Take a step with the mean gradients: exchange them, update moments and parameters."""
+        if skip_reason := (yield from self.exchange_gradients(values)):
+            return skip_reason
+        is_frozen, flat_params = self.is_frozen, self.flat_params
+        for part in flat_params.parts:
+            with_variance = not is_frozen or part.begin < flat_params.num_uncompressed
+            self._update_moments(part, values, with_variance=with_variance)
+        if is_frozen:
+            self._refresh_variance(values)
+        self._apply(values)
+        if not is_frozen and self.group.world_size > 1:
+            self._freeze_if_due()
         return ""
 
     def _before_exchange(self, momenta: Tensor) -> None:
@@ -287,8 +284,7 @@ class OneBitAdam(Masked):
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
         step, flat_params = self.steps + 1, self.flat_params
-        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        parameters, had_gradient = flat_params.parameters, self.vectors["had_gradient"].tolist()
+        momentum, had_gradient = self.vectors["momentum"], self.vectors["had_gradient"].tolist()
         is_frozen = self.is_frozen
         for part in flat_params.parts:
             here, options = slice(part.begin, part.end), part.group
@@ -303,8 +299,10 @@ class OneBitAdam(Masked):
             root += options["eps"]
             for index in range(part.first, part.last):
                 if had_gradient[index]:
-                    pair = momenta[index], roots[index]
-                    self._move(parameters[index], *pair, step_size, lr, decay)
+                    segment = flat_params.segments[index]
+                    there, shape = slice(segment.begin, segment.end), segment.parameter.shape
+                    pair = momentum[there].view(shape), values[there].view(shape)
+                    self._move(segment.parameter, *pair, step_size, lr, decay)
 
     def _move(
         self,
