@@ -106,6 +106,9 @@ class DistributedOptimizer(Checkpointed):
         may discard signals, so send them until they are received."""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite or too large"""
+        self.extra_sums: Sequence[float] = ()
+        """the sums of the extras over all ranks that `take_step` received, beginning with the
+        common ones; empty if it received them itself or did not exchange"""
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.steps = 0
@@ -267,9 +270,10 @@ class DistributedOptimizer(Checkpointed):
             ranks: the number of ranks.
         """
         self.comparison.receive(sums[0], ranks)
+        # others may follow
+        signals = sums[1 : 1 + len(self.signals)]
         self.received_signals = [
-            was or round(each) > 0
-            for was, each in zip(self.received_signals, sums[1:], strict=False)
+            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
         ]
 
     def algorithm(self) -> Algorithm[None]:
@@ -281,6 +285,7 @@ class DistributedOptimizer(Checkpointed):
             yield from self.broadcast_model()
         self.skip_reason = ""
         self.received_signals = [False] * len(self.signals)
+        self.extra_sums = ()
         self.end_step((yield from self.take_step()))
         if self.comparison.is_due and (yield from self.compare()):
             self.check_trainable()
@@ -300,11 +305,17 @@ class DistributedOptimizer(Checkpointed):
         """
 
     def end_step(self, skip_reason: str) -> None:
-        """Count a step that all ranks took or skipped; `skip_reason` is that of `take_step`."""
+        """Count a step that all ranks took or skipped, and receive its common extras.
+
+        Args:
+            skip_reason: the result of `take_step`.
+        """
         self.skip_reason = skip_reason
         if skip_reason:
             self.skipped += 1
             return
+        if self.extra_sums:
+            self.receive_common(self.extra_sums, self.group.world_size)
         self.steps += 1
         if self.steps == self.late_step:
             self.warn_of_late_phase()

@@ -1,64 +1,62 @@
 """Count how often one step of an optimizer moves from one file of gcnzc to another.
 
 `PYTHONPATH=.:tests python -m optim.file_switches` prints the counts of a compressed step of 1-bit
-Adam on rank 0 of four processes.
+Adam on rank 0 of two processes. The number of processes is an optional argument.
 """
 
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from optim.replicas import gradients_of
-from optim.models import Everything, batches
 from processes import results
+from torch import nn
 
 import gcnzc
 from gcnzc.exchange import init_group
 from gcnzc.optim import OneBitAdam
 
 ROOT = Path(gcnzc.__file__).parent
-WARMUP, TRACED = 3, 8
+STEPS = 8
+
+Switches = Counter[tuple[str, str]]
+"""how often execution enters a file, by the file that runs before and the one that is entered"""
 
 
-def file_of(frame: FrameType | None) -> str:
+def find_file(frame: FrameType | None) -> str:
     """The file of gcnzc that a frame runs, or that has called it from outside of gcnzc."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(ROOT)):
+        if name.startswith(f"{ROOT}/"):
             return name.removeprefix(f"{ROOT}/")
         frame = frame.f_back
     return ""
 
 
-def count_switches(function: Callable[[], object]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
-    """Run a function, and count its switches between files of gcnzc, and its calls.
+def count_switches(function: Callable[[], object]) -> tuple[Switches, Counter[str]]:
+    """Run a function, and count how often it enters another file of gcnzc, and its calls.
 
-    A switch is a call, a return, or the start or end of a generator's turn, after which another
-    file runs.
+    A file is entered by a call of one of its functions, and by each turn of one of its generators.
+    The return to the file before is not counted.
 
     Returns:
-        The number of switches by the files before and after, and the number of calls by function,
-        also of functions outside of gcnzc. Each turn of a generator is a call.
+        The switches, and the number of calls of Python functions by file, of any package; each turn
+        of a generator is a call.
     """
-    switches: Counter[tuple[str, str]] = Counter()
+    switches: Switches = Counter()
     calls: Counter[str] = Counter()
-    last = ""
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal last
-        if event not in ("call", "return"):
+        if event != "call":
             return
-        if event == "call":
-            calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
-        now = file_of(frame if event == "call" else frame.f_back)
-        if now and last and now != last:
-            switches[last, now] += 1
-        last = now or last
+        calls[frame.f_code.co_filename.removeprefix(f"{ROOT}/")] += 1
+        before, entered = find_file(frame.f_back), find_file(frame)
+        if before and entered != before:
+            switches[before, entered] += 1
 
     sys.setprofile(profile)
     try:
@@ -68,34 +66,54 @@ def count_switches(function: Callable[[], object]) -> tuple[Counter[tuple[str, s
     return switches, calls
 
 
-def trace_compressed_step() -> tuple[Counter[tuple[str, str]], Counter[str]]:
+def count_outside(switches: Switches, *packages: str) -> int:
+    """The number of switches, except those from one file of a package to another of the same."""
+    return sum(
+        count
+        for (before, entered), count in switches.items()
+        if not any(
+            before.startswith(f"{each}/") and entered.startswith(f"{each}/") for each in packages
+        )
+    )
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    model(torch.randn(16, 5, generator=generator)).square().sum().backward()
+
+
+def trace_compressed_step() -> tuple[Switches, Counter[str]]:
     """The counts of a step of 1-bit Adam whose variance is frozen; run by each process."""
     with init_group() as group:
-        model = Everything().float()
-        optimizer = OneBitAdam(
-            model.parameters(), lr=0.01, warmup=WARMUP, refresh=0, reactivate="refresh", group=group
-        )
-        *before, last = batches(TRACED)
-        for rows in before:
-            gradients_of(model, optimizer, rows)
-            optimizer.step()
-        gradients_of(model, optimizer, last)
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup=3, refresh=0, group=group)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, group.rank, step)
+            if step < STEPS - 1:
+                optimizer.step()
         assert not optimizer.is_gradient_step
         return count_switches(optimizer.step)
 
 
-def main() -> None:
-    """Print the counts of rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        switches, calls = results(4, Path(folder), trace_compressed_step)[0]
-    own = sum(count for name, count in calls.items() if name.startswith(str(ROOT)))
-    print(f"{switches.total()} switches, {calls.total()} calls, {own} of them in gcnzc")
-    for (before, after), count in switches.most_common():
-        print(f"{count:5} {before} -> {after}")
-    for name, count in calls.most_common():
-        print(f"{count:5} {name.removeprefix(f'{ROOT.parent}/')}")
+def trace_on_processes(world_size: int, folder: Path) -> tuple[Switches, Counter[str]]:
+    """The counts of `trace_compressed_step` on rank 0."""
+    switches, calls = results(world_size, folder, trace_compressed_step)[0]
+    return switches, calls
+
+
+def lines_of(switches: Switches, calls: Counter[str]) -> Iterable[str]:
+    own = sum(count for name, count in calls.items() if not name.startswith(("/", "<")))
+    yield f"{switches.total()} switches of files"
+    yield f"{count_outside(switches, 'exchange')} without those inside of gcnzc/exchange"
+    yield f"{count_outside(switches, 'exchange', 'kernels')} also without those of gcnzc/kernels"
+    yield f"{calls.total()} calls of Python functions, {own} of them of gcnzc"
+    for (before, entered), count in switches.most_common():
+        yield f"{count:5} {before} -> {entered}"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        counts = trace_on_processes(int((*sys.argv[1:], 2)[0]), Path(folder))
+    sys.stdout.write("\n".join(lines_of(*counts)) + "\n")

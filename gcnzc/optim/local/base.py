@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.exchange import Algorithm, Group, Start, run
 from gcnzc.kernels.finite import can_be_squared
-from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
@@ -26,11 +25,11 @@ from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.pending_reduction import CHANNEL, PendingReduction
 from gcnzc.optim.local.sync_interval import SyncInterval
 from gcnzc.optim.state_layout import check_inner_state, check_layout
-from gcnzc.optim.validation import check_inner
+from gcnzc.optim.wrapper import Wrapper
 from gcnzc.system.scalars import scalars_like
 
 
-class LocalUpdates(DistributedOptimizer):
+class LocalUpdates(Wrapper):
     """The base class of optimizers that take local steps and synchronize every H of them.
 
     Rank 0's parameters are broadcast at the start. If a gradient of a rank is not finite, or too
@@ -74,11 +73,9 @@ class LocalUpdates(DistributedOptimizer):
         module: nn.Module | None = None,
     ) -> None:
         self.is_constructed = False
-        check_inner(self.name, inner)
-        super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
+        super().__init__(inner, group, signals, module, total_steps)
         self.is_constructed = True
-        self.inner = inner
-        self._share_inner_state()
+        self.share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
         self.initial_requires_grad = self.requires_grad_flags()
         self.worker_info = self.flat_params.worker_info(self.group.rank, self.group.world_size)
@@ -425,7 +422,7 @@ class LocalUpdates(DistributedOptimizer):
         self.check_rank_state(snapshot)
         check_inner_state(self.inner, snapshot["inner"])
         self.inner.load_state_dict(snapshot["inner"])
-        self._share_inner_state()
+        self.share_inner_state()
         shared, local = snapshot["shared"], snapshot["local"]
         numbers = shared["numbers"]
         self.steps, self.since = numbers["steps"], numbers["since"]
@@ -453,14 +450,6 @@ class LocalUpdates(DistributedOptimizer):
         """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
         self.reducers[name] = compress.reducer(num_elements, self.worker_info)
         return self.reducers[name]
-
-    def _share_inner_state(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.fill_state()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction, because the flat vectors are laid out already.

@@ -21,7 +21,6 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
-from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
@@ -29,11 +28,12 @@ from gcnzc.optim.resize import check_is_inner, check_mapping
 from gcnzc.optim.state_layout import check_inner_state
 from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
 from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
-from gcnzc.optim.validation import check_above_zero, check_inner
+from gcnzc.optim.validation import check_above_zero
+from gcnzc.optim.wrapper import Wrapper
 from gcnzc.system.scalars import read_scalars, scalars_like
 
 
-class Averaged(DistributedOptimizer):
+class Averaged(Wrapper):
     """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
 
     Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
@@ -79,14 +79,13 @@ class Averaged(DistributedOptimizer):
         momentum: Momentum | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        check_inner(type(self).__name__, inner)
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
-        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
-        self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
+        super().__init__(inner, group, signals, module)
+        self.compress, self.clip_norm = compress, clip_norm
         self.momentum = choose_momentum(momentum, compress)
         self.is_shared = compress is None
-        self._share_inner_state()
+        self.share_inner_state()
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
         self._lay_out()
@@ -127,15 +126,6 @@ class Averaged(DistributedOptimizer):
     def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """See `DistributedOptimizer`; applied in the first step if no step was taken."""
         self.gradients.load_errors(errors)
-
-    def _share_inner_state(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        if not self.is_shared:
-            self.fill_state()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; without compression, the state dict of the inner optimizer."""
@@ -184,7 +174,7 @@ class Averaged(DistributedOptimizer):
             self.skipped = snapshot["shared"]["skipped"]
             self.load_errors(snapshot["errors"])
         self.inner.load_state_dict(dict(inner))
-        self._share_inner_state()
+        self.share_inner_state()
         self.steps = self._steps_of(snapshot)
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True

@@ -137,8 +137,7 @@ class Masked(Replicated):
             flags += self._have_pending_gradients(flags)
         if skip_reason := (yield from self.mean_gradients(values)):
             return skip_reason
-        sums = self._gradient_reducer.extra_sums
-        self.receive_common(sums[:common], self.group.world_size)
+        sums = self.extra_sums = self._gradient_reducer.extra_sums
         self.vectors["had_gradient"] |= torch.tensor(sums[common:]) > 0
         return ""
 
@@ -225,18 +224,15 @@ class Masked(Replicated):
 
     # --- gradients of inactive elements
 
-    def read_inactive(self, gradients: Tensor) -> tuple[Tensor | None, Tensor | float]:
-        """Return this rank's gradients of inactive elements, and the number to send of them.
+    def read_inactive(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's gradients of inactive elements, and how many of them reactivate one.
 
         Args:
             gradients: (c,), this rank's gradients.
 
         Returns:
-            A copy (inactive elements,), or None if all elements are active; and the result of
-            `count_reactivated`.
+            A copy (inactive elements,), and the result of `count_reactivated`.
         """
-        if "active" not in self.vectors:
-            return None, 0.0
         found = gradients[self._find_inactive()]
         return found, self.count_reactivated(found)
 

@@ -204,7 +204,10 @@ class OneBitAdam(Masked):
         # the payload is this rank's momenta, which replace its gradients, and then the extras: the
         # common ones, and the number of elements to reactivate
         payload, momenta = values[offset : end + num_extras], values[offset:end]
-        inactive_gradients, payload[-1] = self.read_inactive(momenta)
+        inactive_gradients = None
+        payload[-1] = 0
+        if "active" in self.vectors:
+            inactive_gradients, payload[-1] = self.read_inactive(momenta)
         work = momentum.new_empty(flat_params.tile_elements)
         for part in flat_params.compressed_parts:
             beta = part.group["betas"][0]
@@ -219,7 +222,7 @@ class OneBitAdam(Masked):
         reducer = self.reducers["momentum"]
         if skip_reason := (yield from reducer.mean(payload, num_extras)):
             return skip_reason
-        self.receive_common(reducer.extra_sums[:-1], self.group.world_size)
+        self.extra_sums = reducer.extra_sums
         if inactive_gradients is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive_gradients)
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0

@@ -192,8 +192,7 @@ class ZeroOneAdam(Anchored):
             extras[-1] = self._count_inactive_gradients(coded)
             if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
-            sums = self.reducers["update"].extra_sums
-            self.receive_common(sums[:-1], self.group.world_size)
+            sums = self.extra_sums = self.reducers["update"].extra_sums
             may_reactivate = (
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
