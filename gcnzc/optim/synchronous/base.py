@@ -167,6 +167,8 @@ class Replicated(DistributedOptimizer):
     def advance(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the gradients of this rank.
 
+        If the ranks exchange the common extras, it sets `extra_sums` to the sums of the extras.
+
         Args:
             values: (n + max_extras,): the gradients and the extras, which begin with the common
                 ones; may be overwritten, and is valid until the end of the step.

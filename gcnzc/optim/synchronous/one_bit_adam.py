@@ -286,41 +286,9 @@ class OneBitAdam(Masked):
     @torch.no_grad()
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
-        step, flat_params = self.steps + 1, self.flat_params
-        momentum, had_gradient = self.vectors["momentum"], self.vectors["had_gradient"].tolist()
-        is_frozen = self.is_frozen
-        for part in flat_params.parts:
-            here, options = slice(part.begin, part.end), part.group
-            (beta1, beta2), lr = options["betas"], float(options["lr"])
-            decay, step_size = options["weight_decay"], lr
-            root = torch.sqrt(self.vectors["variance"][here], out=values[here])
-            if self.bias_correction:
-                step_size /= 1 - beta1**step
-                # a frozen variance is already bias-corrected
-                if not is_frozen or part.begin < flat_params.num_uncompressed:
-                    root /= (1 - beta2**step) ** 0.5
-            root += options["eps"]
-            for index in range(part.first, part.last):
-                if had_gradient[index]:
-                    segment = flat_params.segments[index]
-                    there, shape = slice(segment.begin, segment.end), segment.parameter.shape
-                    pair = momentum[there].view(shape), values[there].view(shape)
-                    self._move(segment.parameter, *pair, step_size, lr, decay)
-
-    def _move(
-        self,
-        parameter: Tensor,
-        momentum: Tensor,
-        root: Tensor,
-        step_size: float,
-        lr: float,
-        decay: float,
-    ) -> None:
-        parameter.mul_(1 - lr * decay)
-        if parameter.dtype == momentum.dtype:
-            parameter.addcdiv_(momentum, root, value=-step_size)
-        else:
-            parameter -= (momentum / root * step_size).to(parameter.dtype)
+        for part in self.flat_params.parts:
+            is_corrected = self._is_variance_frozen(part)
+            self._take_adam_step(part, None if is_corrected else self.steps + 1, values)
 
     def _freeze_if_due(self) -> None:
         step = self.steps + 1

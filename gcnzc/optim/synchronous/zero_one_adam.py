@@ -36,7 +36,6 @@ from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -199,7 +198,7 @@ class ZeroOneAdam(Anchored):
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
         for part in self.flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
-            self._move(part, values)
+            self._take_adam_step(part, self._count_updates(part), values)
         return ""
 
     # --- steps that exchange gradients
@@ -218,27 +217,8 @@ class ZeroOneAdam(Anchored):
             self._reactivate(values)
         self._update_active()
         for part in flat_params.parts:
-            self._move(part, values)
+            self._take_adam_step(part, self._count_updates(part), values)
         return ""
-
-    def _move(self, part: GroupSlice, values: Tensor) -> None:
-        """Take Adam's step with momenta that are in sync; `values` is overwritten."""
-        flat_params, lr = self.flat_params, float(part.group["lr"])
-        here, size = slice(part.begin, part.end), self._step_size(part)
-        self._compute_denominator(part, values[here])
-        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        had_gradient, decay = (
-            self.vectors["had_gradient"].tolist(),
-            1 - lr * part.group["weight_decay"],
-        )
-        for index in range(part.first, part.last):
-            if not had_gradient[index]:
-                continue
-            parameter = flat_params.parameters[index].mul_(decay)
-            if parameter.dtype == flat_params.dtype:
-                parameter.addcdiv_(momenta[index], roots[index], value=-size)
-            else:
-                parameter -= (momenta[index] / roots[index] * size).to(parameter.dtype)
 
     def _reactivate(self, gradients: Tensor) -> None:
         """Initialize the variance of inactive elements from their first gradients (n + k,)."""
