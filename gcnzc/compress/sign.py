@@ -53,21 +53,7 @@ class Sign(Codec):
         """See `Codec`; signs are deterministic, so `random_counter` is not used."""
         signs.encode_signs(values, error, active, layout, rows, self.scale)
 
-    def update_error(
-        self,
-        values: Tensor,
-        error: Tensor,
-        active: Tensor | None,
-        layout: BlockLayout,
-        rows: Tensor,
-    ) -> None:
-        """See `Codec`."""
-        signs.update_error_signs(values, error, active, layout, rows)
-
-    def decode_mean(self, rows: Tensor, layout: BlockLayout, out: Tensor) -> None:
-        """See `Codec`."""
-        signs.mean_of_signs(rows, layout, out)
-
-    def decode(self, rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
-        """See `Codec`."""
-        signs.decode_signs(rows, layout, active, out)
+    # the arguments of the kernels are those of `Codec`
+    update_error = staticmethod(signs.update_error_signs)
+    decode_mean = staticmethod(signs.mean_of_signs)
+    decode = staticmethod(signs.decode_signs)

@@ -35,7 +35,6 @@ from gcnzc.compress.reducer import (
 )
 from gcnzc.exchange import Algorithm, AllGather, AllToAll
 from gcnzc.kernels.codec.block_layout import BlockLayout
-from gcnzc.kernels.finite import are_finite
 from gcnzc.system.scalars import read_scalars
 
 
@@ -108,7 +107,7 @@ class Codec(Compression):
     def are_finite(self, rows: Tensor, layout: BlockLayout) -> Tensor:
         """Return () bool: whether all scales, and thereby all decoded elements, are finite."""
         scales = rows[:, layout.code_bytes : layout.row_bytes].reshape(-1)
-        return are_finite(scales.view(torch.float32))
+        return scales.view(torch.float32).isfinite().all()
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> Reducer:
         """See `Compression`."""
@@ -139,6 +138,7 @@ class TwoStageReducer(Reducer):
         # of this rank's part, and of its mean
         self.part_layout = self.layout.part_layout(worker.rank)
         self.part_mean_layout = self.mean_layout.part_layout(worker.rank)
+        self.bounds = self.layout.bounds(worker.rank)
         self.code_bytes = codec.row_bytes(self.layout)
         self.mean_row_bytes = self.mean_codec.row_bytes(self.part_mean_layout)
         self.num_means = torch.zeros(1, dtype=torch.int64)
@@ -150,7 +150,7 @@ class TwoStageReducer(Reducer):
     @property
     def part(self) -> tuple[int, int]:
         """See `Reducer`."""
-        return self.layout.bounds(self.worker.rank)
+        return self.bounds
 
     @property
     def means(self) -> int:

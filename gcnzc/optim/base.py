@@ -6,30 +6,30 @@ which are flags such as a request to stop.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from gcnzc.exchange import Algorithm, Group, RequestMismatch, current_group, run
+from gcnzc.compress import Reducer
+from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, current_group, run
 from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
 from gcnzc.optim.caller import identify_caller
+from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.group_options import (
     Comparison,
-    OptionText,
     check_same_flags,
     find_difference_by_store,
     names_in_model,
+    option_key,
     option_lines,
     state_lines,
     trained_lines,
 )
-from gcnzc.optim.late_phase import is_late, warn_of_late_phase
-from gcnzc.optim.resize import check_state_dict_options, pack_state, unpack_state
+from gcnzc.optim.late_phase import late_step, warn_of_late_phase
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import (
     check_count,
@@ -41,7 +41,7 @@ from gcnzc.optim.validation import (
 T = TypeVar("T")
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(Checkpointed):
     """The base class of optimizers whose `step` communicates with the other ranks.
 
     The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
@@ -90,7 +90,7 @@ class DistributedOptimizer(Optimizer):
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
         self.group = current_group() if group is None else group
-        self.total_steps = total_steps
+        self.total_steps, self.late_step = total_steps, late_step(total_steps)
         self.module = module
         self.weight = 1.0
         """factor of this rank's gradients in means and in local steps; `step` does not reset it. If
@@ -106,6 +106,9 @@ class DistributedOptimizer(Optimizer):
         may discard signals, so send them until they are received."""
         self.skipped = 0
         """number of steps that were skipped because a gradient was not finite or too large"""
+        self.extra_sums: Sequence[float] = ()
+        """the sums of the extras over all ranks that `take_step` received, beginning with the
+        common ones; empty if it received them itself or did not exchange"""
         self.num_common_extras = 1 + signals
         """the length of `common_extras`"""
         self.steps = 0
@@ -115,7 +118,9 @@ class DistributedOptimizer(Optimizer):
         self.identity = self.name
         """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
-        self.option_text = OptionText()
+        self.checked_options = ""
+        """the `option_key` of options that were checked; empty to check them in each step"""
+        self.reducers: dict[str, Reducer] = {}
         self.initial_requires_grad: list[bool] = []
         """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates
         it when all ranks have changed the same parameters"""
@@ -125,11 +130,6 @@ class DistributedOptimizer(Optimizer):
         self.skip_reason = ""
         """why the last `step`, or a part of it, was skipped, or why a mean excludes ranks; empty if
         nothing was skipped or excluded"""
-
-    @property
-    def name(self) -> str:
-        """The name of the type of optimizer, in messages, states and headers of requests."""
-        return type(self).__name__
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -198,9 +198,12 @@ class DistributedOptimizer(Optimizer):
                 before it communicates.
         """
         self.group.count_step(self.steps)
-        for number, group in enumerate(self.param_groups):
-            # a scheduler, or the caller, may have changed them
-            self.check_options(group, f" of parameter group {number}", with_gpu=False)
+        key = option_key(self.param_groups)
+        if not key or key != self.checked_options:
+            # a scheduler, or the caller, has changed them
+            for number, group in enumerate(self.param_groups):
+                self.check_options(group, f" of parameter group {number}", with_gpu=False)
+            self.checked_options = key
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -229,12 +232,6 @@ class DistributedOptimizer(Optimizer):
                 raise
             raise RequestMismatch(difference) from error
 
-    def hashed_lines(self, with_gpu: bool) -> list[str]:
-        """Return the lines that determine the hash bit in the common extras; see `Comparison`."""
-        options = self.option_text.format(self.param_groups, with_gpu=with_gpu)
-        own = state_lines(self.identity, self.steps, self.loaded)
-        return [*own, options, self.checksums.line]
-
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
         own = state_lines(self.identity, self.steps, self.loaded)
@@ -253,70 +250,75 @@ class DistributedOptimizer(Optimizer):
         if self.group.world_size == 1:
             # there is no other rank to compare with
             return [0.0, *self.signals]
+        if self.comparison.received >= self.checksums.next_update:
+            self.checksums.update(self.comparison.received, self.replicated_parameters)
+        return [self.hash_bit(), *self.signals]
+
+    def hash_bit(self) -> float:
+        """Return the number with which ranks compare their options; see `Comparison.bit`."""
         if self.requires_grad_flags() != self.initial_requires_grad:
             self.comparison.is_requested = True
-        self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.comparison.bit(self.hashed_lines), *self.signals]
+        return self.comparison.bit(
+            self.param_groups, self.identity, self.steps, self.loaded, self.checksums.line
+        )
 
-    def fill_state(self) -> None:
-        """Add an empty entry to `state` for each parameter.
+    def receive_common(self, sums: Sequence[float], ranks: int) -> None:
+        """Update the comparison and the received signals.
 
-        Otherwise torch.distributed.checkpoint would call `step` to initialize the state.
+        Args:
+            sums: the sums of the extras of `ranks` ranks, which begin with the common ones.
+            ranks: the number of ranks.
         """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state.setdefault(parameter, {})
+        self.comparison.receive(sums[0], ranks)
+        # others may follow
+        signals = sums[1 : 1 + len(self.signals)]
+        self.received_signals = [
+            was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
+        ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank in the layout of torch's optimizers.
-
-        `state` has the step count of each trained parameter. Its entry for the first trained
-        parameter also has, as bytes, the state that is the same on all ranks, and the state of this
-        rank, such as its compression errors. The key of the latter contains the rank, because
-        torch.distributed.checkpoint saves an entry with the same key on several ranks only once.
-
-        Raises:
-            ValueError: the option `full_state_dict` or `flatten_optimizer_state_dict` of torch's
-                `get_optimizer_state_dict` or `set_optimizer_state_dict` is set.
-        """
-        check_state_dict_options()
-        return pack_state(self.name, self.snapshot(), self.param_groups)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` or `snapshot` of this rank, or a result of `resize_state`.
-
-        Raises:
-            ValueError: the state belongs to another rank, number of ranks, type of optimizer or
-                model, or has an option that is out of its range. Nothing is loaded then.
-        """
-        snapshot = unpack_state(self.name, state_dict, self.group.rank)
-        self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
-        self.restore(snapshot)
-        self.mark_loaded()
-
-    def mark_loaded(self) -> None:
-        """Request a comparison with the other ranks, which must have loaded a state too."""
-        self.loaded = f"of step {self.steps}"
-        self.comparison.is_requested = True
-
-    @abstractmethod
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state of this rank: tensors, which are not copied, and plain values.
-
-        `shared` is the same on all ranks; `local`, `shards` and `errors` are this rank's own.
-        """
-
-    @abstractmethod
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a `snapshot` of this rank.
-
-        Raises:
-            ValueError: the state belongs to another rank, number of ranks or other parameters.
-        """
-
-    @abstractmethod
     def algorithm(self) -> Algorithm[None]:
         """Return the communication and computation of `step`, which `step` and `lockstep` run."""
+        # as `identify_caller` does, but without a generator between this one and its driver
+        caller_before = yield Caller(self.identity)
+        self.begin_step()
+        if not self.is_broadcast:
+            yield from self.broadcast_model()
+        self.skip_reason = ""
+        self.received_signals = [False] * len(self.signals)
+        self.extra_sums = ()
+        self.end_step((yield from self.take_step()))
+        if self.comparison.is_due and (yield from self.compare()):
+            self.check_trainable()
+        yield Caller(caller_before)
+
+    def begin_step(self) -> None:
+        """Check that a single rank has the parameters of the construction; see `algorithm`."""
+        if self.group.world_size == 1:
+            self.check_trainable()
+
+    @abstractmethod
+    def take_step(self) -> Algorithm[str]:
+        """Exchange and update the parameters; a part of `algorithm`.
+
+        Returns:
+            Why all ranks skipped the step; empty if they took it.
+        """
+
+    def end_step(self, skip_reason: str) -> None:
+        """Count a step that all ranks took or skipped, and receive its common extras.
+
+        Args:
+            skip_reason: the result of `take_step`.
+        """
+        self.skip_reason = skip_reason
+        if skip_reason:
+            self.skipped += 1
+            return
+        if self.extra_sums:
+            self.receive_common(self.extra_sums, self.group.world_size)
+        self.steps += 1
+        if self.steps == self.late_step:
+            self.warn_of_late_phase()
 
     def gradient_factor(self) -> float | Tensor:
         """Return the factor of this rank's gradients in the mean over the ranks.
@@ -440,16 +442,10 @@ class DistributedOptimizer(Optimizer):
         """Return the name of a phase, such as compression, that has not begun; empty if none."""
         return ""
 
-    def warn_of_late_phase(self, steps: int) -> None:
-        """Warn on rank 0 if a phase has not begun in the middle of the run; see `is_late`.
-
-        Args:
-            steps: the number of steps so far.
-        """
-        if self.group.rank or self.group.world_size == 1 or not is_late(steps, self.total_steps):
-            return
-        if phase := self.late_phase():
-            warn_of_late_phase(self.name, phase, steps, self.total_steps)
+    def warn_of_late_phase(self) -> None:
+        """Warn on rank 0 if a phase has not begun in the middle of the run; see `late_step`."""
+        if self.group.rank == 0 and self.group.world_size > 1 and (phase := self.late_phase()):
+            warn_of_late_phase(self.name, phase, self.steps, self.total_steps)
 
     def finalize(self) -> None:
         """Make parameters and dense buffers equal on all ranks; call it once, after the last step.

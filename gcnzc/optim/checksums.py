@@ -45,6 +45,8 @@ class Checksums:
         self._pending: list[Tensor] = []  # sums of each device
         self._ignored: set[str] = set()  # frozen parameters that differ; the same on all ranks
         self._started_at = -INTERVAL
+        self.next_update = 0
+        """the number of exchanges from which `update` has something to do"""
 
     def update(self, received: int, find: Callable[[], Named | None]) -> None:
         """Read pending checksums if an exchange has followed them; start new ones if due.
@@ -64,6 +66,7 @@ class Checksums:
             if named:
                 self._start(named)
                 self._pending = [_copy_to_host(each) for each in self._pending]
+        self.next_update = self._started_at + (1 if self._pending else INTERVAL)
 
     def renew(self, named: Named | None) -> None:
         """Compute and read the checksums now, which synchronizes with the device."""
@@ -127,6 +130,7 @@ class Checksums:
 
     def _forget(self) -> None:
         self._sums, self._pending, self.line = {}, [], ""
+        self.next_update = self._started_at + INTERVAL
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ Notation: P parameters, n elements, the first d of them in groups with `compress
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class Segment:
     begin: int
     end: int
 
+    @cached_property
+    def tiles(self) -> tuple[slice, ...]:
+        """The slices of `tiles` that cover it."""
+        return tuple(tiles(self.begin, self.end, self.parameter.device))
+
 
 @dataclass(frozen=True, eq=False)
 class GroupSlice:
@@ -60,6 +66,12 @@ class GroupSlice:
     """index of the first segment"""
     last: int
     """index after the last segment"""
+
+    @cached_property
+    def tiles(self) -> tuple[slice, ...]:
+        """The slices of `tiles` that cover it."""
+        parameters = self.group["params"]
+        return tuple(tiles(self.begin, self.end, parameters[0].device)) if parameters else ()
 
 
 class FlatParameters:
@@ -119,6 +131,10 @@ class FlatParameters:
         """dtype of the flat vectors"""
         self._sizes = [segment.end - segment.begin for segment in self.segments]
         self._shapes = [parameter.shape for parameter in self.parameters]
+        self.tile_elements = (
+            min(begin, TILE_ELEMENTS) if self.device.type == "cpu" else self.num_elements
+        )
+        """elements of the longest slice of `tiles`"""
         self._scratch: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,17 +190,6 @@ class FlatParameters:
         parts = values[: self.num_elements].split_with_sizes(self._sizes)
         return list(map(Tensor.view, parts, self._shapes))
 
-    def empty_tile(self) -> Tensor:
-        """Return an uninitialized vector as long as the longest slice of `tiles`."""
-        length = self.num_elements
-        if self.device.type == "cpu":
-            length = min(length, TILE_ELEMENTS)
-        return torch.empty(length, dtype=self.dtype, device=self.device)
-
-    def tiles(self, begin: int, end: int) -> Iterator[slice]:
-        """See `tiles`."""
-        return tiles(begin, end, self.device)
-
     @torch.no_grad()
     def read_parameters(self, out: Tensor) -> Tensor:
         """Copy the parameters into the first n elements of `out`, and return it."""
@@ -224,6 +229,24 @@ class FlatParameters:
         if isinstance(scale, Tensor) or scale != 1.0:
             out[: self.num_elements] *= to_device(scale, out.device)
         return out
+
+    def gradients_and_extras(
+        self, scale: float | Tensor, extras: Sequence[float], num_extras: int
+    ) -> Tensor:
+        """Return the gradients, times `scale`, followed by extras, in `scratch` memory.
+
+        Args:
+            scale: see `read_gradients`.
+            extras: the first extras.
+            num_extras: the number of extras; those that are not given are uninitialized.
+
+        Returns:
+            (n + num_extras,), valid until the next call of this method or of `scratch`.
+        """
+        values = self.read_gradients(self.scratch(num_extras), scale)
+        given = values[self.num_elements : self.num_elements + len(extras)]
+        given.copy_(torch.tensor(extras, dtype=self.dtype), non_blocking=True)
+        return values
 
     @torch.no_grad()
     def write_gradients(self, values: Tensor, wanted: Sequence[bool]) -> None:

@@ -57,22 +57,43 @@ class Comparison:
         """whether bits have differed since the last comparison; equal on all ranks"""
         self.is_requested = False
         """whether this rank requests a comparison at the next exchange"""
+        self._option_key = self._option_text = ""
 
-    def bit(self, lines: Callable[[bool], list[str]]) -> float:
+    def bit(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        optimizer: str,
+        steps: int,
+        loaded: str,
+        checksums: str,
+    ) -> float:
         """Return the number to send with the next exchange: a hash bit, or a comparison request.
 
         The bit is 0 or 1. The request is 0.5.
 
         Args:
-            lines: returns the lines to hash. Its argument is whether to read tensors on a GPU,
-                which synchronizes with it.
+            groups: the parameter groups, whose options are hashed.
+            optimizer: see `state_lines`.
+            steps: see `state_lines`.
+            loaded: see `state_lines`.
+            checksums: the line of the checksums.
         """
         self.count += 1
         if self.is_requested:
             # the sum over the ranks is then neither 0 nor their number
             return 0.5
-        found = lines(self.count % GPU_INTERVAL == 0)
-        return float(hash_lines([str(self.count), *found]) & 1)
+        own = state_lines(optimizer, steps, loaded)
+        # a read of tensors on a GPU synchronizes with it
+        options = self._format_options(groups, with_gpu=self.count % GPU_INTERVAL == 0)
+        return float(hash_lines([str(self.count), *own, options, checksums]) & 1)
+
+    def _format_options(self, groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> str:
+        """Return the `option_lines`, joined by newlines; cached while no option changes."""
+        key = option_key(groups)
+        if not key or key != self._option_key:
+            self._option_key = key
+            self._option_text = "\n".join(option_lines(groups, with_gpu=with_gpu))
+        return self._option_text
 
     def receive(self, total: float, ranks: int) -> None:
         """Update `is_due` with the sum of the numbers that `ranks` ranks sent."""
@@ -226,26 +247,20 @@ def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list
     ]
 
 
-class OptionText:
-    """Formats the lines of options, and caches their text while no option changes."""
+def option_key(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a text that changes whenever an option changes; empty if there is none.
 
-    def __init__(self) -> None:
-        self._key = self._text = ""
-
-    def format(self, groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> str:
-        """Return the `option_lines` of these arguments, joined by newlines."""
-        values: list[object] = []
-        for group in groups:
-            for name, value in group.items():
-                if name not in NOT_COMPARED:
-                    values.append(name)
-                    values += value if type(value) in (tuple, list) else [value]
-        # tensors change without a change of their identity
-        key = repr(values) if _PLAIN.issuperset(map(type, values)) else ""
-        if not key or key != self._key:
-            self._key = key
-            self._text = "\n".join(option_lines(groups, with_gpu=with_gpu))
-        return self._text
+    There is none if an option is a tensor, which changes without a change of its identity, or an
+    object of another type whose `repr` may not change with it.
+    """
+    options: list[object] = []
+    kinds: set[type] = set()
+    for group in groups:
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                options += name, value
+                kinds.update(map(type, value) if type(value) in (tuple, list) else (type(value),))
+    return repr(options) if _PLAIN.issuperset(kinds) else ""
 
 
 def _is_compared(value: object) -> bool:

@@ -12,14 +12,13 @@ class LatePhaseWarning(UserWarning):
     """
 
 
-def is_late(steps: int, total_steps: int | None) -> bool:
-    """Whether a phase that begins after `steps` steps begins late; True for one number of steps.
+def late_step(total_steps: int | None) -> int:
+    """Return the number of steps after which a phase begins late.
 
     Args:
-        steps: the number of steps so far.
         total_steps: the number of steps of the run; None if it is not known.
     """
-    return steps == (LATE_STEPS if total_steps is None else max(1, round(LATE_SHARE * total_steps)))
+    return LATE_STEPS if total_steps is None else max(1, round(LATE_SHARE * total_steps))
 
 
 def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int | None) -> None:
@@ -28,8 +27,8 @@ def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int 
     Args:
         optimizer: the name of the optimizer's type.
         phase: the name of the phase.
-        steps: see `is_late`.
-        total_steps: see `is_late`.
+        steps: the number of steps so far.
+        total_steps: see `late_step`.
     """
     length = "" if total_steps is None else f" of {total_steps}"
     warnings.warn(

@@ -50,15 +50,6 @@ class Control:
         values = torch.tensor([*extras, *votes], dtype=torch.float64)
         return self.receive((yield Sum(values)))
 
-    def receive_common(self, sums: Sequence[float], workers: int) -> None:
-        """Read the sums of the common extras over `workers` ranks, also those of an exchange."""
-        strategy, (bits, *signals) = self.strategy, sums
-        strategy.comparison.receive(bits, workers)
-        strategy.received_signals = [
-            was or round(each) > 0
-            for was, each in zip(strategy.received_signals, signals, strict=True)
-        ]
-
     def receive(self, values: torch.Tensor) -> list[float]:
         """Read the sums of the common extras and votes, and return those of the votes.
 
@@ -67,5 +58,5 @@ class Control:
         """
         sums = values.tolist()
         num_extras = self.strategy.num_common_extras
-        self.receive_common(sums[:num_extras], self.strategy.group.world_size)
+        self.strategy.receive_common(sums[:num_extras], self.strategy.group.world_size)
         return sums[num_extras:]

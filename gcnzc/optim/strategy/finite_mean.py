@@ -101,7 +101,7 @@ def complete_mean(
         strategy.record_drop(f"synchronization skipped: {reduction.skip_reason}")
         return reduction.mean
     count, expected = round(reduction.sums[0]), workers if contributors is None else contributors
-    strategy.control.receive_common(reduction.sums[1:], workers)
+    strategy.receive_common(reduction.sums[1:], workers)
     if not count:
         strategy.record_drop("synchronization skipped: no rank's parameters are finite")
     elif count == expected:

@@ -93,9 +93,7 @@ class OverlappedControl(Control):
 
     def _start_sum(self) -> Algorithm[None]:
         strategy, comparison = self.strategy, self.strategy.comparison
-        if strategy.requires_grad_flags() != strategy.initial_requires_grad:
-            comparison.is_requested = True
-        bit = comparison.bit(strategy.hashed_lines)
+        bit = strategy.hash_bit()
         # this sum contains the request
         comparison.is_requested = False
         # the caller sends a signal in each step until it is received; one sum of it is sufficient

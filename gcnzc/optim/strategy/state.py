@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gcnzc.optim.state_layout import check_inner_state, check_layout
-from gcnzc.optim.validation import check_rank
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
@@ -52,10 +51,7 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
         "shared": shared,
         "local": local,
         "shards": shards,
-        "errors": {name: reducer.errors() for name, reducer in strategy.reducers.items()},
-        "layout": strategy.flat_params.layout(),
-        "rank": strategy.group.rank,
-        "world_size": strategy.group.world_size,
+        **strategy.rank_state(),
     }
 
 
@@ -68,7 +64,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     """
     shared, local, shards = (snapshot[name] for name in ("shared", "local", "shards"))
     numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
-    check_rank(snapshot, strategy.group)
+    strategy.check_rank_state(snapshot)
     _check_parameters(strategy, snapshot)
     if not numbers["is_plain"]:
         for part in parts:
@@ -78,8 +74,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     strategy.steps, strategy.since = numbers["steps"], numbers["since"]
     if interval.requested == "auto" and numbers["local_steps"]:
         interval.steps, interval.is_measuring = numbers["local_steps"], False
-    for name, reducer in strategy.reducers.items():
-        reducer.load_errors(snapshot["errors"].get(name, {}))
+    strategy.load_errors(snapshot["errors"])
     strategy.is_broadcast, strategy.is_in_sync = True, "parameters" in shared
     own = (shared if strategy.is_in_sync else local)["parameters"]
     strategy.flat_params.write_parameters(strategy.vector(own))
@@ -97,10 +92,9 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
 
 
 def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
-    own, saved = strategy.flat_params.layout(), snapshot.get("layout")
-    if saved is None:
+    if "layout" not in snapshot:
         # a state of an older version has only the vector of all parameters
         vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
-        own, saved = ([f"{n} elements"] for n in (strategy.flat_params.num_elements, len(vector)))
-    check_layout(own, saved)
+        counts = strategy.flat_params.num_elements, len(vector)
+        check_layout(*([f"{count} elements"] for count in counts))
     check_inner_state(strategy.inner, snapshot["inner"])

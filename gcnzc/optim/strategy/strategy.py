@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer
 from gcnzc.exchange import Algorithm, Group, run
-from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
@@ -23,10 +22,10 @@ from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
-from gcnzc.optim.validation import check_inner
+from gcnzc.optim.wrapper import Wrapper
 
 
-class Strategy(DistributedOptimizer):
+class Strategy(Wrapper):
     """Takes local steps, and exchanges with other ranks as a recipe defines.
 
     ::
@@ -96,10 +95,8 @@ class Strategy(DistributedOptimizer):
             )
         self.recipe = recipe
         self.is_constructed = False
-        check_inner(self.name, inner)
-        super().__init__(inner.param_groups, inner.defaults, group, signals, module, total_steps)
+        super().__init__(inner, group, signals, module, total_steps)
         self.is_constructed = True
-        self.inner = inner
         self.share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
         self.initial_requires_grad = self.requires_grad_flags()
@@ -110,8 +107,6 @@ class Strategy(DistributedOptimizer):
         self.sync_interval.counts_cpu_time = self.flat_params.device.type == "cpu"
         self.is_inner_only = self.group.world_size == 1 and not recipe.is_for_one_rank
         """whether this optimizer only takes the inner optimizer's steps"""
-        self.reducers: dict[str, Reducer] = {}
-        """reducers by name; checkpoints use the same names"""
         self.is_in_sync = False
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
@@ -181,21 +176,14 @@ class Strategy(DistributedOptimizer):
         loss: float | None = self.loss
         return loss
 
-    @identify_caller
-    def algorithm(self) -> Algorithm[None]:
+    def take_step(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: a local step, and an exchange if it is due."""
-        if self.group.world_size == 1:
-            self.check_trainable()
-        if not self.is_broadcast:
-            yield from self.broadcast_model()
-        self.skip_reason = ""
         self.local_step()
         self.steps += 1
         if self.is_inner_only:
             # there are no other ranks
             self.received_signals = list(self.signals)
-            return
-        self.received_signals = [False] * len(self.signals)
+            return ""
         self.is_in_sync = False
         self.sync_interval.record_step()
         self.since += 1
@@ -204,9 +192,12 @@ class Strategy(DistributedOptimizer):
         yield from self.control.take_turn()
         yield from self.recipe.policy.end_step()
         yield from self.sync_interval.choose()
-        if (yield from self.compare()):
-            self.check_trainable()
-        self.warn_of_late_phase(self.steps)
+        return ""
+
+    def end_step(self, skip_reason: str) -> None:
+        """See `DistributedOptimizer`; `take_step` has counted the step."""
+        if self.steps == self.late_step:
+            self.warn_of_late_phase()
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
@@ -364,8 +355,7 @@ class Strategy(DistributedOptimizer):
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state between steps, without that of the inner optimizer."""
-        errors = sum(reducer.state_bytes for reducer in self.reducers.values())
-        return sum(part.state_bytes for part in self.recipe.parts) + errors
+        return sum(part.state_bytes for part in self.recipe.parts) + self.error_bytes
 
     def __getstate__(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
@@ -384,6 +374,10 @@ class Strategy(DistributedOptimizer):
         """
         self._wait_for_pending()
         return take_snapshot(self)
+
+    def state_layout(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        return self.flat_params.layout()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Load a `snapshot` of this rank; see `load_snapshot`."""
@@ -411,15 +405,6 @@ class Strategy(DistributedOptimizer):
         """Make a reducer for vectors of `num_elements`; checkpoints have its compression errors."""
         self.reducers[name] = compress.reducer(num_elements, self.worker_info)
         return self.reducers[name]
-
-    def share_inner_state(self) -> None:
-        """Share the parameter groups and the state of the inner optimizer."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.fill_state()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction, because the flat vectors are laid out already.

@@ -28,9 +28,6 @@ class Anchored(Masked):
     `num_variance_updates` is the number of variance updates.
     """
 
-    bias_correction: bool
-    """whether momentum and variance are corrected for their bias"""
-
     @property
     def is_out_of_sync(self) -> bool:
         """Whether the ranks have taken local steps since the last synchronization."""
@@ -92,29 +89,20 @@ class Anchored(Masked):
         """
         roots = torch.empty_like(anchor)
         for part in self.flat_params.compressed_parts:
-            self._compute_denominator(part, roots[self._coded_slice(part)])
+            here = roots[self._coded_slice(part)]
+            self._compute_denominator(part, self._count_updates(part), here)
         torch.addcdiv(anchor, update, roots, value=-1, out=out)
         self._write_coded(out)
-
-    def _step_size(self, part: GroupSlice) -> float:
-        """Return the learning rate of the next step, with the bias correction of the momentum."""
-        size = float(part.group["lr"])
-        if self.bias_correction:
-            size /= 1 - part.group["betas"][0] ** (self.steps + 1)
-        return size
 
     def _decay_factor(self, part: GroupSlice) -> float:
         """Return the factor of the parameters by weight decay in the next step."""
         return 1 - float(part.group["lr"]) * part.group["weight_decay"]
 
-    def _compute_denominator(self, part: GroupSlice, out: Tensor) -> None:
-        """Write the denominator of Adam's update, sqrt(V) + eps, of a group slice into `out`."""
-        torch.sqrt(self.vectors["variance"][part.begin : part.end], out=out)
-        if self.bias_correction:
-            is_uncompressed = part.begin < self.flat_params.num_uncompressed
-            count = self.steps + 1 if is_uncompressed else self.numbers["num_variance_updates"]
-            out /= (1 - part.group["betas"][1] ** count) ** 0.5
-        out += part.group["eps"]
+    def _count_updates(self, part: GroupSlice) -> int:
+        """Return the number of updates of a group slice's variance, after the next step."""
+        is_uncompressed = part.begin < self.flat_params.num_uncompressed
+        count: int = self.numbers["num_variance_updates"]
+        return self.steps + 1 if is_uncompressed else count
 
     def _numbered_coded_parts(self) -> list[tuple[int, GroupSlice]]:
         offset = self.flat_params.num_uncompressed

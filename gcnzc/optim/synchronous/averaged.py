@@ -21,20 +21,19 @@ from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
 from gcnzc.kernels.finite import can_be_squared, mark_large
-from gcnzc.optim.base import DistributedOptimizer
-from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
-from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.optim.state_layout import check_inner_state
 from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
 from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
-from gcnzc.optim.validation import check_above_zero, check_inner, check_rank
+from gcnzc.optim.validation import check_above_zero
+from gcnzc.optim.wrapper import Wrapper
 from gcnzc.system.scalars import read_scalars, scalars_like
 
 
-class Averaged(DistributedOptimizer):
+class Averaged(Wrapper):
     """Wraps an optimizer of torch and averages the gradients of all ranks before its `step`.
 
     Rank 0's parameters are broadcast at the start. A missing gradient counts as zeros if another
@@ -80,14 +79,13 @@ class Averaged(DistributedOptimizer):
         momentum: Momentum | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        check_inner(type(self).__name__, inner)
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
-        super().__init__(inner.param_groups, inner.defaults, group, signals, module)
-        self.inner, self.compress, self.clip_norm = inner, compress, clip_norm
+        super().__init__(inner, group, signals, module)
+        self.compress, self.clip_norm = compress, clip_norm
         self.momentum = choose_momentum(momentum, compress)
         self.is_shared = compress is None
-        self._share_inner_state()
+        self.share_inner_state()
         self.broadcast_names: set[str] = set()
         """names of the tensors that were broadcast; tensors of a copy have other ids"""
         self._lay_out()
@@ -117,18 +115,17 @@ class Averaged(DistributedOptimizer):
         """See `DistributedOptimizer`."""
         self.broadcast_names |= {name for name, _ in self.tensors()}
 
-    def _state_layout(self) -> list[str]:
-        """Return a line for each parameter with its shape, which a state must have too."""
+    def state_layout(self) -> list[str]:
+        """See `DistributedOptimizer`: names and shapes."""
         return [f"{name} {tuple(each.shape)}" for name, each in self.named_parameters()]
 
-    def _share_inner_state(self) -> None:
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        if not self.is_shared:
-            self.fill_state()
+    def errors(self) -> dict[str, Mapping[str, Tensor]]:
+        """See `DistributedOptimizer`."""
+        return self.gradients.errors()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
+    def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """See `DistributedOptimizer`; applied in the first step if no step was taken."""
+        self.gradients.load_errors(errors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; without compression, the state dict of the inner optimizer."""
@@ -157,10 +154,7 @@ class Averaged(DistributedOptimizer):
             "shared": {"skipped": self.skipped, "numbers": {"steps": self.steps}},
             "local": {},
             "shards": {},
-            "errors": {str(i): each for i, each in enumerate(self.gradients.errors())},
-            "layout": self._state_layout(),
-            "rank": self.group.rank,
-            "world_size": self.group.world_size,
+            **self.rank_state(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -173,17 +167,14 @@ class Averaged(DistributedOptimizer):
         if self.is_shared:
             check_is_inner(snapshot)
         else:
-            check_rank(snapshot, self.group)
+            self.check_rank_state(snapshot)
         inner = snapshot if self.is_shared else snapshot["inner"]
-        # states of older versions have no layout
-        check_layout(self._state_layout(), snapshot.get("layout", self._state_layout()))
         check_inner_state(self.inner, inner)
         if not self.is_shared:
             self.skipped = snapshot["shared"]["skipped"]
-            errors = snapshot["errors"]
-            self.gradients.load_errors([errors[str(i)] for i in range(len(errors))])
+            self.load_errors(snapshot["errors"])
         self.inner.load_state_dict(dict(inner))
-        self._share_inner_state()
+        self.share_inner_state()
         self.steps = self._steps_of(snapshot)
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
@@ -213,30 +204,27 @@ class Averaged(DistributedOptimizer):
     def __repr__(self) -> str:
         return f"Averaged({self.inner!r}, workers={self.group.world_size})"
 
-    @identify_caller
-    def algorithm(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
+    def begin_step(self) -> None:
+        """See `DistributedOptimizer`: lay out the gradients again if parameters have changed."""
         if not self.gradients.is_known or self.group.world_size == 1:
             # before the first exchange `determine_layout` compares the layouts
             self._update_layout()
-        if not self.is_broadcast:
-            yield from self.broadcast_model()
+
+    def take_step(self) -> Algorithm[str]:
+        """See `DistributedOptimizer`: the inner optimizer's step, on all ranks or on none."""
         if self.group.world_size == 1:
             # with one rank, the gradients are the means
             self.received_signals = list(self.signals)
-            self._step_alone()
-            return
+            return self._step_alone()
         flags = yield from self._exchange_gradients()
         if (yield from self.compare()) and self._update_layout():
             # all ranks have changed the same parameters, and no gradient was written yet
             yield from self.broadcast_model()
             flags = yield from self._exchange_gradients()
-        self.skip_reason = flags.skip_reason
-        if flags.skip_reason:
-            self.skipped += 1
-        else:
+        if not flags.skip_reason:
             self.gradients.write(flags)
             self._inner_step()
+        return flags.skip_reason
 
     def _update_layout(self) -> bool:
         """Lay out the gradients again if `requires_grad` or the parameters have changed.
@@ -260,20 +248,16 @@ class Averaged(DistributedOptimizer):
         flags = yield from self.gradients.exchange_gradients(
             self.gradient_factor(), self.common_extras()
         )
-        bits, *shares = flags.shares
-        self.received_signals = [share > 0 for share in shares]
-        self.comparison.receive(bits * world_size, world_size)
+        self.receive_common([share * world_size for share in flags.shares], world_size)
         return flags
 
-    def _step_alone(self) -> None:
-        self.skip_reason = ""
+    def _step_alone(self) -> str:
         parameters = [parameter for _, parameter in self.gradients.named]
         if not have_finite_gradients(parameters, self.gradient_factor()):
-            self.skipped += 1
-            self.skip_reason = "a gradient is not finite or too large"
-            return
+            return "a gradient is not finite or too large"
         self.scale_gradients(parameters)
         self._inner_step()
+        return ""
 
     def _inner_step(self) -> None:
         if self.clip_norm is not None:
@@ -283,7 +267,6 @@ class Averaged(DistributedOptimizer):
             step_on_supports(self.inner, self.gradients.supports())
         else:
             self.inner.step()
-        self.steps += 1
 
 
 @dataclass(frozen=True)
@@ -324,7 +307,7 @@ class Gradients:
         self.vectors: list[Tensor] = []
         # for each vector; None if it is exchanged uncompressed
         self.reducers: list[Reducer | None] = []
-        self.loaded: Sequence[Mapping[str, Tensor]] = ()
+        self.loaded: Mapping[str, Mapping[str, Tensor]] = {}
         self.sparse: list[nn.Parameter] = []
         self.is_known = False
 
@@ -440,7 +423,7 @@ class Gradients:
         self.vectors = [each.zeros(len(each.parameters) + signals) for each in self.layouts]
         self.reducers = [self._reducer(layout) for layout in self.layouts]
         self.load_errors(self.loaded)
-        self.loaded = ()
+        self.loaded = {}
         self.is_known = True
 
     def _reducer(self, layout: FlatParameters) -> Reducer | None:
@@ -457,18 +440,24 @@ class Gradients:
                 found += zip(layout.parameters, layout.views(reducer.support), strict=True)
         return found
 
-    def errors(self) -> list[dict[str, Tensor]]:
-        """Return the compression errors of each vector; before the first step, the loaded ones."""
-        if not self.is_known:
-            return [dict(each) for each in self.loaded]
-        return [{} if reducer is None else reducer.errors() for reducer in self.reducers]
+    def errors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the compression errors by the number of the vector; none for uncompressed ones.
 
-    def load_errors(self, errors: Sequence[Mapping[str, Tensor]]) -> None:
+        Before the first step, they are the loaded ones.
+        """
+        if not self.is_known:
+            return dict(self.loaded)
+        return {
+            str(number): {} if reducer is None else reducer.errors()
+            for number, reducer in enumerate(self.reducers)
+        }
+
+    def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load a result of `errors`; before the first step, it is applied in that step."""
         self.loaded = errors
-        for reducer, found in zip(self.reducers, errors, strict=bool(self.reducers and errors)):
+        for number, reducer in enumerate(self.reducers):
             if reducer is not None:
-                reducer.load_errors(found)
+                reducer.load_errors(errors.get(str(number), {}))
 
 
 def _skip_reason(bad: int) -> Algorithm[str]:

@@ -11,21 +11,20 @@ numbers that are exchanged with a vector, such as signals.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer
-from gcnzc.exchange import Algorithm, AllGather, Caller, Group
+from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.state_layout import check_group_lengths, check_layout
-from gcnzc.optim.validation import check_above_zero, check_adam_options, check_rank
-from gcnzc.system.scalars import scalars_like
+from gcnzc.optim.state_layout import check_group_lengths
+from gcnzc.optim.validation import check_above_zero, check_adam_options
 
 
 class Replicated(DistributedOptimizer):
@@ -83,8 +82,6 @@ class Replicated(DistributedOptimizer):
         """the part of the state that is equal on all ranks, mostly vectors (n,)"""
         self.numbers: dict[str, Any] = {}
         """other values of the state that are equal on all ranks"""
-        self.reducers: dict[str, Reducer] = {}
-        """reducers by name; their compression errors are this rank's own"""
         self.max_extras = self.num_common_extras
         """the largest number of extras of an exchange"""
         self._gradient_reducer = self.reducer(Dense(), self.flat_params.num_elements)
@@ -154,38 +151,23 @@ class Replicated(DistributedOptimizer):
         own = f"{type(self).__name__}, clip_norm {self.clip_norm}, {len(self.signals)} signals"
         return [own, *self.flat_params.layout(), *options]
 
-    def algorithm(self) -> Algorithm[None]:
+    def take_step(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: take the step on all ranks, or skip it on all."""
-        # as `identify_caller` does, but without a generator between this one and its driver
-        caller_before = yield Caller(self.identity)
-        if self.group.world_size == 1:
-            self.check_trainable()
-        if not self.is_broadcast:
-            yield from self.broadcast_model()
-        flat_params, end = self.flat_params, self.flat_params.num_elements
-        values = flat_params.scratch(self.max_extras)
-        flat_params.read_gradients(values, self.gradient_factor())
+        factor, common = self.gradient_factor(), self.common_extras()
+        flat_params = self.flat_params
+        values = flat_params.gradients_and_extras(factor, common, self.max_extras)
         if not self._clips_large:
-            mark_large(values[:end])
+            mark_large(values[: flat_params.num_elements])
         for part in flat_params.parts:
             if part.group["maximize"]:
                 values[part.begin : part.end].neg_()
-        common = scalars_like(self.common_extras(), values)
-        values[end : end + self.num_common_extras] = common
-        self.skip_reason = yield from self.advance(values)
-        if self.skip_reason:
-            self.skipped += 1
-            self.received_signals = [False] * len(self.signals)
-        else:
-            self.steps += 1
-            self.warn_of_late_phase(self.steps)
-        if self.comparison.is_due and (yield from self.compare()):
-            self.check_trainable()
-        yield Caller(caller_before)
+        return self.advance(values)
 
     @abstractmethod
     def advance(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the gradients of this rank.
+
+        If the ranks exchange the common extras, it sets `extra_sums` to the sums of the extras.
 
         Args:
             values: (n + max_extras,): the gradients and the extras, which begin with the common
@@ -194,16 +176,6 @@ class Replicated(DistributedOptimizer):
         Returns:
             Why all ranks skipped the step; empty if they took it.
         """
-
-    def receive_extras(self, sums: Sequence[float]) -> None:
-        """Update the received signals and the comparison.
-
-        Args:
-            sums: the sums of the extras over the ranks, which begin with the common ones.
-        """
-        bits, *signals = sums[: self.num_common_extras]
-        self.comparison.receive(bits, self.group.world_size)
-        self.received_signals = [share > 0 for share in signals]
 
     def mean_gradients(self, values: Tensor) -> Algorithm[str]:
         """Replace gradients (n + k,) by their clipped means over the ranks; see `Reducer.mean`."""
@@ -249,7 +221,7 @@ class Replicated(DistributedOptimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state between steps, without parameters, gradients and scratch."""
         vectors = sum(each.numel() * each.element_size() for each in self.vectors.values())
-        return vectors + sum(reducer.state_bytes for reducer in self.reducers.values())
+        return vectors + self.error_bytes
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of this rank as plain tensors, numbers and strings.
@@ -268,12 +240,13 @@ class Replicated(DistributedOptimizer):
             "shared": {"numbers": numbers, "vectors": dict(self.vectors)},
             "local": {},
             "shards": {},
-            "errors": {name: each.errors() for name, each in self.reducers.items()},
             "parts": {name: list(each.part) for name, each in self.reducers.items()},
-            "layout": self.flat_params.layout(),
-            "rank": self.group.rank,
-            "world_size": self.group.world_size,
+            **self.rank_state(),
         }
+
+    def state_layout(self) -> list[str]:
+        """See `DistributedOptimizer`."""
+        return self.flat_params.layout()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Load a `snapshot` of this rank, or a result of `resize_state`.
@@ -281,9 +254,8 @@ class Replicated(DistributedOptimizer):
         Raises:
             ValueError: it is of another rank, another number of ranks or other parameters.
         """
-        check_rank(snapshot, self.group)
         check_group_lengths(self.param_groups, snapshot["param_groups"])
-        check_layout(self.flat_params.layout(), snapshot["layout"])
+        self.check_rank_state(snapshot)
         for group, other in zip(self.param_groups, snapshot["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
         numbers = copy.deepcopy(dict(snapshot["shared"]["numbers"]))
@@ -295,9 +267,8 @@ class Replicated(DistributedOptimizer):
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
-        self.restore_errors(snapshot["errors"])
+        self.restore_reducers()
+        self.load_errors(snapshot["errors"])
 
-    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Initialize what depends on the loaded state, and load the reducers' errors."""
-        for name, reducer in self.reducers.items():
-            reducer.load_errors(errors[name])
+    def restore_reducers(self) -> None:
+        """Create the reducers for the loaded state, before their errors are loaded."""

@@ -239,7 +239,6 @@ class DropCompute(Averaged):
         flags = yield from super()._exchange_gradients()
         *_, missing, dropped = flags.shares
         self._mean_counts = (missing, dropped)
-        del self.received_signals[-NUM_COUNTS:]
         return flags
 
     def _inner_step(self) -> None:

@@ -26,7 +26,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.synchronous.base import Replicated
+from gcnzc.optim.synchronous.adam_step import AdamStep
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
 
@@ -45,14 +45,13 @@ OLD_ARGUMENTS = {
 }
 
 
-class Masked(Replicated):
+class Masked(AdamStep):
     """The base class of optimizers that exclude inactive elements from the compression.
 
-    `vectors` has `momentum` and `variance` (n,), and `had_gradient` (P,) bool on the host: the
-    parameters that have had a gradient. While any element is inactive, it also has the mask
-    `active` (c,) of the others. In `numbers`, `has_inactive_gradient` is whether inactive elements
-    have a gradient, and `reactivate_from` the first step that may then reactivate them; that step
-    then increases by `reactivation_interval`.
+    While any element is inactive, `vectors` also has the mask `active` (c,) of the others. In
+    `numbers`, `has_inactive_gradient` is whether inactive elements have a gradient, and
+    `reactivate_from` the first step that may then reactivate them; that step then increases by
+    `reactivation_interval`.
 
     Args:
         params: see `Replicated`.
@@ -98,8 +97,6 @@ class Masked(Replicated):
         self.gradient_compression = gradient_compression or Dense()
         super().__init__(params, defaults, **options)
         flat_params = self.flat_params
-        self.vectors = {"momentum": flat_params.zeros(), "variance": flat_params.zeros()}
-        self.vectors["had_gradient"] = torch.zeros(len(flat_params.segments), dtype=torch.bool)
         self.numbers = {
             "has_inactive_gradient": False,
             "reactivate_from": 0,
@@ -137,8 +134,7 @@ class Masked(Replicated):
             flags += self._have_pending_gradients(flags)
         if skip_reason := (yield from self.mean_gradients(values)):
             return skip_reason
-        sums = self._gradient_reducer.extra_sums
-        self.receive_extras(sums)
+        sums = self.extra_sums = self._gradient_reducer.extra_sums
         self.vectors["had_gradient"] |= torch.tensor(sums[common:]) > 0
         return ""
 
@@ -152,15 +148,6 @@ class Masked(Replicated):
         )
         counts = torch.zeros_like(flags)
         return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
-
-    def _update_moments(self, part: GroupSlice, values: Tensor, *, with_variance: bool) -> None:
-        """Update the momenta, and the variance if `with_variance`, with the mean gradients."""
-        here, (beta1, beta2) = slice(part.begin, part.end), part.group["betas"]
-        gradient = values[here]
-        self.vectors["momentum"][here].lerp_(gradient, 1 - beta1)
-        if with_variance:
-            variance = self.vectors["variance"][here]
-            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _initialize_variance(self, part: GroupSlice, squares: Tensor) -> None:
         """Set the variance of the inactive elements of a slice to `squares`."""
@@ -224,6 +211,18 @@ class Masked(Replicated):
         return self._inactive
 
     # --- gradients of inactive elements
+
+    def read_inactive(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's gradients of inactive elements, and how many of them reactivate one.
+
+        Args:
+            gradients: (c,), this rank's gradients.
+
+        Returns:
+            A copy (inactive elements,), and the result of `count_reactivated`.
+        """
+        found = gradients[self._find_inactive()]
+        return found, self.count_reactivated(found)
 
     def count_reactivated(self, gradients: Tensor) -> Tensor:
         """Count the inactive elements whose gradient is large enough for a variance above 0.

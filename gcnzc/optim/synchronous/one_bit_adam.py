@@ -18,7 +18,7 @@ Notation: n elements, the first d of them in groups with `compress=False`; k ext
 numbers that are appended to an exchanged vector, such as signals.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -189,10 +189,50 @@ class OneBitAdam(Masked):
         return bool(self.refresh) and self.steps + 1 >= self.numbers["next_refresh"]
 
     def advance(self, values: Tensor) -> Algorithm[str]:
-        """See `Replicated`; this method only selects the kind of step."""
-        return (
-            self._gradient_step(values) if self.is_gradient_step else self._compressed_step(values)
-        )
+        """See `Replicated`: update the momenta, exchange them, and then move the parameters.
+
+        If a step with gradients is due, and in groups with `compress=False`, the gradients are
+        exchanged instead.
+        """
+        if self.is_gradient_step:
+            return (yield from self._gradient_step(values))
+        if self.clip_norm is not None:
+            yield from self.clip_gradients(values)
+        flat_params, momentum = self.flat_params, self.vectors["momentum"]
+        offset, end = flat_params.num_uncompressed, flat_params.num_elements
+        num_extras = self.num_common_extras + 1
+        # the payload is this rank's momenta, which replace its gradients, and then the extras: the
+        # common ones, and the number of elements to reactivate
+        payload, momenta = values[offset : end + num_extras], values[offset:end]
+        inactive_gradients = None
+        payload[-1] = 0
+        if "active" in self.vectors:
+            inactive_gradients, payload[-1] = self.read_inactive(momenta)
+        work = momentum.new_empty(flat_params.tile_elements)
+        for part in flat_params.compressed_parts:
+            beta = part.group["betas"][0]
+            for here in part.tiles:
+                decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
+                torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
+        self._before_exchange(momenta)
+        if offset and (
+            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
+        ):
+            return skip_reason
+        reducer = self.reducers["momentum"]
+        if skip_reason := (yield from reducer.mean(payload, num_extras)):
+            return skip_reason
+        self.extra_sums = reducer.extra_sums
+        if inactive_gradients is not None and self.reactivate == "step":
+            self.add_pending_gradients(inactive_gradients)
+            self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
+        for part in flat_params.uncompressed_parts:
+            self._update_moments(part, values, with_variance=True)
+        self._after_exchange(momenta, work)
+        if offset:
+            self._mark_uncompressed_gradients(values)
+        self._apply(values)
+        return ""
 
     @torch.no_grad()
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
@@ -208,50 +248,6 @@ class OneBitAdam(Masked):
         self._apply(values)
         if not is_frozen and self.group.world_size > 1:
             self._freeze_if_due()
-        return ""
-
-    @torch.no_grad()
-    def _compressed_step(self, values: Tensor) -> Algorithm[str]:
-        """Take a step with compressed momenta: update, exchange, then move the parameters.
-
-        In groups with `compress=False` the gradients are exchanged instead.
-        """
-        if self.clip_norm is not None:
-            yield from self.clip_gradients(values)
-        flat_params, momentum = self.flat_params, self.vectors["momentum"]
-        offset, end = flat_params.num_uncompressed, flat_params.num_elements
-        num_extras = self.num_common_extras + 1
-        # the payload is this rank's momenta, which replace its gradients, and then the extras: the
-        # common ones, and the number of elements to reactivate
-        payload, momenta = values[offset : end + num_extras], values[offset:end]
-        inactive_gradients = momenta[self._find_inactive()] if "active" in self.vectors else None
-        payload[-1] = (
-            0 if inactive_gradients is None else self.count_reactivated(inactive_gradients)
-        )
-        work = flat_params.empty_tile()
-        for part in flat_params.compressed_parts:
-            beta = part.group["betas"][0]
-            for here in flat_params.tiles(part.begin, part.end):
-                decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
-                torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
-        self._before_exchange(momenta)
-        if offset and (
-            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
-        ):
-            return skip_reason
-        reducer = self.reducers["momentum"]
-        if skip_reason := (yield from reducer.mean(payload, num_extras)):
-            return skip_reason
-        self.receive_extras(reducer.extra_sums)
-        if inactive_gradients is not None and self.reactivate == "step":
-            self.add_pending_gradients(inactive_gradients)
-            self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
-        for part in flat_params.uncompressed_parts:
-            self._update_moments(part, values, with_variance=True)
-        self._after_exchange(momenta, work)
-        if offset:
-            self._mark_uncompressed_gradients(values)
-        self._apply(values)
         return ""
 
     def _before_exchange(self, momenta: Tensor) -> None:
@@ -287,42 +283,12 @@ class OneBitAdam(Masked):
         """
         return self.is_frozen and part.begin >= self.flat_params.num_uncompressed
 
+    @torch.no_grad()
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
-        step, flat_params = self.steps + 1, self.flat_params
-        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        parameters, had_gradient = flat_params.parameters, self.vectors["had_gradient"].tolist()
-        is_frozen = self.is_frozen
-        for part in flat_params.parts:
-            here, options = slice(part.begin, part.end), part.group
-            (beta1, beta2), lr = options["betas"], float(options["lr"])
-            decay, step_size = options["weight_decay"], lr
-            root = torch.sqrt(self.vectors["variance"][here], out=values[here])
-            if self.bias_correction:
-                step_size /= 1 - beta1**step
-                # a frozen variance is already bias-corrected
-                if not is_frozen or part.begin < flat_params.num_uncompressed:
-                    root /= (1 - beta2**step) ** 0.5
-            root += options["eps"]
-            for index in range(part.first, part.last):
-                if had_gradient[index]:
-                    pair = momenta[index], roots[index]
-                    self._move(parameters[index], *pair, step_size, lr, decay)
-
-    def _move(
-        self,
-        parameter: Tensor,
-        momentum: Tensor,
-        root: Tensor,
-        step_size: float,
-        lr: float,
-        decay: float,
-    ) -> None:
-        parameter.mul_(1 - lr * decay)
-        if parameter.dtype == momentum.dtype:
-            parameter.addcdiv_(momentum, root, value=-step_size)
-        else:
-            parameter -= (momentum / root * step_size).to(parameter.dtype)
+        for part in self.flat_params.parts:
+            is_corrected = self._is_variance_frozen(part)
+            self._take_adam_step(part, None if is_corrected else self.steps + 1, values)
 
     def _freeze_if_due(self) -> None:
         step = self.steps + 1
@@ -377,9 +343,8 @@ class OneBitAdam(Masked):
             self._set_active(self.vectors["variance"][offset:] > 0)
         self._delay_next_reactivation()
 
-    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_reducers(self) -> None:
         """See `Replicated`."""
         self.reducers = {"momentum": self._make_reducer()} if self.is_frozen else {}
         for reducer in self.reducers.values():
             reducer.active = self.vectors.get("active")
-        super().restore_errors(errors)

@@ -176,7 +176,7 @@ class OneBitLamb(OneBitAdam):
             beta1, beta2 = part.group["betas"]
             for index in range(part.first, part.last):
                 segment = flat_params.segments[index]
-                for here in flat_params.tiles(segment.begin, segment.end):
+                for here in segment.tiles:
                     there = slice(here.start - offset, here.stop - offset)
                     own = momenta[there].div_(divisors[index])
                     # the mean gradient, reconstructed from the new momentum
@@ -231,6 +231,7 @@ class OneBitLamb(OneBitAdam):
         known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MAX_SCALING)
         scaling.copy_(known, non_blocking=True)
 
+    @torch.no_grad()
     def _apply(self, values: Tensor) -> None:
         """Update the parameters; `values` (n + k,) is overwritten."""
         flat_params, had_gradient = self.flat_params, self.vectors["had_gradient"].tolist()
@@ -248,7 +249,7 @@ class OneBitLamb(OneBitAdam):
                 continue
             segment = flat_params.segments[index]
             flat = _flat(segment.parameter)
-            for here in flat_params.tiles(segment.begin, segment.end):
+            for here in segment.tiles:
                 own = flat[here.start - segment.begin : here.stop - segment.begin]
                 update = work[: len(own)].copy_(own).mul_(part.group["weight_decay"])
                 update.add_(values[here]).mul_(sizes[index])
@@ -279,7 +280,7 @@ class OneBitLamb(OneBitAdam):
         # limits the ratio if the fresh variance and eps are 0
         most = torch.finfo(flat_params.dtype).max
         found: list[list[Tensor]] = [[], [], [], []]
-        for here in flat_params.tiles(segment.begin, segment.end):
+        for here in segment.tiles:
             update = torch.sqrt(self.vectors["variance"][here], out=values[here])
             if self.bias_correction and not is_frozen:
                 update /= (1 - beta2**step) ** 0.5
@@ -382,7 +383,7 @@ class OneBitLamb(OneBitAdam):
     def _tiles(self) -> Iterator[slice]:
         """Iterate over the tiles of all tensors."""
         for segment in self.flat_params.segments:
-            yield from self.flat_params.tiles(segment.begin, segment.end)
+            yield from segment.tiles
 
     def _fresh(self, part: GroupSlice) -> Tensor:
         offset = self.flat_params.num_uncompressed

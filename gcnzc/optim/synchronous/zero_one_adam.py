@@ -36,7 +36,6 @@ from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Sign
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -136,6 +135,8 @@ class ZeroOneAdam(Anchored):
         own, and `anchor` (c,) in `vectors` has the parameters of the last synchronization"""
         self.num_nonfinite = 0
         """number of local steps of this rank in which its gradient was not finite or too large"""
+        self.is_momentum_unchanged = False
+        """whether the last step was one of them"""
         self.reducers = {"update": self.reducer(self.compress, self.num_compressed)}
 
     @property
@@ -166,21 +167,10 @@ class ZeroOneAdam(Anchored):
         due = self.schedule.exchange(self.steps + 1)
         return "update" if self.is_out_of_sync and due == "gradient" else due
 
-    def algorithm(self) -> Algorithm[None]:
-        """See `Replicated`."""
-        num_nonfinite = self.num_nonfinite
-        yield from super().algorithm()
-        if self.num_nonfinite > num_nonfinite:
-            rank = self.group.rank
-            self.skip_reason = (
-                f"the local step of rank {rank} uses its unchanged momentum, because a gradient is "
-                "not finite or too large"
-            )
-
     @torch.no_grad()
     def advance(self, values: Tensor) -> Algorithm[str]:
         """See `Replicated`."""
-        exchange = self.exchange
+        exchange, self.is_momentum_unchanged = self.exchange, False
         if exchange == "gradient":
             return (yield from self._gradient_step(values))
         if exchange == "update":
@@ -201,15 +191,14 @@ class ZeroOneAdam(Anchored):
             extras[-1] = self._count_inactive_gradients(coded)
             if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
-            sums = self.reducers["update"].extra_sums
-            self.receive_extras(sums)
+            sums = self.extra_sums = self.reducers["update"].extra_sums
             may_reactivate = (
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
         for part in self.flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
-            self._move(part, values)
+            self._take_adam_step(part, self._count_updates(part), values)
         return ""
 
     # --- steps that exchange gradients
@@ -228,27 +217,8 @@ class ZeroOneAdam(Anchored):
             self._reactivate(values)
         self._update_active()
         for part in flat_params.parts:
-            self._move(part, values)
+            self._take_adam_step(part, self._count_updates(part), values)
         return ""
-
-    def _move(self, part: GroupSlice, values: Tensor) -> None:
-        """Take Adam's step with momenta that are in sync; `values` is overwritten."""
-        flat_params, lr = self.flat_params, float(part.group["lr"])
-        here, size = slice(part.begin, part.end), self._step_size(part)
-        self._compute_denominator(part, values[here])
-        roots, momenta = flat_params.views(values), flat_params.views(self.vectors["momentum"])
-        had_gradient, decay = (
-            self.vectors["had_gradient"].tolist(),
-            1 - lr * part.group["weight_decay"],
-        )
-        for index in range(part.first, part.last):
-            if not had_gradient[index]:
-                continue
-            parameter = flat_params.parameters[index].mul_(decay)
-            if parameter.dtype == flat_params.dtype:
-                parameter.addcdiv_(momenta[index], roots[index], value=-size)
-            else:
-                parameter -= (momenta[index] / roots[index] * size).to(parameter.dtype)
 
     def _reactivate(self, gradients: Tensor) -> None:
         """Initialize the variance of inactive elements from their first gradients (n + k,)."""
@@ -269,18 +239,27 @@ class ZeroOneAdam(Anchored):
 
     # --- steps with updates
 
+    def end_step(self, skip_reason: str) -> None:
+        """See `DistributedOptimizer`."""
+        super().end_step(skip_reason)
+        if not skip_reason and self.is_momentum_unchanged:
+            self.skip_reason = (
+                f"the local step of rank {self.group.rank} uses its unchanged momentum, because a "
+                "gradient is not finite or too large"
+            )
+
     def _local_step(self, gradient: Tensor) -> None:
         """Take a local step, without an exchange.
 
         Args:
             gradient: (c,), this rank's gradient; overwritten.
         """
-        self.received_signals = [False] * len(self.signals)
         if not self.is_out_of_sync:
             self.vectors["anchor"] = self._read_coded()
             self.update = torch.zeros_like(gradient)
         assert self.update is not None, "created with the anchor"
         is_finite = bool(are_finite(gradient))
+        self.is_momentum_unchanged = not is_finite
         self.num_nonfinite += not is_finite
         if is_finite:
             self._add_inactive(gradient)
@@ -397,11 +376,6 @@ class ZeroOneAdam(Anchored):
         if self.group.world_size == 1:
             run(self.finalize_algorithm(), self.group)
 
-    def restore_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_reducers(self) -> None:
         """See `Replicated`."""
         self.reducers["update"].active = self.vectors.get("active")
-        if errors["update"]:
-            super().restore_errors(errors)
-        else:
-            # a state of a single rank, which has no errors
-            self.reducers["update"].reset_errors()
