@@ -3,14 +3,27 @@
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from optim.local import check_resuming_at_every_step, team, train, vector_of
+from optim.local import check_resuming_at_every_step, sgd, team, train, vector_of
 from processes import results
+from torch import nn
 
-from gcnzc.exchange import Compute, Crash, Group, Link, ReadKeys, SlowDown, init_group, lockstep
+from gcnzc.exchange import (
+    CompareAndSet,
+    Compute,
+    Crash,
+    Group,
+    Link,
+    ReadKeys,
+    SlowDown,
+    WaitForKey,
+    init_group,
+    lockstep,
+)
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
 from gcnzc.optim.strategy.backup_workers import make_graph
@@ -565,3 +578,32 @@ def test_processes_agree_on_rounds(tmp_path):
             assert rank in closed["members"]
             assert rounds.setdefault(closed["round"], closed) == closed
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
+
+
+def close_after_the_grace(policy, before, after):
+    """Close the current round; the ranks' statuses change during the time for other ranks.
+
+    Returns:
+        The request that follows, or the answer if there is none.
+    """
+    closing = policy._close(before)
+    assert isinstance(next(closing), WaitForKey)
+    assert isinstance(closing.send(None), ReadKeys)
+    try:
+        return closing.send([*(each.to_bytes() for each in after), b""])
+    except StopIteration as end:
+        return end.value
+
+
+def test_a_round_that_can_no_longer_close_after_the_grace_stays_open():
+    """A rank that was away returns, and the round needs it."""
+    recipe = backup_workers("ring", grace=1.0)
+    policy = Strategy(sgd(nn.Linear(2, 2).parameters()), recipe, Group(0, 4)).recipe.policy
+    policy.step_s.append(1.0)
+    # only one edge is pending, but rank 1 is away, so any edge suffices
+    policy.last = replace(policy.last, pending=((0, 1),))
+    after = [Status(number, Kind.FINISHED) for number in (1, 0, 0, 1)]
+    before = [replace(each, kind=Kind.AWAY) if n == 1 else each for n, each in enumerate(after)]
+    assert policy.rules.can_close(policy.last, before)
+    assert close_after_the_grace(policy, before, after) is None
+    assert isinstance(close_after_the_grace(policy, before, before), CompareAndSet)

@@ -265,6 +265,9 @@ class CloseRounds(Policy):
             statuses, closed = yield from self._read(number)
             if closed is not None:
                 return closed
+            if not self.rules.can_close(self.last, statuses):
+                # a rank that was away takes part again, and closes the round when it can
+                return None
         closed = self.rules.close(self.last, statuses, self.strategy.group.rank)
         value = closed.to_bytes()
         answer = yield CompareAndSet(key, b"", value)
