@@ -184,3 +184,17 @@ def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, ca
     assert hint == "hint: omit --residual"
     assert not unused_options(TrainConfig(model="gat", skip=False))
     assert not unused_options(TrainConfig(model="gat", residual=True))
+
+
+@pytest.mark.parametrize("threshold", ["0.5", "none"])
+def test_the_largest_fraction_of_dropped_minibatches_needs_an_automatic_threshold(
+    threshold, graph, capsys
+):
+    words = ["train", str(graph), "--strategy", "dropcompute", "--max-dropped", "0.2"]
+    assert main([*words, "--compute-threshold", threshold]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: --max-dropped 0.2 has no effect with --compute-threshold {threshold}"
+    assert hint == "hint: only --compute-threshold auto uses it"
+    options = {"strategy": "dropcompute", "max_dropped": 0.2}
+    assert not unused_options(TrainConfig(**options))
+    assert "max_dropped" in unused_options(TrainConfig(**options, compute_threshold=threshold))
