@@ -171,6 +171,9 @@ class Strategy(LocalUpdates):
     @identify_caller
     def pause_exchanges(self) -> Algorithm[None]:
         """Prepare for collectives of all ranks; see `RecipePart.pause_exchanges`."""
+        if not self.is_broadcast:
+            # before the first step, the parts have no state
+            yield from self.broadcast_model()
         if not self.is_inner_only:
             for part in self.recipe.parts:
                 yield from part.pause_exchanges()
