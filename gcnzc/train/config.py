@@ -40,6 +40,7 @@ from gcnzc.train.option_groups import (
 from gcnzc.train.options import Fanouts, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
 from gcnzc.train.strategies import choose_accumulate, choose_optimizer
+from gcnzc.train.strategy_checks import check_strategy
 
 
 # dataclasses order inherited fields from the last base to the first
@@ -71,6 +72,7 @@ class TrainConfig(
         super().__post_init__()
         object.__setattr__(self, "optimizer", choose_optimizer(self))
         object.__setattr__(self, "accumulate", choose_accumulate(self))
+        check_strategy(self)
         if self.is_full_batch:
             _check_full_batch(self)
             if self.fanouts == DEFAULT_FANOUTS:

@@ -78,6 +78,9 @@ class StrategyChoice:
     update rules"""
     accumulate: int = 1
     """value of --accumulate that replaces its default, 1"""
+    needs_closure: bool = False
+    """whether the optimizer computes several gradients in a step, by a closure; excludes
+    GradScaler and --clip-gradients"""
 
 
 def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
@@ -227,11 +230,8 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
 
 
 def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    if arguments.pop("clip_norm") is not None:
-        raise ValueError(
-            "--strategy fedglomo does not support --clip-gradients\n\nhint: omit --clip-gradients, "
-            "and reduce --lr if training diverges"
-        )
+    # `check_strategy` rejects --clip-gradients
+    del arguments["clip_norm"]
     for group in (*setup.inner.param_groups, setup.inner.defaults):
         group["momentum"] = 0.0
     return _from_recipe(fedglomo)(setup, arguments)
@@ -310,5 +310,6 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
             "round_weight": "beta",
         },
         optimizer="sgd",
+        needs_closure=True,
     ),
 }

@@ -228,3 +228,21 @@ def test_run_folders_of_older_versions_are_read(optimizer, inner, expected, tmp_
     # and a run folder of this version
     files.write_json(tmp_path / CONFIG, config_to_dict(config))
     assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--precision fp16", "--precision fp16 with --strategy fedglomo, which computes several"),
+        ("--clip-gradients 1", "--strategy fedglomo does not support --clip-gradients"),
+        ("--participants 4 --workers 3", "--participants 4 with --workers 3"),
+    ],
+)
+def test_fedglomo_reports_options_that_it_does_not_support_before_the_run(words, message):
+    with pytest.raises(UsageError) as error:
+        parse(["train", "--strategy", "fedglomo", *words.split()])
+    text, _, hint = str(error.value).partition("\n\nhint: ")
+    assert message in " ".join(text.split())
+    assert hint
+    # torchrun may start more workers
+    assert parse(["train", "--strategy", "fedglomo", "--participants", "4"]).participants == 4
