@@ -4,7 +4,7 @@
 `OptimizerOptions`, both in `gcnzc.train.optimizer_options`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -103,8 +103,12 @@ def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
     return strategy.build(setup, arguments)
 
 
-def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
+def choose_optimizer(config: OptimizerOptions, given: Collection[str] = ()) -> OptimizerName:
     """Return the optimizer of a run: --optimizer, or the only one that --strategy supports.
+
+    Args:
+        config: the options of the run.
+        given: the names of options that are not defaults, also if they have the same value.
 
     Raises:
         ValueError: --optimizer does not support --strategy.
@@ -117,17 +121,37 @@ def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
             f"{' or '.join(UPDATE_RULES)}"
         )
     required = STRATEGIES[config.strategy].optimizer
-    if required is not None and config.optimizer not in (required, OptimizerOptions.optimizer):
+    is_given = "optimizer" in given or config.optimizer != OptimizerOptions.optimizer
+    if required is not None and config.optimizer != required and is_given:
         raise ValueError(optimizer_message(config.strategy, config.optimizer))
     return required or config.optimizer
 
 
-def choose_accumulate(config: OptimizerOptions) -> int:
-    """Return the number of minibatches of a step: --accumulate, or the default of --strategy."""
-    default = OptimizerOptions.accumulate
+def choose_accumulate(config: OptimizerOptions, given: Collection[str] = ()) -> int:
+    """Return the number of minibatches of a step: --accumulate, or the default of --strategy.
+
+    Args:
+        config: the options of the run.
+        given: see `choose_optimizer`.
+
+    Raises:
+        ValueError: --accumulate is given, and --strategy does not support it.
+    """
+    default, of_strategy = OptimizerOptions.accumulate, STRATEGIES[config.strategy].accumulate
     if config.accumulate != default:
         return config.accumulate
-    return STRATEGIES[config.strategy].accumulate
+    if of_strategy != default and "accumulate" in given:
+        raise ValueError(accumulate_message(config.strategy, str(default)))
+    return of_strategy
+
+
+def accumulate_message(strategy: str, accumulate: str) -> str:
+    """Return the message that a strategy needs several minibatches in a step."""
+    return (
+        f"--accumulate {accumulate} with --strategy {strategy}, which needs several minibatches in "
+        f"a step\n\nhint: give at least 2, or omit --accumulate for "
+        f"{STRATEGIES[strategy].accumulate}"
+    )
 
 
 def optimizer_message(strategy: str, optimizer: str) -> str:

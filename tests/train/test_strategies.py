@@ -246,3 +246,43 @@ def test_fedglomo_reports_options_that_it_does_not_support_before_the_run(words,
     assert hint
     # torchrun may start more workers
     assert parse(["train", "--strategy", "fedglomo", "--participants", "4"]).participants == 4
+
+
+CONTRADICTIONS = [
+    ("optimizer", "adam", '"adam"', "muloco", "muon"),
+    ("optimizer", "adam", '"adam"', "fedglomo", "sgd"),
+    ("accumulate", 1, "1", "dropcompute", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "toml", "strategy", "default"), CONTRADICTIONS)
+def test_a_given_default_that_contradicts_the_strategy_is_an_error(
+    name, value, toml, strategy, default, tmp_path
+):
+    message = f"--{name} {value} with --strategy {strategy}, which "
+    with pytest.raises(ValueError, match=rf"^{message}.*\n\nhint: ") as error:
+        TrainConfig(**{name: value}, strategy=strategy)
+    file, both = tmp_path / "options.toml", tmp_path / "both.toml"
+    file.write_text(f"{name} = {toml}\n")
+    both.write_text(f'{name} = {toml}\nstrategy = "{strategy}"\n')
+    for words in (
+        f"--{name} {value} --strategy {strategy}",
+        f"--config {file} --strategy {strategy}",
+        f"--config {both}",
+    ):
+        with pytest.raises(UsageError) as error:
+            parse(["train", *words.split()])
+        assert message in " ".join(str(error.value).split())
+    # an option that is not given, or that replaces that of the file
+    assert getattr(parse(["train", "--strategy", strategy]), name) == default
+    words = ["train", "--config", str(both), f"--{name}", str(default)]
+    with pytest.raises(UsageError):
+        parse(words)
+    words = ["train", "--config", str(file), "--strategy", strategy, f"--{name}", str(default)]
+    assert getattr(parse(words), name) == default
+    assert getattr(parse(["train", "--config", str(file)]), name) == value
+    # copies have all options
+    assert getattr(replace(TrainConfig(strategy=strategy), epochs=3), name) == default
+    assert getattr(replace(TrainConfig(), strategy=strategy), name) == default
+    saved = config_to_dict(TrainConfig(strategy=strategy))
+    assert getattr(config_from_dict(TrainConfig, saved, "a file"), name) == default
