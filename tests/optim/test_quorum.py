@@ -11,6 +11,7 @@ from torch import nn
 from gcnzc.compress import Sign
 from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
+from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
 from gcnzc.optim.strategy.rounds import ClosedRound, Kind, Status
 
@@ -220,6 +221,32 @@ def test_a_rank_that_missed_rounds_resumes_with_its_older_anchor():
         assert (closed.round, closed.members, closed.pending) == (4, (0, 1, 2), ((0, 2),))
         assert torch.equal(anchor, again[0].update.anchor)
         assert torch.equal(momentum, again[0].update.momentum)
+
+
+def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
+    ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
+    run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
+    assert [rank.optimizer.num_exchanges for rank in ranks] == [3, 3, 0]
+    assert [rank.optimizer.since for rank in ranks] == [0, 0, 2]
+    states = [saved(rank.optimizer.state_dict()) for rank in ranks]
+    again = [Rank(rank, 3, quorum=2) for rank in range(3)]
+    # a distributed checkpoint has the shared part of one rank
+    shared = [each["shared"] for each in map(unpack_state, ["DiLoCo"] * 3, states, range(3))]
+    assert "num_exchanges" not in shared[0]
+    assert {each["numbers"]["since"] for each in shared} == {0}
+    for rank, state in zip(again, states, strict=True):
+        rank.optimizer.load_state_dict(state)
+    assert [rank.optimizer.num_exchanges for rank in again] == [3, 3, 0]
+    assert [rank.optimizer.since for rank in again] == [0, 0, 2]
+    # with another number of ranks, the mean
+    for number in range(2):
+        fewer = Rank(number, 2, quorum=2)
+        # the states of the ranks are from different steps
+        snapshots = [rank.optimizer.snapshot() for rank in again]
+        for snapshot in snapshots:
+            snapshot["shared"] = snapshots[0]["shared"]
+        fewer.optimizer.load_state_dict(resize_state(snapshots, number, 2))
+        assert (fewer.optimizer.num_exchanges, fewer.optimizer.since) == (2, 1)
 
 
 def test_bytes_are_those_of_the_sum_among_members():

@@ -119,6 +119,8 @@ def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
 class CloseRounds(Policy):
     """Announce that a step is finished, and close the round if that is possible."""
 
+    is_uniform = False
+
     rules: RoundRules
     last: ClosedRound
     """the last closed round that this rank has read; its `bounds` count the epochs that each rank

@@ -31,6 +31,8 @@ class OverlappedGossip(Policy):
         exchange: its exchanges.
     """
 
+    is_uniform = False
+
     def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
         check_above_zero("rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange

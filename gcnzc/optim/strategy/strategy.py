@@ -88,7 +88,8 @@ class Strategy(LocalUpdates):
         kind = OverlappedControl if recipe.is_control_overlapped else Control
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
-        """number of steps with an exchange so far, equal on all ranks"""
+        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. With
+        another number of ranks, a resumed run continues with the mean of those of the ranks"""
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
         `algorithm` itself sets it before"""
@@ -243,18 +244,32 @@ class Strategy(LocalUpdates):
         errors = sum(reducer.state_bytes for reducer in self.reducers.values())
         return sum(part.state_bytes for part in self.recipe.parts) + errors
 
+    def snapshot(self) -> dict[str, Any]:
+        """See `LocalUpdates`."""
+        snapshot = super().snapshot()
+        if not self.recipe.policy.is_uniform:
+            # it differs between ranks; see `local_state`
+            snapshot["shared"]["numbers"]["since"] = 0
+        return snapshot
+
     def shared_state(self) -> dict[str, Any]:
         """See `LocalUpdates`."""
-        state: dict[str, Any] = {"num_exchanges": self.num_exchanges}
+        is_uniform = self.recipe.policy.is_uniform
+        state: dict[str, Any] = {"num_exchanges": self.num_exchanges} if is_uniform else {}
         for part in self.recipe.parts:
             state |= part.shared_state()
         return state
 
     def local_state(self) -> dict[str, Tensor]:
         """See `LocalUpdates`."""
-        return {
-            name: each for part in self.recipe.parts for name, each in part.local_state().items()
-        }
+        state: dict[str, Tensor] = {}
+        if not self.recipe.policy.is_uniform:
+            # floats, so that `resize_state` computes their means
+            numbers = [self.num_exchanges, self.since]
+            state["num_exchanges"], state["since"] = torch.tensor(numbers, dtype=torch.float64)
+        for part in self.recipe.parts:
+            state |= part.local_state()
+        return state
 
     def shard_state(self) -> dict[str, Tensor]:
         """See `LocalUpdates`."""
@@ -266,7 +281,9 @@ class Strategy(LocalUpdates):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `LocalUpdates`."""
-        # states of older versions do not have it
-        self.num_exchanges = shared.get("num_exchanges", 0)
+        # a state of an older version has it in `shared`, or not at all
+        self.num_exchanges = round(
+            float(local.get("num_exchanges", shared.get("num_exchanges", 0)))
+        )
         for part in self.recipe.parts:
             part.load(shared, local, shards)
