@@ -391,7 +391,7 @@ class LocalUpdates(DistributedOptimizer):
 
             inner    the inner optimizer's state
             shared   tensors, numbers and strings that are equal on all ranks
-            local    vectors (n,) of this rank; has `parameters` unless they are in sync
+            local    this rank's counters, and vectors (n,), with `parameters` unless in sync
             shards   this rank's shards of sharded vectors
             errors   the compression errors of each reducer
             layout   a line for each trained parameter, with its shape and dtype
@@ -407,7 +407,8 @@ class LocalUpdates(DistributedOptimizer):
             "is_plain": is_plain,
         }
         shared: dict[str, Any] = {"numbers": numbers}
-        local: dict[str, Tensor] = {}
+        counters = torch.tensor([self.skipped, self.dropped], dtype=torch.float64)
+        local: dict[str, Tensor] = {"counters": counters}
         (shared if self.is_in_sync else local)["parameters"] = self.vector()
         if not is_plain:
             shared |= self.shared_state()
@@ -437,6 +438,8 @@ class LocalUpdates(DistributedOptimizer):
         shared, local = snapshot["shared"], snapshot["local"]
         numbers = shared["numbers"]
         self.steps, self.since = numbers["steps"], numbers["since"]
+        # older states have no counters; with another number of ranks they are means
+        self.skipped, self.dropped = map(round, local.get("counters", torch.zeros(2)).tolist())
         if self.sync_interval.requested == "auto" and numbers["local_steps"]:
             self.sync_interval.steps = numbers["local_steps"]
             self.sync_interval.is_measuring = False

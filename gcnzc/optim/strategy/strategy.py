@@ -282,8 +282,8 @@ class Strategy(LocalUpdates):
     ) -> None:
         """See `LocalUpdates`."""
         # a state of an older version has it in `shared`, or not at all
-        self.num_exchanges = round(
-            float(local.get("num_exchanges", shared.get("num_exchanges", 0)))
-        )
+        num_exchanges = local.get("num_exchanges", shared.get("num_exchanges", 0))
+        self.num_exchanges = round(float(num_exchanges))
+        self.since = round(float(local.get("since", self.since)))
         for part in self.recipe.parts:
             part.load(shared, local, shards)
