@@ -26,7 +26,7 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.strategy.backup_workers import make_graph
+from gcnzc.optim.strategy.close_rounds import make_graph
 from gcnzc.optim.strategy.rounds import Kind, RoundRules, Status
 
 LR = 0.1

@@ -39,7 +39,7 @@ from gcnzc.exchange.algorithms import default_algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import AllRanks
-from gcnzc.optim.strategy.backup_workers import CloseRounds
+from gcnzc.optim.strategy.close_rounds import CloseRounds
 from gcnzc.optim.strategy.outer_step import Outer, OuterStep
 from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
 from gcnzc.optim.strategy.strategy import Strategy

@@ -12,6 +12,7 @@ from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.local.base import LocalUpdates
 from gcnzc.optim.local.sync_interval import Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
+from gcnzc.optim.strategy.namespaces import claim_namespace
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 
@@ -90,6 +91,7 @@ class Strategy(LocalUpdates):
         self.num_exchanges = 0
         """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. With
         another number of ranks, a resumed run continues with the mean of those of the ranks"""
+        self._namespace = ""
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
         `algorithm` itself sets it before"""
@@ -103,6 +105,17 @@ class Strategy(LocalUpdates):
     def name(self) -> str:
         """See `DistributedOptimizer`: the name of the recipe."""
         return self.recipe.name
+
+    @property
+    def namespace(self) -> str:
+        """The prefix of this optimizer's channels and store keys; a copy has one of its own."""
+        if not self._namespace:
+            self._namespace = claim_namespace(self.group, self.identity)
+        return self._namespace
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `DistributedOptimizer`."""
+        return {**super().__getstate__(), "_namespace": ""}
 
     def describe_options(self) -> str:
         """See `LocalUpdates`."""
