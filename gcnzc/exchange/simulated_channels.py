@@ -42,7 +42,7 @@ class SimulatedChannels:
         """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""
         if any(self.simulation.errors):
             return []
-        longest = max(self.opened, key=len)
+        longest = max(self.opened, key=len, default=[])
         return [
             f"rank {self.opened.index(longest)} opens channel {longest[len(opened)]}, and rank "
             f"{rank} does not"

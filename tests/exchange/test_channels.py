@@ -287,6 +287,10 @@ def test_ranks_that_open_channels_in_another_order_are_a_mismatch(ranks, text):
         lockstep(ranks)
 
 
+def test_a_simulation_of_no_ranks_has_no_channels():
+    assert lockstep([]).results == []
+
+
 def test_the_caller_is_part_of_the_opening_of_a_channel():
     def named(name):
         yield Caller(name)
