@@ -1,5 +1,6 @@
 """Dynamic backup workers: members, means, epochs, stragglers, signals, resuming, processes."""
 
+import copy
 import math
 import random
 import time
@@ -404,7 +405,7 @@ def test_the_keys_of_finished_rounds_are_deleted():
         yield from each.optimizer.broadcast_model()
         for seconds in times[rank]:
             yield from each.step(seconds)
-            keys = [f"{each.optimizer.identity}/closed/{number}" for number in range(300)]
+            keys = [f"{each.optimizer.namespace}/0/closed/{number}" for number in range(300)]
             counts.append(sum(map(bool, (yield ReadKeys(keys)))))
         yield from each.optimizer.finalize_algorithm()
 
@@ -463,6 +464,59 @@ def test_a_run_resumes_from_any_step():
         return Strategy(inner, backup_workers("ring", control_interval=3), group)
 
     check_resuming_at_every_step(make, 3, 6)
+
+
+@pytest.mark.parametrize("saved_at", [0, 3])
+def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at):
+    def steps(rank, times, saved_at, loaded_at, states):
+        yield from rank.optimizer.broadcast_model()
+        for step, seconds in enumerate(times):
+            number = rank.optimizer.group.rank
+            if step == saved_at:
+                states[number] = copy.deepcopy(rank.optimizer.state_dict())
+            if step == loaded_at:
+                rank.optimizer.load_state_dict(states[number])
+            yield from rank.step(seconds)
+        yield from rank.optimizer.finalize_algorithm()
+
+    for seed in range(10):
+        choose = random.Random(seed)
+        world_size = choose.randint(2, 5)
+        speeds = [choose.choice([0.1, 1.0, 3.0]) for _ in range(world_size)]
+        times = [[each * choose.random() for _ in range(14)] for each in speeds]
+        states, found = {}, []
+        for at, begin in ((saved_at, 0), (None, 8)):
+            ranks = [
+                Rank(rank, world_size, grace=0.0, control_interval=1000)
+                for rank in range(world_size)
+            ]
+            pairs = zip(ranks, times, strict=True)
+            lockstep([steps(rank, own[begin:], at, 8 - begin, states) for rank, own in pairs])
+            found.append(ranks)
+        for rank, other in zip(*found, strict=True):
+            # with each rank's own parameters after its steps
+            assert all(map(torch.equal, rank.after[8:], other.after))
+            assert torch.equal(rank.x, other.x)
+
+
+def test_the_keys_of_the_rounds_before_a_load_are_deleted():
+    counts = {}
+
+    def steps(rank):
+        optimizer = rank.optimizer
+        yield from optimizer.broadcast_model()
+        for number in range(12):
+            if number == 6:
+                optimizer.load_state_dict(optimizer.state_dict())
+            yield from rank.step(1.0)
+        names = ["status/0", "status/1", *(f"closed/{number}" for number in range(20))]
+        for generation in range(2):
+            keys = [f"{optimizer.namespace}/{generation}/{name}" for name in names]
+            counts[generation] = sum(map(bool, (yield ReadKeys(keys))))
+
+    lockstep([steps(Rank(rank, 2)) for rank in range(2)])
+    assert counts[0] == 0
+    assert counts[1] >= 3
 
 
 def test_a_resumed_run_continues_the_epoch_of_the_latest_round():

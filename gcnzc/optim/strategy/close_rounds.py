@@ -87,6 +87,10 @@ class CloseRounds(Policy):
         self.control_interval = control_interval
         self.status = b""
         """what this rank has announced in the store; empty before the first step"""
+        self.generation = 0
+        """the number of times that the rounds have begun again, because a state was loaded"""
+        self.loaded: ClosedRound | None = None
+        """the round from which the rounds begin again in the next step; None if they continue"""
         self.is_away = False
         """whether `status` is that this rank is away"""
         self.away_for: set[int] = set()
@@ -113,7 +117,9 @@ class CloseRounds(Policy):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without those of its rounds, in which a copy does not take part."""
         own = {"status": b"", "is_away": False, "away_for": set(), "pending": None, "ended_s": None}
-        return {**vars(self), **own}
+        # a copy is in no rounds that could begin again
+        last = {} if self.loaded is None else {"last": self.loaded, "loaded": None}
+        return {**vars(self), **own, **last, "generation": 0}
 
     def describe(self) -> str:
         """See `Policy`."""
@@ -140,7 +146,7 @@ class CloseRounds(Policy):
         return f"{self.strategy.namespace}/control"
 
     def _key(self, name: str) -> str:
-        return f"{self.strategy.namespace}/{name}"
+        return f"{self.strategy.namespace}/{self.generation}/{name}"
 
     def _closed_key(self, number: int) -> str:
         return self._key(f"closed/{number}")
@@ -169,8 +175,7 @@ class CloseRounds(Policy):
         kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
         if self.ended_s is not None:
             self.step_s.append((yield Now()) - self.ended_s)
-        if not self.status:
-            yield from self._meet()
+        yield from self.begin_rounds()
         while True:
             number = self.last.round + 1
             if not (yield from self._announce(Status(number, kind))):
@@ -190,6 +195,24 @@ class CloseRounds(Policy):
                     return closed
             # this rank is late; the key of its round may be deleted
             yield from self._skip_to(latest)
+
+    def begin_rounds(self) -> Algorithm[None]:
+        """Begin the rounds in the first step, or again after a state was loaded.
+
+        All ranks call it in the same step, because they wait for one another.
+        """
+        if self.loaded is None:
+            yield from self._meet() if not self.status else ()
+            return
+        # ranks that have not loaded the state yet end their rounds without this one, whose new
+        # parameters they must not get
+        yield from self._leave([self])
+        closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
+        old = [self._status_key(self.strategy.group.rank), *closed]
+        self.last, self.loaded = self.loaded, None
+        self.generation += 1
+        yield from self._meet()
+        yield DeleteKeys(old)
 
     def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
         others = self._others()
@@ -254,7 +277,7 @@ class CloseRounds(Policy):
                 self.last = ClosedRound.from_bytes(found)
 
     def _meet(self) -> Algorithm[None]:
-        """Agree on the round to begin with; all ranks call it in their first step with a store.
+        """Agree on the round to begin with; see `begin_rounds`.
 
         After resuming, the last rounds of the ranks may differ.
         """
@@ -266,9 +289,8 @@ class CloseRounds(Policy):
         yield from self._come_back(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
         rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
-        first = max(rounds, key=lambda each: each.round)
         # the keys of earlier rounds were in another store
-        self.last = ClosedRound.from_bytes(first.to_bytes())
+        self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
         self.status, self.is_away = b"", False
         self.away_for.clear()
@@ -304,7 +326,7 @@ class CloseRounds(Policy):
         """End `_leave`; a rank stays away while another of its optimizers waits."""
         for each in policies:
             each.away_for.discard(id(self))
-            if each.is_away and not each.away_for:
+            if each.is_away and not each.away_for and each.loaded is None:
                 each.is_away = False
                 yield from each._announce(Status(each.last.round, Kind.FINISHED))
 
@@ -363,11 +385,15 @@ class CloseRounds(Policy):
 
     # state
 
+    def initialize(self) -> None:
+        """See `RecipePart`; also called if the state before the first step is loaded."""
+        self._continue_from(self.rules.begin())
+
     def local_state(self) -> dict[str, Tensor]:
         """See `RecipePart`: the last closed round that this rank has read."""
         if self.strategy.is_inner_only:
             return {}
-        last = self.last
+        last = self.last if self.loaded is None else self.loaded
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
         bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds
         numbers = [last.round, last.epochs, *is_pending, *bounds]
@@ -381,10 +407,17 @@ class CloseRounds(Policy):
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree
         number, epochs, *others = local["rounds"].tolist()
-        if self.status or len(others) != len(tree) + len(begin.bounds):
-            # the rounds of this optimizer continue
+        if len(others) != len(tree) + len(begin.bounds):
+            self._continue_from(begin)
             return
         pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
         bounds = tuple(others[len(tree) :])
-        members = begin.members
-        self.last = ClosedRound(number, members, (), pending, epochs, bounds, number)
+        last = ClosedRound(number, begin.members, (), pending, epochs, bounds, number)
+        self._continue_from(last)
+
+    def _continue_from(self, last: ClosedRound) -> None:
+        """Set the last closed round; if rounds have begun, they begin again in the next step."""
+        if self.status:
+            self.loaded = last
+        else:
+            self.last = last

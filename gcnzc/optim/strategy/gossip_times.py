@@ -45,6 +45,11 @@ class OverlappedGossip(Policy):
         self.last_s: float | None = None
         """when the last step ended; None after a pause"""
 
+    def initialize(self) -> None:
+        """See `RecipePart`; also called if the state before the first step is loaded."""
+        # exchanges with parameters from before the load are ignored
+        self.exchange.generation += self.exchange.is_open
+
     def describe(self) -> str:
         """See `Policy`."""
         return f"rate={self.rate}"
