@@ -21,6 +21,30 @@ def check_strategy(config: "TrainConfig") -> None:
         _check_closure(config)
     if config.participants is not None and 1 < config.workers < config.participants:
         _reject_number(config, "participants", "at most the number of workers")
+    if config.strategy == "diloco":
+        _check_quorum(config)
+
+
+def _check_quorum(config: "TrainConfig") -> None:
+    if config.quorum is None:
+        if config.grace is not None:
+            raise ValueError(
+                f"--grace {config.grace} with --strategy diloco has no effect without --quorum\n\n"
+                "hint: also choose a --quorum, more than half of the workers"
+            )
+        return
+    excluded = {
+        "compress": config.compress not in ("auto", "float32"),
+        "local_steps": config.local_steps == "auto",
+    }
+    for name in (name for name, is_given in excluded.items() if is_given):
+        raise ValueError(
+            f"--quorum {config.quorum} with {option_name(name)} {getattr(config, name)}\n\n"
+            "hint: omit one of them"
+        )
+    if config.workers > 1 and not config.workers < 2 * config.quorum <= 2 * config.workers:
+        least = config.workers // 2 + 1
+        _reject_number(config, "quorum", f"{least} to {config.workers}, more than half of them")
 
 
 def _check_closure(config: "TrainConfig") -> None:

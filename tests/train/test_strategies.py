@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from train.test_unused_options import OTHERS
+from train.test_unused_options import NEEDED, OTHERS
 
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
@@ -60,10 +60,10 @@ def describe(optimizer):
 def test_every_option_of_a_strategy_reaches_its_optimizer(name):
     options = STRATEGIES[name].options
     assert set(options) <= OPTION_NAMES
-    default = describe(build(strategy=name))
     for option in options:
-        value = OTHERS.get(option, "bfloat16")
-        assert describe(build(strategy=name, **{option: value})) != default, option
+        value, needed = OTHERS.get(option, "bfloat16"), NEEDED.get((name, option), {})
+        default = describe(build(strategy=name, **needed))
+        assert describe(build(strategy=name, **needed, **{option: value})) != default, option
 
 
 def test_options_are_converted_to_arguments():
@@ -286,3 +286,28 @@ def test_a_given_default_that_contradicts_the_strategy_is_an_error(
     assert getattr(replace(TrainConfig(), strategy=strategy), name) == default
     saved = config_to_dict(TrainConfig(strategy=strategy))
     assert getattr(config_from_dict(TrainConfig, saved, "a file"), name) == default
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--grace 0.5", "--grace 0.5 with --strategy diloco has no effect without --quorum"),
+        ("--quorum 3 --compress int8", "--quorum 3 with --compress int8"),
+        ("--quorum 3 --local-steps auto", "--quorum 3 with --local-steps auto"),
+        ("--quorum 2 --workers 4", "--quorum 2 with --workers 4"),
+        ("--quorum 5 --workers 4", "--quorum 5 with --workers 4"),
+        ("--quorum 0", "--quorum must be at least 1"),
+    ],
+)
+def test_a_quorum_that_is_not_possible_is_reported(words, message):
+    with pytest.raises(UsageError) as error:
+        parse(["train", "--strategy", "diloco", *words.split()])
+    assert message in " ".join(str(error.value).split())
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_diloco_with_a_quorum():
+    config = TrainConfig(strategy="diloco", quorum=3, grace=0.5, local_steps="5")
+    made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
+    assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
+    assert isinstance(build(strategy="diloco"), DiLoCo)
