@@ -26,11 +26,12 @@ from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
+from gcnzc.train.given_options import values_given
 from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_file_output, check_output
 from gcnzc.train.repeated_runs import read_runs
-from gcnzc.train.strategies import optimizer_message
+from gcnzc.train.strategies import accumulate_message, optimizer_message
 from gcnzc.train.unused_options import unused_options
 
 if sys.version_info >= (3, 11):
@@ -85,7 +86,7 @@ def parse(words: Sequence[str]) -> Any:
         raise UsageError(str(error)) from None
     if isinstance(config, TrainConfig):
         _check_used(config, default or TrainConfig())
-        _check_given_optimizer(words, config)
+        _check_given(words, default, config)
         if config.is_full_batch:
             _check_given_fanouts(words)
         elif default is not None and default.is_full_batch and not _value_of("--fanouts", words):
@@ -110,14 +111,16 @@ def _check_given_fanouts(words: Sequence[str]) -> None:
             raise UsageError(fanouts_message(fanouts))
 
 
-def _check_given_optimizer(words: Sequence[str], config: TrainConfig) -> None:
-    """Raise if the strategy replaces the --optimizer of the command line.
+def _check_given(words: Sequence[str], default: TrainConfig | None, config: TrainConfig) -> None:
+    """Raise if the strategy replaces an option of the command line or of the --config file.
 
-    `TrainConfig` cannot distinguish the default from an option that is given.
+    `TrainConfig` cannot distinguish a default of the command line from an option that is given.
     """
-    given = _value_of("--optimizer", words)
-    if given and given != config.optimizer:
-        raise UsageError(optimizer_message(config.strategy, given))
+    messages = {"optimizer": optimizer_message, "accumulate": accumulate_message}
+    on_line = {name: _value_of(option_name(name), words) for name in messages}
+    for name, value in values_given((*messages,), on_line, default).items():
+        if value != str(getattr(config, name)):
+            raise UsageError(messages[name](config.strategy, value))
 
 
 def _check_used(config: TrainConfig, default: TrainConfig) -> None:

@@ -22,6 +22,7 @@ from gcnzc.exchange.agreement import (
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
 from gcnzc.exchange.collectives.messages import as_bytes
+from gcnzc.exchange.message_checks import check_message
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
@@ -362,6 +363,7 @@ class Channel:
     def start_message(self, request: Message, caller: str) -> PendingMessage:
         """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
         group = self.group
+        check_message(request, group.rank, group.world_size)
         header = group.log.record_message(request, caller, self.name)
         sequence = request.sequence(group.rank, self.name)
         if group.backend == "nccl" or not request.is_on_gpu:

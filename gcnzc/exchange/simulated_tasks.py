@@ -1,6 +1,7 @@
 """The state of simulated ranks: their tasks, messages and receives, and their results."""
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import Algorithm, First, Receive, Send, WaitForKey
+from gcnzc.exchange.requests import Algorithm, First, Receive, Send, Wait, WaitForKey
 from gcnzc.exchange.size_only import SizeOnly
 
 NEVER = float("inf")
@@ -180,3 +181,15 @@ class Mailbox:
     def __init__(self) -> None:
         self.messages: deque[SentMessage] = deque()
         self.receives: deque[StartedReceive] = deque()
+
+
+def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Run an algorithm after the previous request of its channel, also if that failed."""
+    with suppress(WorkerLost):
+        yield Wait(before)
+    return (yield from algorithm)
+
+
+def execute_message(message: Receive) -> Algorithm[Any]:
+    """Return the algorithm of a message that is started on a channel."""
+    return (yield message)

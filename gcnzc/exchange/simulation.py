@@ -3,7 +3,6 @@
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.message_checks import check_message
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -25,6 +25,7 @@ from gcnzc.exchange.requests import (
     Caller,
     Compute,
     First,
+    Message,
     Now,
     Receive,
     Request,
@@ -34,6 +35,7 @@ from gcnzc.exchange.requests import (
     Wait,
     check_on_channels,
 )
+from gcnzc.exchange.simulated_channels import SimulatedChannels
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -44,7 +46,9 @@ from gcnzc.exchange.simulated_tasks import (
     SentMessage,
     StartedReceive,
     Task,
+    execute_message,
     invalid_like,
+    run_after,
 )
 from gcnzc.exchange.size_only import SizeOnly
 
@@ -71,6 +75,7 @@ class Simulation:
         self.logs = [RequestLog(rank) for rank in range(self.world_size)]
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
         self.last_in_channel: dict[tuple[int, str], Task] = {}
+        self.channels = SimulatedChannels(self)
         # tasks that have not ended
         self.tasks: dict[Task, None] = {}
         # (time, number, task, or a function that is called with the time)
@@ -104,8 +109,8 @@ class Simulation:
                 self.advance(event, at)
             else:
                 event(at)  # type: ignore[operator]
-        waiting = (each.describe_wait() for each in self.tasks if not each.is_abandoned)
-        if waits := "; ".join(waiting):
+        waiting = [each.describe_wait() for each in self.tasks if not each.is_abandoned]
+        if waits := "; ".join([*waiting, *self.channels.describe_missing()]):
             raise mismatch(f"{waits}, and none of them can continue")
         outcome = Outcome([], [], [], self.ledgers, self.errors)
         for task in self.mains:
@@ -222,6 +227,8 @@ class Simulation:
         """Answer a `Start`."""
         started = request.request
         kind = type(started)
+        if request.channel or not issubclass(kind, Message):
+            self.channels.open(task, request.channel or DEFAULT_CHANNEL)
         if kind is Send:
             channel = request.channel or task.channel
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
@@ -229,7 +236,7 @@ class Simulation:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
         else:
             if kind is Receive:
-                started = _execute_message(started)  # type: ignore[arg-type]
+                started = execute_message(started)  # type: ignore[arg-type]
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
@@ -315,7 +322,7 @@ class Simulation:
             algorithm = self.execute_later(task.rank, task.caller, channel, request)
             self.ledgers[task.rank].count(kind)
         if before is not None and not before.is_done:
-            algorithm = _run_after(before, algorithm)
+            algorithm = run_after(before, algorithm)
         started = self.add_task(task.rank, channel, algorithm, task.now)
         started.kind, started.caller = kind, task.caller
         self.last_in_channel[task.rank, channel] = started
@@ -335,6 +342,7 @@ class Simulation:
 
     def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> None:
         """Compare a message with its peer's request, if that has been made."""
+        check_message(message, task.rank, self.world_size)
         header = self.logs[task.rank].record_message(message, task.caller, channel or "")
         self.check(task.rank, message.sequence(task.rank, channel or ""), header, [message.peer])
 
@@ -482,14 +490,3 @@ class Simulation:
             f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
             f"{at:g} s: {error}"
         )
-
-
-def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """Run an algorithm after the previous request of its channel, also if that failed."""
-    with suppress(WorkerLost):
-        yield Wait(before)
-    return (yield from algorithm)
-
-
-def _execute_message(message: Receive) -> Algorithm[Any]:
-    return (yield message)

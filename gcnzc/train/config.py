@@ -16,6 +16,7 @@ from gcnzc.train.evaluation_options import (
     check_evaluate_fanouts,
     check_samples,
 )
+from gcnzc.train.given_options import given_options, remember_given
 from gcnzc.train.learning_options import (
     AverageOptions,
     LearningRateOptions,
@@ -40,10 +41,12 @@ from gcnzc.train.option_groups import (
 from gcnzc.train.options import Fanouts, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
 from gcnzc.train.strategies import choose_accumulate, choose_optimizer
+from gcnzc.train.strategy_checks import check_strategy
 
 
 # dataclasses order inherited fields from the last base to the first
 @accept_old_options("train")
+@remember_given
 @accept_preset
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
@@ -69,8 +72,10 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "optimizer", choose_optimizer(self))
-        object.__setattr__(self, "accumulate", choose_accumulate(self))
+        names = given_options(self)
+        object.__setattr__(self, "optimizer", choose_optimizer(self, names))
+        object.__setattr__(self, "accumulate", choose_accumulate(self, names))
+        check_strategy(self)
         if self.is_full_batch:
             _check_full_batch(self)
             if self.fanouts == DEFAULT_FANOUTS:

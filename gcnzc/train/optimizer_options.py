@@ -138,9 +138,13 @@ class OptimizerOptions(Options):
     asynchronous: bool = False
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
+    quorum: int | None = None
+    """diloco: workers, more than half of them, that an outer step needs, so that it does not wait
+    for slower ones; if not given, all workers"""
     grace: float | None = None
     """backup: how long a worker that can close a round waits for others, as a fraction of the
-    shortest of its last step times; default: 0.1"""
+    shortest of its last step times; default: 0.1. diloco with --quorum: the seconds for which an
+    outer step waits for further workers; default: 0"""
     probe_interval: int | None = None
     """saps: exchanges from one measurement of the bandwidths between workers to the next; if not
     given, all bandwidths count as equal"""
@@ -206,7 +210,12 @@ class OptimizerOptions(Options):
             raise ValueError(
                 f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"
             )
-        for name, least in (("grace", 0), ("probe_interval", 1), ("participants", 1)):
+        for name, least in (
+            ("grace", 0),
+            ("quorum", 1),
+            ("probe_interval", 1),
+            ("participants", 1),
+        ):
             if getattr(self, name) is not None:
                 at_least(least, name, getattr(self, name))
         check_number(

@@ -4,7 +4,7 @@
 `OptimizerOptions`, both in `gcnzc.train.optimizer_options`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ from gcnzc.optim import (
     StreamingDiLoCo,
     a2cid2,
     backup_workers,
+    diloco,
     fedglomo,
     saps,
     selsync,
@@ -78,6 +79,9 @@ class StrategyChoice:
     update rules"""
     accumulate: int = 1
     """value of --accumulate that replaces its default, 1"""
+    needs_closure: bool = False
+    """whether the optimizer computes several gradients in a step, by a closure; excludes
+    GradScaler and --clip-gradients"""
 
 
 def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
@@ -100,8 +104,12 @@ def build_strategy(setup: TrainingSetup) -> DistributedOptimizer:
     return strategy.build(setup, arguments)
 
 
-def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
+def choose_optimizer(config: OptimizerOptions, given: Collection[str] = ()) -> OptimizerName:
     """Return the optimizer of a run: --optimizer, or the only one that --strategy supports.
+
+    Args:
+        config: the options of the run.
+        given: the names of options that are not defaults, also if they have the same value.
 
     Raises:
         ValueError: --optimizer does not support --strategy.
@@ -114,17 +122,37 @@ def choose_optimizer(config: OptimizerOptions) -> OptimizerName:
             f"{' or '.join(UPDATE_RULES)}"
         )
     required = STRATEGIES[config.strategy].optimizer
-    if required is not None and config.optimizer not in (required, OptimizerOptions.optimizer):
+    is_given = "optimizer" in given or config.optimizer != OptimizerOptions.optimizer
+    if required is not None and config.optimizer != required and is_given:
         raise ValueError(optimizer_message(config.strategy, config.optimizer))
     return required or config.optimizer
 
 
-def choose_accumulate(config: OptimizerOptions) -> int:
-    """Return the number of minibatches of a step: --accumulate, or the default of --strategy."""
-    default = OptimizerOptions.accumulate
+def choose_accumulate(config: OptimizerOptions, given: Collection[str] = ()) -> int:
+    """Return the number of minibatches of a step: --accumulate, or the default of --strategy.
+
+    Args:
+        config: the options of the run.
+        given: see `choose_optimizer`.
+
+    Raises:
+        ValueError: --accumulate is given, and --strategy does not support it.
+    """
+    default, of_strategy = OptimizerOptions.accumulate, STRATEGIES[config.strategy].accumulate
     if config.accumulate != default:
         return config.accumulate
-    return STRATEGIES[config.strategy].accumulate
+    if of_strategy != default and "accumulate" in given:
+        raise ValueError(accumulate_message(config.strategy, str(default)))
+    return of_strategy
+
+
+def accumulate_message(strategy: str, accumulate: str) -> str:
+    """Return the message that a strategy needs several minibatches in a step."""
+    return (
+        f"--accumulate {accumulate} with --strategy {strategy}, which needs several minibatches in "
+        f"a step\n\nhint: give at least 2, or omit --accumulate for "
+        f"{STRATEGIES[strategy].accumulate}"
+    )
 
 
 def optimizer_message(strategy: str, optimizer: str) -> str:
@@ -226,12 +254,15 @@ def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> Distributed
     return _with_local_steps(DiLoCo)(setup, {**outer, "compress": compress})
 
 
+def _diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
+    if "quorum" in arguments:
+        return _from_recipe(diloco)(setup, arguments)
+    return _with_local_steps(DiLoCo)(setup, arguments)
+
+
 def _fedglomo(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    if arguments.pop("clip_norm") is not None:
-        raise ValueError(
-            "--strategy fedglomo does not support --clip-gradients\n\nhint: omit --clip-gradients, "
-            "and reduce --lr if training diverges"
-        )
+    # `check_strategy` rejects --clip-gradients
+    del arguments["clip_norm"]
     for group in (*setup.inner.param_groups, setup.inner.defaults):
         group["momentum"] = 0.0
     return _from_recipe(fedglomo)(setup, arguments)
@@ -251,7 +282,11 @@ _OUTER = {**_LOCAL, "outer_lr": "outer_lr", "outer_momentum": "outer_momentum"}
 STRATEGIES: Mapping[str, StrategyChoice] = {
     "average": StrategyChoice(_average, _COMPRESS),
     "local-sgd": StrategyChoice(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
-    "diloco": StrategyChoice(_with_local_steps(DiLoCo), _OUTER, clips_own_gradients=True),
+    "diloco": StrategyChoice(
+        _diloco,
+        {**_OUTER, "quorum": "quorum", "grace": "grace_s"},
+        clips_own_gradients=True,
+    ),
     "muloco": StrategyChoice(
         _with_local_steps(MuLoCo), _OUTER, clips_own_gradients=True, optimizer="muon"
     ),
@@ -310,5 +345,6 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
             "round_weight": "beta",
         },
         optimizer="sgd",
+        needs_closure=True,
     ),
 }

@@ -28,6 +28,8 @@ def _strategy_options() -> dict[str, Choices]:
     return {name: {"strategy": found} for name, found in readers.items() if found != (*STRATEGIES,)}
 
 
+_OF_STRATEGIES = _strategy_options()
+
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
     "metric": _NODE,
@@ -39,7 +41,8 @@ READ_WITH: Mapping[str, Choices] = {
     "exclude": _LINK,
     "warmup": {"optimizer": ONE_BIT},
     "refresh": {"optimizer": ("onebit-adam",)},
-    **_strategy_options(),
+    **_OF_STRATEGIES,
+    "max_dropped": {**_OF_STRATEGIES["max_dropped"], "compute_threshold": ("auto",)},
     "heads": _GAT,
     "output_heads": _GAT,
     "attention_dropout": _GAT,

@@ -10,6 +10,7 @@ from processes import results, talk, workers
 
 from gcnzc.exchange import (
     Abandon,
+    Caller,
     Compute,
     Crash,
     First,
@@ -21,6 +22,7 @@ from gcnzc.exchange import (
     Send,
     SlowDown,
     Start,
+    Sum,
     Wait,
     WorkerLost,
     init_group,
@@ -61,6 +63,10 @@ def send_after(rank, seconds):
     yield Wait((yield Start(Send(number() + rank, 0), f"from {rank}")))
 
 
+def leave_at_once(peer):
+    yield Abandon((yield Start(Receive(number(), peer), "mail")))
+
+
 def of_three(rank):
     return wait_with_limits() if rank == 0 else send_after(rank, (1.5, 0.75)[rank - 1])
 
@@ -82,10 +88,7 @@ def test_a_message_that_has_arrived_answers_at_once_and_the_smallest_index_wins(
         yield Compute(1.0)
         return (yield First(inboxes, 0.0)), (yield Now())
 
-    def send(rank):
-        yield Wait((yield Start(Send(number(), 0), f"from {rank}")))
-
-    outcome = lockstep([receive(), send(1), send(2)], LINK)
+    outcome = lockstep([receive(), send_after(1, 0), send_after(2, 0)], LINK)
     assert outcome.results[0] == (0, 1.0)
 
 
@@ -116,6 +119,8 @@ def test_channels_have_messages_of_their_own():
 
     def send():
         pending = []
+        # opens the channels in the order of rank 0
+        yield Abandon((yield Start(Receive(number(), 0), "a")))
         for value, channel in ((3, None), (2, "b"), (1, "a")):
             pending.append((yield Start(Send(number() + value, 0), channel)))
         for each in pending:
@@ -149,8 +154,8 @@ def test_a_receive_without_a_message_must_be_abandoned():
         return "left"
 
     def nothing():
+        yield Abandon((yield Start(Receive(number(), 0), "mail")))
         return "nothing"
-        yield
 
     assert lockstep([leave(True), nothing()]).results == ["left", "nothing"]
     with pytest.raises(RequestMismatch, match="rank 0 waits for Receive of 4 bytes with rank 1"):
@@ -219,20 +224,20 @@ def test_a_rank_may_wait_for_the_first_collective():
         assert (index, values) == (0, [1, 1])
 
 
-def first_of_nothing():
+def first_of_nothing(peer):
     yield First([])
 
 
-def first_for_a_negative_time():
-    yield First([(yield Start(Receive(number(), 0), "mail"))], -1.0)
+def first_for_a_negative_time(peer):
+    yield First([(yield Start(Receive(number(), peer), "mail"))], -1.0)
 
 
-def first_of_a_direct_message():
-    yield First([(yield Start(Receive(number(), 0)))])
+def first_of_a_direct_message(peer):
+    yield First([(yield Start(Receive(number(), peer)))])
 
 
-def abandon_a_direct_message():
-    yield Abandon((yield Start(Receive(number(), 0))))
+def abandon_a_direct_message(peer):
+    yield Abandon((yield Start(Receive(number(), peer))))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,77 @@ def abandon_a_direct_message():
 )
 def test_only_requests_on_channels_have_limits(algorithm, text):
     with pytest.raises(ValueError, match=text):
-        lockstep([algorithm(), algorithm()])
+        lockstep([algorithm(1), algorithm(0)])
+
+
+def open_in_order(*names):
+    for name in names:
+        yield Wait((yield Start(Sum(number()), name)))
+
+
+def open_after_a_sum(name):
+    yield Sum(number())
+    yield from open_in_order(name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (
+            (open_in_order("a", "b"), open_in_order("b", "a")),
+            "request 1 of channel default: rank 0 requests the opening of channel a, rank 1 "
+            "requests the opening of channel b",
+        ),
+        (
+            (open_in_order("a"), open_after_a_sum("a")),
+            "requests the opening of channel a, rank 1 requests Sum of",
+        ),
+        (
+            (leave_at_once(1), open_in_order(), leave_at_once(0)),
+            "rank 0 opens channel mail, and rank 1 does not, and none of them can continue",
+        ),
+    ],
+)
+def test_ranks_that_open_channels_in_another_order_are_a_mismatch(ranks, text):
+    with pytest.raises(RequestMismatch, match=text):
+        lockstep(ranks)
+
+
+def test_a_simulation_of_no_ranks_has_no_channels():
+    assert lockstep([]).results == []
+
+
+def test_the_caller_is_part_of_the_opening_of_a_channel():
+    def named(name):
+        yield Caller(name)
+        yield from open_in_order("a")
+
+    with pytest.raises(RequestMismatch, match=r"channel a for one, rank 1 .* channel a for other"):
+        lockstep([named("one"), named("other")])
+
+
+def invalid_message(kind, peer, values, channel):
+    yield Start(kind(values, peer), channel)
+
+
+INVALID = [
+    (-1, number, "with rank -1 on rank 0 of 2"),
+    (2, number, "with rank 2 on rank 0 of 2"),
+    (0, number, "with rank 0 on rank 0 of 2"),
+    (1, lambda: torch.zeros(4, 4).T[1:], r"the values, of shape \(3, 4\), are not contiguous"),
+]
+
+
+@pytest.mark.parametrize("channel", [None, "mail"])
+@pytest.mark.parametrize("kind", [Send, Receive])
+@pytest.mark.parametrize(("peer", "make", "text"), INVALID)
+def test_messages_that_are_invalid_are_rejected(kind, peer, make, text, channel):
+    if channel is not None:
+        ranks = [invalid_message(kind, peer, make(), channel), leave_at_once(0)]
+    else:
+        ranks = [invalid_message(kind, peer, make(), None), open_in_order()]
+    with pytest.raises(ValueError, match=f"{kind.__name__} of .* bytes.*{text}"):
+        lockstep(ranks)
 
 
 def wait_over_processes():
@@ -254,7 +329,13 @@ def wait_over_processes():
     with init_group(timeout_s=60) as group:
         answer = run(of_three(group.rank), group)
         with pytest.raises(ValueError, match="none is given"):
-            run(first_of_nothing(), group)
+            run(first_of_nothing(0), group)
+        for kind in (Send, Receive):
+            with pytest.raises(ValueError, match=f"with rank -1 on rank {group.rank} of 3"):
+                run(invalid_message(kind, -1, number(), None), group)
+            values, peer = torch.zeros(4, 4).T[1:], (group.rank + 1) % 3
+            with pytest.raises(ValueError, match="are not contiguous"):
+                run(invalid_message(kind, peer, values, None), group)
     return answer, time.monotonic() - began
 
 
@@ -275,10 +356,6 @@ def lose_a_peer():
             run(leave_at_once(0), group)
             os._exit(3)
         return run(report_loss(), group)
-
-
-def leave_at_once(peer):
-    yield Abandon((yield Start(Receive(number(), peer), "mail")))
 
 
 def report_loss():

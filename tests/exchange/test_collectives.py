@@ -309,3 +309,17 @@ def test_choices_that_do_not_cover_all_sizes_are_rejected(steps):
 def test_the_algorithm_of_all_to_all_cannot_depend_on_the_size():
     with pytest.raises(ValueError, match="hint: use one algorithm for all sizes"):
         Choices({"AllToAll": ((8, "direct"), (None, "builtin"))})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+@pytest.mark.parametrize("counts", [None, [2, 2]])
+def test_answers_of_an_all_to_all_do_not_share_memory_with_its_parts(dtype, counts):
+    def exchange(rank):
+        parts = [torch.full((2,), 2 * rank + peer, dtype=dtype) for peer in range(2)]
+        found = yield AllToAll(parts, counts)
+        for part in parts:
+            part.fill_(9)
+        return [each.tolist() for each in found]
+
+    outcome = lockstep([exchange(rank) for rank in range(2)], choices=always("AllToAll", "direct"))
+    assert outcome.results == [[[0, 0], [2, 2]], [[1, 1], [3, 3]]]

@@ -20,6 +20,7 @@ from gcnzc.optim import (
     ZeroOneSchedule,
     a2cid2,
     backup_workers,
+    diloco,
     fedglomo,
     saps,
     selsync,
@@ -119,6 +120,13 @@ LOCAL = {
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
     # tests call collectives after any step, so all ranks must take part in all rounds
+    # with a quorum of fewer ranks, tests would wait in collectives for ranks that miss rounds
+    "diloco quorum": lambda model, group, **options: Strategy(
+        adamw(model),
+        diloco(4, quorum=group.world_size, control_interval=2),
+        group,
+        **options,
+    ),
     "backup-workers": strategy(
         backup_workers, graph="complete", grace=math.inf, control_interval=2
     ),

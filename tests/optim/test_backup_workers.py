@@ -1,19 +1,33 @@
 """Dynamic backup workers: members, means, epochs, stragglers, signals, resuming, processes."""
 
+import copy
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from optim.local import check_resuming_at_every_step, team, train, vector_of
+from optim.local import check_resuming_at_every_step, sgd, team, train, vector_of
 from processes import results
+from torch import nn
 
-from gcnzc.exchange import Compute, Crash, Group, Link, ReadKeys, SlowDown, init_group, lockstep
+from gcnzc.exchange import (
+    CompareAndSet,
+    Compute,
+    Crash,
+    Group,
+    Link,
+    ReadKeys,
+    SlowDown,
+    WaitForKey,
+    init_group,
+    lockstep,
+)
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.strategy.backup_workers import make_graph
+from gcnzc.optim.strategy.close_rounds import make_graph
 from gcnzc.optim.strategy.rounds import Kind, RoundRules, Status
 
 LR = 0.1
@@ -391,7 +405,7 @@ def test_the_keys_of_finished_rounds_are_deleted():
         yield from each.optimizer.broadcast_model()
         for seconds in times[rank]:
             yield from each.step(seconds)
-            keys = [f"{each.optimizer.identity}/closed/{number}" for number in range(300)]
+            keys = [f"{each.optimizer.namespace}/0/closed/{number}" for number in range(300)]
             counts.append(sum(map(bool, (yield ReadKeys(keys)))))
         yield from each.optimizer.finalize_algorithm()
 
@@ -450,6 +464,59 @@ def test_a_run_resumes_from_any_step():
         return Strategy(inner, backup_workers("ring", control_interval=3), group)
 
     check_resuming_at_every_step(make, 3, 6)
+
+
+@pytest.mark.parametrize("saved_at", [0, 3])
+def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at):
+    def steps(rank, times, saved_at, loaded_at, states):
+        yield from rank.optimizer.broadcast_model()
+        for step, seconds in enumerate(times):
+            number = rank.optimizer.group.rank
+            if step == saved_at:
+                states[number] = copy.deepcopy(rank.optimizer.state_dict())
+            if step == loaded_at:
+                rank.optimizer.load_state_dict(states[number])
+            yield from rank.step(seconds)
+        yield from rank.optimizer.finalize_algorithm()
+
+    for seed in range(10):
+        choose = random.Random(seed)
+        world_size = choose.randint(2, 5)
+        speeds = [choose.choice([0.1, 1.0, 3.0]) for _ in range(world_size)]
+        times = [[each * choose.random() for _ in range(14)] for each in speeds]
+        states, found = {}, []
+        for at, begin in ((saved_at, 0), (None, 8)):
+            ranks = [
+                Rank(rank, world_size, grace=0.0, control_interval=1000)
+                for rank in range(world_size)
+            ]
+            pairs = zip(ranks, times, strict=True)
+            lockstep([steps(rank, own[begin:], at, 8 - begin, states) for rank, own in pairs])
+            found.append(ranks)
+        for rank, other in zip(*found, strict=True):
+            # with each rank's own parameters after its steps
+            assert all(map(torch.equal, rank.after[8:], other.after))
+            assert torch.equal(rank.x, other.x)
+
+
+def test_the_keys_of_the_rounds_before_a_load_are_deleted():
+    counts = {}
+
+    def steps(rank):
+        optimizer = rank.optimizer
+        yield from optimizer.broadcast_model()
+        for number in range(12):
+            if number == 6:
+                optimizer.load_state_dict(optimizer.state_dict())
+            yield from rank.step(1.0)
+        names = ["status/0", "status/1", *(f"closed/{number}" for number in range(20))]
+        for generation in range(2):
+            keys = [f"{optimizer.namespace}/{generation}/{name}" for name in names]
+            counts[generation] = sum(map(bool, (yield ReadKeys(keys))))
+
+    lockstep([steps(Rank(rank, 2)) for rank in range(2)])
+    assert counts[0] == 0
+    assert counts[1] >= 3
 
 
 def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
@@ -565,3 +632,32 @@ def test_processes_agree_on_rounds(tmp_path):
             assert rank in closed["members"]
             assert rounds.setdefault(closed["round"], closed) == closed
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
+
+
+def close_after_the_grace(policy, before, after):
+    """Close the current round; the ranks' statuses change during the time for other ranks.
+
+    Returns:
+        The request that follows, or the answer if there is none.
+    """
+    closing = policy._close(before)
+    assert isinstance(next(closing), WaitForKey)
+    assert isinstance(closing.send(None), ReadKeys)
+    try:
+        return closing.send([*(each.to_bytes() for each in after), b""])
+    except StopIteration as end:
+        return end.value
+
+
+def test_a_round_that_can_no_longer_close_after_the_grace_stays_open():
+    """A rank that was away returns, and the round needs it."""
+    recipe = backup_workers("ring", grace=1.0)
+    policy = Strategy(sgd(nn.Linear(2, 2).parameters()), recipe, Group(0, 4)).recipe.policy
+    policy.step_s.append(1.0)
+    # only one edge is pending, but rank 1 is away, so any edge suffices
+    policy.last = replace(policy.last, pending=((0, 1),))
+    after = [Status(number, Kind.FINISHED) for number in (1, 0, 0, 1)]
+    before = [replace(each, kind=Kind.AWAY) if n == 1 else each for n, each in enumerate(after)]
+    assert policy.rules.can_close(policy.last, before)
+    assert close_after_the_grace(policy, before, after) is None
+    assert isinstance(close_after_the_grace(policy, before, before), CompareAndSet)

@@ -371,3 +371,26 @@ def test_parameters_of_several_dtypes():
     models[0][1].bias.grad[0] = float("nan")
     lockstep([optimizer.algorithm() for optimizer in optimizers])
     assert [optimizer.skipped for optimizer in optimizers] == [1, 0]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_state_has_the_counters_of_its_rank(world_size):
+    models, optimizers = team(world_size, lambda *given: LocalSGD(*given, local_steps=4))
+    train(models, optimizers, 3)
+    for rank, optimizer in enumerate(optimizers):
+        optimizer.skipped, optimizer.dropped = rank + 1, 2 * rank
+    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
+    _, others = team(world_size, lambda *given: LocalSGD(*given, local_steps=4))
+    for rank, (other, state) in enumerate(zip(others, states, strict=True)):
+        other.load_state_dict(state)
+        assert (other.skipped, other.dropped) == (rank + 1, 2 * rank)
+    # the mean of the ranks
+    _, (one, other) = team(2, lambda *given: LocalSGD(*given, local_steps=4))
+    one.load_state_dict(resize_state(states, 0, 2) if world_size != 2 else states[0])
+    assert (one.skipped, one.dropped) == ((1, 0), (2, 2))[world_size == 3]
+    # a state of an older version
+    snapshot = other.snapshot()
+    del snapshot["local"]["counters"]
+    other.skipped = 5
+    other.load_state_dict(snapshot)
+    assert (other.skipped, other.dropped) == (0, 0)

@@ -11,6 +11,7 @@ from torch import nn
 from gcnzc.compress import Sign
 from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
+from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
 from gcnzc.optim.strategy.rounds import ClosedRound, Kind, Status
 
@@ -220,6 +221,89 @@ def test_a_rank_that_missed_rounds_resumes_with_its_older_anchor():
         assert (closed.round, closed.members, closed.pending) == (4, (0, 1, 2), ((0, 2),))
         assert torch.equal(anchor, again[0].update.anchor)
         assert torch.equal(momentum, again[0].update.momentum)
+
+
+def run_with_a_load(ranks, times, saved_at, loaded_at, states):
+    """Train; each rank saves its state after a step, and loads that of `states` after another."""
+
+    def steps(number, rank):
+        yield from rank.optimizer.broadcast_model()
+        for step, seconds in enumerate(times[number]):
+            if step == saved_at:
+                states[number] = saved(rank.optimizer.state_dict())
+            if step == loaded_at:
+                rank.optimizer.load_state_dict(states[number])
+                rank.rounds.clear()
+            yield from rank.step(seconds)
+        yield from rank.optimizer.finalize_algorithm()
+
+    lockstep([steps(number, rank) for number, rank in enumerate(ranks)])
+    found = {}
+    for number, rank in enumerate(ranks):
+        for closed, anchor, momentum in rank.rounds:
+            assert number in closed.members
+            known = found.setdefault(closed.round, (closed, anchor, momentum))
+            assert known[0] == closed
+            assert torch.equal(known[1], anchor)
+            assert torch.equal(known[2], momentum)
+    return found
+
+
+@pytest.mark.parametrize("saved_at", [0, 4, 7])
+@pytest.mark.parametrize(("grace_s", "interval"), [(0.0, 1000), (0.3, 1000), (0.0, 3)])
+def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at, grace_s, interval):
+    """Ranks load it at different times; rounds of before that have no effect on it."""
+    for seed in range(10):
+        choose = random.Random(seed)
+        world_size = choose.randint(3, 5)
+        quorum = choose.randint(world_size // 2 + 1, world_size)
+        options = {"quorum": quorum, "steps": 2, "grace_s": grace_s}
+        options["control_interval"] = interval
+        speeds = [choose.choice([0.1, 1.0, 3.0]) for _ in range(world_size)]
+        after = [[each * choose.random() for _ in range(7)] for each in speeds]
+        before = [[each * choose.random() for _ in range(11)] for each in speeds]
+        states = {}
+        ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+        times = [one + other for one, other in zip(before, after, strict=True)]
+        found = run_with_a_load(ranks, times, saved_at, 11, states)
+        assert all(torch.equal(rank.x, ranks[0].x) for rank in ranks)
+        if interval < 11:
+            # the sums of signals, at which ranks wait, are after other steps than those of new ones
+            continue
+        others = [Rank(rank, world_size, **options) for rank in range(world_size)]
+        expected = run_with_a_load(others, after, None, 0, states)
+        assert found.keys() == expected.keys()
+        for number, (closed, anchor, momentum) in found.items():
+            assert closed.members == expected[number][0].members
+            assert torch.equal(anchor, expected[number][1])
+            assert torch.equal(momentum, expected[number][2])
+        assert torch.equal(ranks[0].x, others[0].x)
+
+
+def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
+    ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
+    run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
+    assert [rank.optimizer.num_exchanges for rank in ranks] == [3, 3, 0]
+    assert [rank.optimizer.since for rank in ranks] == [0, 0, 2]
+    states = [saved(rank.optimizer.state_dict()) for rank in ranks]
+    again = [Rank(rank, 3, quorum=2) for rank in range(3)]
+    # a distributed checkpoint has the shared part of one rank
+    shared = [each["shared"] for each in map(unpack_state, ["DiLoCo"] * 3, states, range(3))]
+    assert "num_exchanges" not in shared[0]
+    assert {each["numbers"]["since"] for each in shared} == {0}
+    for rank, state in zip(again, states, strict=True):
+        rank.optimizer.load_state_dict(state)
+    assert [rank.optimizer.num_exchanges for rank in again] == [3, 3, 0]
+    assert [rank.optimizer.since for rank in again] == [0, 0, 2]
+    # with another number of ranks, the mean
+    for number in range(2):
+        fewer = Rank(number, 2, quorum=2)
+        # the states of the ranks are from different steps
+        snapshots = [rank.optimizer.snapshot() for rank in again]
+        for snapshot in snapshots:
+            snapshot["shared"] = snapshots[0]["shared"]
+        fewer.optimizer.load_state_dict(resize_state(snapshots, number, 2))
+        assert (fewer.optimizer.num_exchanges, fewer.optimizer.since) == (2, 1)
 
 
 def test_bytes_are_those_of_the_sum_among_members():

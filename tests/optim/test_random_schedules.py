@@ -112,6 +112,29 @@ def test_random_schedules_end_with_the_right_mean_or_a_clear_error(name):
         check_schedule(name, {**MAKERS, **INEXACT}[name], seed)
 
 
+def finalize_before_a_step(optimizer, parameter, finalizes_only):
+    if not finalizes_only:
+        own = yield from optimizer.average_parameters()
+        average = parameter.detach().clone()
+        yield from optimizer.restore_parameters(own)
+    yield from optimizer.finalize_algorithm()
+    return parameter.detach() if finalizes_only else average
+
+
+@pytest.mark.parametrize("finalizes_only", [False, True])
+@pytest.mark.parametrize(
+    "name", [name for name in MAKERS if name not in ("averaged", "streaming diloco")]
+)
+def test_parameters_before_the_first_step_are_those_of_rank_0(name, finalizes_only):
+    algorithms = []
+    for rank in range(3):
+        parameter = torch.nn.Parameter(torch.full((ELEMENTS,), 7.0 + rank, dtype=torch.float64))
+        optimizer = MAKERS[name](torch.optim.SGD([parameter], LR), Group(rank, 3), 0)
+        algorithms.append(finalize_before_a_step(optimizer, parameter, finalizes_only))
+    for found in lockstep(algorithms).results:
+        assert torch.equal(found, torch.full((ELEMENTS,), 7.0, dtype=torch.float64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MAKERS, *INEXACT])
 def test_ten_thousand_random_schedules(name):

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from train.test_unused_options import OTHERS
+from train.test_unused_options import NEEDED, OTHERS
 
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
@@ -60,10 +60,10 @@ def describe(optimizer):
 def test_every_option_of_a_strategy_reaches_its_optimizer(name):
     options = STRATEGIES[name].options
     assert set(options) <= OPTION_NAMES
-    default = describe(build(strategy=name))
     for option in options:
-        value = OTHERS.get(option, "bfloat16")
-        assert describe(build(strategy=name, **{option: value})) != default, option
+        value, needed = OTHERS.get(option, "bfloat16"), NEEDED.get((name, option), {})
+        default = describe(build(strategy=name, **needed))
+        assert describe(build(strategy=name, **needed, **{option: value})) != default, option
 
 
 def test_options_are_converted_to_arguments():
@@ -229,3 +229,86 @@ def test_run_folders_of_older_versions_are_read(optimizer, inner, expected, tmp_
     # and a run folder of this version
     files.write_json(tmp_path / CONFIG, config_to_dict(config))
     assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--precision fp16", "--precision fp16 with --strategy fedglomo, which computes several"),
+        ("--clip-gradients 1", "--strategy fedglomo does not support --clip-gradients"),
+        ("--participants 4 --workers 3", "--participants 4 with --workers 3"),
+    ],
+)
+def test_fedglomo_reports_options_that_it_does_not_support_before_the_run(words, message):
+    with pytest.raises(UsageError) as error:
+        parse(["train", "--strategy", "fedglomo", *words.split()])
+    text, _, hint = str(error.value).partition("\n\nhint: ")
+    assert message in " ".join(text.split())
+    assert hint
+    # torchrun may start more workers
+    assert parse(["train", "--strategy", "fedglomo", "--participants", "4"]).participants == 4
+
+
+CONTRADICTIONS = [
+    ("optimizer", "adam", '"adam"', "muloco", "muon"),
+    ("optimizer", "adam", '"adam"', "fedglomo", "sgd"),
+    ("accumulate", 1, "1", "dropcompute", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "toml", "strategy", "default"), CONTRADICTIONS)
+def test_a_given_default_that_contradicts_the_strategy_is_an_error(
+    name, value, toml, strategy, default, tmp_path
+):
+    message = f"--{name} {value} with --strategy {strategy}, which "
+    with pytest.raises(ValueError, match=rf"^{message}.*\n\nhint: ") as error:
+        TrainConfig(**{name: value}, strategy=strategy)
+    file, both = tmp_path / "options.toml", tmp_path / "both.toml"
+    file.write_text(f"{name} = {toml}\n")
+    both.write_text(f'{name} = {toml}\nstrategy = "{strategy}"\n')
+    for words in (
+        f"--{name} {value} --strategy {strategy}",
+        f"--config {file} --strategy {strategy}",
+        f"--config {both}",
+    ):
+        with pytest.raises(UsageError) as error:
+            parse(["train", *words.split()])
+        assert message in " ".join(str(error.value).split())
+    # an option that is not given, or that replaces that of the file
+    assert getattr(parse(["train", "--strategy", strategy]), name) == default
+    words = ["train", "--config", str(both), f"--{name}", str(default)]
+    with pytest.raises(UsageError):
+        parse(words)
+    words = ["train", "--config", str(file), "--strategy", strategy, f"--{name}", str(default)]
+    assert getattr(parse(words), name) == default
+    assert getattr(parse(["train", "--config", str(file)]), name) == value
+    # copies have all options
+    assert getattr(replace(TrainConfig(strategy=strategy), epochs=3), name) == default
+    assert getattr(replace(TrainConfig(), strategy=strategy), name) == default
+    saved = config_to_dict(TrainConfig(strategy=strategy))
+    assert getattr(config_from_dict(TrainConfig, saved, "a file"), name) == default
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--grace 0.5", "--grace 0.5 with --strategy diloco has no effect without --quorum"),
+        ("--quorum 3 --compress int8", "--quorum 3 with --compress int8"),
+        ("--quorum 3 --local-steps auto", "--quorum 3 with --local-steps auto"),
+        ("--quorum 2 --workers 4", "--quorum 2 with --workers 4"),
+        ("--quorum 5 --workers 4", "--quorum 5 with --workers 4"),
+        ("--quorum 0", "--quorum must be at least 1"),
+    ],
+)
+def test_a_quorum_that_is_not_possible_is_reported(words, message):
+    with pytest.raises(UsageError) as error:
+        parse(["train", "--strategy", "diloco", *words.split()])
+    assert message in " ".join(str(error.value).split())
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_diloco_with_a_quorum():
+    config = TrainConfig(strategy="diloco", quorum=3, grace=0.5, local_steps="5")
+    made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
+    assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
+    assert isinstance(build(strategy="diloco"), DiLoCo)

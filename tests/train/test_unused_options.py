@@ -43,6 +43,7 @@ OTHERS = {
     "gossip_rate": 2.0,
     "asynchronous": True,
     "grace": 0.5,
+    "quorum": 1,
     "probe_interval": 5,
     "participants": 1,
     "local_momentum": 0.5,
@@ -65,6 +66,8 @@ OTHERS = {
     "label_inputs": 0.5,
     "self_loops": True,
 }
+# by strategy and option: an option without which it has no effect
+NEEDED = {("diloco", "grace"): {"quorum": 1}}
 ONE_FEATURE = {
     "model": "sage",
     "task": "node",
@@ -146,7 +149,8 @@ def test_an_unused_option_is_an_error_with_the_choices_that_use_it(graph, capsys
         assert f"only --{choice} {' or '.join(readers)} uses it" in hint
         # an option that is used, and one that keeps its default, is none
         for chosen in readers:
-            assert name not in unused_options(TrainConfig(**{choice: chosen, name: value}))
+            options = {choice: chosen, name: value, **NEEDED.get((chosen, name), {})}
+            assert name not in unused_options(TrainConfig(**options))
         default = next(field.default for field in fields(TrainConfig) if field.name == name)
         assert default is not MISSING
         assert not unused_options(TrainConfig(**{choice: other, name: default}))
@@ -184,3 +188,17 @@ def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, ca
     assert hint == "hint: omit --residual"
     assert not unused_options(TrainConfig(model="gat", skip=False))
     assert not unused_options(TrainConfig(model="gat", residual=True))
+
+
+@pytest.mark.parametrize("threshold", ["0.5", "none"])
+def test_the_largest_fraction_of_dropped_minibatches_needs_an_automatic_threshold(
+    threshold, graph, capsys
+):
+    words = ["train", str(graph), "--strategy", "dropcompute", "--max-dropped", "0.2"]
+    assert main([*words, "--compute-threshold", threshold]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: --max-dropped 0.2 has no effect with --compute-threshold {threshold}"
+    assert hint == "hint: only --compute-threshold auto uses it"
+    options = {"strategy": "dropcompute", "max_dropped": 0.2}
+    assert not unused_options(TrainConfig(**options))
+    assert "max_dropped" in unused_options(TrainConfig(**options, compute_threshold=threshold))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class AllToAll(Collective):
-    """All-to-all; the answer is a list of W tensors, the parts that the ranks sent to this rank."""
+    """All-to-all; the answer is a list of W new tensors, the parts that ranks sent to this rank."""
 
     parts: Sequence[Tensor]
     """W one-dimensional tensors of one dtype and of any lengths; part r is sent to rank r"""
@@ -77,12 +77,11 @@ class AllToAll(Collective):
             received = yield from direct_exchange(lengths, [1] * world_size, rank)
             counts = [int(count) for count in received]
         dtype, size = self.parts[0].dtype, self.parts[0].element_size()
-        if dtype == torch.uint8:
-            return (yield from direct_exchange(self.parts, counts, rank))
-        parts = yield from direct_exchange(
-            [as_bytes(part) for part in self.parts], [count * size for count in counts], rank
-        )
-        return [part.view(dtype) for part in parts]
+        sent = self.parts if dtype == torch.uint8 else [as_bytes(part) for part in self.parts]
+        parts = yield from direct_exchange(sent, [count * size for count in counts], rank)
+        # the caller may change the parts that it has sent
+        parts[rank] = parts[rank].clone()
+        return parts if dtype == torch.uint8 else [part.view(dtype) for part in parts]
 
     def sent_bytes(self, name: str, rank: int, world_size: int) -> float:
         """Return the bytes that a rank sends to others, with the lengths if they are exchanged."""
@@ -169,7 +168,11 @@ def _describe(
 def direct_exchange(
     parts: Sequence[Tensor], counts: Sequence[int], rank: int
 ) -> Algorithm[list[Tensor]]:
-    """All-to-all: send part r to rank r, and receive `counts[r]` elements from it, concurrently."""
+    """All-to-all: send part r to rank r, and receive `counts[r]` elements from it, concurrently.
+
+    Returns:
+        The parts by rank; that of this rank is not a copy.
+    """
     world_size = len(parts)
     received = [parts[rank].new_empty(count) for count in counts]
     received[rank] = parts[rank]

@@ -31,6 +31,8 @@ class OverlappedGossip(Policy):
         exchange: its exchanges.
     """
 
+    is_uniform = False
+
     def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
         check_above_zero("rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange
@@ -42,6 +44,11 @@ class OverlappedGossip(Policy):
         """the duration of a step, in seconds; 0 until it is measured"""
         self.last_s: float | None = None
         """when the last step ended; None after a pause"""
+
+    def initialize(self) -> None:
+        """See `RecipePart`; also called if the state before the first step is loaded."""
+        # exchanges with parameters from before the load are ignored
+        self.exchange.generation += self.exchange.is_open
 
     def describe(self) -> str:
         """See `Policy`."""

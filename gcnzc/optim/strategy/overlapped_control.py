@@ -21,9 +21,6 @@ from gcnzc.optim.strategy.control import Control
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
-CHANNEL = "control"
-"""the channel of the sums"""
-
 
 @dataclass(frozen=True)
 class Received:
@@ -65,9 +62,18 @@ class OverlappedControl(Control):
         """signals by the step of their delivery"""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of pending sums, which a copy does not receive."""
+        """Return the attributes without those of pending sums, which a copy does not receive.
+
+        A copy does not deliver their signals, of which some ranks have received the sum.
+        """
         own = {"pending": deque(), "num_counts": 0, "num_received_counts": 0}
-        return {**vars(self), **own}
+        signals = {"is_in_transit": [False] * len(self.is_in_transit), "deliveries": {}}
+        return {**vars(self), **own, **signals}
+
+    @property
+    def channel(self) -> str:
+        """The channel of the sums."""
+        return f"{self.strategy.namespace}/control"
 
     def take_turn(self) -> Algorithm[None]:
         """See `Control`: start a sum if it is due, and receive those that have ended."""
@@ -105,7 +111,7 @@ class OverlappedControl(Control):
         ]
         values = torch.tensor([bit, *signals], dtype=torch.float64)
         algorithm = self._sum_and_compare(values, "\n".join(strategy.compared_lines()))
-        self.pending.append((yield Start(algorithm, CHANNEL)))
+        self.pending.append((yield Start(algorithm, self.channel)))
 
     def _sum_and_compare(self, values: torch.Tensor, text: str) -> Algorithm[Received]:
         """Sum (1 + signals,); compare the ranks' lines, and gather numbers of steps, if needed."""

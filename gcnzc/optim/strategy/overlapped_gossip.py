@@ -28,7 +28,7 @@ from torch import Tensor
 from gcnzc.exchange import Abandon, Algorithm, First, Receive, Send, Start, Sum, Wait
 from gcnzc.exchange.topology import Edge, color_edges, neighbors
 from gcnzc.optim.strategy.gossip_graph import GossipGraph
-from gcnzc.optim.strategy.overlapped_control import CHANNEL as CONTROL
+from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Exchange
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.strategy.two_variables import TwoVariables
@@ -57,8 +57,9 @@ class Neighbor:
     """The messages with one neighbour."""
 
     peer: int
-    channel: str
-    """each rank has at most one neighbour on a channel, so receives do not wait for each other"""
+    number: int
+    """that of the channel; each rank has at most one neighbour on a channel, so receives do not
+    wait for each other"""
     makes_offers: bool
     """whether this rank makes the offers; otherwise it answers them"""
     received: Tensor
@@ -117,7 +118,7 @@ class OverlappedPairs(Exchange):
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.neighbors = [
-            Neighbor(each.peer, each.channel, each.makes_offers, each.received.clone())
+            Neighbor(each.peer, each.number, each.makes_offers, each.received.clone())
             for each in self.neighbors
         ]
         other._forget_messages()
@@ -139,20 +140,21 @@ class OverlappedPairs(Exchange):
                         flat_params.num_elements + EXTRAS, dtype=flat_params.dtype
                     )
                     makes_offers = order[group.rank] < order[peer]
-                    self.neighbors.append(
-                        Neighbor(peer, f"gossip {number}", makes_offers, received)
-                    )
+                    self.neighbors.append(Neighbor(peer, number, makes_offers, received))
 
     def describe(self) -> str:
         """See `Exchange`."""
         return f"graph={self.graph.graph!r}, asynchronous=True"
+
+    def _channel(self, number: int) -> str:
+        return f"{self.strategy.namespace}/gossip {number}"
 
     def open(self) -> Algorithm[None]:
         """Open the channels, and start the receives that are missing."""
         if not self.is_open:
             # all ranks open all channels, in the same order
             for number in range(self.num_channels):
-                yield Wait((yield Start(Sum(torch.zeros(1)), f"gossip {number}")))
+                yield Wait((yield Start(Sum(torch.zeros(1)), self._channel(number))))
             self.is_open = True
         for each in self.neighbors:
             if each.receive is None and not each.is_deferred and not each.is_closed:
@@ -183,7 +185,9 @@ class OverlappedPairs(Exchange):
         """See `RecipePart`; processes messages meanwhile, so that slower ranks still exchange."""
         yield from self.open()
         self.update.observe()
-        others = yield Start(Sum(torch.zeros(1)), CONTROL)
+        control = self.strategy.control
+        assert isinstance(control, OverlappedControl), "the recipe's control is overlapped"
+        others = yield Start(Sum(torch.zeros(1)), control.channel)
         while (each := (yield from self._first([others], None))) is not None:
             yield from self._process(each)
         yield Wait(others)
@@ -238,7 +242,7 @@ class OverlappedPairs(Exchange):
         return message
 
     def _start_receive(self, each: Neighbor) -> Algorithm[None]:
-        each.receive = yield Start(Receive(each.received, each.peer), each.channel)
+        each.receive = yield Start(Receive(each.received, each.peer), self._channel(each.number))
         # the receive may still be pending at the end of this step, or of the run
         yield Abandon(each.receive)
 
@@ -247,7 +251,7 @@ class OverlappedPairs(Exchange):
             # this wait is short: the neighbour has received the message, or is about to
             yield Wait(each.send)
         each.sent = message
-        each.send = yield Start(Send(message, each.peer), each.channel)
+        each.send = yield Start(Send(message, each.peer), self._channel(each.number))
 
     def _process(self, each: Neighbor) -> Algorithm[None]:
         """Process a message that has arrived."""

@@ -21,6 +21,7 @@ Notation: W ranks, q quorum, n elements of the flat parameter vector, k extras.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from gcnzc.exchange.algorithms import default_algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import AllRanks
-from gcnzc.optim.strategy.backup_workers import CloseRounds
+from gcnzc.optim.strategy.close_rounds import CloseRounds
 from gcnzc.optim.strategy.outer_step import Outer, OuterStep
 from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
 from gcnzc.optim.strategy.strategy import Strategy
@@ -64,6 +65,16 @@ class QuorumRules(RoundRules):
     def __init__(self, world_size: int, quorum: int) -> None:
         self.world_size, self.quorum = world_size, quorum
 
+    def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
+        """See `RoundRules`.
+
+        Each rank knows of which round it has the anchor. The rank of the newest round may count
+        others as members of rounds after those of their states, if the ranks have saved their
+        states at different times.
+        """
+        bounds = tuple(each.bounds[rank] for rank, each in enumerate(rounds))
+        return replace(super().resume(rounds), bounds=bounds)
+
     def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
         """See `RoundRules`; also if there can be no quorum."""
         return not self._has_quorum(statuses) or super().is_complete(last, statuses)
@@ -77,7 +88,8 @@ class QuorumRules(RoundRules):
         """See `RoundRules`."""
         number, finished = last.round + 1, sorted(self._finished(last, statuses))
         members = tuple(finished) if len(finished) >= self.quorum else ()
-        newest = max(last.bounds)
+        # without a load this is that of all ranks, since any two quorums have a rank in common
+        newest = max((last.bounds[rank] for rank in members), default=0)
         holders = [rank for rank in members if last.bounds[rank] == newest]
         others = [rank for rank in members if last.bounds[rank] < newest]
         pending = tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
@@ -141,9 +153,7 @@ class Quorum(CloseRounds):
     def is_due(self) -> Algorithm[bool]:
         """See `Policy`: whether this rank is a member of a round."""
         strategy = self.strategy
-        if not self.status:
-            # in the first step of all ranks, because they wait for one another here
-            yield from self._meet()
+        yield from self.begin_rounds()
         if strategy.since < strategy.sync_interval.steps:
             return False
         closed = yield from self.finish_round()

@@ -16,7 +16,7 @@ extras (numbers appended to an exchanged vector, such as signals).
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,6 +130,9 @@ class RecipePart:
 
 class Policy(RecipePart, ABC):
     """Decides after each local step whether the ranks exchange."""
+
+    is_uniform: ClassVar[bool] = True
+    """whether all ranks exchange after the same steps"""
 
     @abstractmethod
     def describe(self) -> str:

@@ -99,6 +99,14 @@ class RoundRules:
         bounds = (0,) * self.world_size
         return ClosedRound(0, tuple(range(self.world_size)), (), self.tree, 0, bounds, 0)
 
+    def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
+        """Return the round that a run continues from.
+
+        Args:
+            rounds: by rank, the last round that the rank has read.
+        """
+        return max(rounds, key=lambda each: each.round)
+
     def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
         """Whether all ranks that are not away have finished their step for the current round.
 

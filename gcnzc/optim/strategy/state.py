@@ -6,6 +6,7 @@ Notation: n elements of the flat parameter vector.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from gcnzc.optim.state_layout import check_inner_state, check_layout
@@ -21,7 +22,7 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
 
         inner    the inner optimizer's state
         shared   tensors, numbers and strings that are equal on all ranks
-        local    tensors of this rank; has `parameters` (n,) unless they are in sync
+        local    this rank's counters, and tensors, with `parameters` (n,) unless in sync
         shards   this rank's shards of sharded vectors
         errors   the compression errors of each reducer
         layout   a line for each trained parameter, with its shape and dtype
@@ -30,18 +31,25 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
     # before the first step, a single rank has no state of the method, too
     is_plain = strategy.is_inner_only or not strategy.is_broadcast
     interval = strategy.sync_interval
+    is_uniform = strategy.recipe.policy.is_uniform
     numbers = {
         "steps": strategy.steps,
-        "since": strategy.since,
+        "since": strategy.since if is_uniform else 0,
         "local_steps": 0 if interval.is_measuring else interval.steps,
         "is_plain": is_plain,
     }
     shared: dict[str, Any] = {"numbers": numbers}
-    local: dict[str, Tensor] = {}
+    # floats, so that `resize_state` computes their means
+    counters = torch.tensor([strategy.skipped, strategy.dropped], dtype=torch.float64)
+    local: dict[str, Tensor] = {"counters": counters}
     shards: dict[str, Tensor] = {}
     (shared if strategy.is_in_sync else local)["parameters"] = strategy.vector()
     if not is_plain:
-        shared["num_exchanges"] = strategy.num_exchanges
+        if is_uniform:
+            shared["num_exchanges"] = strategy.num_exchanges
+        else:
+            counts = torch.tensor([strategy.num_exchanges, strategy.since], dtype=torch.float64)
+            local["num_exchanges"], local["since"] = counts
         for part in strategy.recipe.parts:
             shared |= part.shared_state()
             local |= part.local_state()
@@ -72,6 +80,9 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     strategy.inner.load_state_dict(snapshot["inner"])
     strategy.share_inner_state()
     strategy.steps, strategy.since = numbers["steps"], numbers["since"]
+    # states of older versions have no counters; with another number of ranks they are means
+    counters = local.get("counters", torch.zeros(2)).tolist()
+    strategy.skipped, strategy.dropped = map(round, counters)
     if interval.requested == "auto" and numbers["local_steps"]:
         interval.steps, interval.is_measuring = numbers["local_steps"], False
     strategy.load_errors(snapshot["errors"])
@@ -84,8 +95,10 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
             strategy.initialize()
         return
     if not strategy.is_inner_only:
-        # states of older versions do not have it
-        strategy.num_exchanges = shared.get("num_exchanges", 0)
+        # a state of an older version has it in `shared`, or not at all
+        num_exchanges = local.get("num_exchanges", shared.get("num_exchanges", 0))
+        strategy.num_exchanges = round(float(num_exchanges))
+        strategy.since = round(float(local.get("since", strategy.since)))
     for part in parts:
         load = part.load_alone if strategy.is_inner_only else part.load
         load(shared, local, shards)

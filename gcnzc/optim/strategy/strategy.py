@@ -19,6 +19,7 @@ from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.local.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
 from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
+from gcnzc.optim.strategy.namespaces import claim_namespace
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
@@ -118,7 +119,9 @@ class Strategy(Wrapper):
         kind = OverlappedControl if recipe.is_control_overlapped else Control
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
-        """number of steps with an exchange so far, equal on all ranks"""
+        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. With
+        another number of ranks, a resumed run continues with the mean of those of the ranks"""
+        self._namespace = ""
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
         `algorithm` itself sets it before"""
@@ -132,6 +135,13 @@ class Strategy(Wrapper):
     def name(self) -> str:
         """See `DistributedOptimizer`: the name of the recipe."""
         return self.recipe.name
+
+    @property
+    def namespace(self) -> str:
+        """The prefix of this optimizer's channels and store keys; a copy has one of its own."""
+        if not self._namespace:
+            self._namespace = claim_namespace(self.group, self.identity)
+        return self._namespace
 
     def describe_options(self) -> str:
         """Return the options, which must be equal on all ranks, as text."""
@@ -236,6 +246,9 @@ class Strategy(Wrapper):
     @identify_caller
     def pause_exchanges(self) -> Algorithm[None]:
         """Prepare for collectives of all ranks; see `RecipePart.pause_exchanges`."""
+        if not self.is_broadcast:
+            # before the first step, the parts have no state
+            yield from self.broadcast_model()
         if not self.is_inner_only:
             for part in self.recipe.parts:
                 yield from part.pause_exchanges()
@@ -360,7 +373,7 @@ class Strategy(Wrapper):
     def __getstate__(self) -> dict[str, Any]:
         """See `DistributedOptimizer`; waits for pending exchanges, as `snapshot` does."""
         self._wait_for_pending()
-        return super().__getstate__()
+        return {**super().__getstate__(), "_namespace": ""}
 
     def _wait_for_pending(self) -> None:
         """Run `finish_pending`, unless `lockstep` runs the ranks and thus has done so."""

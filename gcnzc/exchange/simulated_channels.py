@@ -1,0 +1,51 @@
+"""The channels that the ranks of a simulation have opened."""
+
+from typing import TYPE_CHECKING
+
+from gcnzc.exchange.agreement import channel_sequence
+
+if TYPE_CHECKING:
+    from gcnzc.exchange.simulated_tasks import Task
+    from gcnzc.exchange.simulation import Simulation
+
+
+class SimulatedChannels:
+    """Checks that all ranks open the same channels in the same order.
+
+    A rank opens a channel by its first request on it. Over processes the ranks wait for one another
+    meanwhile; the simulation needs no time for it.
+
+    Args:
+        simulation: has the requests of the ranks.
+    """
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.opened: list[list[str]] = [[] for _ in range(simulation.world_size)]
+        """by rank, the channels in the order in which the rank has opened them"""
+
+    def open(self, task: "Task", channel: str) -> None:
+        """Open a channel, unless the rank has opened it before.
+
+        Raises:
+            RequestMismatch: another rank has opened another channel, or made another request.
+        """
+        simulation, opened = self.simulation, self.opened[task.rank]
+        if simulation.world_size == 1 or channel in opened:
+            return
+        opened.append(channel)
+        words, sequence = f"the opening of channel {channel}", channel_sequence("")
+        header = simulation.logs[task.rank].record(sequence, words, caller=task.caller)
+        simulation.check(task.rank, sequence, header, range(simulation.world_size))
+
+    def describe_missing(self) -> list[str]:
+        """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""
+        if any(self.simulation.errors):
+            return []
+        longest = max(self.opened, key=len, default=[])
+        return [
+            f"rank {self.opened.index(longest)} opens channel {longest[len(opened)]}, and rank "
+            f"{rank} does not"
+            for rank, opened in enumerate(self.opened)
+            if len(opened) < len(longest)
+        ]

@@ -1,0 +1,423 @@
+"""The policy of rounds that close without the slowest ranks.
+
+Each rank announces in the store that it has finished. A rank that reads that a round can close
+closes it by a compare-and-set; see `gcnzc.optim.strategy.rounds` for the rules.
+"""
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+
+from gcnzc.exchange import (
+    Algorithm,
+    CompareAndSet,
+    DeleteKeys,
+    First,
+    Group,
+    Now,
+    ReadKeys,
+    Start,
+    Sum,
+    Wait,
+    WaitForKey,
+)
+from gcnzc.exchange.sync import all_gather_text
+from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
+from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.strategy.recipe import Policy
+from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_at_least_zero, check_count
+
+# least time that a rank waits before it closes a round, and number of steps whose times it keeps
+MIN_GRACE_S, STEPS_KEPT = 0.002, 16
+
+_POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary()
+"""by group, the policies that have announced a status"""
+
+
+def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
+    """Return the edges of a graph of W ranks; see `backup_workers`.
+
+    Raises:
+        ValueError: there is no such graph.
+    """
+    if not isinstance(graph, str):
+        return check_graph(world_size, graph)
+    if degree := re.fullmatch(r"(\d+)-regular", graph):
+        return regular(world_size, int(degree[1]))
+    if graph not in GRAPHS:
+        raise ValueError(
+            f"the graph {graph!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as in "
+            "4-regular, or edges (i, j) of ranks"
+        )
+    return GRAPHS[graph](world_size)
+
+
+class CloseRounds(Policy):
+    """Announce that a step is finished, and close the round if that is possible."""
+
+    is_uniform = False
+
+    rules: RoundRules
+    last: ClosedRound
+    """the last closed round that this rank has read; its `bounds` count the epochs that each rank
+    has delayed"""
+
+    def __init__(
+        self,
+        graph: str | Iterable[Edge],
+        grace: float,
+        control_interval: int,
+        wait_interval: int | None,
+    ) -> None:
+        if grace != math.inf:
+            check_at_least_zero("grace", grace)
+        check_count("control_interval", control_interval, 1)
+        if wait_interval is not None:
+            check_count("wait_interval", wait_interval, 1)
+        self.graph = graph if isinstance(graph, str) else [(low, high) for low, high in graph]
+        self.grace, self.wait_interval = grace, wait_interval
+        self.control_interval = control_interval
+        self.status = b""
+        """what this rank has announced in the store; empty before the first step"""
+        self.generation = 0
+        """the number of times that the rounds have begun again, because a state was loaded"""
+        self.loaded: ClosedRound | None = None
+        """the round from which the rounds begin again in the next step; None if they continue"""
+        self.is_away = False
+        """whether `status` is that this rank is away"""
+        self.away_for: set[int] = set()
+        """ids of the policies of this rank's optimizers that wait for other ranks"""
+        self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        """the times of this rank's last local steps in seconds"""
+        self.ended_s: float | None = None
+        """the time of the end of the last step"""
+        self.num_turns = 0
+        """the number of steps since the construction"""
+        self.pending: Any = None
+        """the handle of the overlapped sum of signals"""
+        self.votes: Tensor | None = None
+        """sums (common extras,) that have not been applied"""
+
+    def attach(self, strategy: Strategy) -> None:
+        """See `RecipePart`."""
+        super().attach(strategy)
+        world_size = strategy.group.world_size
+        if world_size > 1:
+            self.rules = RoundRules(world_size, make_graph(self.graph, world_size))
+            self.last = self.rules.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without those of its rounds, in which a copy does not take part."""
+        own = {"status": b"", "is_away": False, "away_for": set(), "pending": None, "ended_s": None}
+        # a copy is in no rounds that could begin again
+        last = {} if self.loaded is None else {"last": self.loaded, "loaded": None}
+        return {**vars(self), **own, **last, "generation": 0}
+
+    def describe(self) -> str:
+        """See `Policy`."""
+        return (
+            f"graph={self.graph}, grace={self.grace}, "
+            f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of closed rounds up to the last one that this rank has read."""
+        return self.last.round
+
+    @property
+    def grace_s(self) -> float:
+        """The time that this rank waits for others before it closes a round, in seconds."""
+        if self.grace in (0.0, math.inf):
+            return self.grace
+        return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
+
+    @property
+    def _channel(self) -> str:
+        """The channel of the sums of signals."""
+        return f"{self.strategy.namespace}/control"
+
+    def _key(self, name: str) -> str:
+        return f"{self.strategy.namespace}/{self.generation}/{name}"
+
+    def _closed_key(self, number: int) -> str:
+        return self._key(f"closed/{number}")
+
+    def _status_key(self, rank: int) -> str:
+        return self._key(f"status/{rank}")
+
+    # rounds
+
+    def is_due(self) -> Algorithm[bool]:
+        """See `Policy`: finish a round; whether this rank averages with others in it."""
+        closed = yield from self.finish_round()
+        return bool(self.rules.peers(closed, self.strategy.group.rank))
+
+    def finish_round(self) -> Algorithm[ClosedRound]:
+        """Announce that this rank has finished, and wait for a round that it is a member of.
+
+        Returns:
+            That round, or one without members, if the rules close such rounds.
+        """
+        strategy = self.strategy
+        # a new interval of local steps begins, also if this rank has no peers in the round
+        strategy.since = 0
+        parameters = [each.detach() for each in strategy.flat_params.parameters]
+        strategy.is_counted = bool(can_be_squared(*parameters))
+        kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
+        if self.ended_s is not None:
+            self.step_s.append((yield Now()) - self.ended_s)
+        yield from self.begin_rounds()
+        while True:
+            number = self.last.round + 1
+            if not (yield from self._announce(Status(number, kind))):
+                # the store has no status of this rank: it is a new one, as after a restart
+                yield from self._meet()
+                continue
+            statuses, closed = yield from self._read(number)
+            latest = max(each.round for each in statuses)
+            if closed is None and latest == number:
+                if self.rules.can_close(self.last, statuses):
+                    closed = yield from self._close(statuses)
+                if closed is None:
+                    closed = yield from self._wait_for_round(number)
+            if closed is not None:
+                self.last = closed
+                if not closed.members or strategy.group.rank in closed.members:
+                    return closed
+            # this rank is late; the key of its round may be deleted
+            yield from self._skip_to(latest)
+
+    def begin_rounds(self) -> Algorithm[None]:
+        """Begin the rounds in the first step, or again after a state was loaded.
+
+        All ranks call it in the same step, because they wait for one another.
+        """
+        if self.loaded is None:
+            yield from self._meet() if not self.status else ()
+            return
+        # ranks that have not loaded the state yet end their rounds without this one, whose new
+        # parameters they must not get
+        yield from self._leave([self])
+        closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
+        old = [self._status_key(self.strategy.group.rank), *closed]
+        self.last, self.loaded = self.loaded, None
+        self.generation += 1
+        yield from self._meet()
+        yield DeleteKeys(old)
+
+    def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
+        others = self._others()
+        yield from self._leave(others)
+        data = yield WaitForKey(self._closed_key(number))
+        yield from self._come_back(others)
+        return ClosedRound.from_bytes(data)
+
+    def _announce(self, status: Status) -> Algorithm[bool]:
+        """Write the status of this rank; return False if the store has lost the previous one."""
+        key, value = self._status_key(self.strategy.group.rank), status.to_bytes()
+        while (answer := (yield CompareAndSet(key, self.status, value))) != value:
+            self.status = answer
+            if not answer:
+                return False
+        self.status = value
+        return True
+
+    def _read(self, number: int) -> Algorithm[tuple[list[Status], ClosedRound | None]]:
+        """Read the statuses of all ranks, and a round, None if it has not closed."""
+        world_size = self.strategy.group.world_size
+        keys = [*map(self._status_key, range(world_size)), self._closed_key(number)]
+        *statuses, closed = yield ReadKeys(keys)
+        return (
+            [Status.from_bytes(each) for each in statuses],
+            ClosedRound.from_bytes(closed) if closed else None,
+        )
+
+    def _close(self, statuses: list[Status]) -> Algorithm[ClosedRound | None]:
+        """Close the current round, after a time for other ranks to finish."""
+        number = self.last.round + 1
+        key = self._closed_key(number)
+        if self.grace_s and not self.rules.is_complete(self.last, statuses):
+            if self.grace == math.inf:
+                return None
+            if data := (yield WaitForKey(key, self.grace_s)):
+                return ClosedRound.from_bytes(data)
+            statuses, closed = yield from self._read(number)
+            if closed is not None:
+                return closed
+            if not self.rules.can_close(self.last, statuses):
+                # a rank that was away takes part again, and closes the round when it can
+                return None
+        closed = self.rules.close(self.last, statuses, self.strategy.group.rank)
+        value = closed.to_bytes()
+        answer = yield CompareAndSet(key, b"", value)
+        if answer == value and closed.oldest > self.last.oldest:
+            old = range(self.last.oldest, closed.oldest)
+            yield DeleteKeys([self._closed_key(each) for each in old])
+        return ClosedRound.from_bytes(answer)
+
+    def _skip_to(self, number: int) -> Algorithm[None]:
+        """Set `last` to the last closed round, if a rank has announced a step for a later one.
+
+        Args:
+            number: the latest round that a rank has finished a step for.
+        """
+        if number > self.last.round + 1:
+            keys = [self._closed_key(each) for each in (number, number - 1)]
+            found = next(filter(None, (yield ReadKeys(keys))), b"")
+            if found:
+                self.last = ClosedRound.from_bytes(found)
+
+    def _meet(self) -> Algorithm[None]:
+        """Agree on the round to begin with; see `begin_rounds`.
+
+        After resuming, the last rounds of the ranks may differ.
+        """
+        others = self._others()
+        yield from self._leave(others)
+        gather = all_gather_text(self.last.to_bytes().decode())
+        # this also opens the channel, in which the ranks wait for one another
+        texts = yield Wait((yield Start(gather, self._channel)))
+        yield from self._come_back(others)
+        _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
+        rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
+        # the keys of earlier rounds were in another store
+        self.last = first = self.rules.resume(rounds)
+        yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
+        self.status, self.is_away = b"", False
+        self.away_for.clear()
+        yield from self._announce(Status(first.round, Kind.FINISHED))
+
+    # waits for all ranks
+
+    def pause_exchanges(self) -> Algorithm[None]:
+        """See `RecipePart`: let the other ranks close rounds without this one."""
+        yield from self._leave([self, *self._others()])
+
+    def resume_exchanges(self) -> Algorithm[None]:
+        """See `RecipePart`."""
+        yield from self._come_back([self, *self._others()])
+
+    def _others(self) -> "list[CloseRounds]":
+        """Return the policies of other optimizers of the group whose rounds this rank is in.
+
+        While this rank waits in one optimizer, others must not wait for it in another: several
+        ranks could otherwise wait for one another forever.
+        """
+        known = _POLICIES.get(self.strategy.group, ())
+        return [each for each in known if each is not self and each.status]
+
+    def _leave(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """Announce that this rank is away in the rounds of some optimizers, until `_come_back`."""
+        for each in policies:
+            if each.status:
+                each.away_for.add(id(self))
+                yield from each._go_away() if not each.is_away else ()
+
+    def _come_back(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """End `_leave`; a rank stays away while another of its optimizers waits."""
+        for each in policies:
+            each.away_for.discard(id(self))
+            if each.is_away and not each.away_for and each.loaded is None:
+                each.is_away = False
+                yield from each._announce(Status(each.last.round, Kind.FINISHED))
+
+    def _go_away(self) -> Algorithm[None]:
+        self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
+        while self.is_away:
+            statuses, closed = yield from self._read(self.last.round + 1)
+            number = max(each.round for each in statuses)
+            if closed is None and number <= self.last.round + 1:
+                # the others may have waited for this rank
+                if self.rules.can_close(self.last, statuses):
+                    yield from self._close(statuses)
+                return
+            self.last = closed or self.last
+            yield from self._skip_to(number)
+
+    def end_step(self) -> Algorithm[None]:
+        """See `Policy`: sum the signals if that is due, and wait for all ranks if necessary."""
+        strategy = self.strategy
+        # not the number of steps, which a state of another step may have changed on one rank only
+        is_due, self.num_turns = self.num_turns % self.control_interval == 0, self.num_turns + 1
+        if is_due:
+            yield from self.finish_pending()
+            if self.votes is not None:
+                strategy.control.receive(self.votes)
+                self.votes = None
+            values = torch.tensor(strategy.common_extras(), dtype=torch.float64)
+            self.pending = yield Start(Sum(values), self._channel)
+        is_last = self.wait_interval is not None and strategy.steps % self.wait_interval == 0
+        if is_last or any(strategy.received_signals):
+            yield from self.pause_exchanges()
+            yield from strategy.control.sum()
+            yield from self.resume_exchanges()
+        self.ended_s = yield Now()
+
+    def finish_pending(self) -> Algorithm[None]:
+        """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
+        if self.pending is None:
+            return
+        # if all ranks are members of all rounds, the others need no later round to reach this step
+        limit_s = None if self.grace == math.inf else self.grace_s
+        is_ended = (yield First([self.pending], limit_s)) is not None
+        if not is_ended:
+            yield from self.pause_exchanges()
+        self.votes = yield Wait(self.pending)
+        self.pending = None
+        if not is_ended:
+            yield from self.resume_exchanges()
+
+    def apply_pending(self) -> Algorithm[None]:
+        """See `RecipePart`; called while the exchanges are paused."""
+        yield from self.finish_pending()
+        if self.votes is not None:
+            self.strategy.control.receive(self.votes)
+            self.votes = None
+
+    # state
+
+    def initialize(self) -> None:
+        """See `RecipePart`; also called if the state before the first step is loaded."""
+        self._continue_from(self.rules.begin())
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See `RecipePart`: the last closed round that this rank has read."""
+        if self.strategy.is_inner_only:
+            return {}
+        last = self.last if self.loaded is None else self.loaded
+        is_pending = [int(edge in last.pending) for edge in self.rules.tree]
+        bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds
+        numbers = [last.round, last.epochs, *is_pending, *bounds]
+        return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
+
+    def load(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`; a state of another number of ranks begins with the first round."""
+        # the signals of a sum that has not ended belong to the earlier run
+        self.pending = self.votes = None
+        begin, tree = self.rules.begin(), self.rules.tree
+        number, epochs, *others = local["rounds"].tolist()
+        if len(others) != len(tree) + len(begin.bounds):
+            self._continue_from(begin)
+            return
+        pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
+        bounds = tuple(others[len(tree) :])
+        last = ClosedRound(number, begin.members, (), pending, epochs, bounds, number)
+        self._continue_from(last)
+
+    def _continue_from(self, last: ClosedRound) -> None:
+        """Set the last closed round; if rounds have begun, they begin again in the next step."""
+        if self.status:
+            self.loaded = last
+        else:
+            self.last = last

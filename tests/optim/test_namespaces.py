@@ -1,0 +1,138 @@
+"""Several optimizers of one group that do not wait for all ranks, and copies of them."""
+
+import copy
+import random
+
+import pytest
+import torch
+from processes import results
+from torch import nn
+
+from gcnzc.exchange import Compute, Group, Link, RequestMismatch, init_group, lockstep, run
+from gcnzc.optim import Strategy, a2cid2, backup_workers, diloco
+from gcnzc.optim.strategy.namespaces import claim_namespace
+
+LR = 0.1
+RECIPES = {
+    "a2cid2": lambda: a2cid2(asynchronous=True, control_interval=2),
+    "backup": lambda: backup_workers("ring", control_interval=2),
+    "quorum": lambda: diloco(2, 0.7, 0.5, quorum=3, control_interval=3),
+}
+
+
+def make_pair(name, group, seed=0):
+    x = nn.Parameter(torch.full((3,), float(group.rank), dtype=torch.float64))
+    return x, Strategy(torch.optim.SGD([x], lr=LR), RECIPES[name](), group)
+
+
+def step(pair, target):
+    x, optimizer = pair
+    x.grad = x.detach() - target
+    yield from optimizer.algorithm()
+
+
+def train(names, group, times, *, with_copies):
+    """Step several optimizers in turns, and copies of them from the middle on."""
+    pairs = [make_pair(name, group) for name in names]
+    for _, optimizer in pairs:
+        yield from optimizer.broadcast_model()
+    for number, seconds in enumerate(times):
+        if with_copies and number == len(times) // 2:
+            pairs += [copy.deepcopy(pair) for pair in pairs]
+        for pair in pairs:
+            yield Compute(seconds / len(pairs))
+            yield from step(pair, group.rank + 1.0)
+    for _, optimizer in pairs:
+        own = yield from optimizer.average_parameters()
+        yield from optimizer.restore_parameters(own)
+        yield from optimizer.finalize_algorithm()
+    return [x.detach() for x, _ in pairs], [optimizer.namespace for _, optimizer in pairs]
+
+
+@pytest.mark.parametrize("names", [("a2cid2",) * 2, ("backup",) * 2, ("quorum",) * 2])
+@pytest.mark.parametrize("with_copies", [False, True])
+def test_random_schedules_of_several_optimizers_end(names, with_copies):
+    for seed in range(30):
+        choose = random.Random(seed)
+        world_size = choose.randint(3, 5) if names[0] != "quorum" else choose.choice([3, 4, 5])
+        speeds = [choose.choice([0.1, 1.0, 4.0]) for _ in range(world_size)]
+        steps = choose.randint(2, 8)
+        times = [[each * choose.random() for _ in range(steps)] for each in speeds]
+        link = choose.choice([None, Link(1e5, 0.01)])
+        algorithms = [
+            train(names, Group(rank, world_size), own, with_copies=with_copies)
+            for rank, own in enumerate(times)
+        ]
+        found = lockstep(algorithms, link, store_s=choose.choice([0.0, 0.001])).results
+        for values, namespaces in found:
+            assert namespaces == found[0][1]
+            assert len(set(namespaces)) == len(names) * (1 + with_copies)
+            assert all(map(torch.equal, values, found[0][0])), seed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_copy_on_one_rank_and_the_original_on_another_are_a_mismatch(name):
+    def steps(rank):
+        first = make_pair(name, Group(rank, 3))
+        yield from first[1].broadcast_model()
+        yield from step(first, 1.0)
+        copied = copy.deepcopy(first)
+        for each in (first, copied)[:: -1 if rank else 1]:
+            for _ in range(8):
+                yield Compute(0.1)
+                yield from step(each, 1.0)
+
+    with pytest.raises(RequestMismatch, match="do not match"):
+        lockstep([steps(rank) for rank in range(3)])
+
+
+def test_names_are_unique_in_a_group_and_equal_in_others():
+    groups = [Group(0, 3) for _ in range(2)]
+    expected = ["a", "a copy 1", "b", "a copy 2"]
+    for group in groups:
+        assert [claim_namespace(group, each) for each in ("a", "a", "b", "a")] == expected
+
+
+def test_equally_fast_copies_do_as_the_original():
+    """A copy on a complete graph takes part in rounds of its own, with all ranks."""
+    pairs = {}
+
+    def steps(rank):
+        x = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
+        recipe = backup_workers("complete", control_interval=2)
+        first = x, Strategy(torch.optim.SGD([x], lr=LR), recipe, Group(rank, 3))
+        yield from first[1].broadcast_model()
+        for _ in range(3):
+            yield Compute(1.0)
+            yield from step(first, rank + 1.0)
+        pairs[rank] = first, copy.deepcopy(first)
+        for _ in range(4):
+            for each in pairs[rank]:
+                yield Compute(1.0)
+                yield from step(each, rank + 1.0)
+
+    lockstep([steps(rank) for rank in range(3)])
+    for first, copied in pairs.values():
+        assert torch.equal(first[0], copied[0])
+        for each in (first, copied):
+            last = each[1].recipe.policy.last
+            assert (last.round, last.members) == (7, (0, 1, 2))
+
+
+def train_over_processes():
+    found = {}
+    with init_group(timeout_s=60) as group:
+        for name in RECIPES:
+            times = [0.01 * (1 + group.rank * (number % 3)) for number in range(6)]
+            found[name] = run(train((name,) * 2, group, times, with_copies=True), group)
+    return found
+
+
+def test_processes_step_several_optimizers_and_copies_in_turns(tmp_path):
+    found = results(3, tmp_path, train_over_processes, timeout=200)
+    for name in RECIPES:
+        values, namespaces = found[0][name]
+        assert len(set(namespaces)) == 4
+        for other, names in (each[name] for each in found):
+            assert names == namespaces
+            assert all(map(torch.equal, other, values))
