@@ -1,7 +1,7 @@
 """The simulation of `lockstep`: tasks that take turns by their virtual time, and their messages."""
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,14 +25,17 @@ from gcnzc.exchange.requests import (
     Caller,
     Compute,
     First,
+    Message,
     Now,
     Receive,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
     Start,
     Wait,
     check_on_channels,
+    yield_request,
 )
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
@@ -47,6 +50,8 @@ from gcnzc.exchange.simulated_tasks import (
     invalid_like,
 )
 from gcnzc.exchange.size_only import SizeOnly
+
+RECEIVES = (Receive, ReceiveAny)
 
 
 class Simulation:
@@ -70,6 +75,9 @@ class Simulation:
         self.ledgers = [Ledger() for _ in algorithms]
         self.logs = [RequestLog(rank) for rank in range(self.world_size)]
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
+        # receives from any rank without a message
+        self.any_receives: dict[Any, deque[StartedReceive]] = {}
+        self.num_messages = 0
         self.last_in_channel: dict[tuple[int, str], Task] = {}
         # tasks that have not ended
         self.tasks: dict[Task, None] = {}
@@ -85,6 +93,7 @@ class Simulation:
             Wait: self.wait,
             Send: self.send_and_wait,
             Receive: self.receive_and_wait,
+            ReceiveAny: self.receive_and_wait,
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
@@ -98,7 +107,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.lose_waits(at):
+        while events or self.store.lose_waits(at) or self.lose_any_receives(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -225,11 +234,11 @@ class Simulation:
         if kind is Send:
             channel = request.channel or task.channel
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
-        elif kind is Receive and not request.channel:
+        elif kind in RECEIVES and not request.channel:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
         else:
-            if kind is Receive:
-                started = _execute_message(started)  # type: ignore[arg-type]
+            if kind in RECEIVES:
+                started = yield_request(started)  # type: ignore[arg-type]
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
@@ -275,8 +284,8 @@ class Simulation:
         """Answer a `Send`, now or later."""
         return self.wait_for_send(task, self.start_send(task, request, task.channel))
 
-    def receive_and_wait(self, task: Task, request: Receive) -> bool:
-        """Answer a `Receive`, now or later."""
+    def receive_and_wait(self, task: Task, request: Receive | ReceiveAny) -> bool:
+        """Answer a `Receive` or `ReceiveAny`, now or later."""
         return self.wait_for_receive(task, self.start_receive(task, request))
 
     def begin_collective(self, task: Task, request: Any) -> bool:
@@ -333,29 +342,37 @@ class Simulation:
                     # it equals that of all ranks that made it before
                     return
 
-    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> None:
-        """Compare a message with its peer's request, if that has been made."""
-        header = self.logs[task.rank].record_message(message, task.caller, channel or "")
-        self.check(task.rank, message.sequence(task.rank, channel or ""), header, [message.peer])
+    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
+        """Check a message, and compare it with its peer's request, if that has been made.
+
+        Returns:
+            The name of its sequence; a message with a tag matches any of its sequence.
+        """
+        message.check()
+        sequence = message.sequence(task.rank, channel or "", task.caller)
+        if message.tag is None:
+            header = self.logs[task.rank].record_message(message, task.caller, channel or "")
+            self.check(task.rank, sequence, header, [message.peer])
+        return sequence
 
     # messages
 
     def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
-        if not task.kind:
-            self.check_message(task, request, channel)
+        sequence = task.sequence if task.kind else self.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
         sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
-        message = SentMessage(request, copy, num_bytes, sent_at)
+        self.num_messages += 1
+        message = SentMessage(request, sender, self.num_messages, copy, num_bytes, sent_at)
         # messages of collectives are not received by `Receive` requests of algorithms
-        mailbox = self.mailboxes[sender, receiver, channel, task.kind == ""]
+        mailbox = self.mailboxes[sender, receiver, channel, sequence]
         if mailbox.receives:
             self.match(message, mailbox.receives.popleft(), task.now)
-        else:
+        elif not (self.any_receives and self.match_any(task, message, channel)):
             mailbox.messages.append(message)
         if sent_at > self.machines[sender].crashes_at:
             # it has not left the rank when it crashes
@@ -379,21 +396,71 @@ class Simulation:
             self.resume(receive.waiter, at)
             receive.waiter = None
 
-    def start_receive(self, task: Task, request: Receive) -> StartedReceive:
+    def start_receive(self, task: Task, request: Receive | ReceiveAny) -> StartedReceive:
         """Start a receive, and match it with a message."""
-        if not task.kind:
-            self.check_message(task, request, task.channel)
+        if isinstance(request, ReceiveAny):
+            return self.start_receive_any(task, request)
+        sequence = task.sequence if task.kind else self.check_message(task, request, task.channel)
         receive = StartedReceive(request)
-        mailbox = self.mailboxes[request.peer, task.rank, task.channel, task.kind == ""]
+        mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
             self.match(mailbox.messages.popleft(), receive, task.now)
         else:
             mailbox.receives.append(receive)
         return receive
 
+    def start_receive_any(self, task: Task, request: ReceiveAny) -> StartedReceive:
+        """Start a receive from any rank, and match it with the message that was sent first."""
+        request.check()
+        receive, channel = StartedReceive(request), task.channel
+        mailboxes = []
+        for sender in range(self.world_size):
+            name = request.name_sequence(sender, task.rank, channel or "", task.caller)
+            mailbox = self.mailboxes.get((sender, task.rank, channel, name))
+            if mailbox is not None and mailbox.messages:
+                mailboxes.append(mailbox)
+        if mailboxes:
+            first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
+            self.match(first.messages.popleft(), receive, task.now)
+        else:
+            key = task.rank, channel, request.describe_header()[0], task.caller
+            self.any_receives.setdefault(key, deque()).append(receive)
+        return receive
+
+    def match_any(self, task: Task, message: SentMessage, channel: str | None) -> bool:
+        """Match a message with a receive from any rank; return whether there is one."""
+        key = message.peer, channel, message.request.describe_header()[0], task.caller
+        receives = self.any_receives.get(key)
+        if task.kind or not receives:
+            return False
+        self.match(message, receives.popleft(), task.now)
+        if not receives:
+            del self.any_receives[key]
+        return True
+
+    def lose_any_receives(self, at: float) -> bool:
+        """Raise an error in the tasks that wait for a message of any rank, if none can continue.
+
+        Returns:
+            Whether there is such a task, and a rank has ended with an error.
+        """
+        error = next((each for each in self.errors if each is not None), None)
+        is_lost = False
+        for receives in self.any_receives.values() if error is not None else ():
+            for receive in receives:
+                task, receive.waiter = receive.waiter, None
+                if task is not None and not task.is_done:
+                    task.error = WorkerLost(
+                        f"rank {task.rank} waited for {receive.request.describe()}, which no rank "
+                        f"has sent: {error}"
+                    )
+                    self.resume(task, at)
+                    is_lost = True
+        return is_lost
+
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, of which one has just started."""
-        message.matched_at, receive.message = now, message
+        message.matched_at, receive.message, receive.peer = now, message, message.sender
         if message.arrives_at == NEVER:
             message.receive = receive
         if message.waiter is not None:
@@ -420,8 +487,9 @@ class Simulation:
 
     def suspend(self, task: Task, pending: SentMessage | StartedReceive) -> bool:
         """Let a task wait for its peer, or continue with an error if it is not connected."""
-        if self.is_lost(task, pending.request.peer):
-            task.error = self.lost_error(task, pending.request)
+        peer = pending.peer
+        if peer is not None and self.is_lost(task, peer):
+            task.error = self.lost_error(task, pending.request, peer)
             return True
         task.waits_for, pending.waiter = pending, task
         return False
@@ -465,8 +533,8 @@ class Simulation:
                 is_waiting = message is None or message.sent_at > at
             else:
                 is_waiting = isinstance(pending, SentMessage)
-            if is_waiting and pending.request.peer == rank and self.is_lost(task, rank):
-                task.error = self.lost_error(task, pending.request)
+            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request, rank)
                 pending.waiter = None
                 self.resume(task, at + delay_s)
 
@@ -474,9 +542,8 @@ class Simulation:
         """Return whether a task has no connection to a rank any more."""
         return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
 
-    def lost_error(self, task: Task, request: Send | Receive) -> WorkerLost:
+    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
         """Return the error of a request whose peer is not connected."""
-        peer = request.peer
         at, error = self.broken.get(peer) or self.broken[peer, task.channel]
         return WorkerLost(
             f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
@@ -489,7 +556,3 @@ def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
     with suppress(WorkerLost):
         yield Wait(before)
     return (yield from algorithm)
-
-
-def _execute_message(message: Receive) -> Algorithm[Any]:
-    return (yield message)
