@@ -11,6 +11,7 @@ from gcnzc.exchange.collectives import (
     Mean,
     ReduceScatter,
     SendReceive,
+    Subgroup,
     Sum,
 )
 from gcnzc.exchange.errors import WorkerLost
@@ -72,6 +73,7 @@ __all__ = [
     "SizeOnly",
     "SlowDown",
     "Start",
+    "Subgroup",
     "Sum",
     "Tuning",
     "Wait",

@@ -13,6 +13,7 @@ from torch import Tensor
 from gcnzc.exchange.agreement import Header, Need, channel_sequence
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
+from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.messenger import Messenger
 from gcnzc.exchange.requests import (
     BUILTIN,
@@ -171,8 +172,9 @@ class Channel:
                 return self.start_message(request, self.group.caller)
             receive, self.has_receives = request, True
             return Background(self._submit(lambda: self._receive(receive)), self, is_receive=True)
-        assert isinstance(request, Collective), "only exchanges can be started"
-        if self.group.backend == "nccl" and request.is_on_gpu:
+        assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+        is_nccl = self.group.backend == "nccl" and request.is_on_gpu
+        if is_nccl and isinstance(request, Collective):
             # NCCL runs it on its own stream, without a thread
             return self._nccl(request)
         ready = torch.cuda.current_stream().record_event() if request.is_on_gpu else None
@@ -194,12 +196,12 @@ class Channel:
         self.num_started += 1
         return self.threads.submit(work)
 
-    def _run_after(self, ready: Any, request: Collective) -> Any:
+    def _run_after(self, ready: Any, request: Collective | Subgroup) -> Any:
         if ready is not None:
             ready.synchronize()
         return self._run_timed(request)
 
-    def _run_timed(self, request: Collective) -> Any:
+    def _run_timed(self, request: Collective | Subgroup) -> Any:
         """Execute `request` on this channel's thread, and record its time."""
         began = time.perf_counter()
         answer = self.execute(request, self.group.choices.in_background)
@@ -241,7 +243,7 @@ class Channel:
                 return stop.value
             answer = handlers.get(type(request), self._run_timed)(request)
 
-    def execute(self, request: Collective, choices: Choices | None = None) -> Any:
+    def execute(self, request: Collective | Subgroup, choices: Choices | None = None) -> Any:
         """Execute a request together with the other ranks, and return its answer.
 
         Args:
@@ -249,6 +251,8 @@ class Channel:
             choices: selects the algorithm; None uses those of the group.
         """
         group = self.group
+        if isinstance(request, Subgroup):
+            return self._execute_subgroup(request, choices or group.choices)
         request.check(group.world_size)
         is_on_gpu = request.is_on_gpu
         if group.backend == "nccl" and is_on_gpu:
@@ -257,7 +261,7 @@ class Channel:
                 # the digest of this one is part of later headers
                 group.log.record_collective(self.name, request, self.caller)
             return self._nccl(request).result()
-        kind = type(request).__name__
+        kind = request.name
         with self.lock:
             group.ledger.count(kind)
             before = self.header.words
@@ -275,6 +279,24 @@ class Channel:
                 answer = self.messenger.run(algorithm, kind, self.sequence, self.header)
             if is_on_gpu:
                 answer = request.copy_answer(answer)
+            self.buffers.take_back()
+        return answer
+
+    def _execute_subgroup(self, request: Subgroup, choices: Choices) -> Any:
+        """Execute a collective of some ranks by messages, and return its answer."""
+        group, collective, is_on_gpu = self.group, request.request, request.is_on_gpu
+        request.check(group.rank, group.world_size)
+        with self.lock:
+            group.ledger.count(request.name)
+            # `self.header` does not change: other ranks have not made this request
+            header = group.log.record_collective(self.name, request, self.caller)
+            staged = collective.copy_to_host(self.buffers) if is_on_gpu else collective
+            name = choices.find(staged, len(request.ranks))
+            algorithm = request.messages(name, group.rank, staged)
+            sequence = request.sequence(self.name)
+            answer = self.messenger.run(algorithm, request.name, sequence, header)
+            if is_on_gpu:
+                answer = collective.copy_answer(answer)
             self.buffers.take_back()
         return answer
 
@@ -340,7 +362,7 @@ class Channel:
         self.messenger.abort()
 
     def _nccl(self, request: Collective) -> "PendingCollective":
-        group, kind = self.group, type(request).__name__
+        group, kind = self.group, request.name
         group.ledger.count(kind)
         name = group.choices.find(request, group.world_size)
         sent = round(request.sent_bytes(name, group.rank, group.world_size))

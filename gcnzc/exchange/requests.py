@@ -69,6 +69,11 @@ class Collective(BaseRequest, ABC):
     algorithms: ClassVar[tuple[str, ...]]
     """names of the algorithms"""
 
+    @property
+    def name(self) -> str:
+        """The name of the request, for the ledger and for headers."""
+        return type(self).__name__
+
     def describe(self) -> str:
         """Describe the kind and the size of the request, for error messages."""
         return f"{type(self).__name__} of {self.num_bytes:,} bytes"

@@ -68,6 +68,8 @@ class Task:
     def describe_wait(self) -> str:
         """Describe what the task waits for, for error messages."""
         within = f" in {self.kind}" if self.kind else ""
+        if self.kind and self.sequence:
+            within += f", one of the {self.sequence}"
         if isinstance(self.waits_for, StartedReceive | SentMessage):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
         if isinstance(self.waits_for, FirstWait | KeyWait):

@@ -10,12 +10,13 @@ from typing import Any
 from gcnzc.exchange.agreement import (
     Header,
     RequestLog,
-    channel_sequence,
+    collective_sequence,
     find_difference,
     mismatch,
 )
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.messages import as_bytes
+from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.requests import (
@@ -23,6 +24,7 @@ from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,
     Caller,
+    Collective,
     Compute,
     First,
     Message,
@@ -290,7 +292,9 @@ class Simulation:
 
     def begin_collective(self, task: Task, request: Any) -> bool:
         """Continue with the messages of a collective."""
-        task.kind = type(request).__name__
+        task.kind, task.sequence = request.name, ""
+        if isinstance(request, Subgroup):
+            task.sequence = request.sequence(task.channel or "")
         self.ledgers[task.rank].count(task.kind)
         algorithm = self.execute(task.rank, task.caller, task.channel, request)
         task.stack.append(task.algorithm)
@@ -301,11 +305,15 @@ class Simulation:
 
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective, which has a channel if it is started; return its algorithm."""
-        sequence = channel_sequence(channel or "")
+        choices = self.choices if channel is None else self.choices.in_background
         header = self.logs[rank].record_collective(channel or "", request, caller)
+        sequence = collective_sequence(channel or "", request)
+        if isinstance(request, Subgroup):
+            request.check(rank, self.world_size)
+            self.check(rank, sequence, header, request.ranks)
+            return request.messages(choices.find(request.request, len(request.ranks)), rank)
         self.check(rank, sequence, header, range(self.world_size))
         request.check(self.world_size)
-        choices = self.choices if channel is None else self.choices.in_background
         name = choices.find(request, self.world_size)
         return request.messages(name, rank, self.world_size)
 
@@ -315,18 +323,20 @@ class Simulation:
 
     def start_task(self, task: Task, request: Request | Algorithm[Any], channel: str) -> Task:
         """Start a collective or an algorithm on a channel, after the last one of this channel."""
-        assert type(request) not in self.handlers, "only exchanges can be started"
         before = self.last_in_channel.get((task.rank, channel))
         if isinstance(request, Generator):
             kind, algorithm = "", request
         else:
-            kind = type(request).__name__
+            assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+            kind = request.name
             algorithm = self.execute_later(task.rank, task.caller, channel, request)
             self.ledgers[task.rank].count(kind)
         if before is not None and not before.is_done:
             algorithm = _run_after(before, algorithm)
         started = self.add_task(task.rank, channel, algorithm, task.now)
         started.kind, started.caller = kind, task.caller
+        if isinstance(request, Subgroup):
+            started.sequence = request.sequence(channel)
         self.last_in_channel[task.rank, channel] = started
         return started
 
