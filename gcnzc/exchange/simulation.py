@@ -1,19 +1,13 @@
 """The simulation of `lockstep`: tasks that take turns by their virtual time, and their messages."""
 
 import heapq
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from gcnzc.exchange.agreement import (
-    Header,
-    RequestLog,
-    collective_sequence,
-    find_difference,
-    mismatch,
-)
+from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.collectives.subgroup import Subgroup
@@ -39,6 +33,8 @@ from gcnzc.exchange.requests import (
     check_on_channels,
     yield_request,
 )
+from gcnzc.exchange.simulated_any_receives import SimulatedAnyReceives
+from gcnzc.exchange.simulated_logs import SimulatedLogs
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -75,10 +71,9 @@ class Simulation:
         # by rank, or rank and channel of collectives, when its connections broke, and why
         self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
         self.ledgers = [Ledger() for _ in algorithms]
-        self.logs = [RequestLog(rank) for rank in range(self.world_size)]
+        self.logs = SimulatedLogs(self.world_size)
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
-        # receives from any rank without a message
-        self.any_receives: dict[Any, deque[StartedReceive]] = {}
+        self.any_receives = SimulatedAnyReceives(self)
         self.num_messages = 0
         self.last_in_channel: dict[tuple[int, str], Task] = {}
         # tasks that have not ended
@@ -109,7 +104,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.lose_waits(at) or self.lose_any_receives(at):
+        while events or self.store.lose_waits(at) or self.any_receives.lose(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -306,13 +301,11 @@ class Simulation:
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective, which has a channel if it is started; return its algorithm."""
         choices = self.choices if channel is None else self.choices.in_background
-        header = self.logs[rank].record_collective(channel or "", request, caller)
-        sequence = collective_sequence(channel or "", request)
         if isinstance(request, Subgroup):
             request.check(rank, self.world_size)
-            self.check(rank, sequence, header, request.ranks)
+            self.logs.check_collective(rank, caller, channel, request, request.ranks)
             return request.messages(choices.find(request.request, len(request.ranks)), rank)
-        self.check(rank, sequence, header, range(self.world_size))
+        self.logs.check_collective(rank, caller, channel, request, range(self.world_size))
         request.check(self.world_size)
         name = choices.find(request, self.world_size)
         return request.messages(name, rank, self.world_size)
@@ -340,37 +333,12 @@ class Simulation:
         self.last_in_channel[task.rank, channel] = started
         return started
 
-    def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
-        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
-        for peer in peers:
-            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
-            if other is not None:
-                difference = find_difference((peer, rank), sequence, other, header)
-                if difference:
-                    raise mismatch(difference)
-                if not header.sent and not header.expected:
-                    # it equals that of all ranks that made it before
-                    return
-
-    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
-        """Check a message, and compare it with its peer's request, if that has been made.
-
-        Returns:
-            The name of its sequence; a message with a tag matches any of its sequence.
-        """
-        message.check()
-        sequence = message.sequence(task.rank, channel or "", task.caller)
-        if message.tag is None:
-            header = self.logs[task.rank].record_message(message, task.caller, channel or "")
-            self.check(task.rank, sequence, header, [message.peer])
-        return sequence
-
     # messages
 
     def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
-        sequence = task.sequence if task.kind else self.check_message(task, request, channel)
+        sequence = task.sequence if task.kind else self.logs.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
@@ -382,7 +350,7 @@ class Simulation:
         mailbox = self.mailboxes[sender, receiver, channel, sequence]
         if mailbox.receives:
             self.match(message, mailbox.receives.popleft(), task.now)
-        elif not (self.any_receives and self.match_any(task, message, channel)):
+        elif request.tag is None or not self.any_receives.match(task, message, channel):
             mailbox.messages.append(message)
         if sent_at > self.machines[sender].crashes_at:
             # it has not left the rank when it crashes
@@ -409,8 +377,10 @@ class Simulation:
     def start_receive(self, task: Task, request: Receive | ReceiveAny) -> StartedReceive:
         """Start a receive, and match it with a message."""
         if isinstance(request, ReceiveAny):
-            return self.start_receive_any(task, request)
-        sequence = task.sequence if task.kind else self.check_message(task, request, task.channel)
+            return self.any_receives.start(task, request)
+        sequence = (
+            task.sequence if task.kind else self.logs.check_message(task, request, task.channel)
+        )
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
@@ -418,55 +388,6 @@ class Simulation:
         else:
             mailbox.receives.append(receive)
         return receive
-
-    def start_receive_any(self, task: Task, request: ReceiveAny) -> StartedReceive:
-        """Start a receive from any rank, and match it with the message that was sent first."""
-        request.check()
-        receive, channel = StartedReceive(request), task.channel
-        mailboxes = []
-        for sender in range(self.world_size):
-            name = request.name_sequence(sender, task.rank, channel or "", task.caller)
-            mailbox = self.mailboxes.get((sender, task.rank, channel, name))
-            if mailbox is not None and mailbox.messages:
-                mailboxes.append(mailbox)
-        if mailboxes:
-            first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
-            self.match(first.messages.popleft(), receive, task.now)
-        else:
-            key = task.rank, channel, request.describe_header()[0], task.caller
-            self.any_receives.setdefault(key, deque()).append(receive)
-        return receive
-
-    def match_any(self, task: Task, message: SentMessage, channel: str | None) -> bool:
-        """Match a message with a receive from any rank; return whether there is one."""
-        key = message.peer, channel, message.request.describe_header()[0], task.caller
-        receives = self.any_receives.get(key)
-        if task.kind or not receives:
-            return False
-        self.match(message, receives.popleft(), task.now)
-        if not receives:
-            del self.any_receives[key]
-        return True
-
-    def lose_any_receives(self, at: float) -> bool:
-        """Raise an error in the tasks that wait for a message of any rank, if none can continue.
-
-        Returns:
-            Whether there is such a task, and a rank has ended with an error.
-        """
-        error = next((each for each in self.errors if each is not None), None)
-        is_lost = False
-        for receives in self.any_receives.values() if error is not None else ():
-            for receive in receives:
-                task, receive.waiter = receive.waiter, None
-                if task is not None and not task.is_done:
-                    task.error = WorkerLost(
-                        f"rank {task.rank} waited for {receive.request.describe()}, which no rank "
-                        f"has sent: {error}"
-                    )
-                    self.resume(task, at)
-                    is_lost = True
-        return is_lost
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, of which one has just started."""
