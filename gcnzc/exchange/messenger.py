@@ -141,12 +141,13 @@ class Messenger:
         need = Need(request.peer, sequence, header.number)
         is_nccl = group.backend == "nccl" and request.is_on_gpu
         limit_s = None if is_nccl else group.timeout_s
+        process_group, peer = self.channel.process_group, group.ranks[request.peer]
         with network():
             if isinstance(request, Send):
                 group.ledger.add("Send", len(data))
-                work = self.process_group.send([data], request.peer, tag)
+                work = dist.isend(data, peer, process_group, tag)
                 return PendingMessage(work, lambda: None, data, need, limit_s)
-            work = self.process_group.recv([data], request.peer, tag)
+            work = dist.irecv(data, peer, process_group, tag)
             return PendingMessage(work, lambda: values, data, need, limit_s)
 
     def _start_any(self, request: ReceiveAny, caller: str) -> PendingMessage:
