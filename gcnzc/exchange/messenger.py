@@ -131,7 +131,7 @@ class Messenger:
 
     def _start(self, request: Message, caller: str) -> PendingMessage:
         if isinstance(request, ReceiveAny):
-            return self._start_any(request, caller)
+            return self.start_any(request, caller)
         assert isinstance(request, Send | Receive), "there are no other messages"
         group, name = self.group, self.channel.name
         sequence = request.sequence(group.rank, name, caller)
@@ -150,7 +150,9 @@ class Messenger:
             work = dist.irecv(data, peer, process_group, tag)
             return PendingMessage(work, lambda: values, data, need, limit_s)
 
-    def _start_any(self, request: ReceiveAny, caller: str) -> PendingMessage:
+    def start_any(self, request: ReceiveAny, caller: str) -> PendingAny:
+        """Start a receive from any rank, whose values are on the host."""
+        request.check()
         group, name = self.group, self.channel.name
         log, values, data = group.log, request.values, as_bytes(request.values)
         header = log.describe_any(request, caller)

@@ -21,6 +21,7 @@ from gcnzc.exchange.requests import (
     Collective,
     Compute,
     Message,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
@@ -29,6 +30,7 @@ from gcnzc.exchange.staging import StagingBuffers
 from gcnzc.exchange.started_requests import (
     UNLIMITED_S,
     AlgorithmOnStream,
+    AnyOnChannel,
     Background,
     PendingCollective,
     PendingMessage,
@@ -170,6 +172,8 @@ class Channel:
                 )
             if type(request) is Send:
                 return self.start_message(request, self.group.caller)
+            if type(request) is ReceiveAny:
+                return AnyOnChannel(self.messenger.start_any(request, self.group.caller), self)
             receive, self.has_receives = request, True
             return Background(self._submit(lambda: self._receive(receive)), self, is_receive=True)
         assert isinstance(request, Collective | Subgroup), "only exchanges can be started"

@@ -362,10 +362,10 @@ class Start(BaseRequest):
     and `Compute`"""
     channel: str | None = None
     """Requests on one channel run in order, and channels run concurrently. All ranks open a channel
-    together: the first `Start` with its name waits for the same on the others. A `Send` on a
-    channel starts at once, also while earlier requests run, and needs a `Receive` on it; their
-    tensors are on the host. None or "": the channel "background", or for messages no channel, so
-    that `First` cannot wait for them"""
+    together: the first `Start` with its name waits for the same on the others. A `Send` or
+    `ReceiveAny` on a channel starts at once, also while earlier requests run, and a `Send` needs a
+    receive on it; their tensors are on the host. None or "": the channel "background", or for
+    messages no channel, so that `First` cannot wait for them"""
 
     def describe(self) -> str:
         """Describe what is started, for error messages; an algorithm by its name."""

@@ -233,8 +233,13 @@ class Simulation:
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
         elif kind in RECEIVES and not request.channel:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
+        elif kind is ReceiveAny:
+            # unlike other requests, it does not wait for those before it on the channel
+            algorithm = yield_request(started)  # type: ignore[arg-type]
+            receive = self.add_task(task.rank, request.channel, algorithm, task.now)
+            task.answer, receive.caller = receive, task.caller
         else:
-            if kind in RECEIVES:
+            if kind is Receive:
                 started = yield_request(started)  # type: ignore[arg-type]
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True

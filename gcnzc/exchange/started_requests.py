@@ -145,7 +145,8 @@ class Background:
     def __init__(
         self, future: Future[Any], channel: "Channel", *, is_receive: bool = False
     ) -> None:
-        self.future, self.channel, self.find_need = future, channel, channel.find_need
+        self.future, self.channel = future, channel
+        self.find_need: Callable[[], Need | None] = channel.find_need
         self.is_receive = is_receive
 
     def result(self) -> Any:
@@ -155,6 +156,18 @@ class Background:
         except FutureTimeout:
             limit = TimeoutError("no message within the time limit")
             raise ConnectionBroken from limit
+
+
+class AnyOnChannel(Background):
+    """A receive from any rank on a channel, which has a thread of its own."""
+
+    def __init__(self, pending: PendingAny, channel: "Channel") -> None:
+        super().__init__(pending.source, channel)
+        self.pending, self.find_need = pending, pending.find_need
+
+    def result(self) -> Any:
+        """Wait until a message is received, and return the answer."""
+        return self.pending.result()
 
 
 class AlgorithmOnStream(Background):
