@@ -19,6 +19,7 @@ Source: torch.distributed's notes on asynchronous operations, and ProcessGroupNC
 import gc
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from checked_device import HELPERS, Device, Watch, WatchedExecutor, spans
@@ -26,7 +27,7 @@ from cooperative_threads import Schedule, Threading, replaced
 from happens_before import join
 from simulated_device import Factories, OnDevice, Reads
 
-from gcnzc.exchange import Group, process_group
+from gcnzc.exchange import Group, messenger, process_group
 from gcnzc.exchange import group as group_module
 
 WORLD_SIZE = 2
@@ -139,16 +140,28 @@ class Work:
             self.tensors = []
 
 
+class ProcessGroup:
+    """A process group of torch.distributed."""
+
+    def __init__(self, nccl):
+        self.nccl = nccl
+
+    def send(self, tensors, peer, tag):
+        return self.nccl.isend(tensors[0], peer, self, tag)
+
+    def recv(self, tensors, peer, tag):
+        return self.nccl.irecv(tensors[0], peer, self, tag)
+
+
 class Nccl:
-    """The functions of torch.distributed that `process_group` calls."""
+    """The functions of torch.distributed that channels call."""
 
     def __init__(self, device):
-        self.device, self.num_groups = device, 0
+        self.device, self.group = device, SimpleNamespace(WORLD=ProcessGroup(self))
         self.sent = {}  # number of values -> the last message of the host that has so many
 
     def new_group(self, *_args, **_options):
-        self.num_groups += 1
-        return self.num_groups
+        return ProcessGroup(self)
 
     def all_reduce(self, values, group, async_op):
         return self.device.collective(group, [values], [values], lambda: _scale(values))
@@ -240,6 +253,7 @@ def nccl_group(seed, without=None):
     with (
         replaced(
             *((process_group, "dist", nccl), (group_module, "dist", nccl)),
+            *((messenger, "dist", nccl),),
             *((process_group, "_all_gather", nccl.all_gather),),
             *((process_group, "_reduce_scatter", nccl.reduce_scatter),),
             *((process_group, "ThreadPoolExecutor", DeviceExecutor),),

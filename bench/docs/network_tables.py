@@ -231,6 +231,61 @@ def sums_with_delay() -> str:
 
 
 @table
+def small_sums() -> str:
+    """Return the table of small all-reduces of 8 workers with delay, in the last three runs."""
+    runs: dict[int, list[Line]] = {}
+    for line in read("collectives"):
+        case = line["part"], line.get("link"), line.get("workers"), line.get("kind")
+        if case == ("times", "delay", 8, "Sum") and 64 <= line["num_bytes"] <= 4096:
+            runs.setdefault(line["num_bytes"], []).append(line)
+    rows, shown = [], []
+    for num_bytes, lines in sorted(runs.items()):
+        last = lines[-3:]
+        shown += last
+        medians = [
+            [line["ways"][name]["median_s"] for line in last] for name in ("builtin", "doubling")
+        ]
+        ratios = [one / other for one, other in zip(*medians, strict=True)]
+        rows.append(
+            [
+                in_bytes(num_bytes),
+                *(significant(1e3 * statistics.median(each)) for each in medians),
+                " / ".join(f"{each:.2f}" for each in ratios),
+                f"{statistics.median(ratios):.2f}",
+            ]
+        )
+    heads = ["size", "builtin, ms", "doubling, ms", "ratio in each run", "median"]
+    sizes = "--least-bytes 64 --most-bytes 4096"
+    command = f"python -m bench.network.collectives --workers 8 --links delay --kinds Sum {sizes}"
+    return with_caption(markdown(heads, rows), shown, command)
+
+
+@table
+def message_cpu() -> str:
+    """Return the table of the CPU time of a message, before and after a change."""
+    lines = [line for line in read("collectives") if line["part"] == "cpu"]
+    rows = []
+    for commit in dict.fromkeys(line["gcnzc_commit"].removesuffix("-dirty") for line in lines):
+        for num_bytes in sorted({line["num_bytes"] for line in lines}):
+            found = [
+                line
+                for line in lines
+                if line["num_bytes"] == num_bytes and line["gcnzc_commit"].startswith(commit)
+            ]
+            shown = [
+                significant(statistics.median(line[key] for line in found))
+                for key in ("torch_us", "gcnzc_us", "share_us", "least_share_us")
+            ]
+            rows.append([f"`{commit}`", in_bytes(num_bytes), len(found), *shown])
+    heads = [
+        *("gcnzc", "size", "runs", "torch, µs", "gcnzc, µs", "difference, µs"),
+        "difference of least times, µs",
+    ]
+    command = "python -m bench.network.message_cpu --workers 4 --before FOLDER"
+    return with_caption(markdown(heads, rows), lines, command)
+
+
+@table
 def slow_broadcasts() -> str:
     """Return the table of times of a broadcast to 8 workers over slow links."""
     return times_by_size(

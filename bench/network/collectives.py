@@ -49,7 +49,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
             tasks = [json.dumps(task) for task in _tasks(options, workers)]
             case: Line = {"link": link, "workers": workers}
             if link == HERE:
-                for line in _run_here(workers, tasks):
+                for line in run_here(workers, [sys.executable, "-m", WORKER, *tasks]):
                     yield case, line
                 continue
             mbit_per_s, delay_ms = LINKS[link]
@@ -84,13 +84,18 @@ def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
         yield {"part": "times", "kind": kind, "sizes": sizes, "budget_s": options.budget_s}
 
 
-def _run_here(workers: int, tasks: Sequence[str]) -> Iterator[Line]:
-    """Run the ranks as processes on this machine, and yield their lines."""
+def run_here(workers: int, command: Sequence[str]) -> Iterator[Line]:
+    """Run the ranks as processes on this machine, and yield the lines of rank 0.
+
+    Args:
+        workers: the number of ranks.
+        command: the command of each rank; rank 0 prints JSON lines.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", WORKER, *tasks],
+            command,
             env=os.environ
             | {
                 "MASTER_ADDR": "127.0.0.1",

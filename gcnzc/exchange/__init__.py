@@ -11,6 +11,7 @@ from gcnzc.exchange.collectives import (
     Mean,
     ReduceScatter,
     SendReceive,
+    Subgroup,
     Sum,
 )
 from gcnzc.exchange.errors import WorkerLost
@@ -23,23 +24,21 @@ from gcnzc.exchange.requests import (
     Abandon,
     Algorithm,
     Caller,
-    CompareAndSet,
     Compute,
-    DeleteKeys,
     First,
     Now,
-    ReadKeys,
     Receive,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
     Start,
     Wait,
-    WaitForKey,
 )
 from gcnzc.exchange.simulated_network import Crash, Link, SlowDown
 from gcnzc.exchange.size_only import SizeOnly
 from gcnzc.exchange.start import is_worker
+from gcnzc.exchange.store_requests import CompareAndSet, DeleteKeys, ReadKeys, WaitForKey
 from gcnzc.exchange.tuner import Tuning
 
 __all__ = [
@@ -64,6 +63,7 @@ __all__ = [
     "Outcome",
     "ReadKeys",
     "Receive",
+    "ReceiveAny",
     "ReduceScatter",
     "Request",
     "RequestMismatch",
@@ -73,6 +73,7 @@ __all__ = [
     "SizeOnly",
     "SlowDown",
     "Start",
+    "Subgroup",
     "Sum",
     "Tuning",
     "Wait",

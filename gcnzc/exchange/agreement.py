@@ -20,12 +20,13 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.rendezvous import Store
-from gcnzc.exchange.requests import Collective, Message, Request
+from gcnzc.exchange.requests import Collective, Receive, ReceiveAny, Request, Send
 
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
@@ -61,6 +62,10 @@ class Header:
     """size and dtype expected from each peer"""
 
 
+NO_HEADER = Header(0, 0, "")
+"""before the first request of a sequence"""
+
+
 class Need(NamedTuple):
     """The request of a peer that a rank waits for."""
 
@@ -69,6 +74,8 @@ class Need(NamedTuple):
     number: int
     is_for_all: bool = False
     """whether the rank waits for this request of all ranks; `peer` is one of them"""
+    alternatives: Sequence[tuple[int, str, int]] = ()
+    """peer, sequence and number of several requests, if one of them is enough"""
 
 
 class RequestLog:
@@ -101,30 +108,61 @@ class RequestLog:
         sent: dict[int, str] | None = None,
         expected: dict[int, str] | None = None,
         caller: str = "",
+        *,
+        is_ordered: bool = True,
     ) -> Header:
-        """Add a request to a sequence, and return its header."""
+        """Add a request to a sequence, and return its header.
+
+        Args:
+            sequence: the name of the sequence.
+            words: kind, dtype and size.
+            sent: size and dtype sent to each peer, if they differ between peers.
+            expected: size and dtype expected from each peer.
+            caller: the caller, which is added to the words; empty for none.
+            is_ordered: whether the digest depends on the requests before this one. If it does not,
+                all requests of the sequence have the same words.
+        """
         if caller:
             words = f"{words} for {caller}"
-        headers = self.sequences.setdefault(sequence, deque(maxlen=HEADERS_KEPT))
-        before = headers[-1] if headers else Header(0, 0, "")
-        digest = zlib.crc32(words.encode(), before.digest)
+        headers = self.sequences.get(sequence)
+        if headers is None:
+            kept = HEADERS_KEPT if is_ordered else 1
+            headers = self.sequences[sequence] = deque(maxlen=kept)
+        before = headers[-1] if headers else NO_HEADER
+        digest = zlib.crc32(words.encode(), before.digest if is_ordered else 0)
         header = Header(before.number + 1, digest, words, sent or {}, expected or {})
         headers.append(header)
         return header
 
-    def record_collective(self, channel: str, request: Collective, caller: str = "") -> Header:
-        """Add a collective to the sequence of its channel."""
-        return self.record(channel_sequence(channel), *request.describe_header(), caller)
+    def record_collective(
+        self, channel: str, request: Collective | Subgroup, caller: str = ""
+    ) -> Header:
+        """Add a collective to the sequence of its channel, or of its ranks on the channel."""
+        sequence = collective_sequence(channel, request)
+        return self.record(sequence, *request.describe_header(), caller)
 
-    def record_message(self, message: Message, caller: str = "", channel: str = "") -> Header:
-        """Add a message to the sequence of its two ranks, and of its channel if it has one."""
-        sequence = message.sequence(self.rank, channel)
-        return self.record(sequence, *message.describe_header(), caller)
+    def record_message(
+        self, message: Send | Receive, caller: str = "", channel: str = ""
+    ) -> Header:
+        """Add a message to the sequence of its two ranks, of its channel and tag if it has them."""
+        sequence, is_ordered = message.sequence(self.rank, channel, caller), message.tag is None
+        return self.record(sequence, *message.describe_header(), caller, is_ordered=is_ordered)
+
+    def describe_any(self, message: ReceiveAny, caller: str = "") -> Header:
+        """Return the header of a message that a receive from any rank matches."""
+        return RequestLog(self.rank).record("", *message.describe_header(), caller)
 
 
 def channel_sequence(channel: str) -> str:
     """Return the name of the sequence of a channel's collectives."""
     return f"channel {channel or 'default'}"
+
+
+def collective_sequence(channel: str, request: Collective | Subgroup) -> str:
+    """Return the name of the sequence that a collective on a channel belongs to."""
+    if isinstance(request, Subgroup):
+        return request.sequence(channel)
+    return channel_sequence(channel)
 
 
 def message_tag(header: Header, num_bytes: int) -> int:
@@ -272,26 +310,31 @@ class StallMonitor:
         return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
-        """Follow the chain of waiting ranks from this one, and compare each two adjacent ranks.
+        """Follow the waiting ranks from this one, and compare each two adjacent ranks.
 
         Returns:
             How requests differ, or the cycle of waits; empty if no mismatch is proved.
         """
-        rank, path = self.log.rank, {self.log.rank: own}
-        while True:
+        path, unread, last = {self.log.rank: own}, [self.log.rank], self.log.rank
+        while unread:
+            rank = unread.pop()
             record = path[rank]
-            peer, sequence, number = _find_peer(record.need, path), *record.need[1:3]
-            other = path.get(peer) or self._read(peer)
-            if other is None:
-                return ""
-            if difference := _find_difference((rank, peer), record, other):
-                return difference
-            if other.has_made(sequence, number) or other.is_busy_with(sequence):
-                return ""
-            if peer in path:
-                ranks = list(path)
-                return self._confirm({each: path[each] for each in ranks[ranks.index(peer) :]})
-            path[peer], rank = other, peer
+            for last, sequence, number in _find_alternatives(record.need, path):
+                other = path.get(last) or self._read(last)
+                if other is None:
+                    return ""
+                if difference := _find_difference((rank, last), record, other):
+                    return difference
+                if other.has_made(sequence, number) or other.is_busy_with(sequence):
+                    return ""
+                if last not in path:
+                    path[last] = other
+                    unread.append(last)
+        ranks = list(path)
+        if not any(each.need.alternatives for each in path.values()):
+            # the ranks before the cycle only wait for it
+            ranks = ranks[ranks.index(last) :]
+        return self._confirm({each: path[each] for each in ranks})
 
     def _confirm(self, cycle: "dict[int, _Record]") -> str:
         """Describe a cycle of waits, once all its ranks have waited at the same time.
@@ -351,6 +394,11 @@ def _header(
     # JSON turns integer keys into strings
     by_rank = ({int(rank): each for rank, each in part.items()} for part in (sent, expected))
     return Header(number, digest, words, *by_rank)
+
+
+def _find_alternatives(need: Need, path: dict[int, _Record]) -> Sequence[tuple[int, str, int]]:
+    """Return peer, sequence and number of the requests of which one ends a wait."""
+    return need.alternatives or [(_find_peer(need, path), need.sequence, need.number)]
 
 
 def _find_peer(need: Need, path: dict[int, _Record]) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gcnzc._moved import renamed_attribute
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.collectives import AllGatherScalar
+from gcnzc.exchange.collectives import AllGatherScalar, Subgroup
 from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
@@ -39,6 +39,7 @@ from gcnzc.exchange.requests import (
     Message,
     Now,
     Receive,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
@@ -129,6 +130,7 @@ class Group:
             Scratch: lambda request: torch.empty_like(request.values),
             Send: self._run_message,
             Receive: self._run_message,
+            ReceiveAny: self._run_message,
             Start: self._start,
             Wait: self._wait,
             First: partial(self._run_request, wait_for_first),
@@ -350,7 +352,7 @@ class Group:
         what = request.describe()
         reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
-    def _run_collective(self, request: Collective) -> Any:
+    def _run_collective(self, request: Collective | Subgroup) -> Any:
         channel = self._default_channel
         return self._execute(lambda: channel.execute(request), request, channel.find_need)
 

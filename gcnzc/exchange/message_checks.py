@@ -1,9 +1,9 @@
 """Check a message before it is sent or received."""
 
-from gcnzc.exchange.requests import Message
+from gcnzc.exchange.requests import Receive, Send
 
 
-def check_message(message: Message, rank: int, world_size: int) -> None:
+def check_message(message: Send | Receive, rank: int, world_size: int) -> None:
     """Check a `Send` or `Receive` of an algorithm.
 
     Args:
@@ -12,16 +12,11 @@ def check_message(message: Message, rank: int, world_size: int) -> None:
         world_size: the number of ranks.
 
     Raises:
-        ValueError: the peer is this rank or none of the others, or the values are not contiguous.
+        ValueError: the peer is this rank or none of the others, or see `Message.check`.
     """
     if message.peer == rank or not 0 <= message.peer < world_size:
         raise ValueError(
             f"{message.describe()} on rank {rank} of {world_size}\n\n"
             f"hint: give a rank from 0 to {world_size - 1} that is not {rank}"
         )
-    if not message.values.is_contiguous():
-        raise ValueError(
-            f"{message.describe()}: the values, of shape {tuple(message.values.shape)}, are not "
-            "contiguous\n\nhint: send values.contiguous(), or receive into a contiguous tensor "
-            "and copy it"
-        )
+    message.check()

@@ -4,40 +4,33 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcnzc.exchange.agreement import (
-    ABORT_TAG,
-    Header,
-    Need,
-    channel_sequence,
-    message_tag,
-)
+from gcnzc.exchange.agreement import Header, Need, channel_sequence
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
-from gcnzc.exchange.collectives.messages import as_bytes
-from gcnzc.exchange.message_checks import check_message
+from gcnzc.exchange.collectives.subgroup import Subgroup
+from gcnzc.exchange.messenger import Messenger
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
     Collective,
     Compute,
     Message,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
-    Start,
-    Wait,
 )
 from gcnzc.exchange.staging import StagingBuffers
 from gcnzc.exchange.started_requests import (
+    UNLIMITED_S,
     AlgorithmOnStream,
+    AnyOnChannel,
     Background,
     PendingCollective,
     PendingMessage,
@@ -65,10 +58,6 @@ PAIRS_KEPT = 4096
 # at least one of this many requests of a channel has a header; the barrier that sends it takes
 # about as long as a short collective of torch
 CHECK_EVERY = 128
-
-
-# time limit of a receive on a channel's thread: gloo's waits have one
-UNLIMITED_S = 3e7
 
 
 class BuiltinCollectives:
@@ -148,7 +137,9 @@ class Channel:
         self.lock = threading.Lock()
         self.header = Header(0, 0, "")  # of the current request
         self.pairs: set[tuple[str, str]] = set()  # of successive requests
-        self.need: Need | None = None
+        self.need: Need | None = None  # of a collective of the process group
+        self.received: PendingMessage | None = None  # that this channel's thread waits for
+        self.messenger = Messenger(self)
         self.num_started = self.num_finished = 0  # tasks of this channel's thread
         self.has_receives = False  # whether some of them are receives, which have no time limit
 
@@ -159,7 +150,10 @@ class Channel:
 
     def find_need(self) -> Need | None:
         """Return the request of a peer that the current request waits for."""
-        return self.need
+        received = self.received
+        if received is not None:
+            return received.find_need()
+        return self.need or self.messenger.find_need()
 
     def set_caller(self, name: str) -> str:
         """Set the caller of the requests that follow, and return the previous one."""
@@ -178,10 +172,13 @@ class Channel:
                 )
             if type(request) is Send:
                 return self.start_message(request, self.group.caller)
+            if type(request) is ReceiveAny:
+                return AnyOnChannel(self.messenger.start_any(request, self.group.caller), self)
             receive, self.has_receives = request, True
             return Background(self._submit(lambda: self._receive(receive)), self, is_receive=True)
-        assert isinstance(request, Collective), "only exchanges can be started"
-        if self.group.backend == "nccl" and request.is_on_gpu:
+        assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+        is_nccl = self.group.backend == "nccl" and request.is_on_gpu
+        if is_nccl and isinstance(request, Collective):
             # NCCL runs it on its own stream, without a thread
             return self._nccl(request)
         ready = torch.cuda.current_stream().record_event() if request.is_on_gpu else None
@@ -203,12 +200,12 @@ class Channel:
         self.num_started += 1
         return self.threads.submit(work)
 
-    def _run_after(self, ready: Any, request: Collective) -> Any:
+    def _run_after(self, ready: Any, request: Collective | Subgroup) -> Any:
         if ready is not None:
             ready.synchronize()
         return self._run_timed(request)
 
-    def _run_timed(self, request: Collective) -> Any:
+    def _run_timed(self, request: Collective | Subgroup) -> Any:
         """Execute `request` on this channel's thread, and record its time."""
         began = time.perf_counter()
         answer = self.execute(request, self.group.choices.in_background)
@@ -250,7 +247,7 @@ class Channel:
                 return stop.value
             answer = handlers.get(type(request), self._run_timed)(request)
 
-    def execute(self, request: Collective, choices: Choices | None = None) -> Any:
+    def execute(self, request: Collective | Subgroup, choices: Choices | None = None) -> Any:
         """Execute a request together with the other ranks, and return its answer.
 
         Args:
@@ -258,6 +255,8 @@ class Channel:
             choices: selects the algorithm; None uses those of the group.
         """
         group = self.group
+        if isinstance(request, Subgroup):
+            return self._execute_subgroup(request, choices or group.choices)
         request.check(group.world_size)
         is_on_gpu = request.is_on_gpu
         if group.backend == "nccl" and is_on_gpu:
@@ -266,7 +265,7 @@ class Channel:
                 # the digest of this one is part of later headers
                 group.log.record_collective(self.name, request, self.caller)
             return self._nccl(request).result()
-        kind = type(request).__name__
+        kind = request.name
         with self.lock:
             group.ledger.count(kind)
             before = self.header.words
@@ -281,9 +280,27 @@ class Channel:
                 answer = self._run_builtin(staged, is_checked=is_checked)
             else:
                 algorithm = staged.messages(name, group.rank, group.world_size)
-                answer = self._run_messages(algorithm, kind)
+                answer = self.messenger.run(algorithm, kind, self.sequence, self.header)
             if is_on_gpu:
                 answer = request.copy_answer(answer)
+            self.buffers.take_back()
+        return answer
+
+    def _execute_subgroup(self, request: Subgroup, choices: Choices) -> Any:
+        """Execute a collective of some ranks by messages, and return its answer."""
+        group, collective, is_on_gpu = self.group, request.request, request.is_on_gpu
+        request.check(group.rank, group.world_size)
+        with self.lock:
+            group.ledger.count(request.name)
+            # `self.header` does not change: other ranks have not made this request
+            header = group.log.record_collective(self.name, request, self.caller)
+            staged = collective.copy_to_host(self.buffers) if is_on_gpu else collective
+            name = choices.find(staged, len(request.ranks))
+            algorithm = request.messages(name, group.rank, staged)
+            sequence = request.sequence(self.name)
+            answer = self.messenger.run(algorithm, request.name, sequence, header)
+            if is_on_gpu:
+                answer = collective.copy_answer(answer)
             self.buffers.take_back()
         return answer
 
@@ -306,7 +323,7 @@ class Channel:
         """
         group, header = self.group, self.header
         if is_checked:
-            self._run_messages(barrier(group.rank, group.world_size), "")
+            self._run_barrier()
         peer = (group.rank + 1) % group.world_size
         self.need = Need(peer, self.sequence, header.number, is_for_all=True)
         with network():
@@ -315,37 +332,16 @@ class Channel:
         self.need = None
         return answer
 
+    def _run_barrier(self) -> None:
+        """Run a barrier, whose messages have the header of the current request."""
+        algorithm = barrier(self.group.rank, self.group.world_size)
+        self.messenger.run(algorithm, "", self.sequence, self.header)
+
     def check_agreement(self, words: str) -> None:
         """Wait until all ranks have made the same call, described by `words`, with a barrier."""
         with self.lock:
             self.header = self.group.log.record(self.sequence, words, caller=self.caller)
-            self._run_messages(barrier(self.group.rank, self.group.world_size), "")
-
-    def _run_messages(self, algorithm: Algorithm[Any], kind: str) -> Any:
-        """Run a collective by its messages; the ledger counts them as `kind` unless it is empty."""
-        answer: Any = None
-        step: Any
-        while True:
-            try:
-                step = algorithm.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = None
-            # a table of functions would add a call to each message
-            step_type = type(step)
-            if step_type is Start:
-                answer = self._message(step.request, self.sequence, self.header, kind)
-            elif step_type is Scratch:
-                answer = self.buffers.lend(step.values)
-            else:
-                work = (
-                    step.pending
-                    if step_type is Wait
-                    else self._message(step, self.sequence, self.header, kind)
-                )
-                self.need = work.need
-                answer = work.result()
-                self.need = None
+            self._run_barrier()
 
     def _receive(self, request: Message) -> Any:
         """Receive a message on this channel's thread, without a time limit.
@@ -353,60 +349,24 @@ class Channel:
         gloo would close the channel's connections to all ranks after the time limit of a wait.
         `Wait` has the time limit of the group, and `First` its own.
         """
-        work = self.start_message(request, self.caller)
+        work = self.messenger.start(request, self.caller)
         work.limit_s = UNLIMITED_S
-        self.need = work.need
-        answer = work.result()
-        self.need = None
-        return answer
+        self.received = work
+        try:
+            return work.result()
+        finally:
+            self.received = None
 
     def start_message(self, request: Message, caller: str) -> PendingMessage:
-        """Start a `Send` or `Receive` of the algorithm itself, not of a collective."""
-        group = self.group
-        check_message(request, group.rank, group.world_size)
-        header = group.log.record_message(request, caller, self.name)
-        sequence = request.sequence(group.rank, self.name)
-        if group.backend == "nccl" or not request.is_on_gpu:
-            return self._message(request, sequence, header, "Send")
-        host = self.buffers.lend(request.values, pinned=True, is_kept=True)
-        work = self._message(request.copy_to_host(host), sequence, header, "Send")
-
-        def finish() -> Tensor | None:
-            answer = request.copy_answer(host)
-            self.buffers.give_back(host, pinned=True)
-            return answer
-
-        work.finish = finish
-        return work
-
-    def _message(
-        self, request: Message, sequence: str, header: Header, kind: str
-    ) -> PendingMessage:
-        """Start to send or to receive a message."""
-        data, values = as_bytes(request.values), request.values
-        tag = message_tag(header, len(data))
-        need = Need(request.peer, sequence, header.number)
-        limit_s, peer = self._limit_s(request), self.group.ranks[request.peer]
-        with network():
-            if type(request) is Send:
-                if kind:
-                    self.group.ledger.add(kind, len(data))
-                work = dist.isend(data, peer, self.process_group, tag)
-                return PendingMessage(work, lambda: None, data, need, limit_s)
-            work = dist.irecv(data, peer, self.process_group, tag)
-            return PendingMessage(work, lambda: values, data, need, limit_s)
+        """Start a `Send`, `Receive` or `ReceiveAny` of the algorithm itself."""
+        return self.messenger.start(request, caller)
 
     def abort(self) -> None:
         """End all waits over this channel's connections."""
-        peer = self.group.ranks[(self.group.rank + 1) % self.group.world_size]
-        # ValueError: the process group is destroyed already
-        with suppress(RuntimeError, ValueError):
-            # gloo closes all connections when a wait times out, and has no other call to do so
-            work: Any = dist.irecv(torch.empty(1), peer, self.process_group, ABORT_TAG)
-            work.wait(timedelta(milliseconds=1))
+        self.messenger.abort()
 
     def _nccl(self, request: Collective) -> "PendingCollective":
-        group, kind = self.group, type(request).__name__
+        group, kind = self.group, request.name
         group.ledger.count(kind)
         name = group.choices.find(request, group.world_size)
         sent = round(request.sent_bytes(name, group.rank, group.world_size))

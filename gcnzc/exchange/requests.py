@@ -69,6 +69,11 @@ class Collective(BaseRequest, ABC):
     algorithms: ClassVar[tuple[str, ...]]
     """names of the algorithms"""
 
+    @property
+    def name(self) -> str:
+        """The name of the request, for the ledger and for headers."""
+        return type(self).__name__
+
     def describe(self) -> str:
         """Describe the kind and the size of the request, for error messages."""
         return f"{type(self).__name__} of {self.num_bytes:,} bytes"
@@ -141,64 +146,108 @@ class Collective(BaseRequest, ABC):
 
 
 class Message(BaseRequest, ABC):
-    """The base of `Send` and `Receive`."""
+    """The base of `Send`, `Receive` and `ReceiveAny`.
+
+    Without a tag, the messages from one rank to another are received in the order in which they are
+    sent, and each `Receive` must have the size and dtype of its message. A `Send` with a tag
+    matches the first receive with the same tag, size, dtype and caller on the same channel, in any
+    order with respect to other messages.
+    """
 
     __slots__ = ()
 
     values: Tensor
-    peer: int
+    tag: int | None
 
     def describe(self) -> str:
-        """Describe the size and the peer of the message, for error messages."""
+        """Describe the size, the peer and the tag of the message, for error messages."""
         size = count_bytes(self.values)
-        return f"{type(self).__name__} of {size:,} bytes with rank {self.peer}"
+        tag = "" if self.tag is None else f" with tag {self.tag}"
+        return f"{type(self).__name__} of {size:,} bytes{self.describe_peer()}{tag}"
+
+    def describe_peer(self) -> str:
+        """Describe the peer, for error messages; empty if it may be any rank."""
+        return ""
 
     @property
     def is_on_gpu(self) -> bool:
         """Whether the values are on a GPU."""
         return self.values.is_cuda
 
-    def describe_header(self) -> HeaderFields:
-        """Describe the message for its header: its size and dtype."""
-        return describe_size(self.values.numel(), self.values.dtype), {}, {}
+    def check(self) -> None:
+        """Check the message.
 
-    @abstractmethod
-    def sequence(self, rank: int, channel: str = "") -> str:
-        """Return the name of the sequence of messages that this one of `rank` belongs to.
-
-        Args:
-            rank: this rank.
-            channel: the channel that executes the message; empty for none.
+        Raises:
+            ValueError: the tag is not an integer of at least 0, or the values are not contiguous.
         """
+        if not self.values.is_contiguous():
+            raise ValueError(
+                f"{self.describe()}: the values, of shape {tuple(self.values.shape)}, are not "
+                "contiguous\n\nhint: send values.contiguous(), or receive into a contiguous tensor "
+                "and copy it"
+            )
+        tag = self.tag
+        if tag is not None and not (isinstance(tag, int) and tag >= 0):
+            raise ValueError(
+                f"{type(self).__name__} with tag {tag!r}\n\nhint: use an integer of at least 0, or "
+                "None for messages that are received in the order in which they are sent"
+            )
+
+    def describe_header(self) -> HeaderFields:
+        """Describe the message for its header: its size and dtype, and its tag if it has one."""
+        size = describe_size(self.values.numel(), self.values.dtype)
+        return size if self.tag is None else f"{size} with tag {self.tag}", {}, {}
+
+    def name_sequence(self, sender: int, receiver: int, channel: str, caller: str) -> str:
+        """Return the name of the sequence of messages that this one belongs to.
+
+        The messages of a tag, size, dtype and caller are a sequence, since only these must be
+        received in the order in which they are sent.
+        """
+        what = ""
+        if self.tag is not None:
+            what = f" of {self.describe_header()[0]}" + (f" for {caller}" if caller else "")
+        words = f"messages{what} from rank {sender} to rank {receiver}"
+        return f"{words} on channel {channel}" if channel else words
 
     @abstractmethod
     def copy_to_host(self, host: Tensor) -> "Message":
         """Return the message with `host`, (n,), as its values; of a `Send`, copy them to it."""
 
     @abstractmethod
-    def copy_answer(self, host: Tensor) -> Tensor | None:
-        """Return the answer, after the message with the values `host` has finished."""
+    def copy_answer(self, host: Tensor, answer: Any) -> Any:
+        """Return the answer, after the message with the values `host` has the answer `answer`."""
 
 
 @dataclass(eq=False, slots=True)
 class Send(Message):
-    """Send a message to one rank, which needs a matching `Receive`; the answer is None."""
+    """Send a message to one rank, which needs a matching `Receive` or `ReceiveAny`.
+
+    The answer is None. The message is sent when its receive has started.
+    """
 
     values: Tensor
     """contiguous; must not change until the message is sent"""
     peer: int
     """the rank that receives the message"""
+    tag: int | None = None
+    """at least 0; messages with different tags may be received in another order than they are sent.
+    None: messages are received in order"""
 
-    def sequence(self, rank: int, channel: str = "") -> str:
+    def describe_peer(self) -> str:
+        """Describe the peer, for error messages."""
+        return f" with rank {self.peer}"
+
+    def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return message_sequence(rank, self.peer, channel)
+        return self.name_sequence(rank, self.peer, channel, caller)
 
     def copy_to_host(self, host: Tensor) -> "Send":
         """Copy the values to `host`, (n,), and return a message with them."""
         host.view(self.values.shape).copy_(self.values)
-        return Send(host, self.peer)
+        return Send(host, self.peer, self.tag)
 
-    def copy_answer(self, host: Tensor) -> None:
+    def copy_answer(self, host: Tensor, answer: None) -> None:
         """Return the answer, None."""
 
 
@@ -210,18 +259,58 @@ class Receive(Message):
     """contiguous, with the number of elements and dtype of the message"""
     peer: int
     """the rank that sends the message"""
+    tag: int | None = None
+    """the tag of the message; None for the next message without a tag"""
 
-    def sequence(self, rank: int, channel: str = "") -> str:
+    def describe_peer(self) -> str:
+        """Describe the peer, for error messages."""
+        return f" with rank {self.peer}"
+
+    def sequence(self, rank: int, channel: str = "", caller: str = "") -> str:
         """Return the name of the sequence of messages that this one of `rank` belongs to."""
-        return message_sequence(self.peer, rank, channel)
+        return self.name_sequence(self.peer, rank, channel, caller)
 
     def copy_to_host(self, host: Tensor) -> "Receive":
         """Return a message that is received into `host`, (n,)."""
-        return Receive(host, self.peer)
+        return Receive(host, self.peer, self.tag)
 
-    def copy_answer(self, host: Tensor) -> Tensor:
+    def copy_answer(self, host: Tensor, answer: Tensor) -> Tensor:
         """Copy the received values from `host` to those of this request, and return them."""
         return self.values.copy_(host.view(self.values.shape))
+
+
+@dataclass(eq=False, slots=True)
+class ReceiveAny(Message):
+    """Receive the next message with a tag from any rank.
+
+    The answer is the pair of `values`, written in place, and the rank that sent the message. Of
+    several messages, the one whose `Send` started first is received. With `Start` on a channel,
+    `First` limits the time, and `Abandon` gives up. Without a message, it raises `WorkerLost` after
+    the time limit of the group, even if all other ranks have ended; `lockstep` raises it if no rank
+    can continue and one has ended with an error.
+    """
+
+    values: Tensor
+    """contiguous, with the number of elements and dtype of the message"""
+    tag: int
+    """the tag of the message"""
+
+    def check(self) -> None:
+        """Check the message; see `Message`."""
+        if self.tag is None:
+            raise ValueError(
+                "ReceiveAny without a tag\n\n"
+                "hint: give the tag of the Send, an integer of at least 0"
+            )
+        Message.check(self)
+
+    def copy_to_host(self, host: Tensor) -> "ReceiveAny":
+        """Return a message that is received into `host`, (n,)."""
+        return ReceiveAny(host, self.tag)
+
+    def copy_answer(self, host: Tensor, answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
+        """Copy the received values from `host` to those of this request, and return the answer."""
+        return self.values.copy_(host.view(self.values.shape)), answer[1]
 
 
 @dataclass(eq=False, slots=True)
@@ -283,10 +372,10 @@ class Start(BaseRequest):
     and `Compute`"""
     channel: str | None = None
     """Requests on one channel run in order, and channels run concurrently. All ranks open a channel
-    together: the first `Start` with its name waits for the same on the others. A `Send` on a
-    channel starts at once, also while earlier requests run, and needs a `Receive` on it; their
-    tensors are on the host. None or "": the channel "background", or for messages no channel, so
-    that `First` cannot wait for them"""
+    together: the first `Start` with its name waits for the same on the others. A `Send` or
+    `ReceiveAny` on a channel starts at once, also while earlier requests run, and a `Send` needs a
+    receive on it; their tensors are on the host. None or "": the channel "background", or for
+    messages no channel, so that `First` cannot wait for them"""
 
     def describe(self) -> str:
         """Describe what is started, for error messages; an algorithm by its name."""
@@ -340,108 +429,7 @@ class Abandon(BaseRequest):
     """the answer of `Start`"""
 
 
-class StoreRequest(BaseRequest, ABC):
-    """The base of requests to the store, which has values of bytes by key, common to all ranks.
-
-    The store executes requests one after the other. It is independent of messages and collectives:
-    a rank can wait for a decision without a message from each of the other ranks. In answers, the
-    value of a key that does not exist is b"". A group of several ranks uses the store of
-    torch.distributed; `lockstep` simulates one.
-    """
-
-    __slots__ = ()
-
-    def check(self) -> None:
-        """Check the request.
-
-        Raises:
-            ValueError: it is invalid.
-        """
-
-
-@dataclass(slots=True)
-class CompareAndSet(StoreRequest):
-    """Set a key if it has the expected value; the answer is the value of the key afterwards.
-
-    If several ranks set a key with the same expected value, exactly one of them succeeds, and the
-    answers of all of them are its value.
-    """
-
-    key: str
-    expected: bytes
-    """b"" if the key must not exist"""
-    value: bytes
-    """not empty"""
-
-    def describe(self) -> str:
-        """Describe the key, for error messages."""
-        return f"CompareAndSet of the key {self.key}"
-
-    def check(self) -> None:
-        """Check that the value is not empty; raises ValueError."""
-        if not self.value:
-            raise ValueError(
-                f"{self.describe()} to an empty value\n\n"
-                "hint: an empty value means that the key does not exist; DeleteKeys deletes it"
-            )
-
-
-@dataclass(slots=True)
-class ReadKeys(StoreRequest):
-    """Read several keys; the answer is a list of their values.
-
-    Over processes, keys that exist are read at the same instant. A key that is set while others are
-    looked up may be missing in the answer.
-    """
-
-    keys: Sequence[str]
-
-    def describe(self) -> str:
-        """Describe the number of keys, for error messages."""
-        return f"ReadKeys of {len(self.keys)} keys"
-
-
-@dataclass(slots=True)
-class WaitForKey(StoreRequest):
-    """Wait until a key exists, or for a limited time; the answer is its value, None if too late.
-
-    Over processes the key is polled, at least once, every `POLL_S` to `MAX_POLL_S` seconds of
-    `gcnzc.exchange.store_requests`.
-    """
-
-    key: str
-    seconds: float | None = None
-    """the limit, at least 0. With None, `run` raises `WorkerLost` after the time limit of the
-    group, and `lockstep` if no rank can continue and one has ended with an error"""
-
-    def describe(self) -> str:
-        """Describe the key, for error messages."""
-        return f"the key {self.key}"
-
-    def check(self) -> None:
-        """Check that the limit is not negative or NaN; raises ValueError."""
-        if self.seconds is not None and not self.seconds >= 0:
-            raise ValueError(
-                f"a wait of {self.seconds} s for {self.describe()}\n\n"
-                "hint: give at least 0 s, or None"
-            )
-
-
-@dataclass(slots=True)
-class DeleteKeys(StoreRequest):
-    """Delete keys, and ignore those that do not exist; the answer is None."""
-
-    keys: Sequence[str]
-
-    def describe(self) -> str:
-        """Describe the number of keys, for error messages."""
-        return f"DeleteKeys of {len(self.keys)} keys"
-
-
-Request: TypeAlias = (
-    Collective | Message | Scratch | Compute | Now | Caller | Start | Wait | First | Abandon
-    | StoreRequest
-)  # fmt: skip
+Request: TypeAlias = BaseRequest
 Algorithm: TypeAlias = Generator[Request, Any, T]
 
 
@@ -470,12 +458,6 @@ def check_on_channels(request: First | Abandon, kind: type) -> None:
 def yield_request(request: Request) -> Algorithm[Any]:
     """Yield one request, and return its answer: the algorithm of a single request."""
     return (yield request)
-
-
-def message_sequence(sender: int, receiver: int, channel: str = "") -> str:
-    """Return the name of the sequence of messages from one rank to another, on one channel."""
-    words = f"messages from rank {sender} to rank {receiver}"
-    return f"{words} on channel {channel}" if channel else words
 
 
 def describe_size(num_elements: int, dtype: torch.dtype) -> str:

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from gcnzc.exchange.agreement import channel_sequence
-
 if TYPE_CHECKING:
     from gcnzc.exchange.simulated_tasks import Task
     from gcnzc.exchange.simulation import Simulation
@@ -34,9 +32,7 @@ class SimulatedChannels:
         if simulation.world_size == 1 or channel in opened:
             return
         opened.append(channel)
-        words, sequence = f"the opening of channel {channel}", channel_sequence("")
-        header = simulation.logs[task.rank].record(sequence, words, caller=task.caller)
-        simulation.check(task.rank, sequence, header, range(simulation.world_size))
+        simulation.logs.check_channel(task.rank, task.caller, channel)
 
     def describe_missing(self) -> list[str]:
         """Describe which ranks have not opened a channel at the end; empty if a rank has failed."""

@@ -4,9 +4,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gcnzc.exchange.errors import WorkerLost
-from gcnzc.exchange.requests import CompareAndSet, DeleteKeys, ReadKeys, StoreRequest, WaitForKey
 from gcnzc.exchange.simulated_tasks import NEVER, KeyWait, Task
-from gcnzc.exchange.store_requests import MemoryStore
+from gcnzc.exchange.store_requests import (
+    CompareAndSet,
+    DeleteKeys,
+    MemoryStore,
+    ReadKeys,
+    StoreRequest,
+    WaitForKey,
+)
 
 if TYPE_CHECKING:
     from gcnzc.exchange.simulation import Simulation

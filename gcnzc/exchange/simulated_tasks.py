@@ -11,8 +11,9 @@ from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import Algorithm, First, Receive, Send, Wait, WaitForKey
+from gcnzc.exchange.requests import Algorithm, First, Receive, ReceiveAny, Send, Wait
 from gcnzc.exchange.size_only import SizeOnly
+from gcnzc.exchange.store_requests import WaitForKey
 
 NEVER = float("inf")
 
@@ -38,7 +39,7 @@ class Task:
 
     __slots__ = (
         "algorithm", "answer", "caller", "channel", "computed_s", "error", "is_abandoned",
-        "is_done", "kind", "now", "rank", "stack", "waiting", "waits_for",
+        "is_done", "kind", "now", "rank", "sequence", "stack", "waiting", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +53,8 @@ class Task:
         """the algorithms that wait for the return value of the one that runs"""
         self.kind = ""
         """of the collective that it executes"""
+        self.sequence = ""
+        """of the collective of some ranks that it executes; empty for one of all ranks"""
         self.caller = ""
         self.computed_s = 0.0
         self.answer: Any = None
@@ -66,6 +69,8 @@ class Task:
     def describe_wait(self) -> str:
         """Describe what the task waits for, for error messages."""
         within = f" in {self.kind}" if self.kind else ""
+        if self.kind and self.sequence:
+            within += f", one of the {self.sequence}"
         if isinstance(self.waits_for, StartedReceive | SentMessage):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
         if isinstance(self.waits_for, FirstWait | KeyWait):
@@ -112,11 +117,17 @@ class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
     __slots__ = (
-        "arrives_at", "copy", "matched_at", "num_bytes", "receive", "request", "sent_at", "waiter",
+        "arrives_at", "copy", "matched_at", "num_bytes", "number", "peer", "receive", "request",
+        "sender", "sent_at", "waiter",
     )  # fmt: skip
 
-    def __init__(self, request: Send, copy: Any, num_bytes: int, sent_at: float) -> None:
+    def __init__(
+        self, request: Send, sender: int, number: int, copy: Any, num_bytes: int, sent_at: float
+    ) -> None:
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
+        self.sender, self.peer = sender, request.peer
+        self.number = number
+        """of the message, in the order in which all messages of the simulation started"""
         self.copy = copy
         """bytes of the values, also to detect that they changed; None without elements"""
         self.arrives_at = NEVER
@@ -139,26 +150,28 @@ class SentMessage:
 class StartedReceive:
     """A receive that has started, and the answer of its `Start`."""
 
-    __slots__ = ("message", "request", "waiter")
+    __slots__ = ("message", "peer", "request", "waiter")
 
-    def __init__(self, request: Receive) -> None:
+    def __init__(self, request: Receive | ReceiveAny) -> None:
         self.request = request
+        self.peer = None if type(request) is ReceiveAny else request.peer  # type: ignore[union-attr]
+        """the rank that sends the message; None until it is known"""
         self.message: SentMessage | None = None
         self.waiter: Task | None = None
 
     def take(self, rank: int) -> Any:
-        """Write the values of the message, which has arrived, to those of the receive."""
+        """Write the values of the message, which has arrived, and return the answer."""
         message = self.message
         assert message is not None, "it has arrived"
         values = self.request.values
         if values.nbytes != message.num_bytes:
             raise mismatch(
-                f"rank {rank} expects {values.nbytes} bytes from rank {self.request.peer}, which "
+                f"rank {rank} expects {values.nbytes} bytes from rank {message.sender}, which "
                 f"sends {message.num_bytes}"
             )
         if message.copy is not None:
             as_bytes(values).copy_(message.copy)
-        return values
+        return (values, message.sender) if type(self.request) is ReceiveAny else values
 
 
 def invalid_like(values: Any) -> Any:
@@ -188,8 +201,3 @@ def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
     with suppress(WorkerLost):
         yield Wait(before)
     return (yield from algorithm)
-
-
-def execute_message(message: Receive) -> Algorithm[Any]:
-    """Return the algorithm of a message that is started on a channel."""
-    return (yield message)

@@ -6,36 +6,35 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gcnzc.exchange.agreement import (
-    Header,
-    RequestLog,
-    channel_sequence,
-    find_difference,
-    mismatch,
-)
+from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.messages import as_bytes
+from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.message_checks import check_message
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
     Algorithm,
     Caller,
+    Collective,
     Compute,
     First,
     Message,
     Now,
     Receive,
+    ReceiveAny,
     Request,
     Scratch,
     Send,
     Start,
     Wait,
     check_on_channels,
+    yield_request,
 )
+from gcnzc.exchange.simulated_any_receives import SimulatedAnyReceives
 from gcnzc.exchange.simulated_channels import SimulatedChannels
+from gcnzc.exchange.simulated_logs import SimulatedLogs
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -46,11 +45,12 @@ from gcnzc.exchange.simulated_tasks import (
     SentMessage,
     StartedReceive,
     Task,
-    execute_message,
     invalid_like,
     run_after,
 )
 from gcnzc.exchange.size_only import SizeOnly
+
+RECEIVES = (Receive, ReceiveAny)
 
 
 class Simulation:
@@ -72,8 +72,10 @@ class Simulation:
         # by rank, or rank and channel of collectives, when its connections broke, and why
         self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
         self.ledgers = [Ledger() for _ in algorithms]
-        self.logs = [RequestLog(rank) for rank in range(self.world_size)]
+        self.logs = SimulatedLogs(self.world_size)
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
+        self.any_receives = SimulatedAnyReceives(self)
+        self.num_messages = 0
         self.last_in_channel: dict[tuple[int, str], Task] = {}
         self.channels = SimulatedChannels(self)
         # tasks that have not ended
@@ -90,6 +92,7 @@ class Simulation:
             Wait: self.wait,
             Send: self.send_and_wait,
             Receive: self.receive_and_wait,
+            ReceiveAny: self.receive_and_wait,
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
@@ -103,7 +106,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.lose_waits(at):
+        while events or self.store.lose_waits(at) or self.any_receives.lose(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -232,11 +235,16 @@ class Simulation:
         if kind is Send:
             channel = request.channel or task.channel
             task.answer = self.start_send(task, started, channel)  # type: ignore[arg-type]
-        elif kind is Receive and not request.channel:
+        elif kind in RECEIVES and not request.channel:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
+        elif kind is ReceiveAny:
+            # unlike other requests, it does not wait for those before it on the channel
+            algorithm = yield_request(started)  # type: ignore[arg-type]
+            receive = self.add_task(task.rank, request.channel, algorithm, task.now)
+            task.answer, receive.caller = receive, task.caller
         else:
             if kind is Receive:
-                started = execute_message(started)  # type: ignore[arg-type]
+                started = yield_request(started)  # type: ignore[arg-type]
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
@@ -282,13 +290,15 @@ class Simulation:
         """Answer a `Send`, now or later."""
         return self.wait_for_send(task, self.start_send(task, request, task.channel))
 
-    def receive_and_wait(self, task: Task, request: Receive) -> bool:
-        """Answer a `Receive`, now or later."""
+    def receive_and_wait(self, task: Task, request: Receive | ReceiveAny) -> bool:
+        """Answer a `Receive` or `ReceiveAny`, now or later."""
         return self.wait_for_receive(task, self.start_receive(task, request))
 
     def begin_collective(self, task: Task, request: Any) -> bool:
         """Continue with the messages of a collective."""
-        task.kind = type(request).__name__
+        task.kind, task.sequence = request.name, ""
+        if isinstance(request, Subgroup):
+            task.sequence = request.sequence(task.channel or "")
         self.ledgers[task.rank].count(task.kind)
         algorithm = self.execute(task.rank, task.caller, task.channel, request)
         task.stack.append(task.algorithm)
@@ -299,11 +309,13 @@ class Simulation:
 
     def execute(self, rank: int, caller: str, channel: str | None, request: Any) -> Algorithm[Any]:
         """Check a collective, which has a channel if it is started; return its algorithm."""
-        sequence = channel_sequence(channel or "")
-        header = self.logs[rank].record_collective(channel or "", request, caller)
-        self.check(rank, sequence, header, range(self.world_size))
-        request.check(self.world_size)
         choices = self.choices if channel is None else self.choices.in_background
+        if isinstance(request, Subgroup):
+            request.check(rank, self.world_size)
+            self.logs.check_collective(rank, caller, channel, request, request.ranks)
+            return request.messages(choices.find(request.request, len(request.ranks)), rank)
+        self.logs.check_collective(rank, caller, channel, request, range(self.world_size))
+        request.check(self.world_size)
         name = choices.find(request, self.world_size)
         return request.messages(name, rank, self.world_size)
 
@@ -313,57 +325,41 @@ class Simulation:
 
     def start_task(self, task: Task, request: Request | Algorithm[Any], channel: str) -> Task:
         """Start a collective or an algorithm on a channel, after the last one of this channel."""
-        assert type(request) not in self.handlers, "only exchanges can be started"
         before = self.last_in_channel.get((task.rank, channel))
         if isinstance(request, Generator):
             kind, algorithm = "", request
         else:
-            kind = type(request).__name__
+            assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+            kind = request.name
             algorithm = self.execute_later(task.rank, task.caller, channel, request)
             self.ledgers[task.rank].count(kind)
         if before is not None and not before.is_done:
             algorithm = run_after(before, algorithm)
         started = self.add_task(task.rank, channel, algorithm, task.now)
         started.kind, started.caller = kind, task.caller
+        if isinstance(request, Subgroup):
+            started.sequence = request.sequence(channel)
         self.last_in_channel[task.rank, channel] = started
         return started
-
-    def check(self, rank: int, sequence: str, header: Header, peers: Sequence[int]) -> None:
-        """Raise a RequestMismatch if a request differs from that of a peer that made it before."""
-        for peer in peers:
-            other = None if peer == rank else self.logs[peer].find(sequence, header.number)
-            if other is not None:
-                difference = find_difference((peer, rank), sequence, other, header)
-                if difference:
-                    raise mismatch(difference)
-                if not header.sent and not header.expected:
-                    # it equals that of all ranks that made it before
-                    return
-
-    def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> None:
-        """Compare a message with its peer's request, if that has been made."""
-        check_message(message, task.rank, self.world_size)
-        header = self.logs[task.rank].record_message(message, task.caller, channel or "")
-        self.check(task.rank, message.sequence(task.rank, channel or ""), header, [message.peer])
 
     # messages
 
     def start_send(self, task: Task, request: Send, channel: str | None) -> SentMessage:
         """Send a message: occupy the links, and match it with a receive."""
         sender, receiver = task.rank, request.peer
-        if not task.kind:
-            self.check_message(task, request, channel)
+        sequence = task.sequence if task.kind else self.logs.check_message(task, request, channel)
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
         sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
-        message = SentMessage(request, copy, num_bytes, sent_at)
+        self.num_messages += 1
+        message = SentMessage(request, sender, self.num_messages, copy, num_bytes, sent_at)
         # messages of collectives are not received by `Receive` requests of algorithms
-        mailbox = self.mailboxes[sender, receiver, channel, task.kind == ""]
+        mailbox = self.mailboxes[sender, receiver, channel, sequence]
         if mailbox.receives:
             self.match(message, mailbox.receives.popleft(), task.now)
-        else:
+        elif request.tag is None or not self.any_receives.match(task, message, channel):
             mailbox.messages.append(message)
         if sent_at > self.machines[sender].crashes_at:
             # it has not left the rank when it crashes
@@ -387,12 +383,15 @@ class Simulation:
             self.resume(receive.waiter, at)
             receive.waiter = None
 
-    def start_receive(self, task: Task, request: Receive) -> StartedReceive:
+    def start_receive(self, task: Task, request: Receive | ReceiveAny) -> StartedReceive:
         """Start a receive, and match it with a message."""
-        if not task.kind:
-            self.check_message(task, request, task.channel)
+        if isinstance(request, ReceiveAny):
+            return self.any_receives.start(task, request)
+        sequence = (
+            task.sequence if task.kind else self.logs.check_message(task, request, task.channel)
+        )
         receive = StartedReceive(request)
-        mailbox = self.mailboxes[request.peer, task.rank, task.channel, task.kind == ""]
+        mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
             self.match(mailbox.messages.popleft(), receive, task.now)
         else:
@@ -401,7 +400,7 @@ class Simulation:
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, of which one has just started."""
-        message.matched_at, receive.message = now, message
+        message.matched_at, receive.message, receive.peer = now, message, message.sender
         if message.arrives_at == NEVER:
             message.receive = receive
         if message.waiter is not None:
@@ -428,8 +427,9 @@ class Simulation:
 
     def suspend(self, task: Task, pending: SentMessage | StartedReceive) -> bool:
         """Let a task wait for its peer, or continue with an error if it is not connected."""
-        if self.is_lost(task, pending.request.peer):
-            task.error = self.lost_error(task, pending.request)
+        peer = pending.peer
+        if peer is not None and self.is_lost(task, peer):
+            task.error = self.lost_error(task, pending.request, peer)
             return True
         task.waits_for, pending.waiter = pending, task
         return False
@@ -473,8 +473,8 @@ class Simulation:
                 is_waiting = message is None or message.sent_at > at
             else:
                 is_waiting = isinstance(pending, SentMessage)
-            if is_waiting and pending.request.peer == rank and self.is_lost(task, rank):
-                task.error = self.lost_error(task, pending.request)
+            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
+                task.error = self.lost_error(task, pending.request, rank)
                 pending.waiter = None
                 self.resume(task, at + delay_s)
 
@@ -482,9 +482,8 @@ class Simulation:
         """Return whether a task has no connection to a rank any more."""
         return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
 
-    def lost_error(self, task: Task, request: Send | Receive) -> WorkerLost:
+    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
         """Return the error of a request whose peer is not connected."""
-        peer = request.peer
         at, error = self.broken.get(peer) or self.broken[peer, task.channel]
         return WorkerLost(
             f"rank {task.rank} waited for {request.describe()}, whose connections broke at "

@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from gcnzc.exchange.requests import Abandon, First, check_on_channels
 
 if TYPE_CHECKING:
     from gcnzc.exchange.process_group import Channel
+
+# time limit of a wait that has none: gloo's waits have one
+UNLIMITED_S = 3e7
 
 
 @contextmanager
@@ -29,7 +32,12 @@ class PendingMessage:
     """A message that has started."""
 
     def __init__(
-        self, work: Any, finish: Callable[[], Any], keep: Any, need: Need, limit_s: float | None
+        self,
+        work: Any,
+        finish: Callable[[], Any],
+        keep: Any,
+        need: Need | None,
+        limit_s: float | None,
     ) -> None:
         # `keep` is memory that must not be freed until the message is sent or received
         self.work, self.finish, self.keep, self.need = work, finish, keep, need
@@ -43,6 +51,65 @@ class PendingMessage:
         """Wait until the message is sent or received, and return the answer."""
         _wait(self.work, self.limit_s)
         return self.finish()
+
+
+class PendingAny(PendingMessage):
+    """A receive from any rank that has started.
+
+    gloo ends a wait for a message of any rank only by a message, and a time limit would close the
+    connections to all ranks. So a daemon thread waits, and the caller waits for the thread.
+
+    Args:
+        work: the work of torch.distributed.
+        finish: returns the answer for the rank that has sent the message.
+        keep: memory that must not be freed until the message is received.
+        find_need: returns the requests of which one ends the wait.
+        limit_s: time limit of a wait in seconds.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[int], Any],
+        keep: Any,
+        find_need: Callable[[], Need],
+        limit_s: float,
+    ) -> None:
+        self.source: Future[int] = Future()
+        self._find_need = find_need
+        # the thread may outlive this object, but not the memory that is written
+        thread = threading.Thread(target=_wait_for_any, args=(work, self.source, keep), daemon=True)
+        thread.start()
+        super().__init__(work, lambda: finish(self.source.result()), keep, None, limit_s)
+
+    def find_need(self) -> Need:
+        """Return the requests of which one ends the wait."""
+        return self._find_need()
+
+    def result(self) -> Any:
+        """Wait until a message is received, and return the answer."""
+        try:
+            self.source.result(self.limit_s)
+        except FutureTimeout:
+            limit = TimeoutError("no rank has sent such a message within the time limit")
+            raise ConnectionBroken from limit
+        return self.finish()
+
+    def abort(self) -> None:
+        """End the wait with an error."""
+        error = ConnectionBroken()
+        error.__cause__ = RuntimeError("the connections of this rank are closed")
+        with suppress(InvalidStateError):
+            self.source.set_exception(error)
+
+
+def _wait_for_any(work: Any, source: "Future[int]", keep: Any) -> None:
+    with suppress(InvalidStateError):
+        try:
+            _wait(work, UNLIMITED_S)
+            source.set_result(work._source_rank())
+        except ConnectionBroken as error:
+            source.set_exception(error)
 
 
 def _wait(work: Any, limit_s: float | None) -> None:
@@ -78,7 +145,8 @@ class Background:
     def __init__(
         self, future: Future[Any], channel: "Channel", *, is_receive: bool = False
     ) -> None:
-        self.future, self.channel, self.find_need = future, channel, channel.find_need
+        self.future, self.channel = future, channel
+        self.find_need: Callable[[], Need | None] = channel.find_need
         self.is_receive = is_receive
 
     def result(self) -> Any:
@@ -88,6 +156,18 @@ class Background:
         except FutureTimeout:
             limit = TimeoutError("no message within the time limit")
             raise ConnectionBroken from limit
+
+
+class AnyOnChannel(Background):
+    """A receive from any rank on a channel, which has a thread of its own."""
+
+    def __init__(self, pending: PendingAny, channel: "Channel") -> None:
+        super().__init__(pending.source, channel)
+        self.pending, self.find_need = pending, pending.find_need
+
+    def result(self) -> Any:
+        """Wait until a message is received, and return the answer."""
+        return self.pending.result()
 
 
 class AlgorithmOnStream(Background):

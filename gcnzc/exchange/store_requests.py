@@ -1,18 +1,14 @@
-"""Requests to the store over processes, and the store of a single process."""
+"""The requests to the store that all ranks share, and their execution over processes."""
 
 import time
+from abc import ABC
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gcnzc.exchange.errors import ConnectionBroken
 from gcnzc.exchange.rendezvous import read_existing
-from gcnzc.exchange.requests import (
-    CompareAndSet,
-    DeleteKeys,
-    ReadKeys,
-    StoreRequest,
-    WaitForKey,
-)
+from gcnzc.exchange.requests import BaseRequest
 from gcnzc.exchange.started_requests import network
 
 # poll interval of a wait, at first and at most; a request takes 15 us to a store on this machine
@@ -21,6 +17,104 @@ POLL_S, MAX_POLL_S = 0.0005, 0.01
 PREFIX = "gcnzc/keys/"
 # no key has this value
 _NO_VALUE = "\0"
+
+
+class StoreRequest(BaseRequest, ABC):
+    """The base of requests to the store, which has values of bytes by key, common to all ranks.
+
+    The store executes requests one after the other. It is independent of messages and collectives:
+    a rank can wait for a decision without a message from each of the other ranks. In answers, the
+    value of a key that does not exist is b"". A group of several ranks uses the store of
+    torch.distributed; `lockstep` simulates one.
+    """
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """Check the request.
+
+        Raises:
+            ValueError: it is invalid.
+        """
+
+
+@dataclass(slots=True)
+class CompareAndSet(StoreRequest):
+    """Set a key if it has the expected value; the answer is the value of the key afterwards.
+
+    If several ranks set a key with the same expected value, exactly one of them succeeds, and the
+    answers of all of them are its value.
+    """
+
+    key: str
+    expected: bytes
+    """b"" if the key must not exist"""
+    value: bytes
+    """not empty"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"CompareAndSet of the key {self.key}"
+
+    def check(self) -> None:
+        """Check that the value is not empty; raises ValueError."""
+        if not self.value:
+            raise ValueError(
+                f"{self.describe()} to an empty value\n\n"
+                "hint: an empty value means that the key does not exist; DeleteKeys deletes it"
+            )
+
+
+@dataclass(slots=True)
+class ReadKeys(StoreRequest):
+    """Read several keys; the answer is a list of their values.
+
+    Over processes, keys that exist are read at the same instant. A key that is set while others are
+    looked up may be missing in the answer.
+    """
+
+    keys: Sequence[str]
+
+    def describe(self) -> str:
+        """Describe the number of keys, for error messages."""
+        return f"ReadKeys of {len(self.keys)} keys"
+
+
+@dataclass(slots=True)
+class WaitForKey(StoreRequest):
+    """Wait until a key exists, or for a limited time; the answer is its value, None if too late.
+
+    Over processes the key is polled, at least once, every `POLL_S` to `MAX_POLL_S` seconds of
+    `gcnzc.exchange.store_requests`.
+    """
+
+    key: str
+    seconds: float | None = None
+    """the limit, at least 0. With None, `run` raises `WorkerLost` after the time limit of the
+    group, and `lockstep` if no rank can continue and one has ended with an error"""
+
+    def describe(self) -> str:
+        """Describe the key, for error messages."""
+        return f"the key {self.key}"
+
+    def check(self) -> None:
+        """Check that the limit is not negative or NaN; raises ValueError."""
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ValueError(
+                f"a wait of {self.seconds} s for {self.describe()}\n\n"
+                "hint: give at least 0 s, or None"
+            )
+
+
+@dataclass(slots=True)
+class DeleteKeys(StoreRequest):
+    """Delete keys, and ignore those that do not exist; the answer is None."""
+
+    keys: Sequence[str]
+
+    def describe(self) -> str:
+        """Describe the number of keys, for error messages."""
+        return f"DeleteKeys of {len(self.keys)} keys"
 
 
 class MemoryStore:

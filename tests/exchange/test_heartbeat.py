@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from gcnzc.exchange.heartbeat import (
     StoreHost,
     describe_stopped_ranks,
 )
+from gcnzc.exchange.messenger import Messenger
 
 # a name that never resolves (RFC 6761)
 NOWHERE = ("machine0.invalid", 29400)
@@ -240,8 +242,8 @@ def test_an_error_names_the_step_if_it_is_known(num_steps, message, monkeypatch)
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
-    monkeypatch.setattr(dist, "isend", fail)
-    monkeypatch.setattr(dist, "irecv", fail)
+    world = SimpleNamespace(send=fail, recv=fail)
+    monkeypatch.setattr(Messenger, "process_group", world)
     group = Group(0, 2, "gloo", HashStore())
     if num_steps is not None:
         group.count_step(num_steps)

@@ -26,6 +26,7 @@ from gcnzc.exchange.collectives.all_reduce import Mean, Sum
 from gcnzc.exchange.collectives.all_to_all import AllToAll, ReduceScatter
 from gcnzc.exchange.collectives.broadcast import Broadcast
 from gcnzc.exchange.collectives.pairs import SendReceive
+from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.requests import Collective
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Mean",
     "ReduceScatter",
     "SendReceive",
+    "Subgroup",
     "Sum",
 ]
 

@@ -6,6 +6,7 @@ pairs on all ranks, and addition is commutative.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -121,43 +122,65 @@ def doubling_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor
     If W is not a power of two, there are ⌊log2 W⌋ + 2 rounds. Uses log2 W times the memory of the
     values as scratch; the other sums use at most their size.
     """
-    fold = yield from _make_fold(values, rank, world_size)
-    peers = [fold.find_rank(fold.position ^ step) for step in fold.steps]
+    fold = _find_fold(rank, world_size)
+    if not values.numel():
+        return values
+    pair = None
+    if fold.partner >= 0:
+        scratch = values if fold.is_folded else (yield Scratch(values))
+        pair = yield Start(Receive(scratch, fold.partner))
+    # requests are made here and not by functions, since small sums spend their time with them
     receives = []
-    for peer in peers:
-        receives.append((yield from start_receive((yield Scratch(values)), peer)))
-    yield from fold.reduce_pairs(values)
-    for peer, receive in zip(peers, receives, strict=True):
-        yield from send_and_wait(values, peer, receive)
-        values += receive.values
-    yield from fold.send_results(values)
+    for peer in fold.peers:
+        receives.append((yield Start(Receive((yield Scratch(values)), peer))))
+    if fold.is_folded:
+        yield Send(values, fold.partner)
+        yield Wait(pair)
+        return values
+    if pair is not None:
+        values += yield Wait(pair)
+    for peer, receive in zip(fold.peers, receives, strict=True):
+        send = yield Start(Send(values, peer))
+        received = yield Wait(receive)
+        yield Wait(send)
+        values += received
+    if pair is not None:
+        yield Send(values, fold.partner)
     return values
 
 
 def halving_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     """All-reduce (n,) in place by recursive halving (reduce-scatter) and doubling (all-gather)."""
-    fold = yield from _make_fold(values, rank, world_size)
+    fold = _find_fold(rank, world_size)
+    pair = yield from _start_pair(fold, values)
     halves = []
     begin, end = 0, len(values)
-    for step in reversed(fold.steps):
+    for step, peer in zip(reversed(fold.steps), reversed(fold.peers), strict=True):
         middle = (begin + end) // 2
         lower, upper = values[begin:middle], values[middle:end]
         is_upper = bool(fold.position & step)
         own, other = (upper, lower) if is_upper else (lower, upper)
-        halves.append((own, other, fold.find_rank(fold.position ^ step)))
+        halves.append((own, other, peer))
         begin, end = (middle, end) if is_upper else (begin, middle)
     reduces, gathers = [], []
     for own, _, peer in halves:
         reduces.append((yield from start_receive((yield Scratch(own)), peer)))
     for _, other, peer in reversed(halves):
         gathers.append((yield from start_receive(other, peer)))
-    yield from fold.reduce_pairs(values)
+    if fold.is_folded:
+        yield from send(values, rank - 1)
+        yield from pair.wait()
+        return values
+    yield from pair.wait()
+    if fold.has_folded:
+        values += pair.values
     for (own, other, peer), receive in zip(halves, reduces, strict=True):
         yield from send_and_wait(other, peer, receive)
         own += receive.values
     for (own, _, peer), receive in zip(reversed(halves), gathers, strict=True):
         yield from send_and_wait(own, peer, receive)
-    yield from fold.send_results(values)
+    if fold.has_folded:
+        yield from send(values, rank + 1)
     return values
 
 
@@ -207,6 +230,7 @@ def ring_sum(values: Tensor, rank: int, world_size: int) -> Algorithm[Tensor]:
     return values
 
 
+@dataclass(frozen=True, slots=True)
 class _Fold:
     """Folds W ranks to the next lower power of two, which recursive doubling and halving need.
 
@@ -215,47 +239,41 @@ class _Fold:
     without a pair, has a position in [0, power of two).
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        power = 1 << (world_size.bit_length() - 1)
-        self.num_pairs = world_size - power
-        in_pair = rank < 2 * self.num_pairs
-        self.is_folded = in_pair and rank % 2 == 1
-        self.has_folded = in_pair and rank % 2 == 0
-        self.position = rank // 2 if in_pair else rank - self.num_pairs
-        # the positions of a rank and of its peers differ in one of these bits
-        self.steps = [] if self.is_folded else [1 << bit for bit in range(power.bit_length() - 1)]
-        self.receive: PendingReceive | None = None
+    partner: int
+    """the other rank of the pair; -1 for a rank without a pair"""
+    is_folded: bool
+    """whether the partner takes part for this rank"""
+    position: int
+    steps: tuple[int, ...]
+    """the bits in which the positions of this rank and of its peers differ"""
+    peers: tuple[int, ...]
 
-    def find_rank(self, position: int) -> int:
-        """Return the rank that takes part for a position."""
-        return 2 * position if position < self.num_pairs else position + self.num_pairs
-
-    def reduce_pairs(self, values: Tensor) -> Algorithm[None]:
-        """Add the values of each odd rank to those of its even one."""
-        if self.is_folded:
-            yield from send(values, self.rank - 1)
-        elif self.receive is not None:
-            yield from self.receive.wait()
-            values += self.receive.values
-
-    def send_results(self, values: Tensor) -> Algorithm[None]:
-        """Send the result of each even rank to its odd one."""
-        if self.is_folded:
-            assert self.receive is not None, "_make_fold has started it"
-            yield from self.receive.wait()
-        elif self.has_folded:
-            yield from send(values, self.rank + 1)
+    @property
+    def has_folded(self) -> bool:
+        """Whether this rank takes part for its partner."""
+        return self.partner >= 0 and not self.is_folded
 
 
-def _make_fold(values: Tensor, rank: int, world_size: int) -> Algorithm[_Fold]:
-    """Create a fold, and start the receive of this rank's pair."""
-    fold = _Fold(rank, world_size)
-    if fold.is_folded:
-        fold.receive = yield from start_receive(values, rank - 1)
-    elif fold.has_folded:
-        fold.receive = yield from start_receive((yield Scratch(values)), rank + 1)
-    return fold
+@lru_cache(maxsize=4096)
+def _find_fold(rank: int, world_size: int) -> _Fold:
+    power = 1 << (world_size.bit_length() - 1)
+    num_pairs = world_size - power
+    if rank < 2 * num_pairs and rank % 2:
+        return _Fold(rank - 1, True, rank // 2, (), ())
+    in_pair = rank < 2 * num_pairs
+    position = rank // 2 if in_pair else rank - num_pairs
+    steps = tuple(1 << bit for bit in range(power.bit_length() - 1))
+    positions = [position ^ step for step in steps]
+    peers = tuple(2 * each if each < num_pairs else each + num_pairs for each in positions)
+    return _Fold(rank + 1 if in_pair else -1, False, position, steps, peers)
+
+
+def _start_pair(fold: _Fold, values: Tensor) -> Algorithm[PendingReceive]:
+    """Start the receive of this rank's pair, if it has one."""
+    if fold.partner < 0:
+        return PendingReceive(values, None)
+    scratch = values if fold.is_folded else (yield Scratch(values))
+    return (yield from start_receive(scratch, fold.partner))
 
 
 _ALGORITHMS = {
