@@ -120,6 +120,11 @@ LOCAL = {
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
     # tests call collectives after any step, so all ranks must take part in all rounds
+    "backup-workers": strategy(
+        backup_workers, graph="complete", grace=math.inf, control_interval=2
+    ),
+}
+QUORUM = {
     # with a quorum of fewer ranks, tests would wait in collectives for ranks that miss rounds
     "diloco quorum": lambda model, group, **options: Strategy(
         adamw(model),
@@ -127,10 +132,8 @@ LOCAL = {
         group,
         **options,
     ),
-    "backup-workers": strategy(
-        backup_workers, graph="complete", grace=math.inf, control_interval=2
-    ),
 }
+"""not in `KINDS` yet: test_grad_scaler.py does not pass with it; see test_quorum.py"""
 WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}
 """which take local steps of SGD without momentum, with a closure"""
 LOCAL |= WITH_CLOSURE
