@@ -47,8 +47,8 @@ class Messenger:
     def run(self, algorithm: Algorithm[Any], kind: str, sequence: str, header: Header) -> Any:
         """Run a collective by its messages, and return its answer.
 
-        Small collectives spend their time here, so this function makes no object for a message
-        except the work of torch.distributed.
+        Small collectives spend their time here, so this function calls torch.distributed's process
+        group directly, and has no function of its own for a message.
 
         Args:
             algorithm: yields `Scratch`, `Send` and `Receive`, and `Start` and `Wait` of these two.
