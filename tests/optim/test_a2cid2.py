@@ -153,7 +153,7 @@ def test_without_momentum_it_is_plain_gossip_bit_for_bit():
             x[i] = x[j] = (x[i] + x[j]) / 2
     assert torch.equal(found, x)
     assert all(not each.numel() for each in second)
-    assert "second" not in optimizers[0].local_state()
+    assert "second" not in optimizers[0].recipe.update.local_state()
 
 
 @pytest.mark.parametrize("inner", [sgd, adamw])
