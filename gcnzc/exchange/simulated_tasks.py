@@ -111,13 +111,15 @@ class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
     __slots__ = (
-        "arrives_at", "copy", "matched_at", "num_bytes", "receive", "request", "sent_at", "waiter",
+        "arrives_at", "connection", "copy", "matched_at", "num_bytes", "receive", "request", "sent_at", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Send, copy: Any, num_bytes: int, sent_at: float) -> None:
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
         self.copy = copy
         """bytes of the values, also to detect that they changed; None without elements"""
+        self.connection: tuple[int, int, str | None] | None = None
+        """sender, receiver and channel, over shared links"""
         self.arrives_at = NEVER
         self.matched_at = NEVER
         """when both the message and its receive had started"""

@@ -34,6 +34,7 @@ from gcnzc.exchange.requests import (
     Wait,
     check_on_channels,
 )
+from gcnzc.exchange.shared_network import SharedNetwork
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -88,6 +89,11 @@ class Simulation:
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
+        self.shared = (
+            SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
+            if network.is_shared
+            else None
+        )
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
         self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
@@ -348,7 +354,9 @@ class Simulation:
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
-        sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
+        sent_at = first = last = NEVER
+        if self.shared is None:
+            sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
         message = SentMessage(request, copy, num_bytes, sent_at)
         # messages of collectives are not received by `Receive` requests of algorithms
@@ -357,6 +365,11 @@ class Simulation:
             self.match(message, mailbox.receives.popleft(), task.now)
         else:
             mailbox.messages.append(message)
+        if self.shared is not None:
+            message.connection = sender, receiver, channel
+            if message.matched_at < NEVER:
+                self.shared.start(message, message.connection, task.now, is_late=False)
+            return message
         if sent_at > self.machines[sender].crashes_at:
             # it has not left the rank when it crashes
             return message
@@ -386,7 +399,10 @@ class Simulation:
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, task.kind == ""]
         if mailbox.messages:
-            self.match(mailbox.messages.popleft(), receive, task.now)
+            message = mailbox.messages.popleft()
+            self.match(message, receive, task.now)
+            if self.shared is not None:
+                self.shared.start(message, message.connection, task.now, is_late=True)
         else:
             mailbox.receives.append(receive)
         return receive
@@ -396,9 +412,19 @@ class Simulation:
         message.matched_at, receive.message = now, message
         if message.arrives_at == NEVER:
             message.receive = receive
-        if message.waiter is not None:
+        self.resume_sender(message)
+
+    def end_send(self, message: SentMessage, at: float) -> None:
+        """Set when a message over a shared link has been sent, and resume the task that waits."""
+        message.sent_at = at
+        self.resume_sender(message)
+
+    def resume_sender(self, message: SentMessage) -> None:
+        """Resume the task that waits for a message if it is sent and its receive has started."""
+        end = max(message.sent_at, message.matched_at)
+        if message.waiter is not None and end < NEVER:
             message.check_unchanged(message.waiter.rank)
-            self.resume(message.waiter, max(message.sent_at, now))
+            self.resume(message.waiter, end)
             message.waiter = None
 
     def wait_for_receive(self, task: Task, receive: StartedReceive) -> bool:
@@ -411,9 +437,10 @@ class Simulation:
 
     def wait_for_send(self, task: Task, message: SentMessage) -> bool:
         """Wait until a message has left this rank and its peer has started to receive."""
-        if message.matched_at < NEVER:
+        end = max(message.sent_at, message.matched_at)
+        if end < NEVER:
             message.check_unchanged(task.rank)
-            return self.continue_at(task, max(message.sent_at, message.matched_at))
+            return self.continue_at(task, end)
         # as over gloo, a send finishes only after its peer has started to receive; the simulated
         # transfer does not wait for that
         return self.suspend(task, message)
@@ -439,6 +466,8 @@ class Simulation:
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:
         """End all tasks of a rank, and break its connections."""
         self.errors[rank] = error
+        if self.shared is not None:
+            self.shared.crash(rank)
         for task in [each for each in self.tasks if each.rank == rank]:
             task.is_done = True
             del self.tasks[task]
