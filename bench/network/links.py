@@ -22,8 +22,8 @@ FRAME_BYTES = 1514  # of an Ethernet frame with an MTU of 1500 B
 # The burst (bucket size) of a link is the bytes that it sends in this time, and at least a few
 # frames: large enough to keep the rate if a kernel timer is late, small compared with the messages
 # that are timed.
-BURST_S = 2.5e-4
-MIN_BURST_BYTES = 2 * FRAME_BYTES
+BURST_S = 5e-4
+MIN_BURST_BYTES = 3 * FRAME_BYTES
 # size of the largest packet with segmentation offload, 64 KiB and headers
 OFFLOADED_BYTES = 70_000
 # The queue of a link has room for the bytes that it sends in this time, and at least for as many
@@ -223,4 +223,3 @@ def _bit(mbit_per_s: float) -> str:
 
 def _burst(mbit_per_s: float) -> int:
     return max(MIN_BURST_BYTES, _bytes_sent_in(BURST_S, mbit_per_s))
-

@@ -4,9 +4,9 @@
     python -m bench.network.uneven_strategies --slow-worker 3:3 average DiLoCo
     python -m bench.network.uneven_strategies --slow-link 0-1:10 --virtual
 
-Both run `bench.network.uneven_worker.train`: over the emulated machines of bench/network/cluster.py,
-which needs root, or with `--virtual` in `lockstep` with `Link.tcp`. A recorded line has the seconds
-of the steps of each worker.
+Both run `bench.network.uneven_worker.train`: over the emulated machines of
+bench/network/cluster.py, which needs root, or with `--virtual` in `lockstep` with
+`Link.tcp`. A recorded line has the seconds of the steps of each worker.
 """
 
 import argparse

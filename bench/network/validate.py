@@ -3,11 +3,11 @@
     python -m bench.network.validate --workers 4 8 --mbit-per-s 10 --sizes 4096 65536 386000
     python -m bench.network.validate --workers 4 8 --mbit-per-s 50 --sizes 386000 4194304
 
-Ranks of the emulated machines of bench/network/cluster.py, which needs root, and ranks in `lockstep`
-execute the same algorithm: a pause, a scalar all-gather, and the collective that is timed. A
-recorded line has the median, least and largest seconds of the slowest rank, the simulated seconds
-with `Link.tcp` and with an ideal link, and the seconds on a cluster without limits: the time that
-the processes take on the shared cores. All workers run with a high priority.
+Ranks on the emulated machines of bench/network/cluster.py, which needs root, and ranks in
+`lockstep` execute the same algorithm: a pause, a scalar all-gather, and the collective that is
+timed. A recorded line has the median, least and largest seconds of the slowest rank, the simulated
+seconds with `Link.tcp` and with an ideal link, and the seconds on a cluster without limits: the
+time that the processes take on the shared cores. All workers run with a high priority.
 """
 
 import argparse

@@ -2,7 +2,9 @@
 
 A message starts when both its send and its receive have started, as over gloo. The messages of a
 connection follow each other. The rates of all active messages are max-min fair: the rate of none
-can increase without a decrease of one that is not faster. They change when a message starts or ends.
+can increase without a decrease of one that is not faster. They change when a message starts or
+ends. A send ends before its bytes have left, as with the send buffers of TCP, so the next send of
+the rank may share its link with the rest of this one.
 
 Notation: W ranks.
 """
@@ -31,16 +33,14 @@ class Transfer:
 
     Args:
         message: the message.
-        connection: its connection.
         resources: the links that limit its rate.
     """
 
     __slots__ = ("at", "connection", "is_sent", "left", "message", "rate", "resources", "version")
 
-    def __init__(
-        self, message: SentMessage, connection: Connection, resources: list[Resource]
-    ) -> None:
-        self.message, self.connection, self.resources = message, connection, resources
+    def __init__(self, message: SentMessage, resources: list[Resource]) -> None:
+        self.message, self.resources = message, resources
+        self.connection: Connection = message.connection
         self.left = float(message.num_bytes)
         """bytes that have not left the sender at time `at`"""
         self.rate = self.at = 0.0
@@ -62,7 +62,7 @@ class SharedNetwork:
     Args:
         network: the links.
         schedule: calls a function at a time.
-        send: called with a message and the time when it is in the send buffer or has left.
+        send: called with a message when it is in the send buffer or has left.
         arrive: called with a message and the time of its arrival.
     """
 
@@ -70,7 +70,7 @@ class SharedNetwork:
         self,
         network: SimulatedNetwork,
         schedule: Callable[[float, Callable[[float], None]], None],
-        send: Callable[[SentMessage, float], None],
+        send: Callable[[SentMessage], None],
         arrive: Callable[[SentMessage, float], None],
     ) -> None:
         self.network, self.schedule = network, schedule
@@ -85,24 +85,27 @@ class SharedNetwork:
         self.freed: dict[Resource, None] = {}
         self.shares_at = -1.0
 
-    def start(
-        self, message: SentMessage, connection: Connection, now: float, *, is_late: bool
-    ) -> None:
+    def open(self, message: SentMessage, connection: Connection, now: float) -> None:
+        """Set the connection of a message, and start it if its receive has started."""
+        message.connection = connection
+        if message.matched_at < NEVER:
+            self.start(message, now, is_late=False)
+
+    def start(self, message: SentMessage, now: float, *, is_late: bool) -> None:
         """Start a message whose send and receive have started.
 
         Args:
             message: the message.
-            connection: its connection.
             now: when the later of the two started.
             is_late: whether this is the receive, so that the sender has to be notified first.
         """
-        sender, receiver, _ = connection
+        sender, receiver, _ = message.connection
         link = self.network.of_rank[sender]
         if is_late:
             now += self._delay_s(receiver, sender)
         begin = max(now, self.started_at[sender]) + link.message_s
         self.started_at[sender] = begin
-        transfer = Transfer(message, connection, self._resources(sender, receiver))
+        transfer = Transfer(message, self._resources(sender, receiver))
         self.schedule(begin, lambda at: self._enqueue(transfer, at))
 
     def crash(self, rank: int) -> None:
@@ -238,7 +241,8 @@ class SharedNetwork:
         version = transfer.version
         left = transfer.left
         if not transfer.is_sent:
-            left -= min(self._buffer_bytes(transfer), left)
+            fits = (self._buffer_bytes(transfer) + 2 * transfer.message.num_bytes) / 3
+            left -= min(fits, left)
         end = transfer.at + left / transfer.rate
         self.schedule(end, lambda at: self._advance(transfer, version, at, left))
 
@@ -258,4 +262,5 @@ class SharedNetwork:
 
     def _end_send(self, transfer: Transfer, now: float) -> None:
         transfer.is_sent = True
-        self.send(transfer.message, now)
+        transfer.message.sent_at = now
+        self.send(transfer.message)

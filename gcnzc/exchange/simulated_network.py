@@ -11,8 +11,8 @@ _PAYLOAD_BYTES, _FRAME_BYTES, _ACKNOWLEDGEMENT_BYTES = 1448, 1514, 66
 TCP_SHARE = _PAYLOAD_BYTES / (_FRAME_BYTES + _ACKNOWLEDGEMENT_BYTES / 2)
 """the part of a link's rate that is payload, if both directions are busy"""
 
-SEND_BUFFER_BYTES = 512e3
-"""the part of Linux's send buffer that holds payload, after its automatic growth"""
+SEND_BUFFER_BYTES = 10.0 * _PAYLOAD_BYTES
+"""the initial congestion window of Linux; its send buffer has twice the size of the window"""
 
 MESSAGE_S = 100e-6
 """time of a processor core to start a message"""
@@ -35,8 +35,8 @@ class Link:
     """False: messages of the rank leave it one after the other. True: each peer and channel has a
     TCP connection, all of which share the links; of the links of all ranks or none"""
     buffer_bytes: float = 0.0
-    """size of the send buffer of a connection: a send ends when no more than this is left; only of
-    shared links"""
+    """size of the send buffer at the beginning of a message, which grows by two bytes for each that
+    leaves; the send ends when the rest of the message fits in it. Only of shared links"""
 
     @classmethod
     def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":
@@ -50,9 +50,7 @@ class Link:
             message_s: time of the sender's processor per message.
         """
         rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
-        return cls(
-            rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES
-        )
+        return cls(rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,7 @@ class SlowDown:
 Fault: TypeAlias = Crash | SlowDown
 
 _NO_LIMITS = Link()
+_UNKNOWN = float("inf"), float("inf"), float("inf")
 
 
 class SimulatedNetwork:
@@ -137,8 +136,11 @@ class SimulatedNetwork:
 
         Returns:
             When the last byte has left the sender, when the first byte arrives, and when the last
-            one arrives if the receiver has no limit.
+            one arrives if the receiver has no limit. Over shared links they are not known yet, and
+            infinite; see `SharedNetwork`.
         """
+        if self.is_shared:
+            return _UNKNOWN
         link = self.of_rank[sender]
         free = self.sent_at[sender]
         begin = (now if now > free else free) + link.message_s

@@ -1,6 +1,7 @@
 """The state of simulated ranks: their tasks, messages and receives, and their results."""
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from gcnzc.exchange.agreement import mismatch
 from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
-from gcnzc.exchange.requests import Algorithm, First, Receive, Send, WaitForKey
+from gcnzc.exchange.requests import Algorithm, First, Receive, Send, Wait, WaitForKey
 from gcnzc.exchange.size_only import SizeOnly
 
 NEVER = float("inf")
@@ -111,14 +112,15 @@ class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
     __slots__ = (
-        "arrives_at", "connection", "copy", "matched_at", "num_bytes", "receive", "request", "sent_at", "waiter",
+        "arrives_at", "connection", "copy", "matched_at", "num_bytes", "receive", "request",
+        "sent_at", "waiter",
     )  # fmt: skip
 
     def __init__(self, request: Send, copy: Any, num_bytes: int, sent_at: float) -> None:
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
         self.copy = copy
         """bytes of the values, also to detect that they changed; None without elements"""
-        self.connection: tuple[int, int, str | None] | None = None
+        self.connection: tuple[int, int, str | None] = (0, 0, None)
         """sender, receiver and channel, over shared links"""
         self.arrives_at = NEVER
         self.matched_at = NEVER
@@ -127,6 +129,11 @@ class SentMessage:
         """until the message arrives, so that the two do not refer to each other for longer"""
         self.waiter: Task | None = None
         """the task that waits until it is sent"""
+
+    @property
+    def ends_at(self) -> float:
+        """When its `Wait` ends, as over gloo: it is sent, and its peer has started to receive."""
+        return max(self.sent_at, self.matched_at)
 
     def check_unchanged(self, rank: int) -> None:
         """Check that the values have not changed while they were sent."""
@@ -182,3 +189,15 @@ class Mailbox:
     def __init__(self) -> None:
         self.messages: deque[SentMessage] = deque()
         self.receives: deque[StartedReceive] = deque()
+
+
+def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """Run an algorithm after the previous request of its channel, also if that failed."""
+    with suppress(WorkerLost):
+        yield Wait(before)
+    return (yield from algorithm)
+
+
+def execute_message(message: Receive) -> Algorithm[Any]:
+    """Run a receive as an algorithm, and return its answer."""
+    return (yield message)

@@ -3,7 +3,6 @@
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -45,7 +44,9 @@ from gcnzc.exchange.simulated_tasks import (
     SentMessage,
     StartedReceive,
     Task,
+    execute_message,
     invalid_like,
+    run_after,
 )
 from gcnzc.exchange.size_only import SizeOnly
 
@@ -89,11 +90,9 @@ class Simulation:
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
-        self.shared = (
-            SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
-            if network.is_shared
-            else None
-        )
+        self.shared: SharedNetwork | None = None
+        if network.is_shared:
+            self.shared = SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
         self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
@@ -235,7 +234,7 @@ class Simulation:
             task.answer = self.start_receive(task, started)  # type: ignore[arg-type]
         else:
             if kind is Receive:
-                started = _execute_message(started)  # type: ignore[arg-type]
+                started = execute_message(started)  # type: ignore[arg-type]
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
@@ -321,7 +320,7 @@ class Simulation:
             algorithm = self.execute_later(task.rank, task.caller, channel, request)
             self.ledgers[task.rank].count(kind)
         if before is not None and not before.is_done:
-            algorithm = _run_after(before, algorithm)
+            algorithm = run_after(before, algorithm)
         started = self.add_task(task.rank, channel, algorithm, task.now)
         started.kind, started.caller = kind, task.caller
         self.last_in_channel[task.rank, channel] = started
@@ -354,9 +353,7 @@ class Simulation:
         values = request.values
         num_bytes = values.nbytes
         copy = None if isinstance(values, SizeOnly) else as_bytes(values).clone()
-        sent_at = first = last = NEVER
-        if self.shared is None:
-            sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
+        sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
         message = SentMessage(request, copy, num_bytes, sent_at)
         # messages of collectives are not received by `Receive` requests of algorithms
@@ -365,15 +362,11 @@ class Simulation:
             self.match(message, mailbox.receives.popleft(), task.now)
         else:
             mailbox.messages.append(message)
-        if self.shared is not None:
-            message.connection = sender, receiver, channel
-            if message.matched_at < NEVER:
-                self.shared.start(message, message.connection, task.now, is_late=False)
-            return message
-        if sent_at > self.machines[sender].crashes_at:
-            # it has not left the rank when it crashes
-            return message
-        if self.network.has_receiver_limit:
+        if self.shared:
+            self.shared.open(message, (sender, receiver, channel), task.now)
+        elif sent_at > self.machines[sender].crashes_at:
+            pass  # it has not left the rank when it crashes
+        elif self.network.has_receiver_limit:
             self.schedule(first, lambda at: self.arrive(message, receiver, at, last))
         else:
             self.set_arrival(message, last)
@@ -401,8 +394,8 @@ class Simulation:
         if mailbox.messages:
             message = mailbox.messages.popleft()
             self.match(message, receive, task.now)
-            if self.shared is not None:
-                self.shared.start(message, message.connection, task.now, is_late=True)
+            if self.shared:
+                self.shared.start(message, task.now, is_late=True)
         else:
             mailbox.receives.append(receive)
         return receive
@@ -412,19 +405,13 @@ class Simulation:
         message.matched_at, receive.message = now, message
         if message.arrives_at == NEVER:
             message.receive = receive
-        self.resume_sender(message)
+        self.end_send(message)
 
-    def end_send(self, message: SentMessage, at: float) -> None:
-        """Set when a message over a shared link has been sent, and resume the task that waits."""
-        message.sent_at = at
-        self.resume_sender(message)
-
-    def resume_sender(self, message: SentMessage) -> None:
+    def end_send(self, message: SentMessage) -> None:
         """Resume the task that waits for a message if it is sent and its receive has started."""
-        end = max(message.sent_at, message.matched_at)
-        if message.waiter is not None and end < NEVER:
+        if message.waiter is not None and message.ends_at < NEVER:
             message.check_unchanged(message.waiter.rank)
-            self.resume(message.waiter, end)
+            self.resume(message.waiter, message.ends_at)
             message.waiter = None
 
     def wait_for_receive(self, task: Task, receive: StartedReceive) -> bool:
@@ -437,10 +424,9 @@ class Simulation:
 
     def wait_for_send(self, task: Task, message: SentMessage) -> bool:
         """Wait until a message has left this rank and its peer has started to receive."""
-        end = max(message.sent_at, message.matched_at)
-        if end < NEVER:
+        if message.ends_at < NEVER:
             message.check_unchanged(task.rank)
-            return self.continue_at(task, end)
+            return self.continue_at(task, message.ends_at)
         # as over gloo, a send finishes only after its peer has started to receive; the simulated
         # transfer does not wait for that
         return self.suspend(task, message)
@@ -466,7 +452,7 @@ class Simulation:
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:
         """End all tasks of a rank, and break its connections."""
         self.errors[rank] = error
-        if self.shared is not None:
+        if self.shared:
             self.shared.crash(rank)
         for task in [each for each in self.tasks if each.rank == rank]:
             task.is_done = True
@@ -511,14 +497,3 @@ class Simulation:
             f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
             f"{at:g} s: {error}"
         )
-
-
-def _run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """Run an algorithm after the previous request of its channel, also if that failed."""
-    with suppress(WorkerLost):
-        yield Wait(before)
-    return (yield from algorithm)
-
-
-def _execute_message(message: Receive) -> Algorithm[Any]:
-    return (yield message)
