@@ -241,7 +241,8 @@ class SharedNetwork:
         version = transfer.version
         left = transfer.left
         if not transfer.is_sent:
-            fits = (self._buffer_bytes(transfer) + 2 * transfer.message.num_bytes) / 3
+            buffer = self._buffer_bytes(transfer)
+            fits = (buffer + 2 * transfer.message.num_bytes) / 3 if buffer else 0.0
             left -= min(fits, left)
         end = transfer.at + left / transfer.rate
         self.schedule(end, lambda at: self._advance(transfer, version, at, left))

@@ -36,7 +36,7 @@ class Link:
     TCP connection, all of which share the links; of the links of all ranks or none"""
     buffer_bytes: float = 0.0
     """size of the send buffer at the beginning of a message, which grows by two bytes for each that
-    leaves; the send ends when the rest of the message fits in it. Only of shared links"""
+    leaves; the send ends when the rest of the message fits in it. 0: none. Only of shared links"""
 
     @classmethod
     def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":
