@@ -24,7 +24,7 @@ from gcnzc.exchange.requests import BUILTIN
 @table
 def emulated_links() -> str:
     """Return the table of measured rates and delays of emulated links."""
-    lines = read("cluster")
+    lines = [line for line in read("cluster") if "link" in line]
     rows = []
     for line in lines:
         rate = line["mbit_per_s"]
@@ -36,6 +36,45 @@ def emulated_links() -> str:
     heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]
     command = "python -m bench.network.cluster --workers 8 --measure --record"
     return with_caption(markdown(heads, rows), lines, command)
+
+
+@table
+def validation() -> str:
+    """Return the table of collectives over emulated machines and in the simulator."""
+    lines = newest(
+        read("validation"), "workers", "mbit_per_s", "delay_ms", "kind", "algorithm", "num_bytes"
+    )
+    rows = []
+    for line in lines.values():
+        rows.append(
+            [
+                line["workers"],
+                f"{line['mbit_per_s']:g} Mbit/s",
+                f"`{line['kind']}`",
+                line["algorithm"],
+                f"{line['num_bytes']:,}",
+                *(significant(1e3 * line[name]) for name in ("measured_s", "least_s", "tcp_s")),
+                f"{line['measured_of_tcp']:.2f}",
+                f"{line['least_s'] / line['tcp_s']:.2f}",
+                f"{line['measured_of_ideal']:.2f}",
+                significant(1e3 * line["machine_s"]),
+            ]
+        )
+    heads = [
+        "workers",
+        "links",
+        "collective",
+        "algorithm",
+        "bytes",
+        "measured, ms",
+        "least, ms",
+        "simulated, ms",
+        "measured / simulated",
+        "least / simulated",
+        "measured / simulated, ideal links",
+        "without limits, ms",
+    ]
+    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.network.validate")
 
 
 @table

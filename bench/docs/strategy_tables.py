@@ -109,6 +109,37 @@ def uneven_machines() -> str:
 
 
 @table
+def uneven_clocks() -> str:
+    """Return the table of wall-clock and virtual times with a slow worker, and a slow link."""
+    lines = [line for line in read("cluster") if line.get("part") == "uneven"]
+    lines = [line | {"case": _unevenness(line)} for line in lines]
+    found = newest(lines, "case", "method", "clock")
+    rows = []
+    for case, method in dict.fromkeys((case, method) for case, method, _ in found):
+        wall, virtual = (found.get((case, method, clock)) for clock in ("wall", "virtual"))
+        if wall is None or virtual is None:
+            continue
+        cells = []
+        for name in ("slowest_s", "median_s"):
+            cells += [significant(wall[name]), significant(virtual[name])]
+            cells.append(f"{wall[name] / virtual[name]:.2f}")
+        rows.append([case, method, *cells])
+    heads = ["workers", "method"]
+    for worker in ("slowest worker", "median worker"):
+        heads += [f"{worker}: wall clock, s", "virtual, s", "ratio"]
+    return with_caption(
+        markdown(heads, rows), found.values(), "python -m bench.network.uneven_strategies"
+    )
+
+
+def _unevenness(line: Line) -> str:
+    """Return the slow workers and links of a run in words."""
+    slow = [f"worker {name} {each:g} times as slow" for name, each in line["slow_workers"].items()]
+    slow += [f"link {name} {each:g} times as slow" for name, each in line["slow_links"].items()]
+    return ", ".join(slow) or "equal"
+
+
+@table
 def pairs_of_ranks() -> str:
     """Return the table of the pairs that SAPS-PSGD chooses, and the time of a round."""
     lines = [line for line in read("saps") if line["part"] == "pairs"]

@@ -40,6 +40,7 @@ from bench.network.namespaces import (
     shell_in,
 )
 from bench.network.tcp import Measured, measure
+from bench.network.uneven import check_workers, moment, pair_rates, slow_link, slow_worker, slowed
 
 # port of the rendezvous in the first run; each run takes the next one, since processes and
 # connections of the previous run may still use its port
@@ -222,6 +223,9 @@ class Cluster:
         *,
         limit_s: float = 600.0,
         environment: Mapping[str, str] | None = None,
+        slow: Mapping[int, float] | None = None,
+        leave: Mapping[int, float] | None = None,
+        join: Mapping[int, float] | None = None,
     ) -> Ran:
         """Run a command on every machine, copy its output to stderr, and wait for all.
 
@@ -231,30 +235,46 @@ class Cluster:
             command_of: a worker's number to its command.
             limit_s: after this time, everything on all machines is killed.
             environment: as for `start`.
+            slow: by worker, how many times as slowly its machine runs.
+            leave: by worker, the seconds after which everything on its machine is killed.
+            join: by worker, the seconds after which its command starts, or starts again.
         """
         before, begin = self.counters(), time.monotonic()
         self._num_runs += 1
-        processes, readers = [], []
+        processes: dict[int, subprocess.Popen[str]] = {}
+        readers = []
         output: list[list[str]] = [[] for _ in range(self.workers)]
+        leave, join = leave or {}, join or {}
+
+        def start(worker: int) -> None:
+            process = self.start(
+                worker,
+                command_of(worker),
+                environment=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            processes[worker] = process
+            readers.append(_show(worker, process.stdout, output[worker]))
+            readers.append(_show(worker, process.stderr, []))
+
+        events = [(at, worker, self.kill) for worker, at in leave.items()]
+        events += [(at, worker, start) for worker, at in join.items()]
         in_time = False
         try:
-            for worker, lines in enumerate(output):
-                process = self.start(
-                    worker,
-                    command_of(worker),
-                    environment=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-                processes.append(process)
-                readers.append(_show(worker, process.stdout, lines))
-                readers.append(_show(worker, process.stderr, []))
-            in_time = _wait(processes, begin + limit_s)
+            with slowed(self.processes, slow or {}):
+                for worker in range(self.workers):
+                    if worker in leave or worker not in join:
+                        start(worker)
+                for at, worker, change in sorted(events, key=lambda event: event[0]):
+                    time.sleep(max(0.0, begin + at - time.monotonic()))
+                    change(worker)
+                in_time = _wait(list(processes.values()), begin + limit_s)
         finally:
             if not in_time:
                 for worker in range(self.workers):
                     self.kill(worker)
-        codes = [process.wait() for process in processes]
+        codes = [processes[worker].wait() for worker in range(self.workers)]
         wall_s = time.monotonic() - begin
         # a background process of a command may keep its stdout open
         deadline = time.monotonic() + OUTPUT_TIMEOUT_S
@@ -377,7 +397,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=4, help="machines, one worker on each")
     parser.add_argument(
-        "--mbit-per-s", type=rates, help="of all links, or of each: 100 or 100,100,10"
+        "--mbit-per-s", type=parse_rates, help="of all links, or of each: 100 or 100,100,10"
     )
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     parser.add_argument(
@@ -387,6 +407,38 @@ def _options() -> argparse.Namespace:
         default=[],
         metavar="FROM:TO=MBIT_PER_S",
         help="a slower link from one worker to another; may be repeated",
+    )
+    parser.add_argument(
+        "--slow-worker",
+        type=slow_worker,
+        action="append",
+        default=[],
+        metavar="WORKER:FACTOR",
+        help="run a machine more slowly, by pausing its processes often; may be repeated",
+    )
+    parser.add_argument(
+        "--slow-link",
+        type=slow_link,
+        action="append",
+        default=[],
+        metavar="A-B:FACTOR",
+        help="a slower link between two workers, in both directions; may be repeated",
+    )
+    parser.add_argument(
+        "--leave",
+        type=moment,
+        action="append",
+        default=[],
+        metavar="WORKER:SECONDS",
+        help="kill everything on a machine after this time; may be repeated",
+    )
+    parser.add_argument(
+        "--join",
+        type=moment,
+        action="append",
+        default=[],
+        metavar="WORKER:SECONDS",
+        help="start the command of a machine at this time, again if it has left before",
     )
     parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of the command")
     parser.add_argument(
@@ -405,7 +457,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def rates(text: str) -> float | list[float]:
+def parse_rates(text: str) -> float | list[float]:
     """Parse an option: a rate, or one for each worker."""
     found = [float(word) for word in text.split(",")]
     return found if len(found) > 1 else found[0]
@@ -420,7 +472,16 @@ def link(text: str) -> tuple[tuple[int, int], float]:
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
     """Run the command, and return the line of JSON and whether it succeeded."""
-    slow = dict(options.link)
+    each = options.mbit_per_s
+    rates = each if isinstance(each, list) else [each] * options.workers
+    slow = pair_rates(rates, dict(options.slow_link)) | dict(options.link)
+    uneven = {
+        "slow": dict(options.slow_worker),
+        "leave": dict(options.leave),
+        "join": dict(options.join),
+    }
+    for named in uneven.values():
+        check_workers(options.workers, list(named))
     with Cluster(options.workers, options.mbit_per_s, options.delay_ms, slow) as cluster:
         case: dict[str, object] = {
             "workers": options.workers,
@@ -438,9 +499,10 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
                 _record(case, measured)
         if not options.command:
             return line, True
-        ran = cluster.run(lambda _: options.command, limit_s=options.limit_s)
+        ran = cluster.run(lambda _: options.command, limit_s=options.limit_s, **uneven)
         if not ran.in_time:
             print(f"killed after {options.limit_s:g} s, the limit", file=sys.stderr)
+        line |= {key: value for key, value in uneven.items() if value}
         line |= {key: value for key, value in asdict(ran).items() if key != "output"}
         return line, not any(ran.codes)
 

@@ -1,9 +1,11 @@
 """Generate the `ip` and `tc` commands that set up the network links of an emulated cluster.
 
 A link is a pair of virtual Ethernet (veth) interfaces: `eth0` of a machine and `portN` of the hub.
-Each end has a token bucket filter (`tbf`) that limits the rate in its direction. If pairs of
-machines have their own limits, the sender's end has a hierarchical token bucket (`htb`) instead.
-Rates are those of Ethernet frames, including headers.
+The end of the hub has a token bucket filter (`tbf`) that limits the rate in its direction. The end
+of the machine has a hierarchical token bucket (`htb`), with a queue for each receiver. They take
+turns, and acknowledgements precede data, as with `fq_codel`, the default of most Linux systems.
+With a single queue, acknowledgements would wait for hundreds of kilobytes of data in the opposite
+direction, and the senders for them. Rates are those of Ethernet frames, including headers.
 """
 
 import ctypes
@@ -20,13 +22,26 @@ FRAME_BYTES = 1514  # of an Ethernet frame with an MTU of 1500 B
 # The burst (bucket size) of a link is the bytes that it sends in this time, and at least a few
 # frames: large enough to keep the rate if a kernel timer is late, small compared with the messages
 # that are timed.
-BURST_S = 1e-3
-MIN_BURST_BYTES = 4 * FRAME_BYTES
+BURST_S = 5e-4
+MIN_BURST_BYTES = 3 * FRAME_BYTES
 # size of the largest packet with segmentation offload, 64 KiB and headers
 OFFLOADED_BYTES = 70_000
-# the queue of a link has room for the bytes that it sends in this time; further frames are dropped
+# The queue of a link has room for the bytes that it sends in this time, and at least for as many
+# frames as Linux's default; further frames are dropped.
 QUEUE_S = 0.2
-MIN_QUEUE_BYTES = 256 << 10
+QUEUE_FRAMES = 1000
+MIN_QUEUE_BYTES = QUEUE_FRAMES * FRAME_BYTES
+# the number of the htb class of receiver 0; class 1 is the link, and 2 has the acknowledgements
+FIRST_CLASS = 3
+# u32 matches of TCP segments without data: less than 64 B, and no flag except ACK
+PURE_ACKNOWLEDGEMENT = (
+    "match ip protocol 6 0xff match u8 0x05 0x0f at 0"
+    " match u16 0x0000 0xffc0 at 2 match u8 0x10 0xff at 33"
+)
+# Namespaces inherit the congestion control of the machine, which may be BBR: it limits the rate of
+# short messages by its estimates of the bandwidth. Linux always has Reno, which other namespaces
+# than the first may use without a setting of the machine.
+CONGESTION_CONTROL = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
 MIN_MBIT_PER_S, MAX_MBIT_PER_S = 0.01, 100_000.0
 MAX_DELAY_MS = 10_000.0
 # constants of linux/sockios.h and linux/ethtool.h
@@ -128,25 +143,42 @@ class Network:
             if other != rank
         ]
         slow = {receiver: rate for (sender, receiver), rate in self.slow.items() if sender == rank}
-        if slow:
-            return "\n".join(lines + self._htb(self.rates[rank] or MAX_MBIT_PER_S, slow))
-        return "\n".join(lines + tbf("eth0", "root", self.rates[rank], offload=self.offload))
+        if not self.limited:
+            return "\n".join([*lines, CONGESTION_CONTROL])
+        return "\n".join([*lines, CONGESTION_CONTROL, *self._htb(rank, slow)])
 
-    def _htb(self, link_rate: float, slow: Mapping[int, float]) -> list[str]:
-        """Return the commands for one htb class per slow receiver, and one for all others."""
+    def _htb(self, rank: int, slow: Mapping[int, float]) -> list[str]:
+        """Return the commands for one htb class for acknowledgements, and one per receiver."""
+        link_rate = self.rates[rank]
+        if link_rate is None and not slow:
+            return []
+        link_rate = link_rate or MAX_MBIT_PER_S
         lines = [
             "tc qdisc add dev eth0 root handle 1: htb default 2",
-            f"tc class add dev eth0 parent 1: classid 1:1 htb {_htb_rate(link_rate, link_rate)}",
-            f"tc class add dev eth0 parent 1:1 classid 1:2 htb {_htb_rate(0, link_rate)}",
+            f"tc class add dev eth0 parent 1: classid 1:1 htb {self._rate(link_rate, link_rate)}",
+            f"tc class add dev eth0 parent 1:1 classid 1:2 htb {self._rate(0, link_rate)} prio 0",
+            f"tc filter add dev eth0 parent 1: protocol ip prio 1 u32 {PURE_ACKNOWLEDGEMENT}"
+            " flowid 1:2",
         ]
-        for number, (receiver, rate) in enumerate(slow.items(), 3):
+        for receiver, address in enumerate(self.addresses):
+            if receiver == rank:
+                continue
+            number = f"{receiver + FIRST_CLASS:x}"
+            rate = self._rate(0, min(slow.get(receiver, link_rate), link_rate))
             lines += [
-                f"tc class add dev eth0 parent 1:1 classid 1:{number:x} htb"
-                f" {_htb_rate(0, min(rate, link_rate))}",
-                "tc filter add dev eth0 parent 1: protocol ip u32"
-                f" match ip dst {self.addresses[receiver]}/32 flowid 1:{number:x}",
+                f"tc class add dev eth0 parent 1:1 classid 1:{number} htb {rate} prio 1",
+                f"tc qdisc add dev eth0 parent 1:{number} pfifo limit {QUEUE_FRAMES}",
+                "tc filter add dev eth0 parent 1: protocol ip prio 2 u32"
+                f" match ip dst {address}/32 flowid 1:{number}",
             ]
         return lines
+
+    def _rate(self, guaranteed: float, ceiling: float) -> str:
+        """Return the parameters of an htb class, given its guaranteed and maximum Mbit/s."""
+        rate = _bit(max(guaranteed, MIN_MBIT_PER_S))
+        burst = max(_burst(ceiling), OFFLOADED_BYTES if self.offload else 0)
+        bursts = f"burst {burst} cburst {burst}"
+        return f"rate {rate} ceil {_bit(ceiling)} {bursts} quantum {FRAME_BYTES}"
 
 
 def tbf(device: str, parent: str, mbit_per_s: float | None, *, offload: bool = False) -> list[str]:
@@ -191,10 +223,3 @@ def _bit(mbit_per_s: float) -> str:
 
 def _burst(mbit_per_s: float) -> int:
     return max(MIN_BURST_BYTES, _bytes_sent_in(BURST_S, mbit_per_s))
-
-
-def _htb_rate(guaranteed: float, ceiling: float) -> str:
-    """Return the parameters of an htb class, given its guaranteed and maximum Mbit/s."""
-    rate = _bit(max(guaranteed, MIN_MBIT_PER_S))
-    bursts = f"burst {MIN_BURST_BYTES} cburst {_burst(ceiling)}"
-    return f"rate {rate} ceil {_bit(ceiling)} {bursts} quantum {FRAME_BYTES}"

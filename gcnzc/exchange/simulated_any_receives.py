@@ -34,7 +34,7 @@ class SimulatedAnyReceives:
                 mailboxes.append(mailbox)
         if mailboxes:
             first = min(mailboxes, key=lambda mailbox: mailbox.messages[0].number)
-            self.simulation.match(first.messages.popleft(), receive, task.now)
+            self.simulation.match_sent(first.messages.popleft(), receive, task.now)
         else:
             key = task.rank, channel, request.describe_header()[0], task.caller
             self.waiting.setdefault(key, deque()).append(receive)

@@ -4,6 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+# bytes of payload in a frame with an MTU of 1500 B, of the frame with its headers, and of an
+# acknowledgement, which is sent for two frames
+_PAYLOAD_BYTES, _FRAME_BYTES, _ACKNOWLEDGEMENT_BYTES = 1448, 1514, 66
+
+TCP_SHARE = _PAYLOAD_BYTES / (_FRAME_BYTES + _ACKNOWLEDGEMENT_BYTES / 2)
+"""the part of a link's rate that is payload, if both directions are busy"""
+
+SEND_BUFFER_BYTES = 10.0 * _PAYLOAD_BYTES
+"""the initial congestion window of Linux; its send buffer has twice the size of the window"""
+
+MESSAGE_S = 100e-6
+"""time of a processor core to start a message"""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -18,6 +31,26 @@ class Link:
     in_bytes_per_s: float = float("inf")
     """bandwidth of incoming messages, which are received one after the other in the order in which
     their first bytes arrive; only of the link of a rank"""
+    is_shared: bool = False
+    """False: messages of the rank leave it one after the other. True: each peer and channel has a
+    TCP connection, all of which share the links; of the links of all ranks or none"""
+    buffer_bytes: float = 0.0
+    """size of the send buffer at the beginning of a message, which grows by two bytes for each that
+    leaves; the send ends when the rest of the message fits in it. 0: none. Only of shared links"""
+
+    @classmethod
+    def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":
+        """Return a link that behaves as TCP over Ethernet, in both directions.
+
+        docs/benchmarks/networks.md compares it with emulated networks.
+
+        Args:
+            mbit_per_s: rate of the Ethernet frames.
+            delay_s: latency from one rank to another.
+            message_s: time of the sender's processor per message.
+        """
+        rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
+        return cls(rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
 
 
 @dataclass(frozen=True)
@@ -55,6 +88,7 @@ class SlowDown:
 Fault: TypeAlias = Crash | SlowDown
 
 _NO_LIMITS = Link()
+_UNKNOWN = float("inf"), float("inf"), float("inf")
 
 
 class SimulatedNetwork:
@@ -66,7 +100,7 @@ class SimulatedNetwork:
         links: by (sender, receiver), links that limit their messages in addition.
 
     Raises:
-        ValueError: the number of links is not W.
+        ValueError: the number of links is not W, or some are shared and others are not.
     """
 
     def __init__(
@@ -82,6 +116,12 @@ class SimulatedNetwork:
                 f"{len(self.of_rank)} links for {world_size} ranks\n\n"
                 "hint: give one link for all ranks, or one for each"
             )
+        self.is_shared = any(each.is_shared for each in self.of_rank)
+        if self.is_shared and not all(each.is_shared for each in self.of_rank):
+            raise ValueError(
+                "the links of some ranks are shared, and others are not\n\n"
+                "hint: use the same value of is_shared for all of them"
+            )
         self.of_pair = dict(links or {})
         self.has_receiver_limit = any(each.in_bytes_per_s != float("inf") for each in self.of_rank)
         # when the outgoing link of a rank, of a pair, and the incoming one of a rank, are free
@@ -96,8 +136,11 @@ class SimulatedNetwork:
 
         Returns:
             When the last byte has left the sender, when the first byte arrives, and when the last
-            one arrives if the receiver has no limit.
+            one arrives if the receiver has no limit. Over shared links they are not known yet, and
+            infinite; see `SharedNetwork`.
         """
+        if self.is_shared:
+            return _UNKNOWN
         link = self.of_rank[sender]
         free = self.sent_at[sender]
         begin = (now if now > free else free) + link.message_s

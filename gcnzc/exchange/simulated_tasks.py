@@ -117,8 +117,8 @@ class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
     __slots__ = (
-        "arrives_at", "copy", "matched_at", "num_bytes", "number", "peer", "receive", "request",
-        "sender", "sent_at", "waiter",
+        "arrives_at", "connection", "copy", "matched_at", "num_bytes", "number", "peer", "receive",
+        "request", "sender", "sent_at", "waiter",
     )  # fmt: skip
 
     def __init__(
@@ -130,6 +130,8 @@ class SentMessage:
         """of the message, in the order in which all messages of the simulation started"""
         self.copy = copy
         """bytes of the values, also to detect that they changed; None without elements"""
+        self.connection: tuple[int, int, str | None] = (0, 0, None)
+        """sender, receiver and channel, over shared links"""
         self.arrives_at = NEVER
         self.matched_at = NEVER
         """when both the message and its receive had started"""
@@ -137,6 +139,11 @@ class SentMessage:
         """until the message arrives, so that the two do not refer to each other for longer"""
         self.waiter: Task | None = None
         """the task that waits until it is sent"""
+
+    @property
+    def ends_at(self) -> float:
+        """When its `Wait` ends, as over gloo: it is sent, and its peer has started to receive."""
+        return max(self.sent_at, self.matched_at)
 
     def check_unchanged(self, rank: int) -> None:
         """Check that the values have not changed while they were sent."""

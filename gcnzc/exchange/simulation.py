@@ -32,9 +32,11 @@ from gcnzc.exchange.requests import (
     check_on_channels,
     yield_request,
 )
+from gcnzc.exchange.shared_network import SharedNetwork
 from gcnzc.exchange.simulated_any_receives import SimulatedAnyReceives
 from gcnzc.exchange.simulated_channels import SimulatedChannels
 from gcnzc.exchange.simulated_logs import SimulatedLogs
+from gcnzc.exchange.simulated_losses import SimulatedLosses
 from gcnzc.exchange.simulated_network import Fault, Machine, SimulatedNetwork
 from gcnzc.exchange.simulated_store import SimulatedStore
 from gcnzc.exchange.simulated_tasks import (
@@ -69,8 +71,7 @@ class Simulation:
         self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
         self.has_faults = bool(faults)
         self.errors: list[WorkerLost | None] = [None] * self.world_size
-        # by rank, or rank and channel of collectives, when its connections broke, and why
-        self.broken: dict[int | tuple[int, str | None], tuple[float, WorkerLost]] = {}
+        self.losses = SimulatedLosses(self)
         self.ledgers = [Ledger() for _ in algorithms]
         self.logs = SimulatedLogs(self.world_size)
         self.mailboxes: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
@@ -96,12 +97,15 @@ class Simulation:
             First: self.wait_for_first,
             Abandon: self.abandon,
         }
+        self.shared: SharedNetwork | None = None
+        if network.is_shared:
+            self.shared = SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
         self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
         for rank, machine in enumerate(self.machines):
             if machine.crashes_at < NEVER:
-                self.schedule(machine.crashes_at, partial(self.crash, rank))
+                self.schedule(machine.crashes_at, partial(self.losses.crash, rank))
 
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
@@ -175,7 +179,7 @@ class Simulation:
                 task.answer, task.error = None, error
                 if task.kind and task.kind != "SendReceive":
                     # the other ranks of a collective would wait for this one
-                    self.disconnect(task.rank, task.channel, task.now, error)
+                    self.losses.disconnect(task.rank, task.channel, task.now, error)
             else:
                 task.answer = None
                 handler = handlers.get(type(request), self.begin_collective)
@@ -201,7 +205,7 @@ class Simulation:
             self.resume(other, task.now)  # type: ignore[arg-type]
         task.waiting.clear()
         if task.channel is None and isinstance(task.error, WorkerLost):
-            self.lose(task.rank, task.now, task.error)
+            self.losses.lose(task.rank, task.now, task.error)
 
     # requests: each handler returns whether the task continues at once
 
@@ -361,10 +365,11 @@ class Simulation:
             self.match(message, mailbox.receives.popleft(), task.now)
         elif request.tag is None or not self.any_receives.match(task, message, channel):
             mailbox.messages.append(message)
-        if sent_at > self.machines[sender].crashes_at:
-            # it has not left the rank when it crashes
-            return message
-        if self.network.has_receiver_limit:
+        if self.shared:
+            self.shared.open(message, (sender, receiver, channel), task.now)
+        elif sent_at > self.machines[sender].crashes_at:
+            pass  # it has not left the rank when it crashes
+        elif self.network.has_receiver_limit:
             self.schedule(first, lambda at: self.arrive(message, receiver, at, last))
         else:
             self.set_arrival(message, last)
@@ -393,19 +398,29 @@ class Simulation:
         receive = StartedReceive(request)
         mailbox = self.mailboxes[request.peer, task.rank, task.channel, sequence]
         if mailbox.messages:
-            self.match(mailbox.messages.popleft(), receive, task.now)
+            self.match_sent(mailbox.messages.popleft(), receive, task.now)
         else:
             mailbox.receives.append(receive)
         return receive
+
+    def match_sent(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
+        """Connect a message that was sent before with its receive, which has just started."""
+        self.match(message, receive, now)
+        if self.shared:
+            self.shared.start(message, now, is_late=True)
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
         """Connect a message with its receive, of which one has just started."""
         message.matched_at, receive.message, receive.peer = now, message, message.sender
         if message.arrives_at == NEVER:
             message.receive = receive
-        if message.waiter is not None:
+        self.end_send(message)
+
+    def end_send(self, message: SentMessage) -> None:
+        """Resume the task that waits for a message if it is sent and its receive has started."""
+        if message.waiter is not None and message.ends_at < NEVER:
             message.check_unchanged(message.waiter.rank)
-            self.resume(message.waiter, max(message.sent_at, now))
+            self.resume(message.waiter, message.ends_at)
             message.waiter = None
 
     def wait_for_receive(self, task: Task, receive: StartedReceive) -> bool:
@@ -418,9 +433,9 @@ class Simulation:
 
     def wait_for_send(self, task: Task, message: SentMessage) -> bool:
         """Wait until a message has left this rank and its peer has started to receive."""
-        if message.matched_at < NEVER:
+        if message.ends_at < NEVER:
             message.check_unchanged(task.rank)
-            return self.continue_at(task, max(message.sent_at, message.matched_at))
+            return self.continue_at(task, message.ends_at)
         # as over gloo, a send finishes only after its peer has started to receive; the simulated
         # transfer does not wait for that
         return self.suspend(task, message)
@@ -428,64 +443,8 @@ class Simulation:
     def suspend(self, task: Task, pending: SentMessage | StartedReceive) -> bool:
         """Let a task wait for its peer, or continue with an error if it is not connected."""
         peer = pending.peer
-        if peer is not None and self.is_lost(task, peer):
-            task.error = self.lost_error(task, pending.request, peer)
+        if peer is not None and self.losses.is_lost(task, peer):
+            task.error = self.losses.lost_error(task, pending.request, peer)
             return True
         task.waits_for, pending.waiter = pending, task
         return False
-
-    # faults
-
-    def crash(self, rank: int, at: float) -> None:
-        """End a rank that has not ended before."""
-        if self.mains[rank].is_done:
-            return
-        error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
-        self.mains[rank].now, self.mains[rank].answer = at, None
-        self.lose(rank, at, error)
-
-    def lose(self, rank: int, at: float, error: WorkerLost) -> None:
-        """End all tasks of a rank, and break its connections."""
-        self.errors[rank] = error
-        for task in [each for each in self.tasks if each.rank == rank]:
-            task.is_done = True
-            del self.tasks[task]
-        self.disconnect(rank, None, at, error, is_whole_rank=True)
-
-    def disconnect(
-        self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
-        is_whole_rank: bool = False,
-    ) -> None:  # fmt: skip
-        """Break the connections of a rank, or those of the collectives of one of its channels.
-
-        Tasks of other ranks that wait for them raise an error after the latency.
-        """
-        key = rank if is_whole_rank else (rank, channel)
-        if key in self.broken:
-            return
-        self.broken[key] = at, error
-        delay_s = self.network.of_rank[rank].delay_s
-        for task in list(self.tasks):
-            pending = task.waits_for
-            if isinstance(pending, StartedReceive):
-                message = pending.message
-                # a message that is on its way arrives
-                is_waiting = message is None or message.sent_at > at
-            else:
-                is_waiting = isinstance(pending, SentMessage)
-            if is_waiting and pending.peer == rank and self.is_lost(task, rank):
-                task.error = self.lost_error(task, pending.request, rank)
-                pending.waiter = None
-                self.resume(task, at + delay_s)
-
-    def is_lost(self, task: Task, peer: int) -> bool:
-        """Return whether a task has no connection to a rank any more."""
-        return peer in self.broken or bool(task.kind and (peer, task.channel) in self.broken)
-
-    def lost_error(self, task: Task, request: Message, peer: int) -> WorkerLost:
-        """Return the error of a request whose peer is not connected."""
-        at, error = self.broken.get(peer) or self.broken[peer, task.channel]
-        return WorkerLost(
-            f"rank {task.rank} waited for {request.describe()}, whose connections broke at "
-            f"{at:g} s: {error}"
-        )

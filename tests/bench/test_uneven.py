@@ -1,0 +1,142 @@
+"""The options of uneven machines, and the strategies with uneven workers in virtual time."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bench import harness
+from bench.network import uneven, uneven_strategies, validate
+from bench.network.cluster import Cluster
+from bench.network.links import Network
+from bench.network.namespaces import can_make
+from bench.network.uneven_worker import Task, read_task
+from gcnzc.exchange import Link
+
+needs_namespaces = pytest.mark.skipif(can_make() is not None, reason=str(can_make()))
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "expected"),
+    [
+        (uneven.slow_worker, "3:2.5", (3, 2.5)),
+        (uneven.slow_link, "0-12:10", ((0, 12), 10.0)),
+        (uneven.moment, "3:20", (3, 20.0)),
+    ],
+)
+def test_options_are_parsed(parse, text, expected):
+    assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (uneven.slow_worker, "3"),
+        (uneven.slow_worker, "3:0.5"),
+        (uneven.slow_worker, "3:inf"),
+        (uneven.slow_worker, "3:nan"),
+        (uneven.slow_link, "0:1:10"),
+        (uneven.slow_link, "0-1:0"),
+        (uneven.moment, "3:-1"),
+    ],
+)
+def test_invalid_options_are_rejected(parse, text):
+    with pytest.raises(ValueError):  # noqa: PT011 - argparse shows its own message
+        parse(text)
+
+
+def test_a_slow_link_has_a_part_of_the_lower_rate_in_both_directions():
+    assert uneven.pair_rates([100, 20, None], {(0, 1): 10, (0, 2): 4}) == {
+        (0, 1): 2,
+        (1, 0): 2,
+        (0, 2): 25,
+        (2, 0): 25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rates", "pair", "words"),
+    [([100, 100], (0, 2), "worker 2 of 2"), ([None, None], (0, 1), "without a rate")],
+)
+def test_slow_links_need_workers_with_rates(rates, pair, words):
+    with pytest.raises(ValueError, match=f"{words}\n\nhint: "):
+        uneven.pair_rates(rates, {pair: 2})
+
+
+def test_a_machine_sends_acknowledgements_first_and_has_a_queue_for_each_receiver():
+    script = Network([10, 10, 10], 0.0, {(0, 2): 1}).interface(0)
+    queues = [line for line in script.splitlines() if "pfifo" in line]
+    assert len(queues) == 2
+    classes = [line for line in script.splitlines() if line.startswith("tc class")]
+    assert [line.split(" ceil ")[1].split()[0] for line in classes] == [
+        "10000000bit",
+        "10000000bit",
+        "10000000bit",
+        "1000000bit",
+    ]
+    assert "tcp_congestion_control" in script
+    assert "tc " not in Network([None, None], 0.0, {}).interface(0)
+
+
+def test_processes_are_paused_for_a_part_of_the_time():
+    program = "import time\nwhile True: time.process_time_ns()"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        seen = []
+        with uneven.slowed(lambda worker: [process.pid], {0: 3.0}):
+            end = time.monotonic() + 0.6
+            while time.monotonic() < end:
+                with open(f"/proc/{process.pid}/stat") as file:
+                    seen.append(file.read().rpartition(") ")[2][0])
+                time.sleep(0.002)
+        with open(f"/proc/{process.pid}/stat") as file:
+            assert file.read().rpartition(") ")[2][0] != "T"
+        process.send_signal(signal.SIGKILL)
+    assert 0.4 < seen.count("T") / len(seen) < 0.9
+
+
+@needs_namespaces
+def test_workers_leave_and_join():
+    with Cluster(3) as cluster:
+        ran = cluster.run(
+            lambda worker: ["sh", "-c", f"echo begun; sleep {0.2 if worker == 2 else 1}"],
+            leave={0: 0.3},
+            join={0: 0.5, 2: 0.4},
+            limit_s=20,
+        )
+    assert (ran.codes, ran.in_time) == ([0, 0, 0], True)
+    assert ran.output == ["begun\nbegun\n", "begun\n", "begun\n"]
+    assert ran.wall_s > 1.4
+
+
+def test_a_task_is_the_same_after_json():
+    task = Task("DiLoCo", 4, 8, 0.1, {3: 3.0})
+    assert read_task(json.dumps(task.__dict__)) == task
+
+
+def test_the_simulated_time_of_a_task_is_that_of_its_bytes():
+    task = {"kind": "Sum", "algorithm": "halving", "num_bytes": 400_000}
+    link = Link(1e6, in_bytes_per_s=1e6)
+    assert validate.simulate(task, 4, link) == pytest.approx(0.6, rel=1e-3)
+    words = ["--sizes", "4096", "--kinds", "AllGather"]
+    tasks = validate.make_tasks(validate._options(words), 4)
+    assert [(each["algorithm"], each["num_bytes"]) for each in tasks] == [
+        ("ring", 1024),
+        ("doubling", 1024),
+    ]
+
+
+def test_a_slow_worker_slows_the_others_only_if_they_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    words = ["average", "A2CiD2, overlapped", "--virtual", "--workers", "2", "--steps", "4"]
+    uneven_strategies.main([*words, "--slow-worker", "1:3"])
+    lines = [json.loads(text) for text in (tmp_path / "cluster.jsonl").read_text().splitlines()]
+    average, gossip = (line["seconds"] for line in lines)
+    assert average[0] == pytest.approx(average[1], rel=0.01)
+    assert average[0] > 4 * 3 * 0.15
+    assert gossip[0] < 0.6 * gossip[1]
+    assert lines[0]["slow_workers"] == {"1": 3.0}
+    with pytest.raises(ValueError, match="worker 7 of 2"):
+        uneven_strategies.main([*words, "--slow-worker", "7:3"])

@@ -1,0 +1,218 @@
+"""Simulated TCP connections that share links: fair rates, send buffers, crashes."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from gcnzc.exchange import (
+    AllGather,
+    AllToAll,
+    Choices,
+    Compute,
+    Crash,
+    Link,
+    Now,
+    Receive,
+    Send,
+    SizeOnly,
+    Start,
+    Sum,
+    Wait,
+    WorkerLost,
+    lockstep,
+)
+
+RATE = 1e6
+SHARED = Link(RATE, in_bytes_per_s=RATE, is_shared=True)
+
+
+def data(num_bytes):
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def send(peers, num_bytes):
+    """Send to each peer at the same time, and return when each send ended."""
+    pending = []
+    for peer in peers:
+        pending.append((yield Start(Send(data(num_bytes), peer))))
+    times = []
+    for each in pending:
+        yield Wait(each)
+        times.append((yield Now()))
+    return times
+
+
+def receive(peers, num_bytes, wait_s=0.0):
+    """Receive from each peer, and return when each message arrived."""
+    yield Compute(wait_s)
+    pending = []
+    for peer in peers:
+        pending.append((yield Start(Receive(data(num_bytes), peer))))
+    times = []
+    for each in pending:
+        yield Wait(each)
+        times.append((yield Now()))
+    return times
+
+
+def test_messages_of_a_sender_share_its_link():
+    ranks = [send([1, 2], 1000), receive([0], 1000), receive([0], 1000)]
+    results = lockstep(ranks, SHARED).results
+    assert results == [pytest.approx([2e-3, 2e-3]), pytest.approx([2e-3]), pytest.approx([2e-3])]
+
+
+def test_messages_to_a_receiver_share_its_link():
+    ranks = [receive([1, 2], 1000), send([0], 1000), send([0], 1000)]
+    results = lockstep(ranks, SHARED).results
+    assert results == [pytest.approx([2e-3, 2e-3]), pytest.approx([2e-3]), pytest.approx([2e-3])]
+
+
+def test_a_slow_pair_leaves_its_share_to_others():
+    """Max-min fair: 0.1 MB/s for the slow pair, and the other 0.9 MB/s for the fast one."""
+    ranks = [send([1, 2], 900), receive([0], 900), receive([0], 900)]
+    slow = {(0, 1): Link(RATE / 10, delay_s=0.5)}
+    results = lockstep(ranks, SHARED, slow).results
+    assert results[2] == pytest.approx([1e-3])
+    assert results[1] == pytest.approx([9e-3 + 0.5])
+
+
+def test_a_rate_increases_when_another_message_ends():
+    def two_sizes():
+        short = yield Start(Send(data(500), 1))
+        long = yield Start(Send(data(1500), 2))
+        yield Wait(short)
+        yield Wait(long)
+
+    ranks = [two_sizes(), receive([0], 500), receive([0], 1500)]
+    results = lockstep(ranks, SHARED).results
+    # 500 bytes of each at half the rate, then 1000 at the full one
+    assert results[1:] == [pytest.approx([1e-3]), pytest.approx([2e-3])]
+
+
+def test_messages_of_a_connection_follow_each_other():
+    ranks = [send([1, 1, 1], 1000), receive([0, 0, 0], 1000)]
+    results = lockstep(ranks, SHARED).results
+    assert results[1] == pytest.approx([1e-3, 2e-3, 3e-3])
+
+
+def test_a_send_ends_when_the_rest_fits_in_the_buffer():
+    link = Link(RATE, is_shared=True, buffer_bytes=300)
+
+    def several():
+        times = []
+        for num_bytes in (300, 3000):
+            yield Send(data(num_bytes), 1)
+            times.append((yield Now()))
+        return times
+
+    def take():
+        for num_bytes in (300, 3000):
+            yield Receive(data(num_bytes), 0)
+        return (yield Now())
+
+    sent, received = lockstep([several(), take()], link).results
+    # the first at once; the second when 900 of its bytes have left: 2100 = 300 + 2 · 900
+    assert sent == pytest.approx([0.0, 300 / RATE + 900 / RATE])
+    assert received == pytest.approx(3300 / RATE)
+
+
+def test_a_message_starts_after_its_late_receiver_has_notified_the_sender():
+    link = Link(RATE, delay_s=0.1, is_shared=True)
+    results = lockstep([send([1], 1000), receive([0], 1000, wait_s=1.0)], link).results
+    assert results[1] == pytest.approx([1.0 + 0.1 + 1e-3 + 0.1])
+
+
+def test_the_overhead_of_a_message_occupies_the_sender():
+    link = Link(RATE, message_s=0.01, is_shared=True)
+    ranks = [send([1, 2], 1000), receive([0], 1000), receive([0], 1000)]
+    results = lockstep(ranks, link).results
+    assert results[1:] == [pytest.approx([0.011]), pytest.approx([0.021])]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_rates_never_exceed_a_link_and_all_bytes_arrive(world_size):
+    """The time of random messages is at least that of the busiest link, at most that of all."""
+    choose = random.Random(world_size)
+    sizes = {
+        (a, b): choose.randrange(1, 5000)
+        for a in range(world_size)
+        for b in range(world_size)
+        if a != b
+    }
+
+    def exchange(rank):
+        parts = [data(sizes.get((rank, peer), 0)) for peer in range(world_size)]
+        counts = [sizes.get((peer, rank), 0) for peer in range(world_size)]
+        return (yield AllToAll(parts, counts))
+
+    outcome = lockstep([exchange(rank) for rank in range(world_size)], SHARED)
+    outgoing = [sum(n for (a, _), n in sizes.items() if a == r) for r in range(world_size)]
+    incoming = [sum(n for (_, b), n in sizes.items() if b == r) for r in range(world_size)]
+    assert max(outgoing + incoming) / RATE <= max(outcome.seconds) * (1 + 1e-9)
+    assert max(outcome.seconds) <= sum(sizes.values()) / RATE * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["ring", "halving", "doubling"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_sums_over_shared_links_have_the_results_of_ideal_ones(name, world_size):
+    def total(rank, make):
+        return (yield Sum(make(rank)))
+
+    link = Link.tcp(100.0, delay_s=1e-3)
+    choices = Choices.always(Sum=name)
+    values = [torch.full((1003,), float(rank)) for rank in range(world_size)]
+    shared = lockstep([total(r, lambda r: values[r].clone()) for r in range(world_size)], link,
+                      choices=choices)  # fmt: skip
+    assert all(torch.equal(each, sum(values)) for each in shared.results)
+    sizes = lockstep([total(r, lambda r: SizeOnly(1003)) for r in range(world_size)], link,
+                     choices=choices)  # fmt: skip
+    assert sizes.seconds == shared.seconds
+    assert sizes.ledgers == shared.ledgers
+
+
+def test_equal_ranks_take_as_long_as_over_ideal_links():
+    def gather():
+        return (yield AllGather(SizeOnly(100_000)))
+
+    times = [
+        max(lockstep([gather() for _ in range(8)], link, choices=Choices.always(AllGather=name))
+            .seconds)
+        for name in ("ring", "doubling")
+        for link in (SHARED, Link(RATE, in_bytes_per_s=RATE))
+    ]  # fmt: skip
+    assert all(one == pytest.approx(other) for one, other in pairwise(times))
+
+
+def test_messages_that_have_not_left_a_crashed_rank_are_lost():
+    def take():
+        try:
+            yield Receive(data(10_000), 0)
+        except WorkerLost:
+            return (yield Now())
+
+    ranks = [send([1], 10_000), take()]
+    outcome = lockstep(ranks, SHARED, faults={0: [Crash(0.004)]})
+    assert outcome.results[1] == pytest.approx(0.004)
+    buffered = Link(RATE, is_shared=True, buffer_bytes=1e9)
+    ranks = [send([1], 10_000), receive([0], 10_000)]
+
+    def linger(algorithm):
+        yield from algorithm
+        yield Compute(1.0)
+
+    outcome = lockstep([linger(ranks[0]), ranks[1]], buffered, faults={0: [Crash(0.004)]})
+    # the operating system sends what the rank has written to the send buffer
+    assert outcome.results[1] == pytest.approx([0.01])
+
+
+def test_links_of_both_kinds_are_rejected():
+    with pytest.raises(ValueError, match="others are not\n\nhint: "):
+        lockstep([send([], 1), send([], 1)], [SHARED, Link(RATE)])
+
+
+def test_a_tcp_link_has_the_rate_of_the_payload():
+    link = Link.tcp(100.0, delay_s=0.01)
+    assert 0.9 * 12.5e6 < link.bytes_per_s == link.in_bytes_per_s < 0.96 * 12.5e6
+    assert (link.delay_s, link.is_shared) == (0.01, True)
