@@ -48,7 +48,7 @@ from gcnzc.exchange.requests import (
     yield_request,
 )
 from gcnzc.exchange.start import is_initialized
-from gcnzc.exchange.started_requests import abandon, network, wait_for_first
+from gcnzc.exchange.started_requests import abandon, find_first_need, network, wait_for_first
 from gcnzc.exchange.store_requests import StoreRequests
 
 # default time limit of a wait for a message
@@ -133,7 +133,7 @@ class Group:
             ReceiveAny: self._run_message,
             Start: self._start,
             Wait: self._wait,
-            First: partial(self._run_request, wait_for_first),
+            First: self._wait_for_first,
             Abandon: abandon,
         }
         stored = StoreRequests(store, timeout_s)
@@ -377,6 +377,10 @@ class Group:
 
     def _wait(self, request: Wait) -> Any:
         return self._execute(request.pending.result, request, request.pending.find_need)
+
+    def _wait_for_first(self, request: First) -> Any:
+        need = partial(find_first_need, request)
+        return self._execute(lambda: wait_for_first(request), request, need)
 
     def _run_request(self, function: Callable[[Any], Any], request: Request) -> Any:
         return self._execute(lambda: function(request), request, lambda: None)

@@ -185,6 +185,23 @@ class AlgorithmOnStream(Background):
         return answer
 
 
+def find_first_need(request: First) -> Need | None:
+    """Return the requests of peers that a `First` waits for; None if it ends by itself."""
+    needs = [each.find_need() for each in request.pending]
+    if request.seconds is not None or not all(needs):
+        return None
+    found = [need for need in needs if need is not None]
+    if len(found) == 1:
+        return found[0]
+    alternatives = [
+        each
+        for need in found
+        for each in need.alternatives or [(need.peer, need.sequence, need.number)]
+    ]
+    peer, sequence, number = alternatives[0]
+    return Need(peer, sequence, number, alternatives=alternatives)
+
+
 def wait_for_first(request: First) -> int | None:
     """Return the index of a request that has ended; see `First`."""
     check_on_channels(request, Background)
