@@ -10,7 +10,7 @@ Notation: T node types, R edge types, L hops, S seeds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ from gcnzc.kernels.sample.hetero_layout import (
     insert_nodes,
 )
 
+# the capacity of buffers by ("nodes" or "edges", type)
+Capacities = dict[tuple[str, int], int]
 Allocate = Callable[[int, torch.dtype], Tensor]
 IdArray = NDArray[np.int64]
 
@@ -112,8 +114,8 @@ class HeteroWorkspace:
         self.direct_table = np.zeros(0, np.int32)
         self.hash_table = np.zeros((2**10, 2), np.int64)
         self.base = 1
-        # the largest sizes that batches needed so far, by ("nodes" or "edges", type)
-        self.capacities: dict[tuple[str, int], int] = {}
+        # the largest sizes that batches needed so far, of buffers
+        self.capacities: Capacities = {}
 
     def start(self, num_keys: int, disjoint: bool) -> None:
         """Prepare the table for a batch."""
@@ -132,23 +134,33 @@ class HeteroWorkspace:
         return True
 
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
 class _Growing:
     """An int64 vector whose capacity grows; later batches start with the largest capacity."""
 
-    def __init__(self, workspace: HeteroWorkspace, key: tuple[str, int], empty: Allocate) -> None:
-        self.workspace, self.key, self.empty = workspace, key, empty
-        self.data = empty(workspace.capacities.get(key, 0), torch.int64)
+    def __init__(self, capacities: Capacities, key: tuple[str, int], empty: Allocate) -> None:
+        self.capacities, self.key, self.empty = capacities, key, empty
+        self.data = _NOTHING
 
     def reserve(self, length: int, used: int) -> int:
         """Make room for `length` elements, keep the first `used`, and return the address."""
         if length > len(self.data) or len(self.data) == 0:
             # a quarter more, to grow rarely
             capacity = max(length + length // 4, 16)
-            self.workspace.capacities[self.key] = capacity
+            self.capacities[self.key] = capacity
             larger = self.empty(capacity, torch.int64)
             larger[:used] = self.data[:used]
             self.data = larger
         return self.data.data_ptr()
+
+
+def _allocate(buffers: Sequence[_Growing], empty: Allocate) -> None:
+    """Give all buffers the capacity of earlier batches, in one allocation."""
+    sizes = [buffer.capacities.get(buffer.key, 0) for buffer in buffers]
+    for buffer, data in zip(buffers, empty(sum(sizes), torch.int64).split(sizes), strict=True):
+        buffer.data = data
 
 
 def _empty(length: int, dtype: torch.dtype) -> Tensor:
@@ -182,14 +194,15 @@ class _Run:
             options.disjoint,
             epoch,
         )
-        self.nodes = [_Growing(workspace, ("nodes", t), empty) for t in range(num_types)]
-        self.subgraphs = []
-        if options.disjoint:
-            self.subgraphs = [_Growing(workspace, ("nodes", t), empty) for t in range(num_types)]
-        self.edges = [
-            [_Growing(workspace, ("edges", r), empty) for _ in range(3 if options.edge_ids else 2)]
-            for r in range(num_relations)
-        ]
+
+        def buffers(kind: str, count: int) -> list[_Growing]:
+            return [_Growing(workspace.capacities, (kind, i), empty) for i in range(count)]
+
+        self.nodes = buffers("nodes", num_types)
+        self.subgraphs = buffers("nodes", num_types if options.disjoint else 0)
+        columns = [buffers("edges", num_relations) for _ in range(3 if options.edge_ids else 2)]
+        self.edges = list(zip(*columns, strict=True))
+        _allocate([*self.nodes, *self.subgraphs, *chain(*columns)], empty)
         self.seed_times = np.zeros(0, np.int64) if seed_times is None else seed_times.numpy()
         self.tree_keys = np.zeros((1, 2), np.int64)
         workspace.start(tables.num_keys, options.disjoint)

@@ -48,7 +48,6 @@ from gcnzc.kernels.sample.hetero_layout import (
     find_local,
     float32s,
     indices_of,
-    insert_key,
     int64s,
     slot_of,
     source_at,
@@ -269,6 +268,54 @@ def sample_columns(
 
 
 @njit(cache=True, nogil=True)
+def _relabel_direct(row, first_key, base, table, nodes, count):
+    """Replace keys by local ids, and append new nodes; return the number of nodes.
+
+    Every slot is written, changed or not, to avoid unpredictable branches.
+    """
+    for k in range(len(row)):
+        key = row[k]
+        stamp = int64(table[key])
+        new = stamp < base
+        stamp = base + count if new else stamp
+        table[key] = stamp
+        nodes[count] = key - first_key
+        count += 1 if new else 0
+        row[k] = stamp - base
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _relabel_hashed(
+    row, col, subgraphs, trees, num_keys, first_key, base, table, nodes, count
+):  # fmt: skip
+    """`_relabel_direct` with the hash table, also for disjoint subgraphs.
+
+    The only unpredictable branch is taken if the first slot has another key, which is rare.
+    """
+    for k in range(len(row)):
+        key = row[k]
+        slot = slot_of(key, len(table))
+        stamp = table[slot, 1]
+        if stamp >= base and table[slot, 0] != key:
+            while stamp >= base and table[slot, 0] != key:
+                slot = (slot + 1) & (len(table) - 1)
+                stamp = table[slot, 1]
+        new = stamp < base
+        stamp = base + count if new else stamp
+        table[slot, 0], table[slot, 1] = key, stamp
+        node = key - first_key
+        if len(trees):
+            tree = subgraphs[col[k]]
+            trees[count] = tree
+            node -= tree * num_keys
+        nodes[count] = node
+        count += 1 if new else 0
+        row[k] = stamp - base
+    return count
+
+
+@njit(cache=True, nogil=True)
 def _relabel(
     relation,
     other,
@@ -311,20 +358,14 @@ def _relabel(
     count = other[COUNT]
     nodes = int64s(other[NODES], count + total + 1)
     trees = int64s(other[SUBGRAPHS], count + total + 1)
-    for k in range(total):
-        key = row[k]
-        local, slot = find_local(key, base, direct_table, hash_table)
-        if local < 0:
-            local = count
-            insert_key(key, slot, base + count, direct_table, hash_table)
-            if is_disjoint:
-                trees[count] = subgraphs[col[k]]
-                key -= trees[count] * num_keys
-            nodes[count] = key - other[FIRST_KEY]
-            count += 1
-        row[k] = local
-        if len(edge):
-            edge[k] = ids[positions[k]] if len(ids) else positions[k]
+    if len(direct_table):
+        count = _relabel_direct(row, other[FIRST_KEY], base, direct_table, nodes, count)
+    else:
+        count = _relabel_hashed(
+            row, col, subgraphs, trees, num_keys, other[FIRST_KEY], base, hash_table, nodes, count
+        )
+    for k in range(len(edge)):
+        edge[k] = ids[positions[k]] if len(ids) else positions[k]
     other[COUNT] = count
     output[NUM_SAMPLED] = known + total
     return True

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,8 +35,9 @@ def sample_hetero_reference(
             nodes[t].append((first if options.disjoint else 0, node))
             if options.disjoint:
                 time = times[first] if options.temporal else 0
-                halves = [x >> shift & 0xFFFFFFFF for x, shift in product((node, time), (0, 32))]
-                words = philox4x32_reference(*halves, *derive_key(seed, TYPE_KEY, node_types[t]))
+                low, high = ((x & 0xFFFFFFFF, x >> 32 & 0xFFFFFFFF) for x in (node, time))
+                key = derive_key(seed, TYPE_KEY, node_types[t])
+                words = philox4x32_reference(*low, *high, *key)
                 keys[first:] = [(int(words[0]), int(words[1]))]
             first += 1
     local = [{pair: i for i, pair in reversed(list(enumerate(nodes[t])))} for t in types]
