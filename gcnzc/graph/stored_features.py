@@ -322,23 +322,34 @@ def read_features(rows: Rows | None, allow_nan: bool, allocate: Allocate) -> Ten
 
 
 def map_features(opened: Prepared) -> tuple[Tensor | None, FeatureTable | None]:
-    """Memory-map the features of a prepared folder.
+    """Memory-map the features of a prepared folder; see `features_to_tensors`."""
+    fields = opened.meta["features"]
+    return features_to_tensors(
+        (opened.features, opened.csr, opened.codes),
+        0 if fields is None else fields["columns"],
+        len(opened.labels),
+    )
+
+
+def features_to_tensors(
+    opened: tuple[Array | None, Csr | None, QuantizedRows | None], columns: int, num_rows: int
+) -> tuple[Tensor | None, FeatureTable | None]:
+    """Return the arrays of `gcnzc.datasets.store.open_features` as tensors.
 
     Returns:
         The features as a tensor and None; or None and a `FeatureTable`, if they are quantized.
     """
-    if opened.csr is not None:
-        columns = opened.meta["features"]["columns"]
-        return _sparse(opened.csr, len(opened.labels), columns), None
-    if opened.codes is not None:
-        codes = opened.codes
+    features, csr, codes = opened
+    if csr is not None:
+        return _sparse(csr, num_rows, columns), None
+    if codes is not None:
         # not every torch version supports unsigned integers
         integers = codes.array.view(f"i{codes.array.itemsize}")
         numbers = to_tensor(integers).view(getattr(torch, codes.dtype))
         if codes.scales is None:
             return numbers, None
         return None, FeatureTable(numbers, to_tensor(codes.scales), codes.scale_columns)
-    return None if opened.features is None else to_tensor(opened.features), None
+    return None if features is None else to_tensor(features), None
 
 
 def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:
