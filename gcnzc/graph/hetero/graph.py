@@ -284,43 +284,43 @@ class HeteroGraph:
         time_unit: str = "s",
     ) -> "HeteroGraph":
         """Build a graph from dicts of arrays; see `gcnzc.graph.hetero.build.from_arrays`."""
-        from gcnzc.graph.hetero import build
+        from gcnzc.graph.hetero.build import from_arrays
 
-        return build.from_arrays(nodes, edges, name=name, time_unit=time_unit)
+        return from_arrays(nodes, edges, name=name, time_unit=time_unit)
 
     @classmethod
     def from_pyg(cls, data: Any, **options: Any) -> "HeteroGraph":
         """Build a graph from PyG's `HeteroData`; see `gcnzc.graph.hetero.objects.from_pyg`."""
-        from gcnzc.graph.hetero import objects
+        from gcnzc.graph.hetero.objects import from_pyg
 
-        return objects.from_pyg(data, **options)
+        return from_pyg(data, **options)
 
     @classmethod
     def from_dgl(cls, graph: Any, **options: Any) -> "HeteroGraph":
         """Build a graph from a `dgl.DGLGraph`; see `gcnzc.graph.hetero.objects.from_dgl`."""
-        from gcnzc.graph.hetero import objects
+        from gcnzc.graph.hetero.objects import from_dgl
 
-        return objects.from_dgl(graph, **options)
+        return from_dgl(graph, **options)
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], **options: Any) -> "HeteroGraph":
         """Build a graph from tables with keys; see `gcnzc.graph.hetero.tables.from_tables`."""
-        from gcnzc.graph.hetero import tables as own
+        from gcnzc.graph.hetero.tables import from_tables
 
-        return own.from_tables(tables, **options)
+        return from_tables(tables, **options)
 
     @classmethod
     def load(cls, folder: str | Path) -> "HeteroGraph":
         """Memory-map a prepared folder; see `gcnzc.graph.hetero.folder.load`."""
-        from gcnzc.graph.hetero import folder as own
+        from gcnzc.graph.hetero.folder import load
 
-        return own.load(folder)
+        return load(folder)
 
     def save(self, dest: str | Path, **options: Any) -> None:
         """Write a prepared folder; see `gcnzc.graph.hetero.folder.save`."""
-        from gcnzc.graph.hetero import folder as own
+        from gcnzc.graph.hetero.folder import save
 
-        own.save(self, dest, **options)
+        save(self, dest, **options)
 
 
 def _permuted(store: EdgeStore, indices: Any, order: Tensor) -> EdgeStore:
