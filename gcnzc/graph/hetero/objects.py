@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from gcnzc.datasets.part_names import part_of
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
@@ -106,8 +108,11 @@ def _edge_index_of_pyg(edge_type: tuple[str, str, str], store: Any) -> Any:
     if hasattr(adjacency, "coo"):
         row, col, _ = adjacency.coo()
         return col, row
-    indices = adjacency.to_sparse_coo().coalesce().indices()
-    return indices[1], indices[0]
+    if adjacency.layout == torch.sparse_csr:
+        counts = adjacency.crow_indices().diff()
+        return adjacency.col_indices(), torch.arange(len(counts)).repeat_interleave(counts)
+    row, col = adjacency.coalesce().indices()
+    return col, row
 
 
 def from_dgl(

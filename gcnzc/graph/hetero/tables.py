@@ -148,7 +148,9 @@ def _resolve(
         )
     index = pandas.Index(_column(other, target, target.primary_key, "primary key"))
     if index.hasnans or not index.is_unique:
-        wrong = "missing values" if index.hasnans else f"{index[index.duplicated()][0]!r} twice"
+        wrong = "missing values"
+        if not index.hasnans:
+            wrong = f"{_plain(index[index.duplicated()][0])!r} twice"
         raise ValueError(
             f"primary key {target.primary_key!r} of table {other!r} has {wrong}\n\n"
             "hint: each row has a key of its own"
@@ -162,8 +164,13 @@ def _resolve(
     if (targets < 0).any():
         place = int((targets < 0).argmax())
         raise ValueError(
-            f"foreign key {key!r} of table {name!r} is {values.iloc[place]!r} in row "
+            f"foreign key {key!r} of table {name!r} is {_plain(values.iloc[place])!r} in row "
             f"{rows[place]}, but table {other!r} has no such {target.primary_key!r}\n\n"
             "hint: remove these rows, or set the key to None"
         )
     return rows, targets
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar as a Python one, for messages."""
+    return value.item() if isinstance(value, np.generic) else value
