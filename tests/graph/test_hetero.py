@@ -133,9 +133,9 @@ def test_from_pyg():
     data[BUYS].edge_attr = torch.rand(4, 2)
     data[BUYS].time = torch.tensor([4, 3, 2, 1])
     data[BUYS].w = torch.tensor([1.0, 0, 2, 3])
-    adjacency = torch.sparse_coo_tensor([[0, 2], [1, 0]], torch.ones(2), (4, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        adjacency = torch.sparse_coo_tensor([[0, 2], [1, 0]], torch.ones(2), (4, 3))
         data[RATED].adj_t = adjacency.to_sparse_csr()
     graph = HeteroGraph.from_pyg(data, time_attr="time", weight_attr="w")
     assert graph.metadata() == data.metadata()

@@ -145,22 +145,22 @@ def test_seeds_of_several_types_are_numbered_in_their_order():
     ("replace", "weighted"), [(False, False), (True, False), (True, True), (False, True)]
 )
 def test_choices_are_uniform_or_proportional_to_weights(replace, weighted):
-    degrees, fanout, rounds = {"a": 7, "b": 12}, 3, 3000
-    nodes = {"a": 7, "b": 12, "x": 1}
+    degrees, fanout, rounds = {"a": 7, "b": 12}, 3, 5000
+    # many destinations with the same in-edges
     edges = {
         (name, "r", "x"): {
-            "edge_index": [np.arange(count), np.zeros(count, int)],
-            "weight": np.arange(count) % 3,
+            "edge_index": [np.tile(np.arange(count), rounds), np.arange(rounds).repeat(count)],
+            "weight": np.tile(np.arange(count) % 3, rounds),
         }
         for name, count in degrees.items()
     }
-    graph = HeteroGraph.from_arrays(nodes, edges)
+    graph = HeteroGraph.from_arrays(degrees | {"x": rounds}, edges)
     sampler = HeteroSampler(graph, [fanout], replace=replace, weighted=weighted)
-    counts = {name: np.zeros(count) for name, count in degrees.items()}
-    for epoch in range(rounds):
-        batch = sampler.sample(("x", [0]), epoch)
-        for name in degrees:
-            np.add.at(counts[name], batch.edge_ids[name, "r", "x"].numpy(), 1)
+    batch = sampler.sample(("x", range(rounds)), 0)
+    counts = {
+        name: np.bincount(batch.nodes[name][batch.row[name, "r", "x"]], minlength=count)
+        for name, count in degrees.items()
+    }
     for name, count in degrees.items():
         weights = np.arange(count) % 3 if weighted else np.ones(count)
         expected = rounds * inclusion(weights, fanout, replace)
