@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ from gcnzc.datasets.rows import (
     rows_from_array,
     stored_dtype,
 )
+from gcnzc.datasets.source import Source
 from gcnzc.datasets.store import Prepared
 from gcnzc.features.pcie_traffic import choose_pitch
 from gcnzc.features.table import FeatureTable
@@ -374,3 +376,38 @@ def to_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         for name, array in arrays.items():
             tensors[name] = torch.from_numpy(array)
     return tensors
+
+
+def feature_rows(source: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
+    """Return the rows of `given`, a `.npy` path or an array; by default those of the source."""
+    rows: Rows | None
+    if given is None:
+        rows = source.rows if isinstance(source, Prepared) else source.features
+    elif isinstance(given, str | Path):
+        rows = rows_from_array(_open_npy(Path(given)), str(given))
+    else:
+        rows = rows_from_array(np.asarray(given), "features")
+    num_nodes = len(source.labels) if isinstance(source, Prepared) else source.num_nodes
+    if rows is not None and rows.num_rows != num_nodes:
+        raise ValueError(
+            f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
+            "hint: features have one row for each node, in the order of the node ids"
+        )
+    if rows is not None and rows.num_columns == 0:
+        raise ValueError(
+            f"{rows.where} has features of 0 columns for {num_nodes:,} nodes\n\n"
+            "hint: features have at least one column; a graph without features has no such array"
+        )
+    return rows
+
+
+def _open_npy(path: Path) -> Array:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy file of features")
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a .npy file of numbers: {error}\n\nhint: `numpy.save` writes one"
+        ) from None
+    return array

@@ -10,6 +10,7 @@ import torch
 
 import gcnzc
 from gcnzc import FeatureTable
+from gcnzc.graph import load
 from gcnzc.graph.hetero import EdgeStore, HeteroGraph, NodeStore, folder
 from gcnzc.graph.hetero.tables import Table
 from gcnzc.kernels.structure.bipartite import bipartite_csc, bipartite_csc_reference
@@ -445,6 +446,19 @@ def test_each_kind_of_folder_names_the_function_that_loads_it(tmp_path):
         HeteroGraph.load(tmp_path / "plain")
     with pytest.raises(FileNotFoundError):
         HeteroGraph.load(tmp_path / "none")
+
+
+def test_info_and_verify_of_any_folder(tmp_path):
+    shop(name="shop").save(tmp_path / "shop")
+    about = load.info(tmp_path / "shop")
+    assert (about["kind"], about["name"]) == ("hetero", "shop")
+    assert (about["num_nodes"], about["num_edges"]) == (10, 29)
+    assert [own["type"] for own in about["nodes"]] == ["user", "item"]
+    load.verify(tmp_path / "shop")
+    path = tmp_path / "shop" / "edges" / "0" / "time.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ValueError, match=r"edges/0/time\.npy"):
+        load.verify(tmp_path / "shop")
 
 
 def test_features_that_are_not_finite_are_rejected(tmp_path):

@@ -219,6 +219,22 @@ def load(folder: str | Path) -> HeteroGraph:
     return graph
 
 
+def info(folder: str | Path) -> dict[str, Any]:
+    """Return the metadata of a prepared folder of a heterogeneous graph.
+
+    Returns:
+        A dict with kind, "hetero", folder, name, num_nodes and num_edges of all types together,
+        nodes and edges, a list of dicts by type, origin, disk_bytes and version.
+    """
+    meta = hetero_store.read_meta(Path(folder))
+    files = meta.pop("files")
+    meta.pop("crc32", None)
+    meta["num_nodes"] = sum(own["num_nodes"] for own in meta["nodes"])
+    meta["num_edges"] = sum(own["num_edges"] for own in meta["edges"])
+    meta["disk_bytes"] = sum(entry["bytes"] for entry in files.values())
+    return {"kind": "hetero", "folder": str(folder)} | meta
+
+
 def _features(
     folder: Path, arrays: dict[str, Array], own: dict[str, Any], count: int, front: str
 ) -> tuple[Tensor | None, FeatureTable | None]:
