@@ -46,6 +46,7 @@ from gcnzc.kernels.sample.hetero_layout import (
     insert_nodes,
 )
 
+MAX_EDGES = 2**36  # of one type, in a batch
 # the capacity of buffers by ("nodes" or "edges", type)
 Capacities = dict[tuple[str, int], int]
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -294,14 +295,17 @@ class _Run:
         bounds = self.types[:, COUNT].copy()
         for r, relation in enumerate(self.tables.relations):
             bounds[relation.src] += totals[r]
-            self._reserve_edges(r, int(self.outputs[r, NUM_SAMPLED] + totals[r]))
         if not self.options.disjoint:
             bounds = np.minimum(bounds, self.num_seeds + self.tables.num_nodes)
-        if int(bounds.max(initial=0)) > MAX_NODES:
+        edges = self.outputs[:, NUM_SAMPLED] + totals
+        if int(bounds.max()) > MAX_NODES or int(edges.max(initial=0)) > MAX_EDGES:
             raise ValueError(
                 f"a batch of {int(self.num_seeds.sum())} seeds may reach more than {MAX_NODES} "
-                "nodes of one type\n\nhint: use fewer seeds or smaller fanouts"
+                f"nodes or {MAX_EDGES} edges of one type\n\n"
+                "hint: use fewer seeds or smaller fanouts"
             )
+        for r, count in enumerate(edges.tolist()):
+            self._reserve_edges(r, count)
         for t, bound in enumerate(bounds.tolist()):
             self._reserve_nodes(t, bound)
         if self.workspace.reserve(int(bounds.sum())):

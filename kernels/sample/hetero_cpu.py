@@ -179,9 +179,9 @@ def sample_columns(
     """Sample the edges of a hop from the columns that `find_columns` found.
 
     Args:
-        relations, types, options, fanouts, first, begins, sizes: as in `find_columns`; the nodes
-            have room for one more node than can be sampled. Nodes are appended, and `types` gets
-            their numbers.
+        relations, types, options, fanouts, first, begins, sizes: as in `find_columns`; the arrays
+            of nodes have one element more than nodes can be sampled. Nodes are appended, and
+            `types` gets their numbers.
         tree_keys: (S, 2) int64 below 2**32: random words of the subgraphs, or one row of zeros.
         outputs: (R, NUM_OUT_COLUMNS) int64, addresses of int64 arrays that are large enough.
         num_keys: number of nodes of all types: the distance between keys of subgraphs.
@@ -391,9 +391,9 @@ def induce_edges(
         subgraphs = int64s(own[SUBGRAPHS], own[COUNT])
         narrow, wide = indices_of(relation)
         ids = int64s(relation[EDGE_IDS], relation[NUM_EDGES])
-        room = outputs[r, NUM_SAMPLED]
-        row, col = int64s(outputs[r, ROW], room), int64s(outputs[r, COL], room)
-        edge = int64s(outputs[r, EDGE], room)
+        capacity = outputs[r, NUM_SAMPLED]
+        row, col = int64s(outputs[r, ROW], capacity), int64s(outputs[r, COL], capacity)
+        edge = int64s(outputs[r, EDGE], capacity)
         count = 0
         for i in range(own[COUNT]):
             time = seed_times[subgraphs[i]] if is_temporal else int64(0)

@@ -334,6 +334,31 @@ def test_bidirectional_subgraphs_equal_those_of_pyg():
             assert (each in batch.edge_ids) == (expected.edge[each] is not None)
 
 
+@pytest.mark.parametrize("fanouts", [[2], [-1, -1], [0, -1]])
+def test_blocks_have_the_nodes_and_edges_of_dgl(fanouts):
+    from gcnzc.interop.dgl.importing import import_dgl
+
+    try:
+        dgl = import_dgl()
+    except ImportError:
+        pytest.skip("DGL is not installed")
+    graph = random_graph(2, num_types=3, edges=50)
+    edges = {each: tuple(graph.edges(each).edge_index()) for each in graph.edge_types}
+    theirs = dgl.heterograph(edges, {name: graph.num_nodes(name) for name in graph.node_types})
+    name = graph.edge_types[0][2]
+    seeds = torch.arange(min(3, graph.num_nodes(name)))
+    # DGL numbers layers from the input
+    sampler = dgl.dataloading.NeighborSampler(fanouts[::-1])
+    nodes, _, blocks = sampler.sample(theirs, {name: seeds})
+    batch = HeteroSampler(graph, fanouts, once=False).sample((name, seeds), 0)
+    for edge_type in graph.edge_types:
+        counts = [block.num_edges(edge_type) for block in reversed(blocks)]
+        assert list(batch.num_edges[edge_type]) == counts
+    if -1 in fanouts:
+        for each in graph.node_types:
+            assert torch.equal(nodes[each].sort().values, batch.nodes[each].sort().values)
+
+
 def test_csc_has_the_edges_of_each_destination():
     graph = random_graph(9, edges=80)
     batch = HeteroSampler(graph, [3, 2]).sample(random_seeds(graph, 9)[0], 0)
