@@ -1,6 +1,7 @@
 """Sample in-edges of a node: uniformly or by weight, with or without replacement.
 
-Positions are below the number of eligible edges of the node. The random words are Philox 4x32-10
+Positions are below the number of eligible edges of the node. They are written to `out`, from
+`out[first]` on: a slice of `out` for each node would take longer than the choice. The random words are Philox 4x32-10
 with a key of the edge type and the subgraph, counted by (node, hop, epoch, draw).
 """
 
@@ -41,7 +42,7 @@ def random_words(quad, node, options, key_0, key_1):
 
 
 @njit(cache=True, nogil=True)
-def sample_uniform(size, fanout, node, options, key_0, key_1, bits, out):
+def sample_uniform(size, fanout, node, options, key_0, key_1, bits, out, first):
     """Sample `fanout` of more than `fanout` positions, with Floyd's algorithm or replacement."""
     replace = options[REPLACE] != 0
     is_marked = fanout > MAX_COMPARED and not replace
@@ -56,13 +57,13 @@ def sample_uniform(size, fanout, node, options, key_0, key_1, bits, out):
                 bits[position >> 6] |= uint64(1) << uint64(position & 63)
             elif not replace:
                 for earlier in range(draw):
-                    if out[earlier] == position:
+                    if out[first + earlier] == position:
                         position = last
                         break
-            out[draw] = position
+            out[first + draw] = position
     if is_marked:
         for draw in range(fanout):
-            bits[out[draw] >> 6] = 0
+            bits[out[first + draw] >> 6] = 0
 
 
 @njit(cache=True, nogil=True)
@@ -72,7 +73,7 @@ def uniform_of(word):
 
 
 @njit(cache=True, nogil=True)
-def sample_weighted(weights, fanout, node, options, key_0, key_1, scratch, out):
+def sample_weighted(weights, fanout, node, options, key_0, key_1, scratch, out, first):
     """Sample positions with probabilities proportional to their weights; return their number.
 
     Without replacement: the `fanout` smallest of -log(u) / weight, in this order, where u is
@@ -95,7 +96,7 @@ def sample_weighted(weights, fanout, node, options, key_0, key_1, scratch, out):
                 place = min(place, len(weights) - 1)
                 while weights[place] == 0.0:
                     place -= 1
-                out[draw] = place
+                out[first + draw] = place
         return fanout
     count = 0
     for quad in range((len(weights) + 3) // 4):
@@ -108,19 +109,20 @@ def sample_weighted(weights, fanout, node, options, key_0, key_1, scratch, out):
                 continue
             place = count if count < fanout else count - 1
             while place > 0 and scratch[place - 1] > rank:
-                scratch[place], out[place] = scratch[place - 1], out[place - 1]
+                scratch[place] = scratch[place - 1]
+                out[first + place] = out[first + place - 1]
                 place -= 1
-            scratch[place], out[place] = rank, i
+            scratch[place], out[first + place] = rank, i
             count = min(count + 1, fanout)
     return count
 
 
 @njit(cache=True, nogil=True)
-def take_all(weights, size, out):
+def take_all(weights, size, out, first):
     """Take all positions, or those with a weight; return their number."""
     count = 0
     for i in range(size):
-        out[count] = i
+        out[first + count] = i
         if not len(weights) or weights[i] > 0.0:
             count += 1
     return count

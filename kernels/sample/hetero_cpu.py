@@ -232,16 +232,25 @@ def sample_columns(
                 key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
                 key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
                 own_weights = weights[start : start + size] if len(weights) else weights
-                out = positions[filled:]
                 count = fanout
                 if fanout < 0 or (size <= fanout and not options[REPLACE]):
-                    count = take_all(own_weights, size, out)
+                    count = take_all(own_weights, size, positions, filled)
                 elif len(weights):
                     count = sample_weighted(
-                        own_weights, fanout, nodes[i], options, key_0, key_1, scratch, out
+                        own_weights,
+                        fanout,
+                        nodes[i],
+                        options,
+                        key_0,
+                        key_1,
+                        scratch,
+                        positions,
+                        filled,
                     )
                 else:
-                    sample_uniform(size, fanout, nodes[i], options, key_0, key_1, bits, out)
+                    sample_uniform(
+                        size, fanout, nodes[i], options, key_0, key_1, bits, positions, filled
+                    )
                 for k in range(filled, filled + count):
                     positions[k] += start
                     prefetch(relation[INDICES] + index_bytes * positions[k])
