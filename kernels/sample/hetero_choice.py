@@ -1,9 +1,8 @@
 """Sample in-edges of a node: uniformly or by weight, with or without replacement.
 
-Positions are below the number of eligible edges of the node. They are written to `out`, from
-`out[first]` on, since a slice of `out` for each node would cost about as much as the choice. The
-random words are Philox 4x32-10 with a key of the edge type and the subgraph, counted by (node, hop,
-epoch, draw).
+Positions are below the number of eligible edges of the node, and are written to `out` from
+`out[first]` on, since a slice of `out` for each node takes time. The random words are Philox
+4x32-10 with a key of the edge type and the subgraph, counted by (node, hop, epoch, draw).
 """
 
 import numpy as np
