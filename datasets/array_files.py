@@ -3,12 +3,12 @@
 import contextlib
 import mmap
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from gcnzc.datasets.meta import AGAIN, HEADER_BYTES
+from gcnzc.datasets.meta_rules import AGAIN, HEADER_BYTES
 from gcnzc.datasets.rows import Array
 
 # names of files that a GPU driver may lock begin with one of these
@@ -59,7 +59,8 @@ def map_arrays(
             if num_bytes == HEADER_BYTES:
                 arrays[name] = np.empty(shape, dtype)
                 continue
-            mapped = _map_file(file.fileno(), num_bytes, read_only and name.startswith(LOCKED))
+            is_locked = read_only and PurePosixPath(name).name.startswith(LOCKED)
+            mapped = _map_file(file.fileno(), num_bytes, is_locked)
         arrays[name] = np.ndarray(shape, dtype, mapped, offset=HEADER_BYTES)
     return arrays
 

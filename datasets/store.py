@@ -36,15 +36,8 @@ import numpy as np
 
 from gcnzc._files import lock, other_process, sync
 from gcnzc.datasets.array_files import map_arrays, npy_headers
-from gcnzc.datasets.meta import (
-    AGAIN,
-    CODED_VERSION,
-    FORMAT,
-    VERIFY,
-    VERSION,
-    checksum_of,
-    read_meta,
-)
+from gcnzc.datasets.meta import CODED_VERSION, FORMAT, VERSION, checksum_of, read_meta
+from gcnzc.datasets.meta_rules import AGAIN, VERIFY
 from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.rows import (
@@ -229,6 +222,13 @@ class Writer:
     def __init__(self, folder: Path, progress: Progress = no_progress) -> None:
         self._folder, self._progress = folder, progress
         self._files: dict[str, dict[str, Any]] = {}
+        self._front = ""
+
+    def within(self, front: str) -> "Writer":
+        """Return a writer for the same folder that puts `front` before the names of arrays."""
+        inner = Writer(self._folder, self._progress)
+        inner._files, inner._front = self._files, f"{self._front}{front}"
+        return inner
 
     def save(self, name: str, array: Array) -> None:
         """Write an array, memory-mapped or not."""
@@ -269,11 +269,12 @@ class Writer:
                 size = target.stat().st_size
                 self._files[name] = {"bytes": size, "crc32": checksum(target)}
 
-    def finish(self, meta: dict[str, Any]) -> None:
-        """Write `meta.json`, which completes the folder."""
-        features = meta.get("features")
-        coded = features is not None and features["kind"] == "codes"
-        version = CODED_VERSION if coded else VERSION
+    def finish(self, meta: dict[str, Any], version: int | None = None) -> None:
+        """Write `meta.json`, which completes the folder; None is the version for `features`."""
+        if version is None:
+            features = meta.get("features")
+            coded = features is not None and features["kind"] == "codes"
+            version = CODED_VERSION if coded else VERSION
         contents = {"format": FORMAT, "version": version, **meta, "files": self._files}
         contents |= {"crc32": checksum_of(contents)}
         (self._folder / "meta.json").write_text(json.dumps(contents, indent=1) + "\n")
@@ -281,6 +282,7 @@ class Writer:
     def _write(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[Array]
     ) -> None:
+        name = f"{self._front}{name}"
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         (header,) = npy_headers([(shape, dtype)])
@@ -373,20 +375,10 @@ def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
             match `meta.json`.
     """
     meta = read_meta(folder)
-    _check_sizes(folder, meta["files"])
+    check_sizes(folder, meta["files"])
     arrays = map_arrays(folder, meta["files"], read_only)
-    _check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
-    features = csr = codes = None
-    fields = meta["features"]
-    if fields is not None and fields["kind"] == "sparse":
-        csr = Csr(*(arrays[f"features_{part}.npy"] for part in ("indptr", "indices", "values")))
-        _check_ends(folder, csr.indptr, len(csr.indices), "features_")
-    elif fields is not None:
-        features = arrays["features.npy"][:, : fields["columns"]]
-        if fields["kind"] == "codes":
-            scales = None if fields.get("scales") is None else arrays["features_scales.npy"]
-            codes = QuantizedRows(features, fields["dtype"], scales, fields.get("scale_columns"))
-            features = None
+    check_ends(folder, arrays["indptr.npy"], len(arrays["indices.npy"]))
+    features, csr, codes = open_features(folder, arrays, meta["features"])
     return Prepared(
         folder,
         meta,
@@ -401,7 +393,34 @@ def open_folder(folder: Path, *, read_only: bool = False) -> Prepared:
     )
 
 
-def _check_ends(folder: Path, indptr: Array, count: int, front: str = "") -> None:
+def open_features(
+    folder: Path, arrays: Mapping[str, Array], fields: Mapping[str, Any] | None, front: str = ""
+) -> tuple[Array | None, Csr | None, QuantizedRows | None]:
+    """Return mapped features as dense rows, sparse rows or codes; the other two are None.
+
+    Args:
+        folder: for messages.
+        arrays: the mapped files by name.
+        fields: the description of the features; None if there are none.
+        front: begin of the names of the files.
+    """
+    if fields is None:
+        return None, None, None
+    if fields["kind"] == "sparse":
+        parts = ("indptr", "indices", "values")
+        csr = Csr(*(arrays[f"{front}features_{part}.npy"] for part in parts))
+        check_ends(folder, csr.indptr, len(csr.indices), f"{front}features_")
+        return None, csr, None
+    features = arrays[f"{front}features.npy"][:, : fields["columns"]]
+    if fields["kind"] != "codes":
+        return features, None, None
+    scales = None if fields.get("scales") is None else arrays[f"{front}features_scales.npy"]
+    codes = QuantizedRows(features, fields["dtype"], scales, fields.get("scale_columns"))
+    return None, None, codes
+
+
+def check_ends(folder: Path, indptr: Array, count: int, front: str = "") -> None:
+    """Check that offsets go from 0 to `count`, the length of the indices."""
     if indptr[0] != 0 or indptr[-1] != count:
         raise ValueError(
             f"{folder}: {front}indptr.npy goes from {indptr[0]} to {indptr[-1]}, not from 0 to "
@@ -418,7 +437,8 @@ def _links(arrays: dict[str, Array], fields: dict[str, Any]) -> EdgeSplitArrays:
     )
 
 
-def _check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that all files exist and have the sizes that `meta.json` says."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
@@ -437,7 +457,11 @@ def verify(folder: Path, progress: Progress = no_progress) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a checksum differs; the message names the file.
     """
-    files = open_folder(folder).meta["files"]
+    verify_files(folder, open_folder(folder).meta["files"], progress)
+
+
+def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]], progress: Progress) -> None:
+    """Compare the checksums of files with `meta.json`; see `verify`."""
     total = sum(entry["bytes"] for entry in files.values())
     done = 0
     for name, entry in files.items():

@@ -115,6 +115,16 @@ load_int64 = _load(64)
 
 
 @_intrinsic
+def pointer(_typing, _address):
+    """Return an address as a pointer, for `numba.carray`."""
+
+    def codegen(_context, builder, _signature, args):
+        return builder.inttoptr(args[0], _BYTE.as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@_intrinsic
 def lines_on_stack(_typing):
     """Return the address of four cache lines on the stack, valid until the caller returns."""
 

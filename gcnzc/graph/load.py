@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcnzc.datasets import catalog, download, ogb, store
+from gcnzc.datasets import catalog, download, hetero_store, ogb, store
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
@@ -17,11 +17,9 @@ from gcnzc.datasets.rows import (
     Allocate,
     Array,
     Progress,
-    Rows,
     allocate_in_memory,
     convert_chunks,
     no_progress,
-    rows_from_array,
     rows_from_csr,
     stored_dtype,
 )
@@ -46,8 +44,15 @@ from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns
 from gcnzc.graph.edge_values import note_of_values
 from gcnzc.graph.graph import Duplicates, Graph, Loops, mapped_graph
+from gcnzc.graph.hetero import folder as hetero_folder
 from gcnzc.graph.pyg_file import read_pyg_file
-from gcnzc.graph.stored_features import map_features, read_features, to_tensor, to_tensors
+from gcnzc.graph.stored_features import (
+    feature_rows,
+    map_features,
+    read_features,
+    to_tensor,
+    to_tensors,
+)
 
 _log = logging.getLogger("gcnzc")
 
@@ -169,13 +174,16 @@ def info(path: str | Path) -> dict[str, Any]:
         num_edges (as stored), num_classes, metric, best_accuracy, features (None, or a dict with
         kind, columns, dtype, ...), split, origin and links (whether there is an edge split; for
         prepared folders its description). For prepared folders also num_tasks, num_labelled,
-        options, disk_bytes, feature_bytes and version.
+        options, disk_bytes, feature_bytes and version. For a prepared folder of a heterogeneous
+        graph, kind is "hetero"; see `gcnzc.graph.hetero.folder.info`.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
         ValueError: the files are invalid.
     """
     path = Path(path)
+    if hetero_store.is_hetero(path):
+        return hetero_folder.info(path)
     source = open_source(path, None, None)
     if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
@@ -223,6 +231,9 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
         ValueError: a file is damaged or invalid; the message names it.
     """
     path = Path(path)
+    if hetero_store.is_hetero(path):
+        hetero_folder.verify(path, progress)
+        return
     source = open_source(path, None, None)
     if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
@@ -463,38 +474,3 @@ def refuse_nan(source: Prepared, allow_nan: bool) -> None:
             f"{source.folder} was prepared with features that are not finite\n\nhint: repair the "
             "features; `gcnzc prepare` and `gcnzc train` accept them with --allow-nan"
         )
-
-
-def feature_rows(source: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
-    """Return the rows of `given`, a `.npy` path or an array; by default those of the source."""
-    rows: Rows | None
-    if given is None:
-        rows = source.rows if isinstance(source, Prepared) else source.features
-    elif isinstance(given, str | Path):
-        rows = rows_from_array(_open_npy(Path(given)), str(given))
-    else:
-        rows = rows_from_array(np.asarray(given), "features")
-    num_nodes = len(source.labels) if isinstance(source, Prepared) else source.num_nodes
-    if rows is not None and rows.num_rows != num_nodes:
-        raise ValueError(
-            f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
-            "hint: features have one row for each node, in the order of the node ids"
-        )
-    if rows is not None and rows.num_columns == 0:
-        raise ValueError(
-            f"{rows.where} has features of 0 columns for {num_nodes:,} nodes\n\n"
-            "hint: features have at least one column; a graph without features has no such array"
-        )
-    return rows
-
-
-def _open_npy(path: Path) -> Array:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy file of features")
-    try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path} is not a .npy file of numbers: {error}\n\nhint: `numpy.save` writes one"
-        ) from None
-    return array

@@ -24,7 +24,6 @@ from gcnzc.graph.graph import Duplicates, Graph, Loops
 from gcnzc.graph.load import (
     GraphOptions,
     LoadedGraph,
-    feature_rows,
     log_notes,
     open_named,
     open_source,
@@ -38,6 +37,7 @@ from gcnzc.graph.stored_features import (
     ScaleKind,
     StoredFormat,
     choose_format,
+    feature_rows,
     write_features,
 )
 from gcnzc.kernels.sample.exclude import are_edges

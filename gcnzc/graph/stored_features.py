@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -25,6 +26,7 @@ from gcnzc.datasets.rows import (
     rows_from_array,
     stored_dtype,
 )
+from gcnzc.datasets.source import Source
 from gcnzc.datasets.store import Prepared
 from gcnzc.features.pcie_traffic import choose_pitch
 from gcnzc.features.table import FeatureTable
@@ -322,23 +324,34 @@ def read_features(rows: Rows | None, allow_nan: bool, allocate: Allocate) -> Ten
 
 
 def map_features(opened: Prepared) -> tuple[Tensor | None, FeatureTable | None]:
-    """Memory-map the features of a prepared folder.
+    """Memory-map the features of a prepared folder; see `features_to_tensors`."""
+    fields = opened.meta["features"]
+    return features_to_tensors(
+        (opened.features, opened.csr, opened.codes),
+        0 if fields is None else fields["columns"],
+        len(opened.labels),
+    )
+
+
+def features_to_tensors(
+    opened: tuple[Array | None, Csr | None, QuantizedRows | None], columns: int, num_rows: int
+) -> tuple[Tensor | None, FeatureTable | None]:
+    """Return the arrays of `gcnzc.datasets.store.open_features` as tensors.
 
     Returns:
         The features as a tensor and None; or None and a `FeatureTable`, if they are quantized.
     """
-    if opened.csr is not None:
-        columns = opened.meta["features"]["columns"]
-        return _sparse(opened.csr, len(opened.labels), columns), None
-    if opened.codes is not None:
-        codes = opened.codes
+    features, csr, codes = opened
+    if csr is not None:
+        return _sparse(csr, num_rows, columns), None
+    if codes is not None:
         # not every torch version supports unsigned integers
         integers = codes.array.view(f"i{codes.array.itemsize}")
         numbers = to_tensor(integers).view(getattr(torch, codes.dtype))
         if codes.scales is None:
             return numbers, None
         return None, FeatureTable(numbers, to_tensor(codes.scales), codes.scale_columns)
-    return None if opened.features is None else to_tensor(opened.features), None
+    return None if features is None else to_tensor(features), None
 
 
 def _sparse(csr: Csr, num_rows: int, num_columns: int) -> Tensor:
@@ -363,3 +376,38 @@ def to_tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         for name, array in arrays.items():
             tensors[name] = torch.from_numpy(array)
     return tensors
+
+
+def feature_rows(source: Source | Prepared, given: str | Path | Array | None) -> Rows | None:
+    """Return the rows of `given`, a `.npy` path or an array; by default those of the source."""
+    rows: Rows | None
+    if given is None:
+        rows = source.rows if isinstance(source, Prepared) else source.features
+    elif isinstance(given, str | Path):
+        rows = rows_from_array(_open_npy(Path(given)), str(given))
+    else:
+        rows = rows_from_array(np.asarray(given), "features")
+    num_nodes = len(source.labels) if isinstance(source, Prepared) else source.num_nodes
+    if rows is not None and rows.num_rows != num_nodes:
+        raise ValueError(
+            f"{rows.where} has {rows.num_rows:,} rows of features for {num_nodes:,} nodes\n\n"
+            "hint: features have one row for each node, in the order of the node ids"
+        )
+    if rows is not None and rows.num_columns == 0:
+        raise ValueError(
+            f"{rows.where} has features of 0 columns for {num_nodes:,} nodes\n\n"
+            "hint: features have at least one column; a graph without features has no such array"
+        )
+    return rows
+
+
+def _open_npy(path: Path) -> Array:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}\n\nhint: give the path of a .npy file of features")
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a .npy file of numbers: {error}\n\nhint: `numpy.save` writes one"
+        ) from None
+    return array

@@ -14,7 +14,8 @@ import torch
 from tiny_graph import Tiny, tiny
 
 from gcnzc.datasets import array_files, download, store
-from gcnzc.datasets.meta import HEADER_BYTES, checksum_of
+from gcnzc.datasets.meta import checksum_of
+from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.rows import allocate_in_memory
 from gcnzc.features.table import FeatureTable

@@ -1,0 +1,185 @@
+"""Build heterogeneous graphs from dicts of arrays and edge lists."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcnzc.graph.hetero import values
+from gcnzc.graph.hetero.graph import (
+    EdgeStore,
+    EdgeType,
+    HeteroGraph,
+    NodeStore,
+    check_names,
+)
+from gcnzc.kernels.structure.bipartite import bipartite_csc, sort_by_time
+from gcnzc.system.arguments import check_choice, check_integer
+
+NODE_KEYS = ("num_nodes", "features", "labels", "split", "time")
+EDGE_KEYS = ("edge_index", "features", "time", "weight")
+
+
+def from_arrays(
+    nodes: Mapping[str, Any],
+    edges: Mapping[EdgeType, Any],
+    *,
+    name: str = "graph",
+    time_unit: str = "s",
+) -> HeteroGraph:
+    """Build a heterogeneous graph from arrays::
+
+        HeteroGraph.from_arrays(
+            nodes={"user": {"features": x, "labels": y, "split": {"train": ids}}, "item": 1000},
+            edges={("user", "buys", "item"): {"edge_index": pairs, "time": seconds}},
+        )
+
+    Features are shared, not copied. Columns are sorted by time if there are times, see
+    `HeteroGraph.check_time_order`; otherwise the edges of a column keep the order of the list.
+
+    Args:
+        nodes: for each type the number of nodes, or a dict with some of `num_nodes`; `features`,
+            (N, D) numbers or a sparse CSR tensor; `labels`, (N,) or (N, T) numbers; `split`, a dict
+            of "train", "valid" and "test" with ids or masks; and `time`, (N,) integers or dates.
+            Without `num_nodes`, the other values determine N.
+        edges: for each type `(source, relation, destination)` a (2, E) tensor or array of sources
+            and destinations, a pair of (E,) ids, or a dict with `edge_index` and some of
+            `features` (E, D), `time` (E,) and `weight` (E,), all in the order of the edges.
+        name: of the graph.
+        time_unit: unit of the times that dates are converted to: "s", "ms", "us" or "ns".
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an edge is outside the nodes of its types, a time is missing, sizes do not
+            match, or a type is unknown. The message names the type and the value.
+    """
+    check_choice("time_unit", time_unit, tuple(values.UNITS))
+    check_names(nodes, edges)
+    stores = {each: _node_store(each, given, time_unit) for each, given in nodes.items()}
+    found = {each: _edge_store(each, given, stores, time_unit) for each, given in edges.items()}
+    graph = HeteroGraph(stores, found, name=name, check=False)
+    graph._is_checked = True
+    graph._sorted |= {(each, kind) for each in found for kind in _sorted_kinds(stores, found, each)}
+    return graph
+
+
+def _sorted_kinds(
+    stores: Mapping[str, NodeStore], edges: Mapping[EdgeType, EdgeStore], edge_type: EdgeType
+) -> tuple[str, ...]:
+    """Return the kinds of time by which the columns of a new graph are sorted."""
+    has_edge_time = edges[edge_type].time is not None
+    has_node_time = stores[edge_type[0]].time is not None
+    if has_edge_time and has_node_time:
+        return ("both",)
+    return ("both", "edge") if has_edge_time else ("both", "node")
+
+
+def _node_store(node_type: str, given: Any, unit: str) -> NodeStore:
+    name = f"of node type {node_type!r}"
+    if not isinstance(given, Mapping):
+        given = {"num_nodes": given}
+    _check_keys(f"node type {node_type!r}", given, NODE_KEYS)
+    count = given.get("num_nodes")
+    if count is None:
+        count = next(
+            (
+                len(given[key])
+                for key in ("features", "labels", "time")
+                if given.get(key) is not None
+            ),
+            None,
+        )
+    if count is None:
+        raise ValueError(
+            f"the number of nodes {name} is unknown: it has no num_nodes, features, labels or time"
+            "\n\nhint: num_nodes=, for example with isolated nodes"
+        )
+    count = check_integer(f"num_nodes {name}", count, 0)
+
+    def convert(function: Any, key: str, *more: Any) -> Any:
+        value = given.get(key)
+        return None if value is None else function(f"{key} {name}", value, count, *more)
+
+    return NodeStore(
+        count,
+        features=convert(values.as_features, "features"),
+        labels=convert(values.as_labels, "labels"),
+        split=convert(values.as_split, "split") or {},
+        time=convert(values.as_times, "time", unit),
+    )
+
+
+def _edge_store(
+    edge_type: EdgeType, given: Any, nodes: Mapping[str, NodeStore], unit: str
+) -> EdgeStore:
+    name = f"of edge type {edge_type}"
+    if not isinstance(given, Mapping):
+        given = {"edge_index": given}
+    _check_keys(f"edge type {edge_type}", given, EDGE_KEYS)
+    if given.get("edge_index") is None:
+        raise ValueError(f"edge type {edge_type} has no edge_index\n\nhint: a (2, E) tensor")
+    src, dst = _ends(f"edge_index {name}", given["edge_index"])
+    source, target = nodes[edge_type[0]], nodes[edge_type[2]]
+    try:
+        indptr, indices, order = bipartite_csc(src, dst, source.num_nodes, target.num_nodes)
+    except IndexError as error:
+        place = int(error.args[0])
+        raise ValueError(
+            f"edge {place} {name} goes from {src[place]} to {dst[place]}, but {edge_type[0]!r} has "
+            f"{source.num_nodes} nodes and {edge_type[2]!r} has {target.num_nodes}\n\n"
+            "hint: ids are numbered from 0 in each type; num_nodes= of a type sets its size"
+        ) from None
+
+    def convert(function: Any, key: str, *more: Any) -> Any:
+        value = given.get(key)
+        return None if value is None else function(f"{key} {name}", value, len(src), *more)
+
+    time, weight = convert(values.as_times, "time", unit), convert(values.as_weights, "weight")
+    node_time = None if source.time is None else source.time.numpy()
+    if time is not None or node_time is not None:
+        sort_by_time(indptr, indices, order, None if time is None else time.numpy(), node_time)
+    ids = torch.from_numpy(order)
+    is_in_order = bool((np.diff(order) == 1).all()) and (not len(order) or order[0] == 0)
+    return EdgeStore(
+        torch.from_numpy(indptr),
+        torch.from_numpy(indices),
+        edge_ids=None if is_in_order else ids,
+        features=convert(values.as_features, "features"),
+        time=None if time is None else time[ids],
+        weight=None if weight is None else weight[ids],
+    )
+
+
+def _ends(name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    if isinstance(given, tuple | list) and len(given) == 2:
+        ends = [values.to_array(name, ids) for ids in given]
+    else:
+        pair = values.to_array(name, given)
+        if pair.ndim != 2 or len(pair) != 2:
+            raise ValueError(
+                f"{name} has shape {pair.shape}\n\n"
+                "hint: (2, E): row 0 sources, row 1 destinations; .T turns (E, 2) into (2, E)"
+            )
+        ends = list(pair)
+    if any(ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size) for ids in ends):
+        raise ValueError(
+            f"{name} has the types {ends[0].dtype} and {ends[1].dtype} and the shapes "
+            f"{ends[0].shape} and {ends[1].shape}\n\nhint: vectors of integers"
+        )
+    if len(ends[0]) != len(ends[1]):
+        raise ValueError(
+            f"{name} has {len(ends[0])} sources and {len(ends[1])} destinations\n\n"
+            "hint: one of each for every edge"
+        )
+    dtype = np.int32 if all(ids.dtype == np.int32 for ids in ends) else np.int64
+    return ends[0].astype(dtype, copy=False), ends[1].astype(dtype, copy=False)
+
+
+def _check_keys(what: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    unknown = [key for key in given if key not in keys]
+    if unknown:
+        raise ValueError(
+            f"{what} has the key {unknown[0]!r:.100}\n\nhint: the keys are {', '.join(keys)}"
+        )

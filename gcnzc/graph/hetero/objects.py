@@ -1,0 +1,187 @@
+"""Build heterogeneous graphs from PyG's `HeteroData` and from heterogeneous DGL graphs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from gcnzc.datasets.part_names import part_of
+from gcnzc.graph.hetero.build import from_arrays
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.system.arguments import describe
+
+
+def from_pyg(
+    data: Any,
+    *,
+    time_attr: str | None = None,
+    weight_attr: str | None = None,
+    feature_attr: str = "x",
+    label_attr: str = "y",
+    edge_feature_attr: str = "edge_attr",
+    name: str = "graph",
+) -> HeteroGraph:
+    """Build a graph from a `torch_geometric.data.HeteroData`.
+
+    Edge ids are positions in `edge_index`. Features are shared, not copied. The masks
+    `train_mask`, `val_mask` and `test_mask` become the splits.
+
+    Args:
+        data: each edge type has `edge_index`, or `adj_t` whose rows are destinations.
+        time_attr: attribute of node types, of edge types, or of both with the times.
+        weight_attr: attribute of edge types with sampling weights.
+        feature_attr: attribute with the features of nodes.
+        label_attr: attribute with the labels of nodes.
+        edge_feature_attr: attribute with the features of edges.
+        name: of the graph.
+
+    Raises:
+        TypeError: `data` is not a `HeteroData`.
+        ValueError: no type has the given attribute, the number of nodes of a type is unknown, or
+            values are wrong, see `from_arrays`.
+    """
+    if not isinstance(getattr(data, "edge_types", None), list) or not hasattr(data, "node_stores"):
+        raise TypeError(
+            f"data is {describe(data)}\n\nhint: a torch_geometric.data.HeteroData; for Data, "
+            "gcnzc.Graph.from_pyg(data)"
+        )
+    _check_attribute("time_attr", time_attr, [*data.node_stores, *data.edge_stores])
+    _check_attribute("weight_attr", weight_attr, data.edge_stores)
+    nodes = {}
+    for node_type in data.node_types:
+        own = data[node_type]
+        nodes[node_type] = {
+            "num_nodes": _num_nodes_of_pyg(node_type, own),
+            "features": _get(own, feature_attr),
+            "labels": _get(own, label_attr),
+            "split": _masks(dict(own.items())),
+            "time": _get(own, time_attr),
+        }
+    edges = {}
+    for edge_type in data.edge_types:
+        own = data[edge_type]
+        edges[edge_type] = {
+            "edge_index": _edge_index_of_pyg(edge_type, own),
+            "features": _get(own, edge_feature_attr),
+            "time": _get(own, time_attr),
+            "weight": _get(own, weight_attr),
+        }
+    return from_arrays(nodes, edges, name=name)
+
+
+def _get(store: Any, key: str | None) -> Any:
+    return store[key] if key is not None and key in store else None
+
+
+def _check_attribute(argument: str, name: str | None, stores: list[Any]) -> None:
+    if name is not None and not any(name in store for store in stores):
+        raise ValueError(
+            f"{argument} is {name!r:.100}, which no type of the data has\n\n"
+            "hint: data['paper'].time = ... or data['user', 'buys', 'item'].time = ..."
+        )
+
+
+def _num_nodes_of_pyg(node_type: str, store: Any) -> int | None:
+    """Return the number of nodes, as far as the node type itself tells it.
+
+    PyG otherwise infers it from the edges, with a warning: nodes without edges are lost.
+    """
+    if "num_nodes" in store:
+        return int(store["num_nodes"])
+    if not store.can_infer_num_nodes:
+        raise ValueError(
+            f"the number of nodes of node type {node_type!r} is unknown: it has no attribute with "
+            f"one row for each node\n\nhint: data[{node_type!r}].num_nodes = ..."
+        )
+    return int(store.num_nodes)
+
+
+def _edge_index_of_pyg(edge_type: tuple[str, str, str], store: Any) -> Any:
+    if "edge_index" in store:
+        return store["edge_index"]
+    if "adj_t" not in store:
+        raise ValueError(
+            f"edge type {edge_type} has neither edge_index nor adj_t\n\n"
+            "hint: data[edge_type].edge_index of shape (2, E)"
+        )
+    adjacency = store["adj_t"]
+    if hasattr(adjacency, "coo"):
+        row, col, _ = adjacency.coo()
+        return col, row
+    if adjacency.layout == torch.sparse_csr:
+        counts = adjacency.crow_indices().diff()
+        return adjacency.col_indices(), torch.arange(len(counts)).repeat_interleave(counts)
+    row, col = adjacency.coalesce().indices()
+    return col, row
+
+
+def from_dgl(
+    graph: Any,
+    *,
+    time: str | None = None,
+    weight: str | None = None,
+    features: str = "feat",
+    labels: str = "label",
+    name: str = "graph",
+) -> HeteroGraph:
+    """Build a graph from a `dgl.DGLGraph` with any number of node and edge types.
+
+    Edge ids are DGL's. Node data `train_mask`, `val_mask` and `test_mask` become the splits.
+
+    Args:
+        graph: a DGL graph.
+        time: name of the node or edge data with times.
+        weight: name of the edge data with sampling weights.
+        features: name of the node and edge data with features.
+        labels: name of the node data with labels.
+        name: of the graph.
+
+    Raises:
+        TypeError: `graph` is not a DGL graph.
+        ValueError: no type has the given data, or values are wrong, see `from_arrays`.
+    """
+    if not hasattr(graph, "canonical_etypes"):
+        raise TypeError(f"graph is {describe(graph)}\n\nhint: a dgl.DGLGraph")
+    frames = {each: dict(graph.nodes[each].data) for each in graph.ntypes}
+    edge_frames = {each: dict(graph.edges[each].data) for each in graph.canonical_etypes}
+    everywhere = [*frames.values(), *edge_frames.values()]
+    _check_data("time", time, everywhere)
+    _check_data("weight", weight, list(edge_frames.values()))
+    nodes = {
+        each: {
+            "num_nodes": graph.num_nodes(each),
+            "features": own.get(features),
+            "labels": own.get(labels),
+            "split": _masks(own),
+            "time": _get(own, time),
+        }
+        for each, own in frames.items()
+    }
+    edges = {
+        each: {
+            "edge_index": graph.edges(etype=each, order="eid"),
+            "features": own.get(features),
+            "time": _get(own, time),
+            "weight": _get(own, weight),
+        }
+        for each, own in edge_frames.items()
+    }
+    return from_arrays(nodes, edges, name=name)
+
+
+def _check_data(argument: str, name: str | None, frames: list[dict[str, Any]]) -> None:
+    if name is not None and not any(name in frame for frame in frames):
+        found = sorted({key for frame in frames for key in frame})
+        raise ValueError(
+            f"{argument} is {name!r:.100}, which no type of the graph has\n\n"
+            f"hint: the data are {', '.join(found) or 'none'}"
+        )
+
+
+def _masks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    is_mask: Callable[[Any], bool] = lambda value: getattr(value, "ndim", 0) == 1  # noqa: E731
+    return {
+        part: value
+        for key, value in attributes.items()
+        if key.endswith("_mask") and (part := part_of(key)) is not None and is_mask(value)
+    }

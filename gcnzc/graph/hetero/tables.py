@@ -1,0 +1,176 @@
+"""Build heterogeneous graphs from the tables of a relational database.
+
+Each table is a node type, and each row a node. A foreign key is an edge type from the rows that
+have it to the rows that it refers to, and a second edge type in the reverse direction, with the
+names that RelBench gives them (Robinson et al., 2024, https://arxiv.org/abs/2407.20060).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcnzc.graph.hetero.build import from_arrays
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.system.arguments import check_flag, describe
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table of a database.
+
+    Attributes:
+        frame: a `pandas.DataFrame`; rows are nodes in this order.
+        primary_key: column whose values identify the rows; None if no other table refers to it.
+        foreign_keys: for each column with keys of another table, the name of that table.
+        time: column with the time of a row: integers or dates; None for a table that is always
+            visible.
+        features: columns of numbers that become the features, in this order.
+    """
+
+    frame: Any
+    primary_key: str | None = None
+    foreign_keys: Mapping[str, str] = field(default_factory=dict)
+    time: str | None = None
+    features: Sequence[str] = ()
+
+
+def from_tables(
+    tables: Mapping[str, Any],
+    *,
+    reverse: bool = True,
+    time_unit: str = "s",
+    name: str = "graph",
+) -> HeteroGraph:
+    """Build a graph from pandas tables with primary and foreign keys::
+
+        HeteroGraph.from_tables({
+            "customer": Table(customers, primary_key="id"),
+            "order": Table(orders, foreign_keys={"customer_id": "customer"}, time="date"),
+        })
+
+    This graph has the edge types ("order", "f2p_customer_id", "customer") and ("customer",
+    "rev_f2p_customer_id", "order"). A row without a key (None or NaN) has no edge.
+
+    Args:
+        tables: for each node type a `Table`, or a table of RelBench, such as
+            `database.table_dict`.
+        reverse: add the reverse edge type of every foreign key.
+        time_unit: unit of the times that dates are converted to: "s", "ms", "us" or "ns"; fractions
+            are rounded up.
+        name: of the graph.
+
+    Raises:
+        TypeError: a table has the wrong type.
+        ValueError: a column or table does not exist, a primary key is missing or not unique, a
+            foreign key has no row, or a time is missing. The message names the table, the column
+            and the value.
+    """
+    reverse = check_flag("reverse", reverse)
+    if not isinstance(tables, Mapping) or not tables:
+        raise TypeError(f"tables is {describe(tables)}\n\nhint: a dict of tables by name")
+    known = {each: _as_table(each, table) for each, table in tables.items()}
+    nodes: dict[str, Any] = {}
+    for each, table in known.items():
+        nodes[each] = {"num_nodes": len(table.frame), "features": _features(each, table)}
+        if table.time is not None:
+            nodes[each]["time"] = _column(each, table, table.time, "time")
+    edges: dict[tuple[str, str, str], Any] = {}
+    for each, table in known.items():
+        for key, other in table.foreign_keys.items():
+            if other not in known:
+                raise ValueError(
+                    f"foreign key {key!r} of table {each!r} refers to the table {other!r:.100}, "
+                    f"which is not given\n\nhint: the tables are {', '.join(known)}"
+                )
+            rows, targets = _resolve(each, table, key, other, known[other])
+            edges[each, f"f2p_{key}", other] = rows, targets
+            if reverse:
+                edges[other, f"rev_f2p_{key}", each] = targets, rows
+    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
+
+
+def _as_table(name: str, table: Any) -> Table:
+    if hasattr(table, "fkey_col_to_pkey_table"):
+        table = Table(table.df, table.pkey_col, table.fkey_col_to_pkey_table, table.time_col)
+    if not isinstance(table, Table) or not hasattr(table.frame, "columns"):
+        raise TypeError(
+            f"table {name!r} is {describe(table)}\n\n"
+            "hint: Table(frame, primary_key='id'), with a pandas.DataFrame"
+        )
+    return table
+
+
+def _column(name: str, table: Table, column: str, meaning: str) -> Any:
+    if column not in table.frame.columns:
+        raise ValueError(
+            f"table {name!r} has no column {column!r:.100} for its {meaning}\n\n"
+            f"hint: the columns are {', '.join(map(str, table.frame.columns))}"
+        )
+    return table.frame[column]
+
+
+def _features(name: str, table: Table) -> NDArray[np.float32] | None:
+    if not table.features:
+        return None
+    columns = []
+    for each in table.features:
+        column = _column(name, table, each, "features").to_numpy()
+        if column.dtype.kind not in "fiub":
+            raise ValueError(
+                f"column {each!r} of table {name!r} has type {column.dtype}\n\n"
+                "hint: features are numbers; encode text and dates first"
+            )
+        columns.append(column.astype(np.float32))
+    found = np.stack(columns, axis=1)
+    if np.isnan(found).any():
+        row, place = (int(i) for i in np.argwhere(np.isnan(found))[0])
+        raise ValueError(
+            f"column {table.features[place]!r} of table {name!r} is NaN in row {row}\n\n"
+            "hint: frame.fillna(...), with a further column that says where values are missing"
+        )
+    return found
+
+
+def _resolve(
+    name: str, table: Table, key: str, other: str, target: Table
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that have a foreign key, and the rows that they refer to."""
+    import pandas
+
+    given = _column(name, table, key, "foreign key")
+    if target.primary_key is None:
+        raise ValueError(
+            f"foreign key {key!r} of table {name!r} refers to table {other!r}, which has no "
+            "primary key\n\nhint: primary_key="
+        )
+    index = pandas.Index(_column(other, target, target.primary_key, "primary key"))
+    if index.hasnans or not index.is_unique:
+        wrong = "missing values"
+        if not index.hasnans:
+            wrong = f"{_plain(index[index.duplicated()][0])!r} twice"
+        raise ValueError(
+            f"primary key {target.primary_key!r} of table {other!r} has {wrong}\n\n"
+            "hint: each row has a key of its own"
+        )
+    rows = np.flatnonzero(given.notna().to_numpy())
+    values = given.iloc[rows]
+    if index.dtype.kind in "iu" and values.dtype.kind == "f":
+        # pandas stores integers with missing values as floating-point numbers
+        values = values.astype(np.int64)
+    targets = index.get_indexer(pandas.Index(values)).astype(np.int64)
+    if (targets < 0).any():
+        place = int((targets < 0).argmax())
+        raise ValueError(
+            f"foreign key {key!r} of table {name!r} is {_plain(values.iloc[place])!r} in row "
+            f"{rows[place]}, but table {other!r} has no such {target.primary_key!r}\n\n"
+            "hint: remove these rows, or set the key to None"
+        )
+    return rows, targets
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar as a Python one, for messages."""
+    return value.item() if isinstance(value, np.generic) else value

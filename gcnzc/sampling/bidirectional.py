@@ -1,0 +1,64 @@
+"""Add the reverses of sampled edges, for subgraphs in which messages pass in both directions."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeType
+
+REVERSE = "rev_"  # prefix of the relation of a reverse edge type, as `ToUndirected` of PyG names it
+
+
+class HasEdges(Protocol):
+    """A sampled subgraph with several types of edges; see `HeteroBatch`."""
+
+    nodes: dict[str, Tensor]
+    row: dict[EdgeType, Tensor]
+    col: dict[EdgeType, Tensor]
+    edge_ids: dict[EdgeType, Tensor] | None
+    num_edges: dict[EdgeType, tuple[int, ...]] | None
+
+
+def find_reverse(edge_type: EdgeType, edge_types: Mapping[EdgeType, object]) -> EdgeType | None:
+    """Return the edge type of the reverse edges, by the rules of PyG.
+
+    It is the type with the prefix "rev_"; without it, for edges between nodes of one type, the type
+    itself; and otherwise the only edge type in the other direction, if there is exactly one.
+    """
+    source, relation, target = edge_type
+    prefixed = (target, f"{REVERSE}{relation}", source)
+    if prefixed in edge_types:
+        return prefixed
+    if source == target:
+        return edge_type
+    found = [each for each in edge_types if (each[0], each[2]) == (target, source)]
+    return found[0] if len(found) == 1 else None
+
+
+def to_bidirectional(batch: HasEdges) -> None:
+    """Add to each edge type the reverses of the sampled edges of its reverse type, in place.
+
+    Duplicate edges are merged, edges are sorted by destination and source, and have no ids any
+    more. Edge types without a reverse type stay as they are.
+    """
+    row, col = dict(batch.row), dict(batch.col)
+    for edge_type in batch.row:
+        reverse = find_reverse(edge_type, batch.row)
+        # the type with the prefix gets its edges along with the type that it reverses
+        if edge_type[1].startswith(REVERSE) or reverse is None:
+            continue
+        num_sources = max(len(batch.nodes[edge_type[0]]), 1)
+        sources = torch.cat([batch.row[edge_type], batch.col[reverse]])
+        targets = torch.cat([batch.col[edge_type], batch.row[reverse]])
+        keys = torch.unique(targets * num_sources + sources)
+        row[edge_type], col[edge_type] = keys % num_sources, keys // num_sources
+        changed = [edge_type]
+        if reverse[1].startswith(REVERSE):
+            row[reverse], col[reverse] = col[edge_type], row[edge_type]
+            changed.append(reverse)
+        for each in changed:
+            if batch.edge_ids is not None:
+                batch.edge_ids.pop(each, None)
+    batch.row, batch.col, batch.num_edges = row, col, None

@@ -1,0 +1,353 @@
+"""Sample minibatches of heterogeneous graphs: by edge type, time and weight, in disjoint subgraphs.
+
+The semantics are those of PyG's `NeighborLoader`: at each hop, every edge type samples in-edges of
+the nodes that the hop before found.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.values import as_times
+from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample, HeteroWorkspace, sample_hetero
+from gcnzc.kernels.sample.hetero import InvalidColumn as _InvalidColumn
+from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
+from gcnzc.sampling.bidirectional import to_bidirectional
+from gcnzc.sampling.hetero_fanouts import Fanouts, check_num_neighbors
+from gcnzc.sampling.neighbor import check_seeds
+from gcnzc.system.arguments import (
+    IdsLike,
+    check_choice,
+    check_epoch,
+    check_flag,
+    check_kind,
+    check_seed,
+    describe,
+)
+
+Strategy: TypeAlias = Literal["uniform", "last"]
+SubgraphType: TypeAlias = Literal["directional", "bidirectional", "induced"]
+
+
+@dataclass(repr=False)
+class HeteroBatch:
+    """A sampled subgraph with several types of nodes and edges; tensors are int64 on the host.
+
+    Attributes:
+        nodes: for each node type (B_t,) node ids: the seeds, then the other nodes in the order in
+            which they were found. In disjoint subgraphs each has its own copy of a node.
+        seeds: for each node type of the seeds (S_t,) ids, a view of `nodes`.
+        row: for each edge type (E_r,) positions of the sources in `nodes` of their type.
+        col: for each edge type (E_r,) positions of the destinations. With directional subgraphs,
+            the edges of a hop are in the order of their destinations, and destinations of
+            later hops come later, so `col` does not decrease.
+        edge_ids: for each edge type (E_r,) edge ids in the graph; None if they are not returned.
+            In bidirectional subgraphs without the edge types whose edges were merged.
+        num_nodes: for each node type L + 1 numbers: of the seeds, and of the nodes that each hop
+            found.
+        num_edges: for each edge type L numbers of sampled edges, by hop; None for induced and
+            bidirectional subgraphs.
+        subgraphs: for disjoint subgraphs (B_t,) the number of the seed that each node belongs to;
+            seeds of several types are numbered consecutively in their order. PyG's `batch`.
+        seed_times: (S,) times of the seeds, for temporal sampling.
+        times: seconds that the work on this minibatch took, by keys that end in `_s`.
+    """
+
+    nodes: dict[str, Tensor]
+    seeds: dict[str, Tensor]
+    row: dict[EdgeType, Tensor]
+    col: dict[EdgeType, Tensor]
+    edge_ids: dict[EdgeType, Tensor] | None
+    num_nodes: dict[str, tuple[int, ...]]
+    num_edges: dict[EdgeType, tuple[int, ...]] | None
+    subgraphs: dict[str, Tensor] | None = None
+    seed_times: Tensor | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+    def edge_index(self, edge_type: EdgeType) -> Tensor:
+        """Return the (2, E_r) rows and columns of an edge type, as PyG's `edge_index`."""
+        return torch.stack([self.row[edge_type], self.col[edge_type]])
+
+    def csc(self, edge_type: EdgeType) -> tuple[Tensor, Tensor]:
+        """Return the edges of an edge type in CSC format, for directional subgraphs.
+
+        Returns:
+            `indptr` (B_dst + 1,) int64 and `indices` (E_r,) int32 positions of the sources.
+        """
+        counts = torch.bincount(self.col[edge_type], minlength=len(self.nodes[edge_type[2]]))
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=indptr[1:])
+        return indptr, self.row[edge_type].int()
+
+    def __repr__(self) -> str:
+        """Return the numbers of nodes and edges, without their ids."""
+        nodes = ", ".join(f"{name}={len(ids)}" for name, ids in self.nodes.items())
+        edges = ", ".join(f"{name}={len(row)}" for name, row in self.row.items())
+        return f"HeteroBatch(nodes: {nodes}; edges: {edges})"
+
+
+class HeteroSampler:
+    """Sample multi-hop in-neighbourhoods in a heterogeneous graph; `sample` is thread-safe.
+
+    The sampled neighbours of a node depend only on its eligible in-edges, the random seed, the
+    epoch, the hop, the edge type and its fanout; in disjoint subgraphs also on the node and
+    the time of their seed. They depend neither on the minibatch, threads and ranks, nor on edges
+    that are later than the time of the seed.
+
+    Args:
+        graph: on the host.
+        num_neighbors: numbers of neighbours for each hop, from the seeds outward, as in PyG: a list
+            for all edge types, or a dict with a list of the same length for each edge type. -1
+            takes all neighbours, 0 none. In a dict, the key "default" is for edge types
+            that are not in it.
+        seed: random seed, a 64-bit integer.
+        replace: sample with replacement: each node gets as many edges as its fanout, if it has any.
+        weighted: sample in proportion to the weights of edges, for the edge types that have
+            weights. Edges of weight 0 are never sampled.
+        disjoint: sample a separate subgraph for each seed. Temporal sampling always does.
+        temporal: "uniform" samples from the edges that are not later than the time of the seed;
+            "last" takes the latest of them, for edge types with times. The time of the seed holds
+            for all hops; the seeds themselves are always part of it. None ignores times.
+        time: times that count: "edge", "node" (an edge is as late as its source), or "both" (the
+            later of these). Edge types without such times are always visible.
+        subgraph_type: "directional" returns the sampled edges; "bidirectional" adds their reverses,
+            for edge types whose reverse type exists; "induced" returns all edges, not later than
+            the time of the seed, among the sampled nodes.
+        once: sample in-edges of each node only at the hop after the one that found it, as PyG does;
+            otherwise at all later hops, as DGL does, so that each hop is a complete block.
+        edge_ids: also return edge ids.
+
+    Attributes:
+        pool: buffer pool for minibatches, on the host.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a fanout, an edge type or an option is invalid, the graph has no weights
+            or no times, or its columns are not sorted by time, see `HeteroGraph.sort_by_time`.
+    """
+
+    def __init__(
+        self,
+        graph: HeteroGraph,
+        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]],
+        *,
+        seed: int = 0,
+        replace: bool = False,
+        weighted: bool = False,
+        disjoint: bool = False,
+        temporal: Strategy | None = None,
+        time: TimeKind = "both",
+        subgraph_type: SubgraphType = "directional",
+        once: bool = True,
+        edge_ids: bool = True,
+    ) -> None:
+        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_dgl or from_arrays")
+        self.graph = graph
+        self.fanouts: Fanouts = check_num_neighbors(graph, num_neighbors)
+        self.seed = check_seed("seed", seed)
+        check_choice("subgraph_type", subgraph_type, ("directional", "bidirectional", "induced"))
+        if temporal is not None:
+            check_choice("temporal", temporal, ("uniform", "last"))
+            graph.check_time_order(time)
+        self.temporal, self.time, self.subgraph_type = temporal, time, subgraph_type
+        self.weighted = check_flag("weighted", weighted)
+        if self.weighted and all(graph.edges(each).weight is None for each in graph.edge_types):
+            raise ValueError(
+                f"weighted is True, but no edge type of {graph} has weights\n\n"
+                "hint: from_pyg(data, weight_attr='weight'), or weight= of the edges"
+            )
+        self.options = HeteroOptions(
+            fanouts=tuple(zip(*self.fanouts.values(), strict=True)),
+            replace=check_flag("replace", replace),
+            temporal=temporal,
+            disjoint=check_flag("disjoint", disjoint) or temporal is not None,
+            once=check_flag("once", once),
+            induced=subgraph_type == "induced",
+            edge_ids=check_flag("edge_ids", edge_ids),
+        )
+        self.pool = Pool()
+        # workspaces that no thread is using; `append` and `pop` of a list are atomic
+        self._idle: list[HeteroWorkspace] = []
+        self._tables = self._make_tables()
+
+    def _make_tables(self) -> HeteroTables:
+        graph = self.graph
+        numbers = {name: number for number, name in enumerate(graph.node_types)}
+        relations = []
+        for edge_type in graph.edge_types:
+            store = graph.edges(edge_type)
+            edge_time, node_time = (None, None)
+            if self.temporal is not None:
+                edge_time, node_time = graph.times(edge_type, self.time)
+            relations.append(
+                Relation(
+                    numbers[edge_type[0]],
+                    numbers[edge_type[2]],
+                    store.indptr,
+                    store.indices,
+                    store.edge_ids,
+                    edge_time,
+                    node_time,
+                    store.weight if self.weighted else None,
+                )
+            )
+        sizes = [graph.num_nodes(name) for name in graph.node_types]
+        return HeteroTables(sizes, graph.node_types, relations, graph.edge_types, self.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has its own buffer pool and workspaces, and its arrays have other addresses
+        return self.__dict__ | {"pool": None, "_idle": [], "_tables": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.pool = Pool()
+        self._tables = self._make_tables()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options that determine the sampled neighbours, for a loader's state dict."""
+        return {
+            "num_neighbors": {"__".join(each): list(own) for each, own in self.fanouts.items()},
+            "sampler_seed": self.seed,
+            "replace": self.options.replace,
+            "weighted": self.weighted,
+            "disjoint": self.options.disjoint,
+            "temporal": self.temporal,
+            "time": self.time,
+            "subgraph_type": self.subgraph_type,
+            "once": self.options.once,
+        }
+
+    def sample(
+        self,
+        seeds: Mapping[str, IdsLike] | tuple[str, IdsLike],
+        epoch: int,
+        seed_times: Any = None,
+    ) -> HeteroBatch:
+        """Sample the neighbourhood of seeds.
+
+        Args:
+            seeds: for each node type ids on the host, a tensor, an array or a list; or a pair of a
+                type and ids. Without disjoint subgraphs, a seed that occurs twice is two
+                nodes with the same neighbours, and edges from it refer to the first.
+            epoch: in [0, 2**32); the sampled neighbours differ between epochs.
+            seed_times: for temporal sampling a dict like `seeds`, or (S,) times of all seeds in
+                their order: integers in the unit of the graph's times. None uses the times of the
+                seed nodes.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: a type is unknown, a seed is not a node of its type, there are no seeds or
+                no times, or the graph has offsets or sources out of range.
+        """
+        begin_s = time.perf_counter()
+        epoch = check_epoch("epoch", epoch)
+        given = self._check_seeds(seeds)
+        times = None
+        if self.temporal is not None:
+            times = self._seed_times(given, seed_times)
+        elif seed_times is not None:
+            raise ValueError(
+                "seed_times are given, but the sampler ignores times\n\nhint: temporal='uniform'"
+            )
+        numbers = self.graph.node_types
+        try:
+            workspace = self._idle.pop()
+        except IndexError:
+            workspace = HeteroWorkspace()
+        try:
+            sampled = sample_hetero(
+                self._tables,
+                self.options,
+                [(numbers.index(name), ids) for name, ids in given.items()],
+                epoch,
+                seed_times=times,
+                workspace=workspace,
+                empty=self.pool.empty,
+            )
+        except _InvalidColumn as error:
+            raise self._damage(error) from None
+        self._idle.append(workspace)
+        batch = self._to_batch(sampled, given, times)
+        if self.subgraph_type == "bidirectional":
+            to_bidirectional(batch)
+        batch.times["sample_s"] = time.perf_counter() - begin_s
+        return batch
+
+    def _check_seeds(self, seeds: Any) -> dict[str, Tensor]:
+        if isinstance(seeds, tuple) and len(seeds) == 2 and isinstance(seeds[0], str):
+            seeds = {seeds[0]: seeds[1]}
+        if not isinstance(seeds, Mapping):
+            raise TypeError(
+                f"seeds is {describe(seeds)}\n\n"
+                "hint: a dict of ids by node type, or a pair such as ('paper', ids)"
+            )
+        if not seeds:
+            raise ValueError("seeds has no node types\n\nhint: {'paper': ids}")
+        return {
+            name: check_seeds(
+                f"seeds of node type {name!r}", ids, self.graph.num_nodes(name)
+            ).contiguous()
+            for name, ids in seeds.items()
+        }
+
+    def _seed_times(self, seeds: Mapping[str, Tensor], given: Any) -> Tensor:
+        """Return the times of all seeds in their order."""
+        total = sum(map(len, seeds.values()))
+        if given is not None and not isinstance(given, Mapping):
+            return as_times("seed_times", given, total)
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for name, ids in seeds.items():
+            if given is not None:
+                if name not in given:
+                    raise ValueError(
+                        f"seed_times has no times for node type {name!r}\n\n"
+                        f"hint: seed_times={{{name!r}: ...}}"
+                    )
+                parts.append(as_times(f"seed_times of {name!r}", given[name], len(ids)))
+                continue
+            own = self.graph.nodes(name).time
+            if own is None:
+                raise ValueError(
+                    f"the seeds of node type {name!r} have no times, since the type has none\n\n"
+                    "hint: pass seed_times, one for each seed"
+                )
+            parts.append(own[ids])
+        unknown = [name for name in given or () if name not in seeds]
+        if unknown:
+            raise ValueError(f"seed_times has the node type {unknown[0]!r}, but seeds does not")
+        return torch.cat(parts)
+
+    def _to_batch(
+        self, sampled: HeteroSample, seeds: Mapping[str, Tensor], times: Tensor | None
+    ) -> HeteroBatch:
+        node_types, edge_types = self.graph.metadata()
+        nodes = dict(zip(node_types, sampled.nodes, strict=True))
+        ids, num_edges, subgraphs = sampled.edge_ids, sampled.num_edges, sampled.subgraphs
+        return HeteroBatch(
+            nodes=nodes,
+            seeds={name: nodes[name][: len(own)] for name, own in seeds.items()},
+            row=dict(zip(edge_types, sampled.rows, strict=True)),
+            col=dict(zip(edge_types, sampled.cols, strict=True)),
+            edge_ids=None if ids is None else dict(zip(edge_types, ids, strict=True)),
+            num_nodes=dict(zip(node_types, sampled.num_nodes, strict=True)),
+            num_edges=None if num_edges is None else dict(zip(edge_types, num_edges, strict=True)),
+            subgraphs=None if subgraphs is None else dict(zip(node_types, subgraphs, strict=True)),
+            seed_times=times,
+        )
+
+    def _damage(self, error: _InvalidColumn) -> ValueError:
+        edge_type, folder = self.graph.edge_types[error.relation], self.graph.folder
+        hint = "graph.check() says which value is out of range"
+        if folder is not None:
+            hint = f"`gcnzc info {folder} --verify` reports which file is damaged"
+        return ValueError(
+            f"edge type {edge_type} has offsets or sources out of range among the in-edges of "
+            f"{edge_type[2]!r} node {error.node} or of nodes sampled after it\n\nhint: {hint}"
+        )

@@ -1,0 +1,485 @@
+"""Heterogeneous graphs: from arrays, PyG, DGL and tables, and in prepared folders."""
+
+import json
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gcnzc
+from gcnzc import FeatureTable
+from gcnzc.graph import load
+from gcnzc.graph.hetero import EdgeStore, HeteroGraph, NodeStore, folder
+from gcnzc.graph.hetero.tables import Table
+from gcnzc.kernels.structure.bipartite import bipartite_csc, bipartite_csc_reference
+from tests.hetero_graphs import random_graph
+
+BUYS = ("user", "buys", "item")
+RATED = ("item", "rated_by", "user")
+
+
+def shop(**more):
+    """A graph with every kind of value."""
+    random = np.random.default_rng(0)
+    users = {
+        "features": torch.from_numpy(random.random((6, 3), np.float32)),
+        "labels": [0, 1, 2, 0, 1, -1],
+        "split": {"train_mask": np.arange(6) < 3, "val": [3], "test": torch.tensor([4])},
+    }
+    items = {"num_nodes": 4, "time": [10, 40, 20, 30], "features": np.eye(4, dtype=np.float32)}
+    buys = {
+        "edge_index": random.integers(0, 4, (2, 20)),
+        "features": random.random((20, 2), np.float32),
+        "time": random.integers(0, 50, 20),
+        "weight": random.random(20),
+    }
+    rated = random.integers(0, 4, (2, 9))
+    return HeteroGraph.from_arrays(
+        {"user": users, "item": items}, {BUYS: buys, RATED: rated}, **more
+    )
+
+
+def assert_same(one, other):
+    assert one.metadata() == other.metadata()
+    for name in one.node_types:
+        a, b = one.nodes(name), other.nodes(name)
+        assert a.num_nodes == b.num_nodes
+        assert a.split.keys() == b.split.keys()
+        assert all(torch.equal(a.split[part], b.split[part]) for part in a.split)
+        for each in ("features", "labels", "time"):
+            compare(getattr(a, each), getattr(b, each))
+    for edge_type in one.edge_types:
+        a, b = one.edges(edge_type), other.edges(edge_type)
+        for each in ("indptr", "indices", "edge_ids", "features", "time", "weight"):
+            compare(getattr(a, each), getattr(b, each))
+
+
+def compare(a, b):
+    assert (a is None) == (b is None)
+    if a is not None:
+        assert a.dtype == b.dtype
+        assert torch.equal(a.to_dense(), b.to_dense())
+
+
+def test_values_of_edges_stay_with_their_edges():
+    graph = shop()
+    random = np.random.default_rng(0)
+    random.random((6, 3), np.float32)
+    index = random.integers(0, 4, (2, 20))
+    features = random.random((20, 2), np.float32)
+    times, weights = random.integers(0, 50, 20), random.random(20)
+    store = graph.edges(BUYS)
+    assert torch.equal(store.edge_index(), torch.from_numpy(index))
+    assert torch.equal(store.features, torch.from_numpy(features))
+    assert torch.equal(store.time, torch.from_numpy(times)[store.edge_ids])
+    np.testing.assert_array_equal(store.weight, weights.astype(np.float32)[store.edge_ids])
+    assert graph.nodes("user").split["train"].tolist() == [0, 1, 2]
+    assert graph.num_nodes("item") == 4
+    assert graph.num_edges("buys") == 20
+    assert graph.edge_type("item__rated_by__user") == RATED
+    assert torch.equal(graph.nodes("user").table.rows, graph.nodes("user").features)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_csc_equals_the_reference(dtype):
+    random = np.random.default_rng(1)
+    for num_src, num_dst, num_edges in ((1, 1, 0), (5, 3, 40), (3, 50, 20), (1000, 7, 3000)):
+        src = random.integers(0, num_src, num_edges).astype(dtype)
+        dst = random.integers(0, num_dst, num_edges).astype(dtype)
+        found = bipartite_csc(src, dst, num_src, num_dst)
+        expected = bipartite_csc_reference(src, dst, num_src, num_dst)
+        for mine, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("times", ["node", "edge", "both"])
+def test_columns_are_sorted_by_the_later_time_and_else_as_listed(times):
+    for seed in range(10):
+        graph = random_graph(seed, times=times)
+        for edge_type in graph.edge_types:
+            store, source = graph.edges(edge_type), graph.nodes(edge_type[0])
+            ids = torch.arange(store.num_edges) if store.edge_ids is None else store.edge_ids
+            keys = torch.zeros(store.num_edges, dtype=torch.int64)
+            if store.time is not None:
+                keys = store.time
+            if source.time is not None:
+                own = source.time[store.indices]
+                keys = own if store.time is None else torch.maximum(keys, own)
+            for begin, end in zip(store.indptr[:-1], store.indptr[1:], strict=True):
+                pairs = list(zip(keys[begin:end].tolist(), ids[begin:end].tolist(), strict=True))
+                assert pairs == sorted(pairs)
+
+
+def test_sort_by_one_kind_of_time():
+    graph = random_graph(3, times="both", edges=100)
+    for kind in ("edge", "node", "both"):
+        other = graph.sort_by_time(kind)
+        other.check_time_order(kind)
+        for edge_type in graph.edge_types:
+            assert torch.equal(
+                other.edges(edge_type).edge_index(), graph.edges(edge_type).edge_index()
+            )
+
+
+def test_from_pyg():
+    HeteroData = pytest.importorskip("torch_geometric.data").HeteroData
+    data = HeteroData()
+    data["user"].x = torch.rand(4, 3)
+    data["user"].y = torch.tensor([0, 1, 0, 1])
+    data["user"].train_mask = torch.tensor([True, False, True, False])
+    data["item"].num_nodes = 3
+    data[BUYS].edge_index = torch.tensor([[3, 0, 1, 3], [2, 1, 2, 2]])
+    data[BUYS].edge_attr = torch.rand(4, 2)
+    data[BUYS].time = torch.tensor([4, 3, 2, 1])
+    data[BUYS].w = torch.tensor([1.0, 0, 2, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adjacency = torch.sparse_coo_tensor([[0, 2], [1, 0]], torch.ones(2), (4, 3))
+        data[RATED].adj_t = adjacency.to_sparse_csr()
+    graph = HeteroGraph.from_pyg(data, time_attr="time", weight_attr="w")
+    assert graph.metadata() == data.metadata()
+    assert graph.nodes("user").features.data_ptr() == data["user"].x.data_ptr()
+    assert graph.nodes("user").split["train"].tolist() == [0, 2]
+    store = graph.edges(BUYS)
+    assert torch.equal(store.edge_index(), data[BUYS].edge_index)
+    assert torch.equal(store.features, data[BUYS].edge_attr)
+    assert torch.equal(store.time, data[BUYS].time[store.edge_ids])
+    assert torch.equal(store.weight, data[BUYS].w[store.edge_ids])
+    # rows of adj_t are destinations
+    assert graph.edges(RATED).edge_index().tolist() == [[1, 0], [0, 2]]
+    assert HeteroGraph.from_pyg(data).edges(BUYS).time is None
+    with pytest.raises(ValueError, match="time_attr is 'when'"):
+        HeteroGraph.from_pyg(data, time_attr="when")
+    del data["item"].num_nodes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="number of nodes of node type 'item' is unknown"):
+            HeteroGraph.from_pyg(data)
+    with pytest.raises(TypeError, match="data is"):
+        HeteroGraph.from_pyg(torch.ones(2))
+
+
+def test_from_dgl():
+    pytest.importorskip("torch_geometric")
+    from gcnzc.interop.dgl.importing import import_dgl
+
+    try:
+        dgl = import_dgl()
+    except ImportError:
+        pytest.skip("DGL is not installed")
+    src, dst = torch.tensor([3, 0, 1, 3]), torch.tensor([2, 1, 2, 2])
+    own = dgl.heterograph(
+        {BUYS: (src, dst), ("user", "knows", "user"): ([0], [1])}, {"user": 5, "item": 4}
+    )
+    own.nodes["user"].data["feat"] = torch.rand(5, 2)
+    own.nodes["item"].data["label"] = torch.arange(4)
+    own.nodes["item"].data["test_mask"] = torch.arange(4) == 3
+    own.edges[BUYS].data["w"] = torch.tensor([1.0, 2, 3, 4])
+    own.edges[BUYS].data["when"] = torch.tensor([9, 1, 2, 3])
+    graph = HeteroGraph.from_dgl(own, time="when", weight="w")
+    assert graph.node_types == own.ntypes
+    assert graph.edge_types == own.canonical_etypes
+    assert graph.num_nodes("user") == 5
+    assert torch.equal(graph.edges("buys").edge_index(), torch.stack([src, dst]))
+    assert torch.equal(graph.nodes("user").features, own.nodes["user"].data["feat"])
+    assert graph.nodes("item").split["test"].tolist() == [3]
+    assert graph.edges("buys").time.tolist() == [1, 2, 3, 9]
+    with pytest.raises(ValueError, match=r"time is 'then'.*\n\nhint: the data are"):
+        HeteroGraph.from_dgl(own, time="then")
+
+
+CUSTOMERS = pd.DataFrame({"id": [10, 30, 20], "age": [1.0, 2.0, 3.0]})
+ORDERS = pd.DataFrame(
+    {
+        "customer": [20, None, 10, 20],
+        "date": pd.to_datetime(
+            ["2020-01-02", "2020-01-01 00:00:00.5", "2019-01-01", "2021-01-01"], format="mixed"
+        ),
+    }
+)
+
+
+def tables(**changes):
+    customer = {"frame": CUSTOMERS, "primary_key": "id", "features": ["age"]}
+    order = {"frame": ORDERS, "foreign_keys": {"customer": "customer"}, "time": "date"}
+    parts = {"customer": customer, "order": order}
+    for name, change in changes.items():
+        parts[name] = parts[name] | change
+    return {name: Table(**own) for name, own in parts.items()}
+
+
+def test_from_tables():
+    graph = HeteroGraph.from_tables(tables())
+    forward, reverse = (
+        ("order", "f2p_customer", "customer"),
+        ("customer", "rev_f2p_customer", "order"),
+    )
+    assert graph.edge_types == [forward, reverse]
+    assert graph.edges(forward).edge_index().tolist() == [[0, 2, 3], [2, 0, 2]]
+    assert graph.edges(reverse).edge_index().tolist() == [[2, 0, 2], [0, 2, 3]]
+    # fractions of a second are rounded up: an order is not visible before its time
+    seconds = [pd.Timestamp(day).timestamp() for day in ("2020-01-02", "2020-01-01", "2019-01-01")]
+    assert graph.nodes("order").time.tolist()[:3] == [seconds[0], seconds[1] + 1, seconds[2]]
+    assert graph.nodes("customer").features.flatten().tolist() == [1, 2, 3]
+    assert HeteroGraph.from_tables(tables(), reverse=False).edge_types == [forward]
+
+
+def test_from_tables_of_relbench():
+    class RelTable:
+        def __init__(self, df, pkey_col, fkeys, time_col):
+            self.df, self.pkey_col, self.time_col = df, pkey_col, time_col
+            self.fkey_col_to_pkey_table = fkeys
+
+    theirs = {
+        "customer": RelTable(CUSTOMERS, "id", {}, None),
+        "order": RelTable(ORDERS, None, {"customer": "customer"}, "date"),
+    }
+    assert_same(
+        HeteroGraph.from_tables(theirs), HeteroGraph.from_tables(tables(customer={"features": ()}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"customer": {"primary_key": None}}, "'customer', which has no primary key"),
+        ({"customer": {"primary_key": "key"}}, "table 'customer' has no column 'key'"),
+        ({"order": {"foreign_keys": {"customer": "client"}}}, "refers to the table 'client'"),
+        ({"order": {"time": "day"}}, "table 'order' has no column 'day'"),
+        (
+            {"customer": {"frame": CUSTOMERS.iloc[[0, 0, 2]]}},
+            "'id' of table 'customer' has 10 twice",
+        ),
+        (
+            {"customer": {"frame": CUSTOMERS.iloc[:2]}},
+            "'customer' of table 'order' is 20.* in row 0",
+        ),
+        ({"customer": {"frame": CUSTOMERS.replace(2.0, np.nan)}}, "'age' of table .* NaN in row 1"),
+        (
+            {"order": {"frame": ORDERS.assign(date=pd.NaT)}},
+            r"time of node type 'order'\[0\] is NaT",
+        ),
+    ],
+)
+def test_wrong_tables_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        HeteroGraph.from_tables(tables(**changes))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        ({"u": 0}, {}, "node type 'u' has no nodes"),
+        ({"u": {}}, {}, "number of nodes of node type 'u' is unknown"),
+        ({}, {}, "no node types"),
+        ({"u": 2}, {("u", "r", "w"): [[0], [0]]}, "has the node type 'w'"),
+        (
+            {"u": 2},
+            {("u", "r", "u"): [[0, 1], [0, 2]]},
+            r"edge 1 of .*'r'.* from 1 to 2, but 'u' has 2",
+        ),
+        ({"u": 2}, {("u", "r", "u"): [[-1], [0]]}, "goes from -1 to 0"),
+        ({"u": 2}, {("u", "r", "u"): [[0, 1], [0]]}, "2 sources and 1 destinations"),
+        ({"u": 2}, {("u", "r", "u"): [[0.5], [0]]}, "float64"),
+        ({"u": 2}, {("u", "r", "u"): {"edges": 1}}, "has the key 'edges'"),
+        ({"u": {"num_nodes": 2, "time": [1.0, np.nan]}}, {}, r"time of node type 'u'\[1\] is nan"),
+        ({"u": {"num_nodes": 2, "time": [1.5, 1]}}, {}, r"'u'\[0\] is 1.5"),
+        ({"u": {"num_nodes": 2, "time": [1]}}, {}, r"time of node type 'u' has shape \(1,\)"),
+        ({"u": {"num_nodes": 2, "time": np.array(["2020", "NaT"], "M8[D]")}}, {}, r"\[1\] is NaT"),
+        ({"u": {"num_nodes": 2, "features": np.ones((3, 1))}}, {}, r"features of node type 'u'"),
+        ({"u": {"num_nodes": 2, "labels": [1]}}, {}, "labels of node type 'u'"),
+        ({"u": {"num_nodes": 2, "split": {"train": [2]}}}, {}, "contains the node 2"),
+        ({"u": {"num_nodes": 2, "split": {"odd": [1]}}}, {}, "has the key 'odd'"),
+        (
+            {"u": 2},
+            {("u", "r", "u"): {"edge_index": [[0], [1]], "time": [np.inf]}},
+            r"'r'.*\[0\] is inf",
+        ),
+        ({"u": 2}, {("u", "r", "u"): {"edge_index": [[0], [1]], "weight": [-1]}}, r"\[0\] is -1"),
+        (
+            {"u": 2},
+            {("u", "r", "u"): {"edge_index": [[0], [1]], "weight": [np.nan]}},
+            r"\[0\] is nan",
+        ),
+        (
+            {"u": 2},
+            {("u", "r", "u"): {"edge_index": [[0], [1]], "features": [[1], [2]]}},
+            "features of edge",
+        ),
+    ],
+)
+def test_wrong_arrays_are_named(nodes, edges, message):
+    with pytest.raises(ValueError, match=message):
+        HeteroGraph.from_arrays(nodes, edges)
+
+
+def test_wrong_names_are_type_errors():
+    for nodes, edges in (
+        ({1: 2}, {}),
+        ({"u": 2}, {("u", "u"): [[0], [0]]}),
+        ([3], {}),
+        ({"u": 2.5}, {}),
+    ):
+        with pytest.raises(TypeError, match="hint"):
+            HeteroGraph.from_arrays(nodes, edges)
+    with pytest.raises(TypeError, match="not a NodeStore"):
+        HeteroGraph({"u": 3}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indptr": torch.tensor([0, 1])}, "indptr of edge type"),
+        ({"indptr": torch.tensor([0, 1, 1])}, "goes from 0 to 1, with 2 edges"),
+        ({"indptr": torch.tensor([0, 3, 2])}, "decreases from 3 to 2 at node 1"),
+        ({"indices": torch.tensor([0, 2], dtype=torch.int32)}, r"indices\[1\] is 2, but 'u' has 2"),
+        ({"indices": torch.tensor([0, 1])}, "indices of edge type .* torch.int64"),
+        ({"edge_ids": torch.tensor([0, 2])}, r"edge_ids\[1\] is 2"),
+        ({"time": torch.tensor([0.0, 1.0])}, "time of edge type"),
+        ({"weight": torch.tensor([0.0, -1.0])}, "weight of the edge at position 1 is -1"),
+        ({"features": torch.ones(3, 1)}, "2 edges, but 3 rows"),
+    ],
+)
+def test_wrong_stores_are_named(change, message):
+    good = {"indptr": torch.tensor([0, 1, 2]), "indices": torch.tensor([0, 1], dtype=torch.int32)}
+    nodes = {"u": NodeStore(2)}
+    HeteroGraph(nodes, {("u", "r", "u"): EdgeStore(**good)})
+    with pytest.raises(ValueError, match=message):
+        HeteroGraph(nodes, {("u", "r", "u"): EdgeStore(**(good | change))})
+
+
+def test_unknown_types_are_named():
+    graph = shop()
+    with pytest.raises(ValueError, match=r"no node type 'shop'\n\nhint: user, item"):
+        graph.nodes("shop")
+    with pytest.raises(ValueError, match="no edge type with the name 'sells'"):
+        graph.edges("sells")
+
+
+def test_a_folder_has_the_same_graph(tmp_path):
+    graph = shop(name="shop")
+    graph.save(tmp_path / "shop")
+    found = HeteroGraph.load(tmp_path / "shop")
+    folder.verify(tmp_path / "shop")
+    assert_same(found, graph)
+    assert found.name == "shop"
+    found.check_time_order()
+    found.save(tmp_path / "again")
+    for path in sorted((tmp_path / "shop").rglob("*.npy")):
+        other = tmp_path / "again" / path.relative_to(tmp_path / "shop")
+        assert path.read_bytes() == other.read_bytes()
+    with pytest.raises(FileExistsError):
+        graph.save(tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "sparse", "int8", "none"])
+def test_folders_keep_the_kind_of_features(tmp_path, kind):
+    rows = torch.randn(6, 5)
+    store = NodeStore(6)
+    if kind == "bfloat16":
+        store = NodeStore(6, rows.bfloat16())
+    elif kind == "sparse":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            store = NodeStore(6, rows.relu().to_sparse_csr())
+    elif kind == "int8":
+        store = NodeStore(6, quantized=FeatureTable.quantized(rows))
+    HeteroGraph({"u": store}, {}).save(tmp_path / "g")
+    found = HeteroGraph.load(tmp_path / "g").nodes("u")
+    compare(found.features, store.features)
+    if kind == "int8":
+        ids = torch.arange(6)
+        assert torch.equal(found.table.gather(ids), store.table.gather(ids))
+    assert (found.table is None) == (kind == "none")
+
+
+@pytest.mark.parametrize(
+    "name", ["edges/0/indices.npy", "nodes/1/time.npy", "nodes/0/features.npy"]
+)
+def test_damaged_folders_are_named(tmp_path, name):
+    shop().save(tmp_path / "shop")
+    path = tmp_path / "shop" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        folder.verify(tmp_path / "shop")
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=name):
+        HeteroGraph.load(tmp_path / "shop")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        HeteroGraph.load(tmp_path / "shop")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda meta: meta["nodes"][0].update(num_nodes=7), "as the other values require"),
+        (lambda meta: meta["nodes"][0].pop("time"), "has no time in nodes: 0"),
+        (lambda meta: meta["edges"][0].update(type=["user", "buys", "shop"]), "two node types"),
+        (lambda meta: meta["edges"][0].update(weight=1), "weight is 1, not true or false"),
+        (lambda meta: meta["nodes"][1].update(type="user"), "a name of its own"),
+        (lambda meta: meta["files"].pop("edges/1/indptr.npy"), "does not list"),
+        (lambda meta: meta.update(version=9), "format version 9"),
+    ],
+)
+def test_metadata_that_do_not_match_are_named(tmp_path, edit, message):
+    shop().save(tmp_path / "shop")
+    path = tmp_path / "shop" / "meta.json"
+    meta = json.loads(path.read_text())
+    meta.pop("crc32")
+    edit(meta)
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=message):
+        HeteroGraph.load(tmp_path / "shop")
+
+
+def test_each_kind_of_folder_names_the_function_that_loads_it(tmp_path):
+    shop().save(tmp_path / "shop")
+    with pytest.raises(ValueError, match=r"heterogeneous graph\n\nhint: .*HeteroGraph\.load"):
+        gcnzc.load(tmp_path / "shop")
+    gcnzc.prepare(dest=tmp_path / "plain", edges=np.array([[0, 1], [1, 2]]))
+    with pytest.raises(ValueError, match=r"one node type\n\nhint: gcnzc\.load"):
+        HeteroGraph.load(tmp_path / "plain")
+    with pytest.raises(FileNotFoundError):
+        HeteroGraph.load(tmp_path / "none")
+
+
+def test_info_and_verify_of_any_folder(tmp_path):
+    shop(name="shop").save(tmp_path / "shop")
+    about = load.info(tmp_path / "shop")
+    assert (about["kind"], about["name"]) == ("hetero", "shop")
+    assert (about["num_nodes"], about["num_edges"]) == (10, 29)
+    assert [own["type"] for own in about["nodes"]] == ["user", "item"]
+    load.verify(tmp_path / "shop")
+    path = tmp_path / "shop" / "edges" / "0" / "time.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ValueError, match=r"edges/0/time\.npy"):
+        load.verify(tmp_path / "shop")
+
+
+def test_features_that_are_not_finite_are_rejected(tmp_path):
+    graph = HeteroGraph.from_arrays({"u": {"features": [[1.0], [np.nan]]}}, {})
+    with pytest.raises(ValueError, match="features of node type 'u'"):
+        graph.save(tmp_path / "g")
+    assert not list(tmp_path.iterdir())
+    graph.save(tmp_path / "g", allow_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dates", "unit", "expected"),
+    [
+        (np.array(["1970-01-02"], "M8[D]"), "s", 86400),
+        (np.array(["1969-12-31T23:59:59.5"], "M8[ms]"), "s", 0),
+        (np.array([1], "M8[ns]"), "us", 1),
+        (np.array(["2400-01-01"], "M8[s]"), "ms", 13569465600000),
+        (np.array(["1971"], "M8[Y]"), "s", 365 * 86400),
+        (np.array([7.0]), "s", 7),
+    ],
+)
+def test_dates_become_integers(dates, unit, expected):
+    graph = HeteroGraph.from_arrays({"u": {"time": dates}}, {}, time_unit=unit)
+    assert graph.nodes("u").time.tolist() == [expected]

@@ -1,0 +1,57 @@
+"""Small random heterogeneous graphs for tests."""
+
+import numpy as np
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+
+TIMES = 12  # times are below this
+
+
+def random_graph(seed, *, times="none", weights=False, num_types=None, num_nodes=12, edges=60):
+    """A graph of up to 3 node types and 5 edge types; `times` is none, node, edge or both."""
+    random = np.random.default_rng(seed)
+    types = [f"t{i}" for i in range(num_types or random.integers(1, 4))]
+    nodes = {}
+    for name in types:
+        count = int(random.integers(1, num_nodes + 1))
+        nodes[name] = {"num_nodes": count}
+        if times in ("node", "both") and (random.random() < 0.8 or name == types[0]):
+            nodes[name]["time"] = random.integers(0, TIMES, count)
+    found = {}
+    for r in range(int(random.integers(1, 6))):
+        source, target = (types[int(i)] for i in random.integers(0, len(types), 2))
+        count = int(random.integers(0, edges))
+        ends = [random.integers(0, nodes[each]["num_nodes"], count) for each in (source, target)]
+        own = {"edge_index": np.stack(ends)}
+        if times in ("edge", "both") and (random.random() < 0.8 or r == 0):
+            own["time"] = random.integers(0, TIMES, count)
+        if weights:
+            own["weight"] = random.random(count) * (random.random(count) < 0.7)
+        found[source, f"r{r}", target] = own
+    if times in ("node", "both"):
+        # at least one edge type has a source with times
+        found[types[0], "dated", types[-1]] = {"edge_index": np.zeros((2, 1), np.int64)}
+    return HeteroGraph.from_arrays(nodes, found)
+
+
+def random_seeds(graph, seed, count=5):
+    """Seeds of some types, and their times."""
+    random = np.random.default_rng(seed)
+    types = random.permutation(graph.node_types)[: int(random.integers(1, 3))].tolist()
+    seeds = {
+        name: torch.from_numpy(random.integers(0, graph.num_nodes(name), count)) for name in types
+    }
+    return seeds, torch.from_numpy(random.integers(0, TIMES, count * len(seeds)))
+
+
+def assert_equal(batch, other):
+    """Whether two minibatches are equal bit for bit."""
+    for name in ("nodes", "seeds", "row", "col", "edge_ids", "subgraphs"):
+        mine, theirs = getattr(batch, name), getattr(other, name)
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine), name
+    assert batch.num_nodes == other.num_nodes
+    assert batch.num_edges == other.num_edges
