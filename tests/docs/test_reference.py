@@ -17,7 +17,16 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference" / "api"
 PAGES = {path.stem: path.read_text() for path in FOLDER.glob("*.md")}
 PACKAGES = (
-    *("", ".compress", ".exchange", ".features", ".graph", ".interop.dgl", ".interop.pyg"),
+    *(
+        "",
+        ".compress",
+        ".exchange",
+        ".features",
+        ".graph",
+        ".graph.hetero",
+        ".interop.dgl",
+        ".interop.pyg",
+    ),
     *(".loader", ".models", ".optim", ".sampling", ".testing", ".train"),
 )
 # public names of modules without `__all__`
