@@ -23,7 +23,7 @@ from torch import nn
 
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import LocalSGD, Strategy, a2cid2, resize_state
-from gcnzc.optim.strategy.gossip_graph import GossipGraph, momentum_of
+from gcnzc.optim.strategy.gossip_graph import GossipGraph, compute_momentum
 
 SIZE = 6
 
@@ -115,14 +115,14 @@ def test_the_events_are_those_of_the_equations(world_size, rate):
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_the_constants_of_a_ring(world_size, rate):
     rates = GossipGraph("ring").rates(world_size, rate)
-    found = momentum_of(world_size, rates)
+    found = compute_momentum(world_size, rates)
     chi_1 = 1 / (rate * (1 - math.cos(2 * math.pi / world_size)))
     # two edges in series with the others, of conductance rate / 2
     chi_2 = (world_size - 1) / world_size / rate
     assert found.eta == pytest.approx(1 / (2 * math.sqrt(chi_1 * chi_2)))
     assert found.alpha == pytest.approx(math.sqrt(chi_1 / chi_2) / 2)
-    assert momentum_of(world_size, rates, 0.25).eta == 0.25
-    assert momentum_of(world_size, rates, 0.0).alpha == 0.5
+    assert compute_momentum(world_size, rates, 0.25).eta == 0.25
+    assert compute_momentum(world_size, rates, 0.0).alpha == 0.5
 
 
 @pytest.mark.parametrize("matching", ["cycle", "random"])

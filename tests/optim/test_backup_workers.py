@@ -28,7 +28,7 @@ from gcnzc.exchange import (
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
 from gcnzc.optim.strategy.close_rounds import make_graph
-from gcnzc.optim.strategy.rounds import Kind, RoundRules, Status
+from gcnzc.optim.strategy.rounds import RankStatus, RoundRules, StatusKind
 
 LR = 0.1
 
@@ -253,7 +253,7 @@ def test_a_permanent_straggler_bounds_each_epoch_once():
     with_slow = [closed for closed in before if 2 in closed.members]
     # each of its steps completes an epoch
     assert [closed.epochs for closed in with_slow] == sorted({each.epochs for each in with_slow})
-    assert before[-1].bounds[2] >= len(with_slow) > 0
+    assert before[-1].numbers_by_rank[2] >= len(with_slow) > 0
     # the others take part in several rounds for each of its steps
     assert len(before) >= 2 * len(with_slow)
 
@@ -542,7 +542,7 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
 def test_the_state_of_a_pending_epoch():
     ranks = [Rank(rank, 5, graph="ring") for rank in range(5)]
     rules = ranks[0].policy.rules
-    statuses = [Status(1, Kind.FINISHED)] * 2 + [Status(0, Kind.FINISHED)] * 3
+    statuses = [RankStatus(1, StatusKind.FINISHED)] * 2 + [RankStatus(0, StatusKind.FINISHED)] * 3
     closed = rules.close(rules.begin(), statuses, 1)
     ranks[0].policy.last = closed
     state = ranks[0].policy.local_state()
@@ -562,26 +562,30 @@ def test_rules_of_closing():
     begin = rules.begin()
 
     def at(*kinds):
-        kind = {"f": (1, Kind.FINISHED), "c": (0, Kind.FINISHED), "a": (0, Kind.AWAY)}
-        return [Status(*kind[each]) for each in "".join(kinds)]
+        kind = {
+            "f": (1, StatusKind.FINISHED),
+            "c": (0, StatusKind.FINISHED),
+            "p": (0, StatusKind.PAUSED),
+        }
+        return [RankStatus(*kind[each]) for each in "".join(kinds)]
 
-    # 0 and 3 have an edge of the graph, but none of the tree; f: finished, c: computing, a: away
+    # 0 and 3 have an edge of the graph, but none of the tree; f: finished, c: computing, p: paused
     for text, is_closable in {
         "cccc": False, "fccc": False, "fccf": False, "fcfc": False, "ffcc": True, "ffff": True,
-        "fcca": False, "facf": False, "faaf": True, "faac": False, "faaa": True,
-        "aaaa": False, "faca": True, "caca": False,
+        "fccp": False, "fpcf": False, "fppf": True, "fppc": False, "fppp": True,
+        "pppp": False, "fpcp": True, "cpcp": False,
     }.items():  # fmt: skip
         assert rules.can_close(begin, at(text)) is is_closable, text
     other = rules.close(begin, at("ffcc"), 1)
     assert other.pending == ((1, 2), (2, 3))
     # without rank 2 there is no pending edge, so that any edge suffices
-    later = [Status(2, Kind.FINISHED), *at("cac")[:2], Status(2, Kind.FINISHED)]
+    later = [RankStatus(2, StatusKind.FINISHED), *at("cpc")[:2], RankStatus(2, StatusKind.FINISHED)]
     assert rules.can_close(other, later)
-    assert not rules.can_close(other, [*at("ccc")[:2], Status(0, Kind.AWAY), later[3]])
+    assert not rules.can_close(other, [*at("ccc")[:2], RankStatus(0, StatusKind.PAUSED), later[3]])
     closed = rules.close(begin, at("ffff"), 2)
-    assert (closed.pending, closed.epochs, closed.bounds) == (rules.tree, 1, (0, 0, 1, 0))
-    assert rules.is_complete(begin, at("faff"))
-    assert not rules.is_complete(begin, at("facf"))
+    assert (closed.pending, closed.epochs, closed.numbers_by_rank) == (rules.tree, 1, (0, 0, 1, 0))
+    assert rules.is_complete(begin, at("fpff"))
+    assert not rules.is_complete(begin, at("fpcf"))
 
 
 @pytest.mark.parametrize(
@@ -650,14 +654,16 @@ def close_after_the_grace(policy, before, after):
 
 
 def test_a_round_that_can_no_longer_close_after_the_grace_stays_open():
-    """A rank that was away returns, and the round needs it."""
+    """A paused rank resumes, and the round needs it."""
     recipe = backup_workers("ring", grace=1.0)
     policy = Strategy(sgd(nn.Linear(2, 2).parameters()), recipe, Group(0, 4)).recipe.policy
     policy.step_s.append(1.0)
-    # only one edge is pending, but rank 1 is away, so any edge suffices
+    # only one edge is pending, but rank 1 is paused, so any edge suffices
     policy.last = replace(policy.last, pending=((0, 1),))
-    after = [Status(number, Kind.FINISHED) for number in (1, 0, 0, 1)]
-    before = [replace(each, kind=Kind.AWAY) if n == 1 else each for n, each in enumerate(after)]
+    after = [RankStatus(number, StatusKind.FINISHED) for number in (1, 0, 0, 1)]
+    before = [
+        replace(each, kind=StatusKind.PAUSED) if n == 1 else each for n, each in enumerate(after)
+    ]
     assert policy.rules.can_close(policy.last, before)
     assert close_after_the_grace(policy, before, after) is None
     assert isinstance(close_after_the_grace(policy, before, before), CompareAndSet)

@@ -13,7 +13,7 @@ from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
 from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, Status
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, StatusKind
 
 LR, OUTER_LR, MOMENTUM = 0.1, 0.5, 0.9
 
@@ -320,9 +320,9 @@ def test_rules_of_closing():
     rules = QuorumRules(5, 3)
     last = rules.begin()
 
-    def statuses(*rounds, away=()):
+    def statuses(*rounds, paused=()):
         return [
-            Status(number, Kind.AWAY if rank in away else Kind.FINISHED)
+            RankStatus(number, StatusKind.PAUSED if rank in paused else StatusKind.FINISHED)
             for rank, number in enumerate(rounds)
         ]
 
@@ -336,11 +336,11 @@ def test_rules_of_closing():
     third = rules.close(second, statuses(3, 2, 3, 3, 3), 0)
     assert (third.members, third.pending) == ((0, 2, 3, 4), ((2, 0), (4, 3)))
     # no quorum is possible
-    alone = statuses(0, 0, 0, 1, 0, away=(0, 1, 2))
+    alone = statuses(0, 0, 0, 1, 0, paused=(0, 1, 2))
     assert rules.can_close(last, alone)
     assert rules.is_complete(last, alone)
     assert rules.close(last, alone, 3).members == ()
-    assert not rules.can_close(last, statuses(0, 0, 0, 0, 0, away=(0, 1, 2)))
+    assert not rules.can_close(last, statuses(0, 0, 0, 0, 0, paused=(0, 1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def backup_workers(
     all others does not delay their rounds.
 
     Several optimizers of a group, and copies of them, may take steps in turns. While a rank waits
-    in a round of one of them, it is away in the rounds of the others.
+    in a round of one of them, it is paused in the rounds of the others, which do not wait for it.
 
     Args:
         graph: the ranks that average with one another: "ring", "complete", "exponential", a regular

@@ -31,7 +31,7 @@ from gcnzc.exchange.sync import all_gather_text
 from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.strategy.recipe import Policy
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
@@ -67,8 +67,7 @@ class CloseRounds(Policy):
 
     rules: RoundRules
     last: ClosedRound
-    """the last closed round that this rank has read; its `bounds` count the epochs that each rank
-    has delayed"""
+    """the last closed round that this rank has read"""
 
     def __init__(
         self,
@@ -91,10 +90,11 @@ class CloseRounds(Policy):
         """the number of times that the rounds have begun again, because a state was loaded"""
         self.loaded: ClosedRound | None = None
         """the round from which the rounds begin again in the next step; None if they continue"""
-        self.is_away = False
-        """whether `status` is that this rank is away"""
-        self.away_for: set[int] = set()
-        """ids of the policies of this rank's optimizers that wait for other ranks"""
+        self.is_paused = False
+        """whether `status` is `PAUSED`: the rounds do not wait for this rank"""
+        self.paused_by: set[int] = set()
+        """ids of the policies of this rank's optimizers that wait for other ranks, and therefore
+        pause this one"""
         self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
         """the times of this rank's last local steps in seconds"""
         self.ended_s: float | None = None
@@ -116,7 +116,13 @@ class CloseRounds(Policy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without those of its rounds, in which a copy does not take part."""
-        own = {"status": b"", "is_away": False, "away_for": set(), "pending": None, "ended_s": None}
+        own = {
+            "status": b"",
+            "is_paused": False,
+            "paused_by": set(),
+            "pending": None,
+            "ended_s": None,
+        }
         # a copy is in no rounds that could begin again
         last = {} if self.loaded is None else {"last": self.loaded, "loaded": None}
         return {**vars(self), **own, **last, "generation": 0}
@@ -172,13 +178,13 @@ class CloseRounds(Policy):
         strategy.since = 0
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
-        kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
+        kind = StatusKind.FINISHED if strategy.is_counted else StatusKind.DAMAGED
         if self.ended_s is not None:
             self.step_s.append((yield Now()) - self.ended_s)
         yield from self.begin_rounds()
         while True:
             number = self.last.round + 1
-            if not (yield from self._announce(Status(number, kind))):
+            if not (yield from self._announce(RankStatus(number, kind))):
                 # the store has no status of this rank: it is a new one, as after a restart
                 yield from self._meet()
                 continue
@@ -206,7 +212,7 @@ class CloseRounds(Policy):
             return
         # ranks that have not loaded the state yet end their rounds without this one, whose new
         # parameters they must not get
-        yield from self._leave([self])
+        yield from self._pause([self])
         closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
         old = [self._status_key(self.strategy.group.rank), *closed]
         self.last, self.loaded = self.loaded, None
@@ -216,12 +222,12 @@ class CloseRounds(Policy):
 
     def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
         others = self._others()
-        yield from self._leave(others)
+        yield from self._pause(others)
         data = yield WaitForKey(self._closed_key(number))
-        yield from self._come_back(others)
+        yield from self._resume(others)
         return ClosedRound.from_bytes(data)
 
-    def _announce(self, status: Status) -> Algorithm[bool]:
+    def _announce(self, status: RankStatus) -> Algorithm[bool]:
         """Write the status of this rank; return False if the store has lost the previous one."""
         key, value = self._status_key(self.strategy.group.rank), status.to_bytes()
         while (answer := (yield CompareAndSet(key, self.status, value))) != value:
@@ -231,17 +237,17 @@ class CloseRounds(Policy):
         self.status = value
         return True
 
-    def _read(self, number: int) -> Algorithm[tuple[list[Status], ClosedRound | None]]:
+    def _read(self, number: int) -> Algorithm[tuple[list[RankStatus], ClosedRound | None]]:
         """Read the statuses of all ranks, and a round, None if it has not closed."""
         world_size = self.strategy.group.world_size
         keys = [*map(self._status_key, range(world_size)), self._closed_key(number)]
         *statuses, closed = yield ReadKeys(keys)
         return (
-            [Status.from_bytes(each) for each in statuses],
+            [RankStatus.from_bytes(each) for each in statuses],
             ClosedRound.from_bytes(closed) if closed else None,
         )
 
-    def _close(self, statuses: list[Status]) -> Algorithm[ClosedRound | None]:
+    def _close(self, statuses: list[RankStatus]) -> Algorithm[ClosedRound | None]:
         """Close the current round, after a time for other ranks to finish."""
         number = self.last.round + 1
         key = self._closed_key(number)
@@ -254,7 +260,7 @@ class CloseRounds(Policy):
             if closed is not None:
                 return closed
             if not self.rules.can_close(self.last, statuses):
-                # a rank that was away takes part again, and closes the round when it can
+                # a paused rank takes part again, and closes the round when it can
                 return None
         closed = self.rules.close(self.last, statuses, self.strategy.group.rank)
         value = closed.to_bytes()
@@ -282,29 +288,29 @@ class CloseRounds(Policy):
         After resuming, the last rounds of the ranks may differ.
         """
         others = self._others()
-        yield from self._leave(others)
+        yield from self._pause(others)
         gather = all_gather_text(self.last.to_bytes().decode())
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
-        yield from self._come_back(others)
+        yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
         rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
         # the keys of earlier rounds were in another store
         self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
-        self.status, self.is_away = b"", False
-        self.away_for.clear()
-        yield from self._announce(Status(first.round, Kind.FINISHED))
+        self.status, self.is_paused = b"", False
+        self.paused_by.clear()
+        yield from self._announce(RankStatus(first.round, StatusKind.FINISHED))
 
     # waits for all ranks
 
     def pause_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`: let the other ranks close rounds without this one."""
-        yield from self._leave([self, *self._others()])
+        yield from self._pause([self, *self._others()])
 
     def resume_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`."""
-        yield from self._come_back([self, *self._others()])
+        yield from self._resume([self, *self._others()])
 
     def _others(self) -> "list[CloseRounds]":
         """Return the policies of other optimizers of the group whose rounds this rank is in.
@@ -315,24 +321,25 @@ class CloseRounds(Policy):
         known = _POLICIES.get(self.strategy.group, ())
         return [each for each in known if each is not self and each.status]
 
-    def _leave(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
-        """Announce that this rank is away in the rounds of some optimizers, until `_come_back`."""
+    def _pause(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """Announce that this rank is paused in the rounds of some optimizers, until `_resume`."""
         for each in policies:
             if each.status:
-                each.away_for.add(id(self))
-                yield from each._go_away() if not each.is_away else ()
+                each.paused_by.add(id(self))
+                yield from each._announce_pause() if not each.is_paused else ()
 
-    def _come_back(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
-        """End `_leave`; a rank stays away while another of its optimizers waits."""
+    def _resume(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """End `_pause`; this rank stays paused while another of its optimizers waits."""
         for each in policies:
-            each.away_for.discard(id(self))
-            if each.is_away and not each.away_for and each.loaded is None:
-                each.is_away = False
-                yield from each._announce(Status(each.last.round, Kind.FINISHED))
+            each.paused_by.discard(id(self))
+            if each.is_paused and not each.paused_by and each.loaded is None:
+                each.is_paused = False
+                yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
 
-    def _go_away(self) -> Algorithm[None]:
-        self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
-        while self.is_away:
+    def _announce_pause(self) -> Algorithm[None]:
+        """Announce that this rank is paused, and close the round if the others waited for it."""
+        self.is_paused = yield from self._announce(RankStatus(self.last.round, StatusKind.PAUSED))
+        while self.is_paused:
             statuses, closed = yield from self._read(self.last.round + 1)
             number = max(each.round for each in statuses)
             if closed is None and number <= self.last.round + 1:
@@ -395,8 +402,10 @@ class CloseRounds(Policy):
             return {}
         last = self.last if self.loaded is None else self.loaded
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
-        bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds
-        numbers = [last.round, last.epochs, *is_pending, *bounds]
+        by_rank = last.numbers_by_rank
+        if self.rules.numbers_are_statistics:
+            by_rank = (0,) * len(by_rank)
+        numbers = [last.round, last.epochs, *is_pending, *by_rank]
         return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
 
     def load(
@@ -407,12 +416,12 @@ class CloseRounds(Policy):
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree
         number, epochs, *others = local["rounds"].tolist()
-        if len(others) != len(tree) + len(begin.bounds):
+        if len(others) != len(tree) + len(begin.numbers_by_rank):
             self._continue_from(begin)
             return
         pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
-        bounds = tuple(others[len(tree) :])
-        last = ClosedRound(number, begin.members, (), pending, epochs, bounds, number)
+        numbers_by_rank = tuple(others[len(tree) :])
+        last = ClosedRound(number, begin.members, (), pending, epochs, numbers_by_rank, number)
         self._continue_from(last)
 
     def _continue_from(self, last: ClosedRound) -> None:

@@ -16,8 +16,6 @@ from gcnzc.exchange.topology import (
     neighbors,
 )
 
-"""the graphs that have a name"""
-
 
 @dataclass(frozen=True)
 class GossipGraph:
@@ -64,10 +62,10 @@ class GossipGraph:
 
 
 @dataclass(frozen=True)
-class Momentum:
+class MomentumConstants:
     """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
 
-    `momentum_of` computes both from a graph.
+    `compute_momentum` returns those of a graph.
     """
 
     eta: float
@@ -76,7 +74,7 @@ class Momentum:
     """alpha~, the factor of an exchange's difference in x~; it is 1/2 in x"""
 
 
-NO_MOMENTUM = Momentum(0.0, 0.5)
+NO_MOMENTUM = MomentumConstants(0.0, 0.5)
 
 
 def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
@@ -92,7 +90,9 @@ def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
     return tuple((low, high) for low, high in edges)
 
 
-def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None = None) -> Momentum:
+def compute_momentum(
+    world_size: int, rates: Mapping[Edge, float], eta: float | None = None
+) -> MomentumConstants:
     """Return the constants for exchanges at given rates over the edges of a connected graph.
 
         eta = 1 / (2 sqrt(chi_1 chi_2)),  alpha~ = sqrt(chi_1 / chi_2) / 2
@@ -107,4 +107,4 @@ def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None 
     matrix = laplacian(world_size, rates, rates)
     chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
     computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
-    return Momentum(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)
+    return MomentumConstants(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)

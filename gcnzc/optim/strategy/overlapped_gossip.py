@@ -36,10 +36,11 @@ from gcnzc.optim.strategy.two_variables import TwoVariables
 MAX_OVERLAPPING = 2
 """the largest number of overlapping exchanges of a rank"""
 EXTRAS = 2
-"""numbers after the vector of a message: its `Status`, and the sender's number of loaded states"""
+"""how many numbers follow the vector of a message: its `MessageKind`, and the number of states that
+the sender has loaded"""
 
 
-class Status(IntEnum):
+class MessageKind(IntEnum):
     """What a message means."""
 
     CLOSED = 0
@@ -205,7 +206,7 @@ class OverlappedPairs(Exchange):
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
             message = self._message(self.update.x)
-            message[-EXTRAS] = Status.CLOSED
+            message[-EXTRAS] = MessageKind.CLOSED
             yield from self._send(each, message)
         while not all(each.is_closed for each in self.neighbors):
             yield from self._process((yield from self._first([], None)))
@@ -237,7 +238,7 @@ class OverlappedPairs(Exchange):
         count = self.update.num_elements
         message = torch.empty_like(self.neighbors[0].received)
         message[:count] = values[:count]
-        message[count] = Status.USABLE if self.update.is_usable() else Status.UNUSABLE
+        message[count] = MessageKind.USABLE if self.update.is_usable() else MessageKind.UNUSABLE
         message[count + 1] = self.generation
         return message
 
@@ -257,7 +258,7 @@ class OverlappedPairs(Exchange):
         """Process a message that has arrived."""
         yield Wait(each.receive)
         each.receive = None
-        if int(each.received[-EXTRAS]) == Status.CLOSED:
+        if int(each.received[-EXTRAS]) == MessageKind.CLOSED:
             each.is_closed = True
             if each.is_in_flight:
                 yield from self._start_receive(each)
@@ -288,7 +289,7 @@ class OverlappedPairs(Exchange):
     def _answer(self, each: Neighbor) -> Algorithm[None]:
         answer = self._message(self.update.x)
         if int(each.received[-1]) != self.generation:
-            answer[-EXTRAS] = Status.VOID
+            answer[-EXTRAS] = MessageKind.VOID
         yield from self._send(each, answer)
         self._apply(each)
         self.credit -= 1
@@ -299,21 +300,21 @@ class OverlappedPairs(Exchange):
         """Apply an exchange of the last sent and received messages."""
         assert each.sent is not None, "it is sent before the exchange is applied"
         own, other = each.sent, each.received
-        statuses = [int(message[-EXTRAS]) for message in (own, other)]
-        if Status.VOID in statuses or own[-1] != other[-1] or own[-1] != self.generation:
+        kinds = [int(message[-EXTRAS]) for message in (own, other)]
+        if MessageKind.VOID in kinds or own[-1] != other[-1] or own[-1] != self.generation:
             return
         self.num_exchanges += 1
         device, count = self.update.x.device, self.update.num_elements
-        if all(status == Status.USABLE for status in statuses):
+        if all(kind == MessageKind.USABLE for kind in kinds):
             self.update.exchange(own[:count].to(device), other[:count].to(device))
             return
-        for rank, status in zip((self.strategy.group.rank, each.peer), statuses, strict=True):
-            if status != Status.USABLE:
+        for rank, kind in zip((self.strategy.group.rank, each.peer), kinds, strict=True):
+            if kind != MessageKind.USABLE:
                 self.strategy.record_drop(
                     f"the parameters of rank {rank} are not finite or too large"
                 )
         # the parameters of this rank may have been replaced since the offer
-        if statuses[1] == Status.USABLE and not self.update.is_usable():
+        if kinds[1] == MessageKind.USABLE and not self.update.is_usable():
             self.update.replace(other[:count].to(device))
 
     def bytes_sent(self) -> int:

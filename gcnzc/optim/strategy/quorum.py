@@ -42,7 +42,7 @@ from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.close_rounds import CloseRounds
 from gcnzc.optim.strategy.outer_step import Outer, OuterStep
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
@@ -51,8 +51,8 @@ class QuorumRules(RoundRules):
     """The rules of rounds with a quorum.
 
     A round that cannot have a quorum, because ranks wait for all others, closes without members. In
-    a `ClosedRound`, `bounds` is, for each rank, the last round of which it was a member. `pending`
-    is pairs (rank, member): the rank sends the anchor and the momentum to the member.
+    a `ClosedRound`, `numbers_by_rank` has, for each rank, the last round of which it was a member.
+    `pending` has pairs (rank, member): the rank sends the anchor and the momentum to the member.
 
     Args:
         world_size: W.
@@ -60,7 +60,7 @@ class QuorumRules(RoundRules):
     """
 
     tree = ()
-    bounds_are_counters = False
+    numbers_are_statistics = False
 
     def __init__(self, world_size: int, quorum: int) -> None:
         self.world_size, self.quorum = world_size, quorum
@@ -72,36 +72,37 @@ class QuorumRules(RoundRules):
         others as members of rounds after those of their states, if the ranks have saved their
         states at different times.
         """
-        bounds = tuple(each.bounds[rank] for rank, each in enumerate(rounds))
-        return replace(super().resume(rounds), bounds=bounds)
+        numbers_by_rank = tuple(each.numbers_by_rank[rank] for rank, each in enumerate(rounds))
+        return replace(super().resume(rounds), numbers_by_rank=numbers_by_rank)
 
-    def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
         """See `RoundRules`; also if there can be no quorum."""
         return not self._has_quorum(statuses) or super().is_complete(last, statuses)
 
-    def can_close(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
         """See `RoundRules`: whether there is a quorum, or cannot be one."""
         finished = len(self._finished(last, statuses))
         return finished >= (self.quorum if self._has_quorum(statuses) else 1)
 
-    def close(self, last: ClosedRound, statuses: Sequence[Status], closer: int) -> ClosedRound:
+    def close(self, last: ClosedRound, statuses: Sequence[RankStatus], closer: int) -> ClosedRound:
         """See `RoundRules`."""
         number, finished = last.round + 1, sorted(self._finished(last, statuses))
         members = tuple(finished) if len(finished) >= self.quorum else ()
         # without a load this is that of all ranks, since any two quorums have a rank in common
-        newest = max((last.bounds[rank] for rank in members), default=0)
-        holders = [rank for rank in members if last.bounds[rank] == newest]
-        others = [rank for rank in members if last.bounds[rank] < newest]
+        newest = max((last.numbers_by_rank[rank] for rank in members), default=0)
+        holders = [rank for rank in members if last.numbers_by_rank[rank] == newest]
+        others = [rank for rank in members if last.numbers_by_rank[rank] < newest]
         pending = tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
-        damaged = tuple(rank for rank in members if statuses[rank].kind is Kind.DAMAGED)
-        bounds = tuple(
-            number if rank in members else bound for rank, bound in enumerate(last.bounds)
+        damaged = tuple(rank for rank in members if statuses[rank].kind is StatusKind.DAMAGED)
+        numbers_by_rank = tuple(
+            number if rank in members else before
+            for rank, before in enumerate(last.numbers_by_rank)
         )
         kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
         oldest = max(last.oldest, kept)
-        return ClosedRound(number, members, damaged, pending, last.epochs, bounds, oldest)
+        return ClosedRound(number, members, damaged, pending, last.epochs, numbers_by_rank, oldest)
 
-    def _has_quorum(self, statuses: Sequence[Status]) -> bool:
+    def _has_quorum(self, statuses: Sequence[RankStatus]) -> bool:
         return len(self._active(statuses)) >= self.quorum
 
 
