@@ -323,17 +323,17 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
     ),
     "saps": StrategyChoice(
         _from_recipe(saps),
-        {"density": "keep", "local_steps": "local_steps", "probe_interval": "probe_interval"},
+        {"density": "density", "local_steps": "local_steps", "probe_interval": "probe_interval"},
         clips_own_gradients=True,
     ),
     "a2cid2": StrategyChoice(
         _from_recipe(a2cid2),
-        {"topology": "graph", "gossip_rate": "rate", "asynchronous": "asynchronous"},
+        {"topology": "topology", "gossip_rate": "gossip_rate", "asynchronous": "asynchronous"},
         clips_own_gradients=True,
     ),
     "backup": StrategyChoice(
         _from_recipe(backup_workers),
-        {"topology": "graph", "grace": "grace"},
+        {"topology": "topology", "grace": "grace"},
         clips_own_gradients=True,
     ),
     "fedglomo": StrategyChoice(
@@ -342,7 +342,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
             **_LOCAL,
             "participants": "participants",
             "local_momentum": "local_momentum",
-            "round_weight": "beta",
+            "round_weight": "round_weight",
         },
         optimizer="sgd",
         needs_closure=True,

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm, Receive, Send, Start, Wait
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -33,8 +34,9 @@ from gcnzc.optim.strategy.parameter_mean import ParameterMean
 from gcnzc.optim.strategy.recipe import Exchange, Recipe
 
 
+@renamed_arguments({"graph": "topology"})
 def backup_workers(
-    graph: str | Iterable[Edge] = "ring",
+    topology: str | Iterable[Edge] = "ring",
     *,
     grace: float = 0.1,
     control_interval: int = 32,
@@ -56,8 +58,8 @@ def backup_workers(
     in a round of one of them, it is paused in the rounds of the others, which do not wait for it.
 
     Args:
-        graph: the ranks that average with one another: "ring", "complete", "exponential", a regular
-            graph such as "4-regular", or edges (i, j) of ranks.
+        topology: the graph of the ranks that average with one another: "ring", "complete",
+            "exponential", a regular graph such as "4-regular", or edges (i, j) of ranks.
         grace: the time for which a rank that can close a round waits for others to finish, as a
             fraction of the shortest time of its last 16 local steps. It is at least 2 ms, unless
             `grace` is 0. Without it, ranks that are about equally fast would miss each other's
@@ -71,7 +73,7 @@ def backup_workers(
     Raises:
         ValueError: an option is out of range, or there is no such graph.
     """
-    rounds = CloseRounds(graph, grace, control_interval, wait_interval)
+    rounds = CloseRounds(topology, grace, control_interval, wait_interval)
     return Recipe("BackupWorkers", rounds, MixedParameters(), NeighborMean(rounds))
 
 

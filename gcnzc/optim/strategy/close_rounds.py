@@ -42,22 +42,22 @@ _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary(
 """by group, the policies that have announced a status"""
 
 
-def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
+def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
     """Return the edges of a graph of W ranks; see `backup_workers`.
 
     Raises:
         ValueError: there is no such graph.
     """
-    if not isinstance(graph, str):
-        return check_graph(world_size, graph)
-    if degree := re.fullmatch(r"(\d+)-regular", graph):
+    if not isinstance(topology, str):
+        return check_graph(world_size, topology)
+    if degree := re.fullmatch(r"(\d+)-regular", topology):
         return regular(world_size, int(degree[1]))
-    if graph not in GRAPHS:
+    if topology not in GRAPHS:
         raise ValueError(
-            f"the graph {graph!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as in "
-            "4-regular, or edges (i, j) of ranks"
+            f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
+            "in 4-regular, or edges (i, j) of ranks"
         )
-    return GRAPHS[graph](world_size)
+    return GRAPHS[topology](world_size)
 
 
 class CloseRounds(Policy):
@@ -71,7 +71,7 @@ class CloseRounds(Policy):
 
     def __init__(
         self,
-        graph: str | Iterable[Edge],
+        topology: str | Iterable[Edge],
         grace: float,
         control_interval: int,
         wait_interval: int | None,
@@ -81,7 +81,9 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.graph = graph if isinstance(graph, str) else [(low, high) for low, high in graph]
+        self.topology = (
+            topology if isinstance(topology, str) else [(low, high) for low, high in topology]
+        )
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
@@ -111,7 +113,7 @@ class CloseRounds(Policy):
         super().attach(strategy)
         world_size = strategy.group.world_size
         if world_size > 1:
-            self.rules = RoundRules(world_size, make_graph(self.graph, world_size))
+            self.rules = RoundRules(world_size, make_graph(self.topology, world_size))
             self.last = self.rules.begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class CloseRounds(Policy):
     def describe(self) -> str:
         """See `Policy`."""
         return (
-            f"graph={self.graph}, grace={self.grace}, "
+            f"topology={self.topology}, grace={self.grace}, "
             f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
         )
 

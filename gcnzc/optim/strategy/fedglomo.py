@@ -18,7 +18,7 @@ https://arxiv.org/abs/2012.04061). Both momenta have the form of STORM (Cutkosky
 https://arxiv.org/abs/1905.10018): a correction moves the old estimate to the new point. With b = 1
 and m = 0 it is federated averaging.
 
-Notation: W ranks, n elements, E local steps, m local momentum, b the weight `beta` of the current
+Notation: W ranks, n elements, E local steps, m local momentum, b the `round_weight` of the current
 round, Q the compression.
 """
 
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.strategy.evaluations import Evaluations
@@ -43,9 +44,10 @@ QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""
 
 
+@renamed_arguments({"beta": "round_weight"})
 def fedglomo(
     local_steps: int | str = 8,
-    beta: float = 0.5,
+    round_weight: float = 0.5,
     local_momentum: float = 0.8,
     *,
     participants: int | None = None,
@@ -55,8 +57,8 @@ def fedglomo(
     """Return the recipe of FedGLOMO.
 
     `Strategy.step` needs a closure, and calls it up to four times: for each of the two runs, at the
-    current point and, with local momentum, at the previous point. With `beta=1` there is no second
-    run, and with `local_momentum=0` no evaluation at the previous point. Pass the model as
+    current point and, with local momentum, at the previous point. With `round_weight=1` there is no
+    second run, and with `local_momentum=0` no evaluation at the previous point. Pass the model as
     `module`; otherwise all evaluations update the buffers of BatchNorm.
 
     The inner optimizer is `torch.optim.SGD` without momentum. It applies the learning rate and the
@@ -64,7 +66,7 @@ def fedglomo(
 
     A rank stores three vectors (n,) between rounds: w_k, w_(k-1) and u. Within a round it stores up
     to five more: v and the previous point of both runs, and the current point of the second run.
-    With `beta=1` it stores w_k between rounds, and up to two more vectors within a round.
+    With `round_weight=1` it stores w_k between rounds, and up to two more vectors within a round.
 
     If an exchange fails, all ranks discard the round and start again from w_k, with the next
     round's participants. `finalize` within a round averages the parameters of all ranks, so that
@@ -72,7 +74,7 @@ def fedglomo(
 
     Args:
         local_steps: E, or "auto"; see `LocalSGD`.
-        beta: b, the weight of the current round, in (0, 1]; 1 for no global momentum.
+        round_weight: b, the weight of the current round, in (0, 1]; 1 for no global momentum.
         local_momentum: m, in [0, 1]; 0 for none.
         participants: the number of ranks that take part in a round; None for all. A rank that does
             not participate does not call the closure, but sends as many bytes.
@@ -82,14 +84,14 @@ def fedglomo(
     Raises:
         ValueError: an option is out of range.
     """
-    check_above_zero("beta", beta)
-    if beta > 1:
-        raise ValueError(f"beta is {beta}\n\nhint: give a number in (0, 1]")
+    check_above_zero("round_weight", round_weight)
+    if round_weight > 1:
+        raise ValueError(f"round_weight is {round_weight}\n\nhint: give a number in (0, 1]")
     check_at_least_zero("local_momentum", local_momentum)
     if local_momentum > 1:
         raise ValueError(f"local_momentum is {local_momentum}\n\nhint: give a number in [0, 1]")
     chosen = Participants(participants, seed)
-    update = GlobalMomentum(beta, chosen)
+    update = GlobalMomentum(round_weight, chosen)
     return Recipe(
         "FedGLOMO",
         EveryInterval(),
@@ -118,19 +120,19 @@ class GlobalMomentum(DifferenceMean):
     """Exchange differences and their changes, and update the parameters by the global momentum."""
 
     momentum: Tensor | None
-    """(n,): u, equal on all ranks; None before the first round, or if beta is 1"""
+    """(n,): u, equal on all ranks; None before the first round, or if round_weight is 1"""
     previous: Tensor | None
     """(n,): w_(k-1), where the second runs start; None if `momentum` is"""
 
-    def __init__(self, beta: float, participants: Participants) -> None:
-        self.beta, self.participants = beta, participants
+    def __init__(self, round_weight: float, participants: Participants) -> None:
+        self.round_weight, self.participants = round_weight, participants
         self.momentum = self.previous = None
         self.main, self.second = Run(), Run()
 
     @property
     def num_elements(self) -> int:
         """See `Update`: of one vector, or of two with global momentum."""
-        return self.strategy.flat_params.num_elements * (1 if self.beta == 1 else 2)
+        return self.strategy.flat_params.num_elements * (1 if self.round_weight == 1 else 2)
 
     @property
     def is_participant(self) -> bool:
@@ -140,7 +142,7 @@ class GlobalMomentum(DifferenceMean):
 
     def describe(self) -> str:
         """See `Update`."""
-        return f"beta={self.beta}"
+        return f"round_weight={self.round_weight}"
 
     def reinitialize(self) -> None:
         """See `RecipePart`."""
@@ -159,7 +161,7 @@ class GlobalMomentum(DifferenceMean):
         self.strategy.flat_params.read_parameters(out)
         difference, change = out[:count], out[count : self.num_elements]
         torch.sub(self.anchor, difference, out=difference)
-        if self.beta == 1:
+        if self.round_weight == 1:
             return
         change.zero_()
         if self.previous is not None and self.second.point is not None:
@@ -169,11 +171,11 @@ class GlobalMomentum(DifferenceMean):
         """See `Update`."""
         count = self.strategy.flat_params.num_elements
         update = mean[:count]
-        if self.beta < 1:
+        if self.round_weight < 1:
             if self.momentum is None:
                 self.momentum, self.previous = update.clone(), self.anchor.clone()
             else:
-                self.momentum.add_(mean[count:]).lerp_(update, self.beta)
+                self.momentum.add_(mean[count:]).lerp_(update, self.round_weight)
                 assert self.previous is not None, "set with the momentum"
                 self.previous.copy_(self.anchor)
             update = self.momentum

@@ -25,13 +25,14 @@ class GossipGraph:
         ValueError: the name is unknown.
     """
 
-    graph: str | tuple[Edge, ...]
+    topology: str | tuple[Edge, ...]
+    """a name in `GRAPHS`, or the edges"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.graph, str) and self.graph not in GRAPHS:
+        if isinstance(self.topology, str) and self.topology not in GRAPHS:
             names = ", ".join(map(repr, GRAPHS))
             raise ValueError(
-                f"graph is {self.graph!r}\n\nhint: use one of {names}, or edges such as "
+                f"topology is {self.topology!r}\n\nhint: use one of {names}, or edges such as "
                 "[(0, 1), (1, 2)]"
             )
 
@@ -43,9 +44,9 @@ class GossipGraph:
         """
         if world_size == 1:
             return []
-        if isinstance(self.graph, str):
-            return GRAPHS[self.graph](world_size)
-        return check_graph(world_size, self.graph)
+        if isinstance(self.topology, str):
+            return GRAPHS[self.topology](world_size)
+        return check_graph(world_size, self.topology)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
         """Return the exchanges per step of each edge if each rank starts them in turn.

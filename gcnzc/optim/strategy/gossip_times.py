@@ -34,7 +34,7 @@ class OverlappedGossip(Policy):
     is_uniform = False
 
     def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
-        check_above_zero("rate", rate)
+        check_above_zero("gossip_rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange
         self.measured_rate = rate
         """exchanges per step, a moving average"""
@@ -52,7 +52,7 @@ class OverlappedGossip(Policy):
 
     def describe(self) -> str:
         """See `Policy`."""
-        return f"rate={self.rate}"
+        return f"gossip_rate={self.rate}"
 
     def observe(self) -> None:
         """See `Policy`."""

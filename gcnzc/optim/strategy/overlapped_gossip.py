@@ -145,7 +145,7 @@ class OverlappedPairs(Exchange):
 
     def describe(self) -> str:
         """See `Exchange`."""
-        return f"graph={self.graph.graph!r}, asynchronous=True"
+        return f"topology={self.graph.topology!r}, asynchronous=True"
 
     def _channel(self, number: int) -> str:
         return f"{self.strategy.namespace}/gossip {number}"

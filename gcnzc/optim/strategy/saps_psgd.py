@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.bandwidth import measure_bandwidths
 from gcnzc.exchange.topology import (
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
+@renamed_arguments({"keep": "density"})
 def saps(
-    keep: float = 0.01,
+    density: float = 0.01,
     bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
     *,
     window: int | None = None,
@@ -53,15 +55,15 @@ def saps(
 ) -> Recipe:
     """Return the recipe of SAPS-PSGD.
 
-    Each exchange sends `keep` * n values, without indices, to one rank. With an odd number of ranks
-    one of them is idle, in turn.
+    Each exchange sends `density` * n values, without indices, to one rank. With an odd number of
+    ranks, the ranks are idle in turn.
 
-    Each parameter is averaged in a fraction `keep` of the exchanges. In a short run, or if the
-    ranks have different data, a small `keep` leaves the ranks' parameters so different that their
-    final mean is a worse model.
+    Each parameter is averaged in a fraction `density` of the exchanges. With a small `density`, the
+    parameters of the ranks remain different. Their final mean is then a worse model in a short run,
+    or if the ranks have different data.
 
     Args:
-        keep: p, the fraction of the parameters of an exchange, in (0, 1].
+        density: p, the fraction of the parameters of an exchange, in (0, 1].
         bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
             ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
             None for equal bandwidths, or to measure them with `probe_interval`.
@@ -87,7 +89,7 @@ def saps(
         "SAPS",
         EveryInterval(),
         PairMean(),
-        Pairs(matching, keep, seed),
+        Pairs(matching, density, seed),
         local_steps=local_steps,
         control_interval=control_interval,
     )
