@@ -30,13 +30,13 @@ class Messenger:
         self.peer: int | None = None
         """the rank that a message of a collective waits for"""
         self.sequence, self.header = "", Header(0, 0, "")
-        """of the collective"""
+        """the sequence and the header of the collective that runs"""
         self.any_receives: set[PendingAny] = set()
-        """those that have not ended"""
+        """the receives from any rank that have not ended"""
 
     @property
     def process_group(self) -> Any:
-        """The process group of torch.distributed, in which a rank has the number it has here."""
+        """The process group of torch.distributed; its ranks are those of the group."""
         return self.channel.process_group or dist.group.WORLD
 
     def find_need(self) -> Need | None:
@@ -108,7 +108,11 @@ class Messenger:
                 self.group.ledger.add(kind, bytes_sent, num_sent)
 
     def start(self, request: Message, caller: str) -> PendingMessage:
-        """Start a message of an algorithm itself, not of a collective."""
+        """Start a message that an algorithm has requested, rather than one of a collective.
+
+        Raises:
+            ValueError: see `check_message`; or a `ReceiveAny` over NCCL has a tensor on a GPU.
+        """
         group, buffers = self.group, self.channel.buffers
         if group.backend == "nccl" and request.is_on_gpu and isinstance(request, ReceiveAny):
             raise ValueError(

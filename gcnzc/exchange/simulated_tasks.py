@@ -52,9 +52,9 @@ class Task:
         self.stack: list[Algorithm[Any]] = []
         """the algorithms that wait for the return value of the one that runs"""
         self.kind = ""
-        """of the collective that it executes"""
+        """the kind of collective that the task executes; empty for none"""
         self.sequence = ""
-        """of the collective of some ranks that it executes; empty for one of all ranks"""
+        """the sequence of the `Subgroup` that the task executes; empty for other collectives"""
         self.caller = ""
         self.computed_s = 0.0
         self.answer: Any = None
@@ -127,14 +127,15 @@ class SentMessage:
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
         self.sender, self.peer = sender, request.peer
         self.number = number
-        """of the message, in the order in which all messages of the simulation started"""
+        """the number of the message among all messages of the simulation, by their starts"""
         self.copy = copy
-        """bytes of the values, also to detect that they changed; None without elements"""
+        """the bytes of the values at the start, which also show changes; None for `SizeOnly`"""
         self.arrives_at = NEVER
         self.matched_at = NEVER
         """when both the message and its receive had started"""
         self.receive: StartedReceive | None = None
-        """until the message arrives, so that the two do not refer to each other for longer"""
+        """the matching receive until the message arrives, then None: a cycle of references would
+        delay the release of their memory"""
         self.waiter: Task | None = None
         """the task that waits until it is sent"""
 

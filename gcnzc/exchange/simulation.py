@@ -85,8 +85,8 @@ class Simulation:
         self.num_events = 0
         self.handlers: dict[type, Callable[[Task, Any], bool]] = {
             Compute: self.compute,
-            Now: self.tell_time,
-            Caller: self.name_caller,
+            Now: self.read_clock,
+            Caller: self.set_caller,
             Scratch: self.allocate,
             Start: self.start,
             Wait: self.wait,
@@ -98,7 +98,9 @@ class Simulation:
         }
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
-        self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
+        self.main_tasks = [
+            self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)
+        ]
         for rank, machine in enumerate(self.machines):
             if machine.crashes_at < NEVER:
                 self.schedule(machine.crashes_at, partial(self.crash, rank))
@@ -106,7 +108,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.lose_waits(at) or self.any_receives.lose(at):
+        while events or self.store.fail_waits(at) or self.any_receives.fail_waits(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -116,7 +118,7 @@ class Simulation:
         if waits := "; ".join([*waiting, *self.channels.describe_missing()]):
             raise mismatch(f"{waits}, and none of them can continue")
         outcome = Outcome([], [], [], self.ledgers, self.errors)
-        for task in self.mains:
+        for task in self.main_tasks:
             outcome.results.append(task.answer)
             outcome.seconds.append(task.now)
             outcome.exchange_s.append(task.now - task.computed_s)
@@ -211,12 +213,12 @@ class Simulation:
         task.computed_s += end - task.now
         return self.continue_at(task, end)
 
-    def tell_time(self, task: Task, request: Now) -> bool:
+    def read_clock(self, task: Task, request: Now) -> bool:
         """Answer a `Now`."""
         task.answer = task.now
         return True
 
-    def name_caller(self, task: Task, request: Caller) -> bool:
+    def set_caller(self, task: Task, request: Caller) -> bool:
         """Answer a `Caller`."""
         task.answer, task.caller = task.caller, request.name
         return True
@@ -438,10 +440,10 @@ class Simulation:
 
     def crash(self, rank: int, at: float) -> None:
         """End a rank that has not ended before."""
-        if self.mains[rank].is_done:
+        if self.main_tasks[rank].is_done:
             return
         error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
-        self.mains[rank].now, self.mains[rank].answer = at, None
+        self.main_tasks[rank].now, self.main_tasks[rank].answer = at, None
         self.lose(rank, at, error)
 
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:

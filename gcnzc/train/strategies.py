@@ -178,7 +178,7 @@ def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-# by option: the value with which the default of the optimizer's class applies, besides None
+# by option: the value that, like None, selects the default of the optimizer's class
 NOT_GIVEN = {
     "compress": "auto",
     "local_steps": "default",

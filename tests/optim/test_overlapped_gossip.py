@@ -120,7 +120,7 @@ def test_random_schedules_end_and_preserve_the_sum(part):
         for parameter in parameters:
             assert torch.equal(parameter, parameters[0]), seed
         exchanges = [each.recipe.exchange for each in optimizers]
-        assert all(each.num_in_flight == each.num_overlapping == 0 for each in exchanges)
+        assert all(each.num_unanswered == each.num_overlapping == 0 for each in exchanges)
         # both ranks apply each exchange
         assert sum(each.num_exchanges for each in exchanges) % 2 == 0
         if options["eta"] == 0.0:

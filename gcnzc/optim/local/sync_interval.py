@@ -73,6 +73,9 @@ class SyncInterval:
         share: largest fraction of the wall time of H steps that their exchange may take;
             `MAX_OVERLAP_SHARE` if it overlaps with the steps.
         clocks: the clocks that measure steps and exchanges.
+
+    Raises:
+        ValueError: `requested` is neither a number of at least 1 nor "auto".
     """
 
     requested: int | str
@@ -85,12 +88,17 @@ class SyncInterval:
     steps: int = 0
     """the current H"""
     is_measuring: bool = False
+    """whether H is not known yet"""
     counts_cpu_time: bool = True
     """whether CPU time limits H; False if the steps run on a GPU"""
     num_steps: int = 0
+    """number of local steps since the start, including the `WARM_UP` that are not measured"""
     step_began: Elapsed | None = None
+    """when the current step began; None without a measurement"""
     step_times: list[Elapsed] = field(default_factory=list)
+    """the times of the measured steps"""
     exchange_times: list[Elapsed] = field(default_factory=list)
+    """the times of the measured exchanges"""
     steps_per_exchange: int = 1
     """number of steps whose time, multiplied by `share`, covers one exchange, as measured"""
 

@@ -21,7 +21,7 @@ from functools import partial
 from gcnzc._moved import renamed_arguments
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
-from gcnzc.optim.strategy.gossip_times import OverlappedGossip
+from gcnzc.optim.strategy.gossip_times import GossipTimes
 from gcnzc.optim.strategy.matched_gossip import MATCHINGS, GossipRounds, MatchedPairs
 from gcnzc.optim.strategy.overlapped_gossip import OverlappedPairs
 from gcnzc.optim.strategy.recipe import Exchange, Policy, Recipe
@@ -84,7 +84,7 @@ def a2cid2(
     if asynchronous:
         update = TwoVariables(partial(graph.rates, rate=gossip_rate), eta)
         exchange = overlapped = OverlappedPairs(graph, update)
-        policy = OverlappedGossip(gossip_rate, update, overlapped)
+        policy = GossipTimes(gossip_rate, update, overlapped)
     else:
         exchange = pairs = MatchedPairs(graph, matching, seed)
         update = TwoVariables(partial(pairs.rates, rate=gossip_rate), eta)

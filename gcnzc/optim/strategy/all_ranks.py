@@ -117,7 +117,7 @@ class Shards(Collective):
 
 
 class PaddedShards(Shards):
-    """`Shards` without a copy of the vector, for one more message: the extras have their own sum.
+    """`Shards` without a copy of the vector, with one more message: the extras have their own sum.
 
     The memory of an exchange, which `Delayed` keeps for many steps, is padded to equal shards.
     """

@@ -7,7 +7,7 @@
 It depends only on earlier rounds, so it overlaps with the local steps, and so does the all-gather
 of its result if the state is sharded.
 
-Notation: W ranks, n elements, s the elements of this rank: all of them, or those of its shard.
+Notation: W ranks, n elements, p the elements of this rank: all of them, or those of its shard.
 """
 
 import math
@@ -32,7 +32,7 @@ class ClippedStep(Update):
     Args:
         lr: the learning rate.
         momentum: m.
-        gap: g; it stays at its value for no distance if exchanges do not overlap with steps.
+        gap: g. If exchanges do not overlap with steps, all distances count as 0.
         clip: c; None for no limit.
         shards: the exchange, if it computes shards of the mean; else None.
 
@@ -41,9 +41,9 @@ class ClippedStep(Update):
     """
 
     start: Tensor
-    """(s,): the common start of the current round"""
+    """(p,): the common start of the current round"""
     momentum: Tensor
-    """(s,): the outer momentum"""
+    """(p,): the outer momentum"""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ClippedStep(Update):
             raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")
         self.lr, self.beta, self.gap, self.clip, self.shards = lr, momentum, gap, clip, shards
         self.before: Tensor | None = None
-        """(s,): the start of the round that is being exchanged, if whole parameters are sent
+        """(p,): the start of the round that is being exchanged, if whole parameters are sent
         because this rank has only a shard of it"""
 
     def attach(self, strategy: Strategy) -> None:
@@ -126,7 +126,7 @@ class ClippedStep(Update):
         """Write the start of the next round, gathered from all ranks if sharded, into `out`.
 
         Args:
-            part: (s,), the elements of this rank.
+            part: (p,), the elements of this rank.
             moved: the Euclidean distance of these elements from the last start, or not finite.
             out: the memory of the exchange.
 

@@ -101,7 +101,7 @@ class CloseRounds(Policy):
         """the times of this rank's last local steps in seconds"""
         self.ended_s: float | None = None
         """the time of the end of the last step"""
-        self.num_turns = 0
+        self.num_steps = 0
         """the number of steps since the construction"""
         self.pending: Any = None
         """the handle of the overlapped sum of signals"""
@@ -188,7 +188,7 @@ class CloseRounds(Policy):
             number = self.last.round + 1
             if not (yield from self._announce(RankStatus(number, kind))):
                 # the store has no status of this rank: it is a new one, as after a restart
-                yield from self._meet()
+                yield from self._agree_on_round()
                 continue
             statuses, closed = yield from self._read(number)
             latest = max(each.round for each in statuses)
@@ -210,7 +210,7 @@ class CloseRounds(Policy):
         All ranks call it in the same step, because they wait for one another.
         """
         if self.loaded is None:
-            yield from self._meet() if not self.status else ()
+            yield from self._agree_on_round() if not self.status else ()
             return
         # ranks that have not loaded the state yet end their rounds without this one, whose new
         # parameters they must not get
@@ -219,7 +219,7 @@ class CloseRounds(Policy):
         old = [self._status_key(self.strategy.group.rank), *closed]
         self.last, self.loaded = self.loaded, None
         self.generation += 1
-        yield from self._meet()
+        yield from self._agree_on_round()
         yield DeleteKeys(old)
 
     def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
@@ -284,7 +284,7 @@ class CloseRounds(Policy):
             if found:
                 self.last = ClosedRound.from_bytes(found)
 
-    def _meet(self) -> Algorithm[None]:
+    def _agree_on_round(self) -> Algorithm[None]:
         """Agree on the round to begin with; see `begin_rounds`.
 
         After resuming, the last rounds of the ranks may differ.
@@ -356,7 +356,7 @@ class CloseRounds(Policy):
         """See `Policy`: sum the signals if that is due, and wait for all ranks if necessary."""
         strategy = self.strategy
         # not the number of steps, which a state of another step may have changed on one rank only
-        is_due, self.num_turns = self.num_turns % self.control_interval == 0, self.num_turns + 1
+        is_due, self.num_steps = self.num_steps % self.control_interval == 0, self.num_steps + 1
         if is_due:
             yield from self.finish_pending()
             if self.votes is not None:

@@ -105,7 +105,10 @@ def fedglomo(
 
 @dataclass
 class Run:
-    """The local steps of one round from one starting point; None before the first step."""
+    """The state of the local steps of one round from one starting point.
+
+    All vectors are None before the first step.
+    """
 
     point: Tensor | None = None
     """(n,): the current point of the second run; None for the first run, whose current point is

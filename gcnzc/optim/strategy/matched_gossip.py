@@ -1,4 +1,4 @@
-"""Gossip in rounds: in each round, pairs of neighbors in a graph take the mean of their vectors.
+"""Gossip in rounds: in each round, pairs of neighbours in a graph take the mean of their vectors.
 
 All ranks compute the pairs of a round from its number, so a run is reproducible bit for bit. A rank
 waits for its peer, but not for other ranks.

@@ -59,8 +59,8 @@ class Neighbor:
 
     peer: int
     number: int
-    """that of the channel; each rank has at most one neighbour on a channel, so receives do not
-    wait for each other"""
+    """the number of the channel; a rank has at most one neighbour on each channel, so receives do
+    not wait for each other"""
     makes_offers: bool
     """whether this rank makes the offers; otherwise it answers them"""
     received: Tensor
@@ -71,7 +71,7 @@ class Neighbor:
     """the last message to the neighbour"""
     send: Any = None
     """the handle of the send of `sent`"""
-    is_in_flight: bool = False
+    is_unanswered: bool = False
     """whether an offer has no answer yet"""
     is_deferred: bool = False
     """whether `received` is an offer that this rank has not answered yet"""
@@ -80,7 +80,7 @@ class Neighbor:
 
 
 class OverlappedPairs(Exchange):
-    """Exchanges with neighbours in a graph, overlapped with the steps; see the module's text.
+    """Exchanges with neighbours in a graph, overlapped with the steps; see the module docstring.
 
     The tensors of messages are on the host. If the vector of one rank is not finite, that rank
     takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
@@ -104,15 +104,16 @@ class OverlappedPairs(Exchange):
 
     def _forget_messages(self) -> None:
         self.is_open = False
-        self.num_in_flight = 0
+        self.num_unanswered = 0
         """the number of offers without an answer"""
         self.num_overlapping = 0
-        """the number of overlapping exchanges: these offers, and the answers given meanwhile"""
+        """the number of overlapping exchanges: the offers of this rank without an answer, and the
+        answers that it has sent meanwhile"""
         self.turn = 0
         """the index of the next neighbour that gets an offer"""
         for each in self.neighbors:
             each.receive = each.sent = each.send = None
-            each.is_in_flight = each.is_deferred = each.is_closed = False
+            each.is_unanswered = each.is_deferred = each.is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages, which belong to this optimizer, not to a copy."""
@@ -171,8 +172,8 @@ class OverlappedPairs(Exchange):
         assert each is not None, "the policy has called `can_offer`"
         self.turn = (self.neighbors.index(each) + 1) % len(self.neighbors)
         yield from self._send(each, self._message(values))
-        each.is_in_flight = True
-        self.num_in_flight += 1
+        each.is_unanswered = True
+        self.num_unanswered += 1
         self.num_overlapping += 1
         self.credit -= 1
         return None
@@ -202,7 +203,7 @@ class OverlappedPairs(Exchange):
         """
         yield from self.open()
         self.update.observe()
-        while self.num_in_flight:
+        while self.num_unanswered:
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
             message = self._message(self.update.x)
@@ -231,7 +232,7 @@ class OverlappedPairs(Exchange):
     def _next_neighbor(self) -> Neighbor | None:
         """Return the next neighbour that can get an offer; None if there is none."""
         turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
-        return next((each for each in turns if each.makes_offers and not each.is_in_flight), None)
+        return next((each for each in turns if each.makes_offers and not each.is_unanswered), None)
 
     def _message(self, values: Tensor) -> Tensor:
         """Return a message (n + `EXTRAS`,) on the host with the first n elements of `values`."""
@@ -260,25 +261,25 @@ class OverlappedPairs(Exchange):
         each.receive = None
         if int(each.received[-EXTRAS]) == MessageKind.CLOSED:
             each.is_closed = True
-            if each.is_in_flight:
+            if each.is_unanswered:
                 yield from self._start_receive(each)
             return
         if each.makes_offers:
             yield from self._apply_answer(each)
-        elif self.num_in_flight and self.num_overlapping >= MAX_OVERLAPPING:
+        elif self.num_unanswered and self.num_overlapping >= MAX_OVERLAPPING:
             each.is_deferred = True
         else:
             yield from self._answer(each)
 
     def _apply_answer(self, each: Neighbor) -> Algorithm[None]:
-        each.is_in_flight = False
-        self.num_in_flight -= 1
+        each.is_unanswered = False
+        self.num_unanswered -= 1
         self._apply(each)
         yield Wait(each.send)
         each.send = each.sent = None
         if not each.is_closed:
             yield from self._start_receive(each)
-        if self.num_in_flight:
+        if self.num_unanswered:
             return
         self.num_overlapping = 0
         for other in self.neighbors:
@@ -293,7 +294,7 @@ class OverlappedPairs(Exchange):
         yield from self._send(each, answer)
         self._apply(each)
         self.credit -= 1
-        self.num_overlapping += self.num_in_flight > 0
+        self.num_overlapping += self.num_unanswered > 0
         yield from self._start_receive(each)
 
     def _apply(self, each: Neighbor) -> None:
@@ -324,7 +325,7 @@ class OverlappedPairs(Exchange):
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:
-    """Return a colour for each rank, different from those of its neighbours; 2 for an even ring."""
+    """Return a colour (from 0 on) for each rank, different from those of its neighbours."""
     adjacent = neighbors(world_size, edges)
     colors: list[int] = []
     for rank in range(world_size):

@@ -68,9 +68,8 @@ class QuorumRules(RoundRules):
     def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
         """See `RoundRules`.
 
-        Each rank knows of which round it has the anchor. The rank of the newest round may count
-        others as members of rounds after those of their states, if the ranks have saved their
-        states at different times.
+        The last round of which a rank was a member is taken from that rank's own state. Other ranks
+        may have a later round for it, if the ranks have saved their states at different times.
         """
         numbers_by_rank = tuple(each.numbers_by_rank[rank] for rank, each in enumerate(rounds))
         return replace(super().resume(rounds), numbers_by_rank=numbers_by_rank)
@@ -280,14 +279,14 @@ def sum_of_members(values: Tensor, members: Sequence[int], rank: int) -> Algorit
     answer = None
     while True:
         try:
-            asked = algorithm.send(answer)
+            step = algorithm.send(answer)
         except StopIteration as end:
             total: Tensor = end.value
             return total
-        if isinstance(asked, Scratch):
-            answer = torch.empty_like(asked.values)
+        if isinstance(step, Scratch):
+            answer = torch.empty_like(step.values)
             continue
-        message = asked.request if isinstance(asked, Start) else asked
+        message = step.request if isinstance(step, Start) else step
         if isinstance(message, Send | Receive):
             message.peer = members[message.peer]
-        answer = yield asked
+        answer = yield step

@@ -28,7 +28,7 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
         layout   a line for each trained parameter, with its shape and dtype
         rank, world_size
     """
-    # before the first step, a single rank has no state of the method, too
+    # a single rank has no state of the recipe, and neither has any rank before the first step
     is_plain = strategy.is_inner_only or not strategy.is_broadcast
     interval = strategy.sync_interval
     is_uniform = strategy.recipe.policy.is_uniform
@@ -90,7 +90,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     own = (shared if strategy.is_in_sync else local)["parameters"]
     strategy.flat_params.write_parameters(strategy.vector(own))
     if numbers["is_plain"]:
-        # the state of a single rank has no state of the method
+        # the state of a single rank has no state of the recipe
         if not strategy.is_inner_only:
             strategy.initialize()
         return

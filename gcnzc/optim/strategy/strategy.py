@@ -113,7 +113,7 @@ class Strategy(Wrapper):
         self.is_counted: bool | Tensor = True
         """whether this rank's last contribution was finite; a tensor () until it is read"""
         self.since = 0
-        """steps since the last synchronization"""
+        """number of local steps since the last synchronization"""
         self.dropped = 0
         """number of means that failed, or excluded ranks with non-finite or too large parameters"""
         kind = OverlappedControl if recipe.is_control_overlapped else Control
@@ -199,7 +199,7 @@ class Strategy(Wrapper):
         self.since += 1
         yield from self.recipe.policy.after_step()
         yield from self.recipe.exchange.apply_due()
-        yield from self.control.take_turn()
+        yield from self.control.after_step()
         yield from self.recipe.policy.end_step()
         yield from self.sync_interval.choose()
         return ""
