@@ -466,7 +466,7 @@ def test_a_round_without_a_mean_is_discarded():
         for rows in batches(2):
             optimizer.closure = closure_of(model, share_of(rows, optimizer.group))
             yield from optimizer.algorithm()
-            if optimizer.group.rank == rank and optimizer.since:
+            if optimizer.group.rank == rank and optimizer.steps_since_sync:
                 with torch.no_grad():
                     model.rare.fill_(torch.nan)
 

@@ -284,7 +284,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
     assert [rank.optimizer.num_exchanges for rank in ranks] == [3, 3, 0]
-    assert [rank.optimizer.since for rank in ranks] == [0, 0, 2]
+    assert [rank.optimizer.steps_since_sync for rank in ranks] == [0, 0, 2]
     states = [saved(rank.optimizer.state_dict()) for rank in ranks]
     again = [Rank(rank, 3, quorum=2) for rank in range(3)]
     # a distributed checkpoint has the shared part of one rank
@@ -294,7 +294,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     for rank, state in zip(again, states, strict=True):
         rank.optimizer.load_state_dict(state)
     assert [rank.optimizer.num_exchanges for rank in again] == [3, 3, 0]
-    assert [rank.optimizer.since for rank in again] == [0, 0, 2]
+    assert [rank.optimizer.steps_since_sync for rank in again] == [0, 0, 2]
     # with another number of ranks, the mean
     for number in range(2):
         fewer = Rank(number, 2, quorum=2)
@@ -303,7 +303,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
         for snapshot in snapshots:
             snapshot["shared"] = snapshots[0]["shared"]
         fewer.optimizer.load_state_dict(resize_state(snapshots, number, 2))
-        assert (fewer.optimizer.num_exchanges, fewer.optimizer.since) == (2, 1)
+        assert (fewer.optimizer.num_exchanges, fewer.optimizer.steps_since_sync) == (2, 1)
 
 
 def test_bytes_are_those_of_the_sum_among_members():

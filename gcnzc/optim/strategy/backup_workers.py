@@ -65,10 +65,11 @@ def backup_workers(
             `grace` is 0. Without it, ranks that are about equally fast would miss each other's
             rounds. With infinity, every round waits for all ranks.
         control_interval: the number of steps from one sum of signals to the next. The sums overlap
-            with the steps: a signal is received between N and 2 N steps after it was sent.
+            with the steps: a signal is received `control_interval` to twice as many steps after it
+            was sent.
         wait_interval: the number of steps after which all ranks wait for one another, such as the
-            number of steps of an epoch; None if they need not. The waits have the time limit of the
-            group.
+            number of steps of an epoch; None if they never wait. The waits have the time limit of
+            the group.
 
     Raises:
         ValueError: an option is out of range, or there is no such graph.

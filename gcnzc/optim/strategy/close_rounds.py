@@ -177,7 +177,7 @@ class CloseRounds(Policy):
         """
         strategy = self.strategy
         # a new interval of local steps begins, also if this rank has no peers in the round
-        strategy.since = 0
+        strategy.steps_since_sync = 0
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
         kind = StatusKind.FINISHED if strategy.is_counted else StatusKind.DAMAGED

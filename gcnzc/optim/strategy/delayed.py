@@ -271,8 +271,8 @@ class DelayedRound(Delayed):
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`: an incomplete round is exchanged like a complete one."""
-        if self.strategy.since:
-            self.strategy.since = 0
+        if self.strategy.steps_since_sync:
+            self.strategy.steps_since_sync = 0
             yield from self.synchronize()
         yield from self.finish()
         self.source.reinitialize()

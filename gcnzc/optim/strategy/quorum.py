@@ -154,7 +154,7 @@ class Quorum(CloseRounds):
         """See `Policy`: whether this rank is a member of a round."""
         strategy = self.strategy
         yield from self.begin_rounds()
-        if strategy.since < strategy.sync_interval.steps:
+        if strategy.steps_since_sync < strategy.sync_interval.steps:
             return False
         closed = yield from self.finish_round()
         return bool(closed.members)

@@ -112,7 +112,7 @@ class Strategy(Wrapper):
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
         """whether this rank's last contribution was finite; a tensor () until it is read"""
-        self.since = 0
+        self.steps_since_sync = 0
         """number of local steps since the last synchronization"""
         self.dropped = 0
         """number of means that failed, or excluded ranks with non-finite or too large parameters"""
@@ -196,7 +196,7 @@ class Strategy(Wrapper):
             return ""
         self.is_in_sync = False
         self.sync_interval.record_step()
-        self.since += 1
+        self.steps_since_sync += 1
         yield from self.recipe.policy.after_step()
         yield from self.recipe.exchange.apply_due()
         yield from self.control.after_step()
@@ -295,7 +295,7 @@ class Strategy(Wrapper):
             mean = yield from self.compute_parameter_mean()
             if mean is not None:
                 self.set_parameters(mean)
-                self.since = 0
+                self.steps_since_sync = 0
                 self.reinitialize()
         yield from self.compare()
 
@@ -376,7 +376,7 @@ class Strategy(Wrapper):
         return {**super().__getstate__(), "_namespace": ""}
 
     def _wait_for_pending(self) -> None:
-        """Run `finish_pending`, unless `lockstep` runs the ranks and thus has done so."""
+        """Run `finish_pending`; in a simulation the caller does so, for all ranks in `lockstep`."""
         if self.group.world_size == 1 or self.group.backend:
             run(self.finish_pending(), self.group)
 
@@ -400,7 +400,7 @@ class Strategy(Wrapper):
         """Check that a state was saved with an option exactly if the recipe has it.
 
         Raises:
-            ValueError: it was not.
+            ValueError: the state has the option and the recipe has not, or the other way round.
         """
         if was_saved != has_now:
             there, here = ("with", "without") if was_saved else ("without", "with")
