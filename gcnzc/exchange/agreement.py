@@ -310,7 +310,7 @@ class StallMonitor:
         return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
-        """Follow the waiting ranks from this one, and compare each two adjacent ranks.
+        """Follow the chain of waits from this rank, and compare the requests of adjacent ranks.
 
         Returns:
             How requests differ, or the cycle of waits; empty if no mismatch is proved.

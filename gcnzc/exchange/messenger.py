@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Messenger:
-    """Executes the messages of a channel: those of collectives, and those of algorithms.
+    """Executes the messages of a channel, which collectives or algorithms request.
 
     Args:
         channel: the channel, with its process group and buffers.
@@ -55,6 +55,9 @@ class Messenger:
             kind: the kind of request that the ledger counts the messages for; empty for none.
             sequence: the name of the sequence of requests that the collective belongs to.
             header: the header of the collective.
+
+        Raises:
+            ConnectionBroken: a connection broke, or a message took longer than the group's limit.
         """
         self.sequence, self.header = sequence, header
         process_group, buffers = self.process_group, self.channel.buffers
@@ -156,7 +159,11 @@ class Messenger:
             return PendingMessage(work, lambda: values, data, need, limit_s)
 
     def start_any(self, request: ReceiveAny, caller: str) -> PendingAny:
-        """Start a receive from any rank, whose values are on the host."""
+        """Start a receive from any rank, whose values are on the host.
+
+        Raises:
+            ValueError: see `ReceiveAny.check`.
+        """
         request.check()
         group, name = self.group, self.channel.name
         log, values, data = group.log, request.values, as_bytes(request.values)

@@ -374,7 +374,7 @@ class Start(BaseRequest):
     `Compute`"""
     channel: str | None = None
     """Requests on one channel run in order, and channels run concurrently. All ranks open a channel
-    together: the first `Start` with its name waits for the same on the others. A `Send` or
+    together: the first `Start` with its name waits until all ranks have requested it. A `Send` or
     `ReceiveAny` on a channel starts at once, also while earlier requests run, and a `Send` needs a
     receive on it; their tensors are on the host. None or "": the channel "background", or for
     messages no channel, so that `First` cannot wait for them"""

@@ -56,11 +56,15 @@ class Task:
         self.sequence = ""
         """the sequence of the `Subgroup` that the task executes; empty for other collectives"""
         self.caller = ""
+        """the name that the algorithm has set by `Caller`"""
         self.computed_s = 0.0
+        """the virtual time of its `Compute` requests so far"""
         self.answer: Any = None
+        """the answer with which the task continues; of a task that has ended, its result"""
         self.error: Exception | None = None
         """raised in the algorithm when the task runs next; of a task that has ended, its error"""
         self.waits_for: Any = None
+        """the message, receive, task, `FirstWait` or `KeyWait` that the task waits for, if any"""
         self.is_done = False
         self.is_abandoned = False
         self.waiting: list[Task | FirstWait] = []
@@ -198,7 +202,7 @@ class Mailbox:
 
 
 def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """Run an algorithm after the previous request of its channel, also if that failed."""
+    """Run an algorithm after the previous request of its channel, even if that failed."""
     with suppress(WorkerLost):
         yield Wait(before)
     return (yield from algorithm)

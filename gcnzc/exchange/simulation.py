@@ -54,7 +54,15 @@ RECEIVES = (Receive, ReceiveAny)
 
 
 class Simulation:
-    """The state of one run of `lockstep`."""
+    """The state of one run of `lockstep`.
+
+    Args:
+        algorithms: the algorithm of each rank.
+        network: the links.
+        choices: selects the algorithms of collectives.
+        faults: the faults of each rank that has any.
+        store_s: the time of a request to the store in seconds.
+    """
 
     def __init__(
         self,
@@ -401,7 +409,7 @@ class Simulation:
         return receive
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
-        """Connect a message with its receive, of which one has just started."""
+        """Connect a message with its receive, when the later one of the two starts."""
         message.matched_at, receive.message, receive.peer = now, message, message.sender
         if message.arrives_at == NEVER:
             message.receive = receive
@@ -458,7 +466,7 @@ class Simulation:
         self, rank: int, channel: str | None, at: float, error: WorkerLost, *,
         is_whole_rank: bool = False,
     ) -> None:  # fmt: skip
-        """Break the connections of a rank, or those of the collectives of one of its channels.
+        """Break the connections of a rank, or only those for collectives of one of its channels.
 
         Tasks of other ranks that wait for them raise an error after the latency.
         """

@@ -109,7 +109,7 @@ def choose_optimizer(config: OptimizerOptions, given: Collection[str] = ()) -> O
 
     Args:
         config: the options of the run.
-        given: the names of options that are not defaults, also if they have the same value.
+        given: the names of the options that the caller has given, even with the default value.
 
     Raises:
         ValueError: --optimizer does not support --strategy.
@@ -185,7 +185,7 @@ NOT_GIVEN = {
     "delay": "default",
     "compute_threshold": "auto",
 }
-# by option: converts its value to that of the keyword argument
+# by option: the function that converts its value to the keyword argument
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "compress": compression,
     "local_steps": _number_or_word,

@@ -336,7 +336,7 @@ def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
     assert sum(slow[:10]) <= 3
     assert 2 <= sum(slow[10:]) <= 6
     assert {each.matching.measured_in for each in exchanges(optimizers)} == {20}
-    assert exchanges(optimizers)[0].matching.fast_from == pytest.approx(5e7, rel=0.01)
+    assert exchanges(optimizers)[0].matching.fast_threshold == pytest.approx(5e7, rel=0.01)
 
 
 def test_a_rank_that_has_crashed_is_an_error_on_its_peer():

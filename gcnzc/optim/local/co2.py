@@ -42,7 +42,7 @@ from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.strategy import Strategy
 
-# steps; in longer rounds, too much momentum was harmful on a least-squares problem
+# number of steps above which a large momentum was harmful on a least-squares problem
 LONG_ROUND = 20
 
 Gap = str | float | Callable[[float, float], float] | None

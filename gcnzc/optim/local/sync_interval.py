@@ -18,7 +18,8 @@ from gcnzc.exchange import Algorithm, AllGatherScalar
 INITIAL_STEPS = 10
 # steps that are not measured, and measured steps after them
 WARM_UP, NUM_MEASURED = 5, 20
-# largest fraction of the wall time of H steps that an exchange may take; also if it is overlapped
+# largest fraction of the wall time of H steps that an exchange may take: if the ranks wait for it,
+# and if it overlaps with the steps
 MAX_SHARE, MAX_OVERLAP_SHARE = 0.05, 0.5
 # largest fraction of the CPU time of H steps that an exchange may add; its effect on the steps is
 # larger, because it also competes for caches and for the interpreter lock

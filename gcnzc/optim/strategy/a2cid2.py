@@ -43,7 +43,7 @@ def a2cid2(
     """Return the recipe of A2CiD2.
 
     With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
-    A run is reproducible bit for bit, also if it is resumed. With `asynchronous=True` exchanges are
+    A run is reproducible bit for bit, even if it is resumed. With `asynchronous=True` exchanges are
     overlapped with the steps, and a rank does not wait for others before `average_parameters` or
     `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
     All ranks still take the same number of steps. A saved state does not contain pending exchanges,

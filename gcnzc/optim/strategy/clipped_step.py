@@ -97,7 +97,7 @@ class ClippedStep(Update):
             self.before = self.start
 
     def compute(self, reduction: Reduction, out: Tensor) -> Algorithm[Reduction]:
-        """See `Update`: the start of the next round; without a mean, that of the current one."""
+        """See `Update`: compute the start of the next round; without a mean, it does not change."""
         skip_reason, mean = reduction.skip_reason, reduction.mean
         if mean is not None:
             difference = mean if self.before is None else self.before - mean

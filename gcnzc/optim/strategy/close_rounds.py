@@ -117,7 +117,7 @@ class CloseRounds(Policy):
             self.last = self.rules.begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of its rounds, in which a copy does not take part."""
+        """Return the attributes without the state of the rounds; a copy takes no part in them."""
         own = {
             "status": b"",
             "is_paused": False,
@@ -125,7 +125,7 @@ class CloseRounds(Policy):
             "pending": None,
             "ended_s": None,
         }
-        # a copy is in no rounds that could begin again
+        # a copy has begun no rounds, so it continues from the loaded round at once
         last = {} if self.loaded is None else {"last": self.loaded, "loaded": None}
         return {**vars(self), **own, **last, "generation": 0}
 
@@ -176,7 +176,7 @@ class CloseRounds(Policy):
             That round, or one without members, if the rules close such rounds.
         """
         strategy = self.strategy
-        # a new interval of local steps begins, also if this rank has no peers in the round
+        # a new interval of local steps begins, even if this rank has no peers in the round
         strategy.steps_since_sync = 0
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
@@ -345,7 +345,7 @@ class CloseRounds(Policy):
             statuses, closed = yield from self._read(self.last.round + 1)
             number = max(each.round for each in statuses)
             if closed is None and number <= self.last.round + 1:
-                # the others may have waited for this rank
+                # this rank may be the only one that the others have waited for
                 if self.rules.can_close(self.last, statuses):
                     yield from self._close(statuses)
                 return

@@ -51,7 +51,7 @@ class Control:
         return self.receive((yield Sum(values)))
 
     def receive(self, values: torch.Tensor) -> list[float]:
-        """Read the sums of the common extras and votes, and return those of the votes.
+        """Receive the common extras of all ranks, and return the sums of their votes.
 
         Args:
             values: the sums (common extras + votes,) on the host.

@@ -49,7 +49,7 @@ class GossipGraph:
         return check_graph(world_size, self.topology)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
-        """Return the exchanges per step of each edge if each rank starts them in turn.
+        """Return the exchanges per step of each edge, if each rank starts them edge by edge.
 
         Each rank starts `rate` / 2 exchanges per step, with one neighbour after the other. In a
         graph whose ranks have the same number of neighbours, each rank therefore takes part in
@@ -66,7 +66,7 @@ class GossipGraph:
 class MomentumConstants:
     """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
 
-    `compute_momentum` returns those of a graph.
+    `compute_momentum` computes them from a graph.
     """
 
     eta: float

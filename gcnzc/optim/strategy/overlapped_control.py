@@ -63,9 +63,10 @@ class OverlappedControl(Control):
         """signals by the step of their delivery"""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of pending sums, which a copy does not receive.
+        """Return the attributes without the pending sums, which a copy does not receive.
 
-        A copy does not deliver their signals, of which some ranks have received the sum.
+        A copy delivers none of their signals: some ranks may have received the sums, and others
+        not.
         """
         own = {"pending": deque(), "num_counts": 0, "num_received_counts": 0}
         signals = {"is_undelivered": [False] * len(self.is_undelivered), "deliveries": {}}

@@ -5,10 +5,10 @@ other one answers with its own parameters at the end of one of its steps. Both a
 with these two vectors, so the sum of their parameters is preserved. The rank that made the offer
 applies it when the answer has arrived, at least one of its steps later.
 
-A rank takes part in at most two overlapping exchanges: its offers that have no answer yet, and the
-offers that it answers meanwhile. Each exchange subtracts half of the rank's vector, so the weights
-of the average are not negative. A rank with two overlapping exchanges answers further offers after
-its own have been answered.
+A rank takes part in at most two overlapping exchanges: its offers without an answer, and the offers
+that it answers before it has received these answers. Each exchange subtracts half of the rank's
+vector, so the weights of the average are not negative. A rank with two overlapping exchanges
+answers further offers after its own have been answered.
 
 This cannot deadlock. Each rank has a colour, different from those of its neighbours, and offers go
 from lower to higher colours. So a rank that waits for an answer waits for one of a higher colour,
@@ -184,7 +184,7 @@ class OverlappedPairs(Exchange):
             yield from self._process(each)
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`; processes messages meanwhile, so that slower ranks still exchange."""
+        """See `RecipePart`; processes messages until all ranks have called this method."""
         yield from self.open()
         self.update.observe()
         control = self.strategy.control

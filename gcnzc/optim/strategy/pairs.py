@@ -87,7 +87,7 @@ class Pairs(Exchange):
         self.matching, self.density, self.seed = matching, density, seed
         self.children = (matching,)
         self.pairs: list[Edge] = []
-        """the pairs of the last exchange, equal on all ranks"""
+        """the pairs of ranks in the last exchange, equal on all ranks"""
 
     def attach(self, strategy: "Strategy") -> None:
         """See `RecipePart`."""

@@ -10,7 +10,7 @@ A rank that has not finished continues its local steps. It is a member of the ou
 current when it finishes: this step uses the difference from the rank's older anchor, and the rank
 receives the current anchor. The minimum quorum and the grace window are from Douillard et al.,
 "Decoupled DiLoCo for Resilient Distributed Pre-training" (2026, https://arxiv.org/abs/2604.21428),
-of which only the abstract and summaries were available. The paper has a central synchronizer, an
+but only its abstract and summaries were available. The paper has a central synchronizer, an
 adaptive window, and weights by tokens. Here the ranks agree on the members by a compare-and-set in
 the store, the window is fixed, and the members have equal weights.
 
@@ -75,7 +75,7 @@ class QuorumRules(RoundRules):
         return replace(super().resume(rounds), numbers_by_rank=numbers_by_rank)
 
     def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
-        """See `RoundRules`; also if there can be no quorum."""
+        """See `RoundRules`; also True if there can be no quorum."""
         return not self._has_quorum(statuses) or super().is_complete(last, statuses)
 
     def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
@@ -87,7 +87,7 @@ class QuorumRules(RoundRules):
         """See `RoundRules`."""
         number, finished = last.round + 1, sorted(self._finished(last, statuses))
         members = tuple(finished) if len(finished) >= self.quorum else ()
-        # without a load this is that of all ranks, since any two quorums have a rank in common
+        # unless a state was loaded, no other rank has a newer one: any two quorums share a rank
         newest = max((last.numbers_by_rank[rank] for rank in members), default=0)
         holders = [rank for rank in members if last.numbers_by_rank[rank] == newest]
         others = [rank for rank in members if last.numbers_by_rank[rank] < newest]
@@ -230,8 +230,8 @@ class QuorumMean(AllRanks):
         members, rank = closed.members, strategy.group.rank
         yield from self._send_state(closed)
         vector = values[:count]
-        # signals have a sum of their own. The extras are zeros, so that the length, on which the
-        # order of the summation depends, is that of `DiLoCo`
+        # signals have a sum of their own, so the extras are zeros. They are sent because the order
+        # of the summation depends on the length, which must be that of `DiLoCo`
         values[count:] = 0
         if rank in closed.damaged:
             vector.zero_()
@@ -249,7 +249,7 @@ class QuorumMean(AllRanks):
         return total[:count].div_(num_finite)
 
     def _send_state(self, closed: ClosedRound) -> Algorithm[None]:
-        """Send the anchor and the momentum to the members that do not have those of this round."""
+        """Send the newest anchor and momentum to the members that have older ones."""
         update, rank = self.update, self.strategy.group.rank
         state = torch.cat([update.anchor, update.momentum])
         pending = []

@@ -148,8 +148,8 @@ class RoundRules:
         damaged = tuple(
             rank for rank in sorted(finished) if statuses[rank].kind is StatusKind.DAMAGED
         )
-        # a rank may still wait for the key of its status's round, and a late rank reads those of
-        # the last two rounds
+        # a rank may still wait for the key of the round in its status, and a late rank reads the
+        # keys of the last two rounds
         kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
         oldest = max(last.oldest, kept)
         members = tuple(sorted(finished))
@@ -168,8 +168,8 @@ class RoundRules:
         """Return the weights of parameters in the mean of a member, by rank, ascending.
 
         They are the Metropolis weights of the graph among the members with finite parameters. A
-        member whose parameters are not finite takes the mean of the others that it has an edge
-        with; without them it has no weights.
+        member whose parameters are not finite takes the mean of the finite members that it has
+        an edge with; if there are none, it has no weights.
         """
         edges = self.member_edges(closed)
         finite = [edge for edge in edges if not set(edge).intersection(closed.damaged)]

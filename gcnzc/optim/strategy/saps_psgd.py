@@ -117,7 +117,7 @@ class AdaptiveMatching(Matching):
                 "both bandwidth and probe_interval are given\n\nhint: give the bandwidths, or "
                 "measure them"
             )
-        self.given = None if bandwidth is None else _read_matrix(bandwidth)
+        self.given_bandwidth = None if bandwidth is None else _read_matrix(bandwidth)
         self.window = window or 0
         """the number of rounds in which a pair is recent; 0 for the default before `attach`"""
         self.threshold = threshold
@@ -131,9 +131,9 @@ class AdaptiveMatching(Matching):
         """
         super().attach(strategy)
         world_size = strategy.group.world_size
-        if self.given is not None and len(self.given) != world_size:
+        if self.given_bandwidth is not None and len(self.given_bandwidth) != world_size:
             raise ValueError(
-                f"bandwidths of {len(self.given)} ranks for {world_size} ranks\n\n"
+                f"bandwidths of {len(self.given_bandwidth)} ranks for {world_size} ranks\n\n"
                 "hint: give a matrix with a row and a column for each rank"
             )
         self.window = self.window or (world_size + 1) // 2
@@ -147,14 +147,14 @@ class AdaptiveMatching(Matching):
         self.measured_in = NEVER
         """the round of the last measurement, or `NEVER`"""
         equal = np.ones((world_size, world_size)) - np.eye(world_size)
-        self._set_bandwidth(equal if self.given is None else self.given)
+        self._set_bandwidth(equal if self.given_bandwidth is None else self.given_bandwidth)
 
     def describe(self) -> str:
         """See `Matching`; a given bandwidth by its size and a hash."""
         bandwidth = "None"
-        if self.given is not None:
-            digest = hashlib.sha256(self.given.tobytes()).hexdigest()[:8]
-            bandwidth = f"{self.given.shape} {digest}"
+        if self.given_bandwidth is not None:
+            digest = hashlib.sha256(self.given_bandwidth.tobytes()).hexdigest()[:8]
+            bandwidth = f"{self.given_bandwidth.shape} {digest}"
         return (
             f"bandwidth={bandwidth}, window={self.window}, threshold={self.threshold}, "
             f"probe_interval={self.probe_interval}, seed={self.seed}"
@@ -177,7 +177,7 @@ class AdaptiveMatching(Matching):
             self.seed,
             round=round,
             window=self.window,
-            threshold=self.fast_from,
+            threshold=self.fast_threshold,
         )
         for low, high in pairs:
             self.last_met[low, high] = self.last_met[high, low] = round
@@ -206,7 +206,7 @@ class AdaptiveMatching(Matching):
     def _set_bandwidth(self, bandwidth: Matrix) -> None:
         self.bandwidth = bandwidth
         """(W, W): the current bandwidths, symmetric, equal on all ranks"""
-        self.fast_from = (
+        self.fast_threshold = (
             bottleneck_threshold(bandwidth) if self.threshold is None else self.threshold
         )
         """the bandwidth from which a pair is fast"""

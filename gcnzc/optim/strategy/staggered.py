@@ -277,7 +277,7 @@ class FragmentExchanges(BaseExchange):
         for number in self.policy.due:
             self.exchanges[number].delay = self.policy.delay
             yield from self.exchanges[number].synchronize()
-        # this is one exchange of the ranks, also if several fragments start
+        # one exchange is counted even if those of several fragments start
         self.strategy.num_exchanges = before + 1
 
     def apply_due(self) -> Algorithm[None]:

@@ -1,4 +1,4 @@
-"""Save and load the state of a strategy on one rank: that of its parts, and their common state.
+"""Save and load the state of a strategy on one rank, including the state of its parts.
 
 Notation: n elements of the flat parameter vector.
 """
@@ -97,7 +97,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
             strategy.initialize()
         return
     if not strategy.is_inner_only:
-        # a state of an older version has it in `shared`, or not at all
+        # states of older versions have `num_exchanges` in `shared`, or not at all
         num_exchanges = local.get("num_exchanges", shared.get("num_exchanges", 0))
         strategy.num_exchanges = round(float(num_exchanges))
         strategy.steps_since_sync = round(float(local.get("since", strategy.steps_since_sync)))

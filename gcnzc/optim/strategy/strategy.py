@@ -44,7 +44,7 @@ class Strategy(Wrapper):
     local step; the other ranks take theirs.
 
     Recipes such as `fedglomo` need gradients at several points in each local step. For them, `step`
-    calls a closure several times, as that of `torch.optim.LBFGS` does::
+    calls a closure several times, like `step` of `torch.optim.LBFGS`::
 
         def closure():
             optimizer.zero_grad()
@@ -119,8 +119,8 @@ class Strategy(Wrapper):
         kind = OverlappedControl if recipe.is_control_overlapped else Control
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
-        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. With
-        another number of ranks, a resumed run continues with the mean of those of the ranks"""
+        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. If a
+        run resumes with another number of ranks, it is the mean over the ranks of the saved run"""
         self._namespace = ""
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
@@ -367,7 +367,7 @@ class Strategy(Wrapper):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state between steps, without that of the inner optimizer."""
+        """Bytes of optimizer state between steps, without the state of the inner optimizer."""
         return sum(part.state_bytes for part in self.recipe.parts) + self.error_bytes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class Strategy(Wrapper):
         load_snapshot(self, snapshot)
 
     def check_option(self, name: str, was_saved: bool, *, has_now: bool) -> None:
-        """Check that a state was saved with an option exactly if the recipe has it.
+        """Check that a state was saved with an option if and only if the recipe has it.
 
         Raises:
             ValueError: the state has the option and the recipe has not, or the other way round.

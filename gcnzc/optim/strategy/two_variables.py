@@ -104,7 +104,7 @@ class TwoVariables(Update):
         Args:
             own: (n,), the parameters of this rank that the other rank has received: the current
                 ones, or older ones if the exchange is overlapped.
-            other: (n,), those of the other rank.
+            other: (n,), the parameters of the other rank in the same exchange.
         """
         for here in tiles(0, len(self.x), self.x.device):
             difference = own[here] - other[here]
