@@ -123,7 +123,7 @@ class Rounds(EveryInterval):
         if self.is_warned or strategy.is_inner_only or not is_overlapped or interval.is_measuring:
             return
         self.is_warned = True
-        steps, momentum = interval.steps, step.beta
+        steps, momentum = interval.steps, step.outer_momentum
         may_diverge = step.gap.may_diverge(step.lr, momentum, self.eager)
         if may_diverge and (momentum > 0.5 or steps > LONG_ROUND):
             warnings.warn(

@@ -57,7 +57,13 @@ class ClippedStep(Update):
         check_fraction("outer_momentum", momentum)
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")
-        self.lr, self.beta, self.gap, self.clip, self.shards = lr, momentum, gap, clip, shards
+        self.lr, self.outer_momentum, self.gap, self.clip, self.shards = (
+            lr,
+            momentum,
+            gap,
+            clip,
+            shards,
+        )
         self.before: Tensor | None = None
         """(p,): the start of the round that is being exchanged, if whole parameters are sent
         because this rank has only a shard of it"""
@@ -70,7 +76,7 @@ class ClippedStep(Update):
 
     def describe(self) -> str:
         """See `Update`."""
-        return f"outer_lr={self.lr}, outer_momentum={self.beta}, gap={self.gap}, clip={self.clip}"
+        return f"outer_lr={self.lr}, outer_momentum={self.outer_momentum}, gap={self.gap}, clip={self.clip}"
 
     def initialize(self) -> None:
         """See `RecipePart`."""
@@ -101,7 +107,9 @@ class ClippedStep(Update):
         skip_reason, mean = reduction.skip_reason, reduction.mean
         if mean is not None:
             difference = mean if self.before is None else self.before - mean
-            momentum = difference.div(self.gap.divisor()).add_(self.momentum, alpha=self.beta)
+            momentum = difference.div(self.gap.divisor()).add_(
+                self.momentum, alpha=self.outer_momentum
+            )
             # before clipping, which makes infinite elements finite; a shard may be empty
             largest = float(momentum.abs().amax()) if len(momentum) else 0.0
             if self.clip is not None:

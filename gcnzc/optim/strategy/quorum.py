@@ -41,7 +41,7 @@ from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.close_rounds import CloseRounds
-from gcnzc.optim.strategy.outer_step import Outer, OuterStep
+from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
@@ -168,7 +168,7 @@ class QuorumOuterStep(OuterStep):
         rounds: closes the rounds.
     """
 
-    def __init__(self, outer: Outer, rounds: Quorum) -> None:
+    def __init__(self, outer: OuterSGD, rounds: Quorum) -> None:
         super().__init__(outer)
         self.rounds = rounds
 

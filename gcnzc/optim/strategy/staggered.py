@@ -24,7 +24,7 @@ from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.delayed import DelayedSteps
-from gcnzc.optim.strategy.outer_step import Outer
+from gcnzc.optim.strategy.outer_step import OuterSGD
 from gcnzc.optim.strategy.recipe import BaseExchange, BaseUpdate, Policy, Update
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_count
@@ -52,7 +52,7 @@ class FragmentSteps(BaseUpdate):
         self,
         fragments: int | str | Sequence[str],
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None,
-        outer: Outer,
+        outer: OuterSGD,
         mixing: float,
     ) -> None:
         if not 0 <= mixing <= 1:

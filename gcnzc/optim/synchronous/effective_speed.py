@@ -21,7 +21,7 @@ class ComputeThreshold:
     """A compute threshold, and its predicted effect."""
 
     seconds: float
-    """from the beginning of a step; infinity for no threshold"""
+    """the threshold in seconds from the beginning of a step; infinity for none"""
     speed: float
     """the effective speed, 1 without a threshold"""
     dropped: float
