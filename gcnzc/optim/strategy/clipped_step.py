@@ -76,7 +76,10 @@ class ClippedStep(Update):
 
     def describe(self) -> str:
         """See `Update`."""
-        return f"outer_lr={self.lr}, outer_momentum={self.outer_momentum}, gap={self.gap}, clip={self.clip}"
+        return (
+            f"outer_lr={self.lr}, outer_momentum={self.outer_momentum}, gap={self.gap}, "
+            f"clip={self.clip}"
+        )
 
     def initialize(self) -> None:
         """See `RecipePart`."""
