@@ -60,8 +60,7 @@ class Simulation:
         algorithms: the algorithm of each rank.
         network: the links.
         choices: selects the algorithms of collectives.
-        faults: the faults of each rank that has any.
-        store_s: the time of a request to the store in seconds.
+        faults, store_s: see `lockstep`.
     """
 
     def __init__(

@@ -57,13 +57,8 @@ class ClippedStep(Update):
         check_fraction("outer_momentum", momentum)
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")
-        self.lr, self.outer_momentum, self.gap, self.clip, self.shards = (
-            lr,
-            momentum,
-            gap,
-            clip,
-            shards,
-        )
+        self.lr, self.outer_momentum = lr, momentum
+        self.gap, self.clip, self.shards = gap, clip, shards
         self.before: Tensor | None = None
         """(p,): the start of the round that is being exchanged, if whole parameters are sent
         because this rank has only a shard of it"""

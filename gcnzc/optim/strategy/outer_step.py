@@ -5,7 +5,7 @@
     a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
     x_i <- a
 
-Notation: W ranks, n elements, s elements of a rank's shard.
+Notation: W ranks, n elements, s elements of a rank's shard, m elements of any of these vectors.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class OuterSGD:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:
-        """Update the anchor and the momentum in place, for m elements: all, a shard or a fragment.
+        """Update the anchor and the momentum in place, of all elements, a shard or a fragment.
 
         Args:
             anchor: (m,), the parameters at the last outer step.
