@@ -30,7 +30,10 @@ def emulated_links() -> str:
         rate = line["mbit_per_s"]
         requested = [] if rate is None else [f"{rate:g} Mbit/s"]
         requested += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
-        requested += [f"{mbit:g} Mbit/s for this pair" for mbit in line["links"].values()]
+        requested += [
+            f"{mbit:g} Mbit/s for {'this' if pair == line['link'] else 'another'} pair"
+            for pair, mbit in line["links"].items()
+        ]
         shown = (significant(line[f"measured_{key}"]) for key in ("round_trip_ms", "mbit_per_s"))
         rows.append([", ".join(requested) or "no limit", *shown])
     heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]

@@ -95,7 +95,7 @@ METHODS: dict[str, Build] = {
     "DCT, 1 %": _around(Averaged, compress=Threshold(0.01)),
     "DCT, 0.5 %": _around(Averaged, compress=Threshold(0.005)),
     "SAPS, 1 %": _recipe(saps),
-    "SAPS, 10 %": _recipe(saps, keep=0.1),
+    "SAPS, 10 %": _recipe(saps, density=0.1),
     "A2CiD2": _recipe(a2cid2),
     "A2CiD2, overlapped": _recipe(a2cid2, asynchronous=True),
     "backup workers": _recipe(backup_workers),

@@ -44,11 +44,11 @@ LINK = Link(bytes_per_s=12.5e6, delay_s=0.001)
 EVALUATION_S = 0.01
 # name of each method: its options
 METHODS: dict[str, dict[str, float]] = {
-    "fedavg": {"beta": 1.0, "local_momentum": 0.0},
-    "fedlomo": {"beta": 1.0, "local_momentum": 0.8},
-    "global": {"beta": 0.5, "local_momentum": 0.0},
-    "fedglomo": {"beta": 0.5, "local_momentum": 0.8},
-    "fedglomo 0.2": {"beta": 0.2, "local_momentum": 0.8},
+    "fedavg": {"round_weight": 1.0, "local_momentum": 0.0},
+    "fedlomo": {"round_weight": 1.0, "local_momentum": 0.8},
+    "global": {"round_weight": 0.5, "local_momentum": 0.0},
+    "fedglomo": {"round_weight": 0.5, "local_momentum": 0.8},
+    "fedglomo 0.2": {"round_weight": 0.2, "local_momentum": 0.8},
 }
 # rounds whose losses are averaged, as the loss varies with the participants
 LAST = 5
@@ -87,7 +87,7 @@ class Problem:
                 torch.optim.SGD(model.parameters(), lr),
                 fedglomo(
                     LOCAL_STEPS,
-                    options["beta"],
+                    options["round_weight"],
                     options["local_momentum"],
                     participants=PARTICIPANTS,
                     seed=seed,
@@ -213,7 +213,7 @@ def record_variances(
             problem.run(0, WARM_UP)
             sums = torch.zeros(2, 2, dtype=torch.float64)
             for number in range(WARM_UP, rounds):
-                sums += variances(problem, number, METHODS[method]["beta"])
+                sums += variances(problem, number, METHODS[method]["round_weight"])
                 problem.run(number, number + 1)
             ratio = (sums[0] / sums[1]).tolist()
             ratios["variance"].append(ratio[0])
@@ -231,13 +231,13 @@ def record_variances(
         )
 
 
-def variances(problem: Problem, number: int, beta: float) -> Tensor:
+def variances(problem: Problem, number: int, weight: float) -> Tensor:
     """Return (2, 2) float64: by vector, u and the mean difference, its variance and square error.
 
     Args:
         problem: before round `number`; does not change.
         number: of the round.
-        beta: the weight of the current round.
+        weight: the weight of the current round.
     """
     other = copy.deepcopy(problem)
     vectors: list[Tensor] = []
@@ -252,7 +252,7 @@ def variances(problem: Problem, number: int, beta: float) -> Tensor:
     pairs = [list(pair) for pair in itertools.combinations(range(RANKS), PARTICIPANTS)]
     means = torch.stack([differences[pair].mean(0) for pair in pairs])
     corrected = momentum + torch.stack([changes[pair].mean(0) for pair in pairs])
-    updates = beta * means + (1 - beta) * corrected
+    updates = weight * means + (1 - weight) * corrected
     target = differences.mean(0)
     return torch.tensor(
         [

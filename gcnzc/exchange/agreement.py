@@ -51,7 +51,7 @@ class Header:
     """The description of a request, which ranks compare."""
 
     number: int
-    """of the request in its sequence, from 1"""
+    """the number of the request in its sequence, from 1"""
     digest: int
     """32-bit checksum of this header and of all before it in the sequence"""
     words: str
@@ -63,7 +63,7 @@ class Header:
 
 
 NO_HEADER = Header(0, 0, "")
-"""before the first request of a sequence"""
+"""the predecessor of the first header of a sequence"""
 
 
 class Need(NamedTuple):
@@ -205,7 +205,7 @@ def mismatch(difference: str) -> RequestMismatch:
 
 
 class CurrentWait(NamedTuple):
-    """A wait of the thread that makes a rank's requests."""
+    """The wait of a rank for a request that has not ended."""
 
     began_s: float
     """by `time.perf_counter`"""
@@ -310,7 +310,7 @@ class StallMonitor:
         return _Record.from_json(self.store.get(key)) if self.store.check([key]) else None
 
     def _follow(self, own: "_Record") -> str:
-        """Follow the waiting ranks from this one, and compare each two adjacent ranks.
+        """Follow the chain of waits from this rank, and compare the requests of adjacent ranks.
 
         Returns:
             How requests differ, or the cycle of waits; empty if no mismatch is proved.
@@ -359,7 +359,7 @@ class _Record:
     """The record that a waiting rank writes to the store."""
 
     number: int
-    """of the record, from 1"""
+    """the number of the record, from 1; each publication has the next number"""
     began_s: float
     words: str
     need: Need

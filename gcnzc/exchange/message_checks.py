@@ -12,7 +12,8 @@ def check_message(message: Send | Receive, rank: int, world_size: int) -> None:
         world_size: the number of ranks.
 
     Raises:
-        ValueError: the peer is this rank or none of the others, or see `Message.check`.
+        ValueError: the peer is this rank or does not exist, or the message is invalid; see
+            `Message.check`.
     """
     if message.peer == rank or not 0 <= message.peer < world_size:
         raise ValueError(

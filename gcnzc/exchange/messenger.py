@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Messenger:
-    """Executes the messages of a channel: those of collectives, and those of algorithms.
+    """Executes the messages of a channel, which collectives or algorithms request.
 
     Args:
         channel: the channel, with its process group and buffers.
@@ -30,13 +30,13 @@ class Messenger:
         self.peer: int | None = None
         """the rank that a message of a collective waits for"""
         self.sequence, self.header = "", Header(0, 0, "")
-        """of the collective"""
+        """the sequence and the header of the collective that runs"""
         self.any_receives: set[PendingAny] = set()
-        """those that have not ended"""
+        """the receives from any rank that have not ended"""
 
     @property
     def process_group(self) -> Any:
-        """The process group of torch.distributed, in which a rank has the number it has here."""
+        """The process group of torch.distributed; its ranks are those of the group."""
         return self.channel.process_group or dist.group.WORLD
 
     def find_need(self) -> Need | None:
@@ -55,6 +55,9 @@ class Messenger:
             kind: the kind of request that the ledger counts the messages for; empty for none.
             sequence: the name of the sequence of requests that the collective belongs to.
             header: the header of the collective.
+
+        Raises:
+            ConnectionBroken: a connection broke, or a message took longer than the group's limit.
         """
         self.sequence, self.header = sequence, header
         process_group, buffers = self.process_group, self.channel.buffers
@@ -108,7 +111,11 @@ class Messenger:
                 self.group.ledger.add(kind, bytes_sent, num_sent)
 
     def start(self, request: Message, caller: str) -> PendingMessage:
-        """Start a message of an algorithm itself, not of a collective."""
+        """Start a message that an algorithm has requested, rather than one of a collective.
+
+        Raises:
+            ValueError: see `check_message`; or a `ReceiveAny` over NCCL has a tensor on a GPU.
+        """
         group, buffers = self.group, self.channel.buffers
         if group.backend == "nccl" and request.is_on_gpu and isinstance(request, ReceiveAny):
             raise ValueError(
@@ -152,7 +159,11 @@ class Messenger:
             return PendingMessage(work, lambda: values, data, need, limit_s)
 
     def start_any(self, request: ReceiveAny, caller: str) -> PendingAny:
-        """Start a receive from any rank, whose values are on the host."""
+        """Start a receive from any rank, whose values are on the host.
+
+        Raises:
+            ValueError: see `ReceiveAny.check`.
+        """
         request.check()
         group, name = self.group, self.channel.name
         log, values, data = group.log, request.values, as_bytes(request.values)

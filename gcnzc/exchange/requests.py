@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# descriptions of collectives that are kept, for each kind one for each shape
+# size of the cache of each kind's header descriptions; a training run has few shapes
 DESCRIPTIONS_KEPT = 1024
 
 BUILTIN = "builtin"
@@ -36,11 +36,12 @@ HeaderFields: TypeAlias = tuple[str, dict[int, str], dict[int, str]]
 sent to it and expected from it"""
 
 Paths: TypeAlias = Mapping[str, tuple[float, float]]
-"""by algorithm, the messages and the bytes that are sent one after the other"""
+"""by algorithm, the messages and the bytes on the critical path, where each message waits for the
+one before it"""
 
 
 class BaseRequest:
-    """The base of all requests."""
+    """The base class of all requests."""
 
     __slots__ = ()
 
@@ -285,9 +286,9 @@ class ReceiveAny(Message):
 
     The answer is the pair of `values`, written in place, and the rank that sent the message. Of
     several messages, the one whose `Send` started first is received. With `Start` on a channel,
-    `First` limits the time, and `Abandon` gives up. Without a message, it raises `WorkerLost` after
-    the time limit of the group, even if all other ranks have ended; `lockstep` raises it if no rank
-    can continue and one has ended with an error.
+    `First` limits the time of the wait, and `Abandon` ends it. Without a message, it raises
+    `WorkerLost` after the time limit of the group, even if all other ranks have ended; `lockstep`
+    raises it if no rank can continue and one has ended with an error.
     """
 
     values: Tensor
@@ -344,6 +345,7 @@ class Compute(BaseRequest):
     """Simulate a computation: `lockstep` advances the clock of the simulation, `run` sleeps."""
 
     seconds: float
+    """the duration of the computation at full speed"""
 
     def describe(self) -> str:
         """Describe the time, for error messages."""
@@ -368,11 +370,11 @@ class Start(BaseRequest):
     """
 
     request: "Request | Algorithm[Any]"
-    """a collective, a `Send` or `Receive`, or an algorithm that yields only collectives, `Scratch`
-    and `Compute`"""
+    """a collective, a message, or an algorithm that yields only collectives, `Scratch` and
+    `Compute`"""
     channel: str | None = None
     """Requests on one channel run in order, and channels run concurrently. All ranks open a channel
-    together: the first `Start` with its name waits for the same on the others. A `Send` or
+    together: the first `Start` with its name waits until all ranks have requested it. A `Send` or
     `ReceiveAny` on a channel starts at once, also while earlier requests run, and a `Send` needs a
     receive on it; their tensors are on the host. None or "": the channel "background", or for
     messages no channel, so that `First` cannot wait for them"""

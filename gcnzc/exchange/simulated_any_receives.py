@@ -51,12 +51,11 @@ class SimulatedAnyReceives:
             del self.waiting[key]
         return True
 
-    def lose(self, at: float) -> bool:
+    def fail_waits(self, at: float) -> bool:
         """Raise an error in the tasks that wait for a message, when no task can continue.
 
         Returns:
-            Whether a task waited for a message, and a rank has ended with an error, for whose
-            message it may have waited.
+            Whether there was such a task. There is none if no rank has ended with an error.
         """
         error = next((each for each in self.simulation.errors if each is not None), None)
         receives = [each for receives in self.waiting.values() for each in receives]

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 class SimulatedChannels:
     """Checks that all ranks open the same channels in the same order.
 
-    A rank opens a channel by its first request on it. Over processes the ranks wait for one another
-    meanwhile; the simulation needs no time for it.
+    A rank opens a channel by its first request on it. Processes wait until all of them have opened
+    it; the simulation takes no time for it.
 
     Args:
         simulation: has the requests of the ranks.

@@ -30,12 +30,16 @@ class SimulatedLogs:
         request: Collective | Subgroup,
         ranks: Sequence[int],
     ) -> None:
-        """Compare a collective with those of the ranks that have made it before."""
+        """Compare a collective with the same request of ranks that have made it already.
+
+        Raises:
+            RequestMismatch: they differ.
+        """
         header = self.logs[rank].record_collective(channel or "", request, caller)
         self._check(rank, collective_sequence(channel or "", request), header, ranks)
 
     def check_message(self, task: Task, message: Send | Receive, channel: str | None) -> str:
-        """Check a message, and compare it with its peer's request, if that has been made.
+        """Check a message, and compare it with the request of its peer if there is one.
 
         Returns:
             The name of its sequence; a message with a tag matches any of its sequence.
@@ -48,7 +52,11 @@ class SimulatedLogs:
         return sequence
 
     def check_channel(self, rank: int, caller: str, channel: str) -> None:
-        """Compare the opening of a channel with those of the ranks that have opened as many."""
+        """Compare the opening of a channel with ranks that have opened as many channels.
+
+        Raises:
+            RequestMismatch: such a rank has opened another one.
+        """
         sequence = channel_sequence("")
         words = f"the opening of channel {channel}"
         header = self.logs[rank].record(sequence, words, caller=caller)
@@ -63,5 +71,5 @@ class SimulatedLogs:
                 if difference:
                     raise mismatch(difference)
                 if not header.sent and not header.expected:
-                    # it equals that of all ranks that made it before
+                    # the header equals those of all ranks that have made the request
                     return

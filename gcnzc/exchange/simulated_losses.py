@@ -24,10 +24,10 @@ class SimulatedLosses:
 
     def crash(self, rank: int, at: float) -> None:
         """End a rank that has not ended before."""
-        if self.simulation.mains[rank].is_done:
+        if self.simulation.main_tasks[rank].is_done:
             return
         error = WorkerLost(f"rank {rank} crashed at {at:g} s of the simulation")
-        self.simulation.mains[rank].now, self.simulation.mains[rank].answer = at, None
+        self.simulation.main_tasks[rank].now, self.simulation.main_tasks[rank].answer = at, None
         self.lose(rank, at, error)
 
     def lose(self, rank: int, at: float, error: WorkerLost) -> None:

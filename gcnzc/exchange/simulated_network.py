@@ -23,14 +23,14 @@ class Link:
     """The network link of a rank, or from one rank to another."""
 
     bytes_per_s: float = float("inf")
-    """bandwidth of outgoing messages"""
+    """bandwidth of outgoing messages, in bytes per second"""
     delay_s: float = 0.0
-    """latency, from the departure of the last byte to its arrival"""
+    """latency in seconds, from the departure of the last byte to its arrival"""
     message_s: float = 0.0
-    """overhead of the sender per message; only of the link of a rank"""
+    """overhead of the sender per message in seconds; only of the link of a rank"""
     in_bytes_per_s: float = float("inf")
-    """bandwidth of incoming messages, which are received one after the other in the order in which
-    their first bytes arrive; only of the link of a rank"""
+    """bandwidth of incoming messages, in bytes per second. They are received one after the other in
+    the order in which their first bytes arrive; only of the link of a rank"""
     is_shared: bool = False
     """False: messages of the rank leave it one after the other. True: each peer and channel has a
     TCP connection, all of which share the links; of the links of all ranks or none"""
@@ -61,20 +61,24 @@ class Crash:
     """
 
     at_s: float
-    """virtual time"""
+    """virtual time in seconds"""
 
 
 @dataclass(frozen=True)
 class SlowDown:
-    """A rank computes more slowly for some time."""
+    """A rank computes more slowly for some time.
+
+    Raises:
+        ValueError: the factor is below 1, or a pause has no end.
+    """
 
     at_s: float
-    """virtual time of the beginning"""
+    """virtual time of the beginning, in seconds"""
     factor: float
     """by which a `Compute` takes longer, at least 1; infinite to pause the rank, which then neither
     computes nor starts requests. Messages that it has sent continue"""
     seconds: float = float("inf")
-    """duration; finite for an infinite factor"""
+    """duration in seconds; finite for an infinite factor"""
 
     def __post_init__(self) -> None:
         if not self.factor >= 1:
@@ -135,9 +139,9 @@ class SimulatedNetwork:
         """Occupy the outgoing links for a message.
 
         Returns:
-            When the last byte has left the sender, when the first byte arrives, and when the last
-            one arrives if the receiver has no limit. Over shared links they are not known yet, and
-            infinite; see `SharedNetwork`.
+            Three times in seconds: when the last byte has left the sender, when the first byte
+            arrives, and when the last one arrives if the receiver has no limit. Over shared links
+            they are not known yet, and infinite; see `SharedNetwork`.
         """
         if self.is_shared:
             return _UNKNOWN

@@ -72,7 +72,7 @@ class SimulatedStore:
 
     def _compare_and_set(self, task: Task, request: CompareAndSet, at: float) -> bytes:
         if task.is_done:
-            # the request of a rank that crashed before may be lost
+            # the rank has crashed: its request does not reach the store
             return b""
         answer = self.memory.compare_and_set(request)
         if answer == request.value:
@@ -108,12 +108,11 @@ class SimulatedStore:
                 self.waits[wait.request.key].remove(wait)
             self.answer(wait.task, answer, at)
 
-    def lose_waits(self, at: float) -> bool:
+    def fail_waits(self, at: float) -> bool:
         """Raise an error in the tasks that wait for keys, when no task can continue.
 
         Returns:
-            Whether a task waited for a key, and a rank has ended with an error, for which it may
-            have waited.
+            Whether there was such a task. There is none if no rank has ended with an error.
         """
         errors = [each for each in self.simulation.errors if each is not None]
         waits = [

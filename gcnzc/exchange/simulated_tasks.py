@@ -52,15 +52,19 @@ class Task:
         self.stack: list[Algorithm[Any]] = []
         """the algorithms that wait for the return value of the one that runs"""
         self.kind = ""
-        """of the collective that it executes"""
+        """the kind of collective that the task executes; empty for none"""
         self.sequence = ""
-        """of the collective of some ranks that it executes; empty for one of all ranks"""
+        """the sequence of the `Subgroup` that the task executes; empty for other collectives"""
         self.caller = ""
+        """the name that the algorithm has set by `Caller`"""
         self.computed_s = 0.0
+        """the virtual time of its `Compute` requests so far"""
         self.answer: Any = None
+        """the answer with which the task continues; of a task that has ended, its result"""
         self.error: Exception | None = None
         """raised in the algorithm when the task runs next; of a task that has ended, its error"""
         self.waits_for: Any = None
+        """the message, receive, task, `FirstWait` or `KeyWait` that the task waits for, if any"""
         self.is_done = False
         self.is_abandoned = False
         self.waiting: list[Task | FirstWait] = []
@@ -127,16 +131,17 @@ class SentMessage:
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
         self.sender, self.peer = sender, request.peer
         self.number = number
-        """of the message, in the order in which all messages of the simulation started"""
+        """the number of the message among all messages of the simulation, by their starts"""
         self.copy = copy
-        """bytes of the values, also to detect that they changed; None without elements"""
+        """the bytes of the values at the start, which also show changes; None for `SizeOnly`"""
         self.connection: tuple[int, int, str | None] = (0, 0, None)
         """sender, receiver and channel, over shared links"""
         self.arrives_at = NEVER
         self.matched_at = NEVER
         """when both the message and its receive had started"""
         self.receive: StartedReceive | None = None
-        """until the message arrives, so that the two do not refer to each other for longer"""
+        """the matching receive until the message arrives, then None: a cycle of references would
+        delay the release of their memory"""
         self.waiter: Task | None = None
         """the task that waits until it is sent"""
 
@@ -204,7 +209,7 @@ class Mailbox:
 
 
 def run_after(before: Task, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """Run an algorithm after the previous request of its channel, also if that failed."""
+    """Run an algorithm after the previous request of its channel, even if that failed."""
     with suppress(WorkerLost):
         yield Wait(before)
     return (yield from algorithm)

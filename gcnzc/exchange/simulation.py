@@ -56,7 +56,14 @@ RECEIVES = (Receive, ReceiveAny)
 
 
 class Simulation:
-    """The state of one run of `lockstep`."""
+    """The state of one run of `lockstep`.
+
+    Args:
+        algorithms: the algorithm of each rank.
+        network: the links.
+        choices: selects the algorithms of collectives.
+        faults, store_s: see `lockstep`.
+    """
 
     def __init__(
         self,
@@ -86,8 +93,8 @@ class Simulation:
         self.num_events = 0
         self.handlers: dict[type, Callable[[Task, Any], bool]] = {
             Compute: self.compute,
-            Now: self.tell_time,
-            Caller: self.name_caller,
+            Now: self.read_clock,
+            Caller: self.set_caller,
             Scratch: self.allocate,
             Start: self.start,
             Wait: self.wait,
@@ -102,7 +109,9 @@ class Simulation:
             self.shared = SharedNetwork(network, self.schedule, self.end_send, self.set_arrival)
         self.store = SimulatedStore(self, store_s)
         self.handlers |= self.store.handlers
-        self.mains = [self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)]
+        self.main_tasks = [
+            self.add_task(rank, None, each, 0.0) for rank, each in enumerate(algorithms)
+        ]
         for rank, machine in enumerate(self.machines):
             if machine.crashes_at < NEVER:
                 self.schedule(machine.crashes_at, partial(self.losses.crash, rank))
@@ -110,7 +119,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all tasks to their ends; see `lockstep`."""
         events, at = self.events, 0.0
-        while events or self.store.lose_waits(at) or self.any_receives.lose(at):
+        while events or self.store.fail_waits(at) or self.any_receives.fail_waits(at):
             at, _, event = heapq.heappop(events)
             if type(event) is Task:
                 self.advance(event, at)
@@ -120,7 +129,7 @@ class Simulation:
         if waits := "; ".join([*waiting, *self.channels.describe_missing()]):
             raise mismatch(f"{waits}, and none of them can continue")
         outcome = Outcome([], [], [], self.ledgers, self.errors)
-        for task in self.mains:
+        for task in self.main_tasks:
             outcome.results.append(task.answer)
             outcome.seconds.append(task.now)
             outcome.exchange_s.append(task.now - task.computed_s)
@@ -215,12 +224,12 @@ class Simulation:
         task.computed_s += end - task.now
         return self.continue_at(task, end)
 
-    def tell_time(self, task: Task, request: Now) -> bool:
+    def read_clock(self, task: Task, request: Now) -> bool:
         """Answer a `Now`."""
         task.answer = task.now
         return True
 
-    def name_caller(self, task: Task, request: Caller) -> bool:
+    def set_caller(self, task: Task, request: Caller) -> bool:
         """Answer a `Caller`."""
         task.answer, task.caller = task.caller, request.name
         return True
@@ -410,7 +419,7 @@ class Simulation:
             self.shared.start(message, now, is_late=True)
 
     def match(self, message: SentMessage, receive: StartedReceive, now: float) -> None:
-        """Connect a message with its receive, of which one has just started."""
+        """Connect a message with its receive, when the later one of the two starts."""
         message.matched_at, receive.message, receive.peer = now, message, message.sender
         if message.arrives_at == NEVER:
             message.receive = receive

@@ -21,7 +21,9 @@ class Checkpointed(Optimizer):
     group: Group
     comparison: Comparison
     steps: int
+    """number of steps taken"""
     loaded: str
+    """description of the state that was loaded last, which ranks compare"""
     reducers: dict[str, Reducer]
     """reducers by name; checkpoints have their compression errors, which are this rank's own"""
 
@@ -124,7 +126,7 @@ class Checkpointed(Optimizer):
         """Check that a snapshot is of this rank, number of ranks and parameters.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it is of another rank, number of ranks, or layout of the parameters.
         """
         check_rank(snapshot, self.group)
         layout = self.state_layout()

@@ -11,7 +11,7 @@ _GIVEN = "_given"
 
 
 def remember_given(kind: type[C]) -> type[C]:
-    """Decorate the dataclass of the options, so that `given_options` returns those of the caller.
+    """Decorate the dataclass of the options, so that `given_options` knows what the caller gave.
 
     A config that is copied, parsed by tyro or read from a run folder has all options; none of them
     counts as given.

@@ -51,7 +51,7 @@ class OptimizerOptions(Options):
     optimizer: OptimizerName = "adam"
     """update rule: adam, adamw, sgd (momentum 0.9) or muon (adamw for all parameters but weight
     matrices), with any --strategy; onebit-adam, onebit-lamb and zero-one-adam compress the updates
-    that workers exchange, and have no other --strategy"""
+    that workers exchange, and support no other --strategy than average"""
     strategy: StrategyName = "average"
     """what workers exchange, and when: average averages their gradients in every step; local-sgd,
     diloco, streaming-diloco and co2 exchange updates after several local steps of --optimizer;

@@ -109,7 +109,7 @@ def choose_optimizer(config: OptimizerOptions, given: Collection[str] = ()) -> O
 
     Args:
         config: the options of the run.
-        given: the names of options that are not defaults, also if they have the same value.
+        given: the names of the options that the caller has given, even with the default value.
 
     Raises:
         ValueError: --optimizer does not support --strategy.
@@ -178,14 +178,14 @@ def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-# by option: the value with which the default of the optimizer's class applies, besides None
+# by option: the value that, like None, selects the default of the optimizer's class
 NOT_GIVEN = {
     "compress": "auto",
     "local_steps": "default",
     "delay": "default",
     "compute_threshold": "auto",
 }
-# by option: converts its value to that of the keyword argument
+# by option: the function that converts its value to the keyword argument
 PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "compress": compression,
     "local_steps": _number_or_word,
@@ -323,17 +323,17 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
     ),
     "saps": StrategyChoice(
         _from_recipe(saps),
-        {"density": "keep", "local_steps": "local_steps", "probe_interval": "probe_interval"},
+        {"density": "density", "local_steps": "local_steps", "probe_interval": "probe_interval"},
         clips_own_gradients=True,
     ),
     "a2cid2": StrategyChoice(
         _from_recipe(a2cid2),
-        {"topology": "graph", "gossip_rate": "rate", "asynchronous": "asynchronous"},
+        {"topology": "topology", "gossip_rate": "gossip_rate", "asynchronous": "asynchronous"},
         clips_own_gradients=True,
     ),
     "backup": StrategyChoice(
         _from_recipe(backup_workers),
-        {"topology": "graph", "grace": "grace"},
+        {"topology": "topology", "grace": "grace"},
         clips_own_gradients=True,
     ),
     "fedglomo": StrategyChoice(
@@ -342,7 +342,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
             **_LOCAL,
             "participants": "participants",
             "local_momentum": "local_momentum",
-            "round_weight": "beta",
+            "round_weight": "round_weight",
         },
         optimizer="sgd",
         needs_closure=True,

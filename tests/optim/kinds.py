@@ -116,12 +116,12 @@ LOCAL = {
     "co2 sharded": local(CO2, sharded=True),
     # with asynchronous=True its receives belong to one simulation: test_overlapped_gossip.py
     "a2cid2": strategy(a2cid2, control_interval=2),
-    "saps": strategy(saps, keep=0.5, control_interval=4),
+    "saps": strategy(saps, density=0.5, control_interval=4),
     "selsync": strategy(selsync, window=2, threshold=0.01),
     "selsync overlapped": strategy(selsync, window=2, threshold=0.01, overlapped_votes=True),
     # tests call collectives after any step, so all ranks must take part in all rounds
     "backup-workers": strategy(
-        backup_workers, graph="complete", grace=math.inf, control_interval=2
+        backup_workers, topology="complete", grace=math.inf, control_interval=2
     ),
 }
 QUORUM = {

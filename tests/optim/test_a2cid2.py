@@ -23,7 +23,7 @@ from torch import nn
 
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import LocalSGD, Strategy, a2cid2, resize_state
-from gcnzc.optim.strategy.gossip_graph import GossipGraph, momentum_of
+from gcnzc.optim.strategy.gossip_graph import GossipGraph, compute_momentum
 
 SIZE = 6
 
@@ -104,7 +104,7 @@ RINGS = {2: [[(0, 1)]], 4: [[(0, 1), (2, 3)], [(0, 3), (1, 2)]], 5: ODD_RING}
 def test_the_events_are_those_of_the_equations(world_size, rate):
     targets = vectors(world_size) + torch.arange(world_size, dtype=torch.float64)[:, None]
     rounds = RINGS[world_size]
-    found, second, optimizers = train_vectors(world_size, 8, targets=targets, rate=rate)
+    found, second, optimizers = train_vectors(world_size, 8, targets=targets, gossip_rate=rate)
     momentum = optimizers[0].recipe.update.momentum
     x, expected = reference(world_size, 8, rounds, rate, momentum.eta, momentum.alpha, targets)
     torch.testing.assert_close(found, x, rtol=1e-12, atol=1e-12)
@@ -115,14 +115,14 @@ def test_the_events_are_those_of_the_equations(world_size, rate):
 @pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_the_constants_of_a_ring(world_size, rate):
     rates = GossipGraph("ring").rates(world_size, rate)
-    found = momentum_of(world_size, rates)
+    found = compute_momentum(world_size, rates)
     chi_1 = 1 / (rate * (1 - math.cos(2 * math.pi / world_size)))
     # two edges in series with the others, of conductance rate / 2
     chi_2 = (world_size - 1) / world_size / rate
     assert found.eta == pytest.approx(1 / (2 * math.sqrt(chi_1 * chi_2)))
     assert found.alpha == pytest.approx(math.sqrt(chi_1 / chi_2) / 2)
-    assert momentum_of(world_size, rates, 0.25).eta == 0.25
-    assert momentum_of(world_size, rates, 0.0).alpha == 0.5
+    assert compute_momentum(world_size, rates, 0.25).eta == 0.25
+    assert compute_momentum(world_size, rates, 0.0).alpha == 0.5
 
 
 @pytest.mark.parametrize("matching", ["cycle", "random"])
@@ -168,7 +168,7 @@ def test_two_ranks_without_momentum_are_local_sgd_with_an_exchange_in_every_step
 
 @pytest.mark.parametrize("eta", [0, None])
 def test_many_exchanges_on_a_complete_graph_are_data_parallelism(eta):
-    models, optimizers = team(4, make(graph="complete", rate=60, eta=eta))
+    models, optimizers = team(4, make(topology="complete", gossip_rate=60, eta=eta))
     others, theirs = team(4, local_sgd)
     train(models, optimizers, 8)
     train(others, theirs, 8)
@@ -177,7 +177,7 @@ def test_many_exchanges_on_a_complete_graph_are_data_parallelism(eta):
 
 
 def test_half_a_round_per_step_exchanges_in_every_second_step():
-    _, _, optimizers = train_vectors(4, 9, rate=0.5)
+    _, _, optimizers = train_vectors(4, 9, gossip_rate=0.5)
     assert [each.recipe.exchange.num_exchanges for each in optimizers] == [5] * 4
     assert optimizers[0].num_exchanges == 5
 
@@ -198,7 +198,11 @@ def test_a_single_rank_takes_only_the_inner_steps():
 
 @pytest.mark.parametrize(
     "options",
-    [{"eta": 0.0}, {"rate": 1.5, "matching": "random", "seed": 3}, {"graph": [(0, 1), (1, 2)]}],
+    [
+        {"eta": 0.0},
+        {"gossip_rate": 1.5, "matching": "random", "seed": 3},
+        {"topology": [(0, 1), (1, 2)]},
+    ],
     ids=str,
 )
 def test_a_run_resumes_from_any_step(options):
@@ -312,13 +316,13 @@ def test_half_precision_parameters_keep_their_dtype():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"graph": "star"}, "graph is 'star'\n\nhint: use one of 'ring', 'exponential'"),
-        ({"graph": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
-        ({"graph": [(0, 1), (1, 3)]}, r"the edge \(1, 3\) in a graph of 3 ranks"),
-        ({"graph": [(0, 1, 2)]}, r"the edge \(0, 1, 2\) of a graph"),
-        ({"graph": [(0.5, 1)]}, r"the edge \(0.5, 1\) of a graph"),
-        ({"rate": 0}, "rate is 0\n\nhint: give a finite number above 0"),
-        ({"rate": math.inf}, "rate is inf"),
+        ({"topology": "star"}, "topology is 'star'\n\nhint: use one of 'ring', 'exponential'"),
+        ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
+        ({"topology": [(0, 1), (1, 3)]}, r"the edge \(1, 3\) in a graph of 3 ranks"),
+        ({"topology": [(0, 1, 2)]}, r"the edge \(0, 1, 2\) of a graph"),
+        ({"topology": [(0.5, 1)]}, r"the edge \(0.5, 1\) of a graph"),
+        ({"gossip_rate": 0}, "gossip_rate is 0\n\nhint: give a finite number above 0"),
+        ({"gossip_rate": math.inf}, "gossip_rate is inf"),
         ({"eta": -1.0}, "eta is -1.0"),
         ({"matching": "greedy"}, "matching is 'greedy'\n\nhint: use one of cycle, random"),
         ({"seed": -1}, "seed is -1"),
@@ -333,9 +337,10 @@ def test_options_out_of_range_are_refused(options, text, asynchronous):
 
 def test_options_must_be_equal_on_all_ranks():
     optimizers = [
-        make(rate=1 + rank)(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2)) for rank in range(2)
+        make(gossip_rate=1 + rank)(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2))
+        for rank in range(2)
     ]
-    with pytest.raises(ValueError, match=r"rate=1.*rate=2"):
+    with pytest.raises(ValueError, match=r"gossip_rate=1.*gossip_rate=2"):
         lockstep([optimizer.broadcast_model() for optimizer in optimizers])
 
 

@@ -28,7 +28,7 @@ from gcnzc.exchange import (
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
 from gcnzc.optim.strategy.close_rounds import make_graph
-from gcnzc.optim.strategy.rounds import Kind, RoundRules, Status
+from gcnzc.optim.strategy.rounds import RankStatus, RoundRules, StatusKind
 
 LR = 0.1
 
@@ -151,7 +151,7 @@ def test_equally_fast_ranks_on_a_complete_graph_are_local_sgd(world_size):
 @pytest.mark.parametrize("graph", ["ring", "4-regular", "exponential", "complete"])
 @pytest.mark.parametrize("link", [None, Link(1e5, 0.001)])
 def test_equally_fast_ranks_are_members_of_every_round(graph, link):
-    ranks, _ = run_team([[1.0] * 6] * 7, link, store_s=0.0005, graph=graph)
+    ranks, _ = run_team([[1.0] * 6] * 7, link, store_s=0.0005, topology=graph)
     found = all_rounds(ranks)
     assert len(found) == 6
     assert all(closed.members == tuple(range(7)) for closed in found.values())
@@ -206,7 +206,7 @@ def reference(world_size, graph, times):
 def test_rounds_are_those_of_the_definition(world_size, graph):
     choose = random.Random(world_size)
     times = [[choose.random() + 0.01 for _ in range(30)] for _ in range(world_size)]
-    ranks, _ = run_team(times, graph=graph, grace=0.0, control_interval=1000)
+    ranks, _ = run_team(times, topology=graph, grace=0.0, control_interval=1000)
     found = all_rounds(ranks)
     count = 0
     for number, (members, x) in enumerate(reference(world_size, graph, times), 1):
@@ -222,12 +222,14 @@ def test_rounds_are_those_of_the_definition(world_size, graph):
 def test_stragglers_delay_few_rounds(graph):
     times = stragglers(8, 60, seed=0)
     full_s = sum(max(each) for each in zip(*times, strict=True))
-    ranks, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, graph=graph)
+    ranks, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, topology=graph)
     epochs = check_rounds(ranks, make_graph(graph, 8))
     assert epochs >= 10
     # in a run the time of the slowest rank's own steps is a lower limit
     assert max(map(sum, times)) <= max(outcome.seconds) < 0.75 * full_s
-    waiting, outcome = run_team(times, Link(1e6, 1e-4), store_s=2e-4, graph=graph, grace=math.inf)
+    waiting, outcome = run_team(
+        times, Link(1e6, 1e-4), store_s=2e-4, topology=graph, grace=math.inf
+    )
     assert len(all_rounds(waiting)) == 60
     assert full_s <= max(outcome.seconds) < 1.01 * full_s
 
@@ -236,7 +238,7 @@ def test_ranks_that_are_about_equally_fast_do_not_miss_rounds():
     choose = random.Random(0)
     times = [[1 + 0.05 * choose.random() for _ in range(40)] for _ in range(6)]
     full_s = sum(max(each) for each in zip(*times, strict=True))
-    ranks, outcome = run_team(times, graph="ring")
+    ranks, outcome = run_team(times, topology="ring")
     found = all_rounds(ranks)
     # the first round has no earlier step to measure
     assert all(closed.members == tuple(range(6)) for number, closed in found.items() if number > 2)
@@ -246,14 +248,14 @@ def test_ranks_that_are_about_equally_fast_do_not_miss_rounds():
 def test_a_permanent_straggler_bounds_each_epoch_once():
     # rank 2 is an inner one of the path, so two edges need it
     times = [[20.0 if rank == 2 else 1.0] * 20 for rank in range(5)]
-    ranks, _ = run_team(times, graph="ring", control_interval=1000)
+    ranks, _ = run_team(times, topology="ring", control_interval=1000)
     found = all_rounds(ranks)
     first_end = min(each.rounds[-1].round for each in ranks)
     before = [closed for number, closed in found.items() if 1 < number <= first_end]
     with_slow = [closed for closed in before if 2 in closed.members]
     # each of its steps completes an epoch
     assert [closed.epochs for closed in with_slow] == sorted({each.epochs for each in with_slow})
-    assert before[-1].bounds[2] >= len(with_slow) > 0
+    assert before[-1].numbers_by_rank[2] >= len(with_slow) > 0
     # the others take part in several rounds for each of its steps
     assert len(before) >= 2 * len(with_slow)
 
@@ -315,7 +317,9 @@ def test_all_ranks_wait_after_each_wait_interval():
     from gcnzc.exchange.sync import all_gather_scalar
 
     times = stragglers(5, 24, seed=1)
-    ranks = [Rank(rank, 5, graph="ring", wait_interval=8, control_interval=5) for rank in range(5)]
+    ranks = [
+        Rank(rank, 5, topology="ring", wait_interval=8, control_interval=5) for rank in range(5)
+    ]
     found = [[] for _ in ranks]
 
     def epochs(rank):
@@ -342,7 +346,7 @@ def test_all_ranks_wait_after_each_wait_interval():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
 def test_parameters_that_are_not_finite_do_not_spread(bad):
     times = stragglers(5, 20, seed=2)
-    ranks = [Rank(rank, 5, graph="ring", control_interval=6) for rank in range(5)]
+    ranks = [Rank(rank, 5, topology="ring", control_interval=6) for rank in range(5)]
 
     def damaged(rank):
         each = ranks[rank]
@@ -368,7 +372,7 @@ def test_parameters_that_are_not_finite_do_not_spread(bad):
 
 
 def test_a_gradient_that_is_not_finite_skips_one_local_step():
-    ranks = [Rank(rank, 3, graph="complete") for rank in range(3)]
+    ranks = [Rank(rank, 3, topology="complete") for rank in range(3)]
 
     def with_bad_gradient(rank):
         yield from ranks[rank].optimizer.broadcast_model()
@@ -387,7 +391,7 @@ def test_a_gradient_that_is_not_finite_skips_one_local_step():
 
 def test_bytes_are_those_of_the_members_edges():
     times = stragglers(6, 20, seed=5)
-    ranks, outcome = run_team(times, graph="4-regular", control_interval=1000)
+    ranks, outcome = run_team(times, topology="4-regular", control_interval=1000)
     rules = RoundRules(6, make_graph("4-regular", 6))
     for rank, (each, ledger) in enumerate(zip(ranks, outcome.ledgers, strict=True)):
         num_messages = sum(len(rules.peers(closed, rank)) for closed in each.rounds)
@@ -440,7 +444,7 @@ def test_random_schedules_end(seed):
         link,
         store_s=choose.choice([0.0, 0.001, 0.1]),
         faults=faults,
-        graph=graph,
+        topology=graph,
         grace=choose.choice([0.0, 0.1, 2.0, math.inf]),
         control_interval=choose.randint(1, 8),
         wait_interval=choose.choice([None, 1, 3]),
@@ -454,7 +458,7 @@ def test_random_schedules_end(seed):
 def test_a_rank_that_crashes_is_named():
     for at_s in (2.5, 4.2, 7.7):
         times = [[1.0] * 20] * 4
-        _, outcome = run_team(times, Link(1e5, 0.001), faults={2: [Crash(at_s)]}, graph="ring")
+        _, outcome = run_team(times, Link(1e5, 0.001), faults={2: [Crash(at_s)]}, topology="ring")
         for rank in (0, 1, 3):
             assert "rank 2 crashed" in str(outcome.errors[rank])
 
@@ -520,10 +524,10 @@ def test_the_keys_of_the_rounds_before_a_load_are_deleted():
 
 
 def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
-    ranks, _ = run_team(stragglers(4, 9, seed=6), graph="ring")
+    ranks, _ = run_team(stragglers(4, 9, seed=6), topology="ring")
     last = max((each.policy.last for each in ranks), key=lambda closed: closed.round)
     states = [each.optimizer.state_dict() for each in ranks]
-    again = [Rank(rank, 4, graph="ring") for rank in range(4)]
+    again = [Rank(rank, 4, topology="ring") for rank in range(4)]
     for each, state in zip(again, states, strict=True):
         each.optimizer.load_state_dict(state)
         assert each.optimizer.steps == 9
@@ -540,9 +544,9 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
 
 
 def test_the_state_of_a_pending_epoch():
-    ranks = [Rank(rank, 5, graph="ring") for rank in range(5)]
+    ranks = [Rank(rank, 5, topology="ring") for rank in range(5)]
     rules = ranks[0].policy.rules
-    statuses = [Status(1, Kind.FINISHED)] * 2 + [Status(0, Kind.FINISHED)] * 3
+    statuses = [RankStatus(1, StatusKind.FINISHED)] * 2 + [RankStatus(0, StatusKind.FINISHED)] * 3
     closed = rules.close(rules.begin(), statuses, 1)
     ranks[0].policy.last = closed
     state = ranks[0].policy.local_state()
@@ -551,7 +555,7 @@ def test_the_state_of_a_pending_epoch():
     assert (restored.round, restored.epochs) == (1, 0)
     assert restored.pending == closed.pending == ((1, 2), (2, 3), (3, 4))
     # a state of another number of ranks begins again
-    other = Rank(0, 4, graph="ring")
+    other = Rank(0, 4, topology="ring")
     other.policy.load({}, state, {})
     assert other.policy.last == other.policy.rules.begin()
 
@@ -562,34 +566,38 @@ def test_rules_of_closing():
     begin = rules.begin()
 
     def at(*kinds):
-        kind = {"f": (1, Kind.FINISHED), "c": (0, Kind.FINISHED), "a": (0, Kind.AWAY)}
-        return [Status(*kind[each]) for each in "".join(kinds)]
+        kind = {
+            "f": (1, StatusKind.FINISHED),
+            "c": (0, StatusKind.FINISHED),
+            "p": (0, StatusKind.PAUSED),
+        }
+        return [RankStatus(*kind[each]) for each in "".join(kinds)]
 
-    # 0 and 3 have an edge of the graph, but none of the tree; f: finished, c: computing, a: away
+    # 0 and 3 have an edge of the graph, but none of the tree; f: finished, c: computing, p: paused
     for text, is_closable in {
         "cccc": False, "fccc": False, "fccf": False, "fcfc": False, "ffcc": True, "ffff": True,
-        "fcca": False, "facf": False, "faaf": True, "faac": False, "faaa": True,
-        "aaaa": False, "faca": True, "caca": False,
+        "fccp": False, "fpcf": False, "fppf": True, "fppc": False, "fppp": True,
+        "pppp": False, "fpcp": True, "cpcp": False,
     }.items():  # fmt: skip
         assert rules.can_close(begin, at(text)) is is_closable, text
     other = rules.close(begin, at("ffcc"), 1)
     assert other.pending == ((1, 2), (2, 3))
     # without rank 2 there is no pending edge, so that any edge suffices
-    later = [Status(2, Kind.FINISHED), *at("cac")[:2], Status(2, Kind.FINISHED)]
+    later = [RankStatus(2, StatusKind.FINISHED), *at("cpc")[:2], RankStatus(2, StatusKind.FINISHED)]
     assert rules.can_close(other, later)
-    assert not rules.can_close(other, [*at("ccc")[:2], Status(0, Kind.AWAY), later[3]])
+    assert not rules.can_close(other, [*at("ccc")[:2], RankStatus(0, StatusKind.PAUSED), later[3]])
     closed = rules.close(begin, at("ffff"), 2)
-    assert (closed.pending, closed.epochs, closed.bounds) == (rules.tree, 1, (0, 0, 1, 0))
-    assert rules.is_complete(begin, at("faff"))
-    assert not rules.is_complete(begin, at("facf"))
+    assert (closed.pending, closed.epochs, closed.numbers_by_rank) == (rules.tree, 1, (0, 0, 1, 0))
+    assert rules.is_complete(begin, at("fpff"))
+    assert not rules.is_complete(begin, at("fpcf"))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"graph": "star"}, "the graph 'star'"),
-        ({"graph": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
-        ({"graph": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
+        ({"topology": "star"}, "topology is 'star'"),
+        ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
+        ({"topology": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
         ({"grace": -1.0}, "grace"),
         ({"control_interval": 0}, "control_interval"),
         ({"wait_interval": 0}, "wait_interval"),
@@ -601,14 +609,14 @@ def test_bad_options_are_rejected(options, text):
 
 
 def test_a_graph_of_edges():
-    ranks, _ = run_team([[1.0] * 3] * 3, graph=[(1, 0), (1, 2)])
+    ranks, _ = run_team([[1.0] * 3] * 3, topology=[(1, 0), (1, 2)])
     assert ranks[0].policy.rules.edges == [(0, 1), (1, 2)]
     check_rounds(ranks, [(0, 1), (1, 2)])
 
 
 def train_over_processes():
     with init_group(timeout_s=60) as group:
-        each = Rank(group.rank, group.world_size, group, graph="ring", control_interval=4)
+        each = Rank(group.rank, group.world_size, group, topology="ring", control_interval=4)
         for number in range(20):
             each.set_gradient()
             # a straggler in turn
@@ -650,14 +658,16 @@ def close_after_the_grace(policy, before, after):
 
 
 def test_a_round_that_can_no_longer_close_after_the_grace_stays_open():
-    """A rank that was away returns, and the round needs it."""
+    """A paused rank resumes, and the round needs it."""
     recipe = backup_workers("ring", grace=1.0)
     policy = Strategy(sgd(nn.Linear(2, 2).parameters()), recipe, Group(0, 4)).recipe.policy
     policy.step_s.append(1.0)
-    # only one edge is pending, but rank 1 is away, so any edge suffices
+    # only one edge is pending, but rank 1 is paused, so any edge suffices
     policy.last = replace(policy.last, pending=((0, 1),))
-    after = [Status(number, Kind.FINISHED) for number in (1, 0, 0, 1)]
-    before = [replace(each, kind=Kind.AWAY) if n == 1 else each for n, each in enumerate(after)]
+    after = [RankStatus(number, StatusKind.FINISHED) for number in (1, 0, 0, 1)]
+    before = [
+        replace(each, kind=StatusKind.PAUSED) if n == 1 else each for n, each in enumerate(after)
+    ]
     assert policy.rules.can_close(policy.last, before)
     assert close_after_the_grace(policy, before, after) is None
     assert isinstance(close_after_the_grace(policy, before, before), CompareAndSet)

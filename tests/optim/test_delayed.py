@@ -16,7 +16,7 @@ from gcnzc.optim.strategy.clipped_step import ClippedStep
 from gcnzc.optim.strategy.delayed import DelayedRound, DelayedSteps
 from gcnzc.optim.strategy.eager import EagerRound
 from gcnzc.optim.strategy.every_interval import EveryInterval
-from gcnzc.optim.strategy.outer_step import Outer, OuterStep
+from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
 
 
 def parameters_of(make, world_size=3, steps=13, dtype=torch.float64):
@@ -56,7 +56,7 @@ def test_the_recipes_of_the_classes_are_the_classes(world_size):
 @pytest.mark.parametrize("compress", [None, Sign(block=64)], ids=str)
 def test_a_delay_of_no_steps_is_an_exchange_at_once(compress):
     def waiting():
-        update, exchange = OuterStep(Outer(0.7, 0.9)), AllRanks(compress, "difference")
+        update, exchange = OuterStep(OuterSGD(0.7, 0.9)), AllRanks(compress, "difference")
         delayed = DelayedSteps(exchange, 0, "difference")
         return Recipe("Waiting", EveryInterval(), update, delayed, local_steps=4)
 

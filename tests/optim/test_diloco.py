@@ -22,7 +22,7 @@ from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
 from gcnzc.optim.resize import resize_state
-from gcnzc.optim.strategy.outer_step import Outer
+from gcnzc.optim.strategy.outer_step import OuterSGD
 
 HALF = Dense(torch.float16)
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -42,7 +42,7 @@ def test_the_outer_step_is_that_of_torch_bit_for_bit(momentum, nesterov):
     for _ in range(5):
         parameter.grad = torch.randn(100)
         sgd.step()
-        Outer(0.7, momentum, nesterov).step(anchor, buffer, parameter.grad.clone())
+        OuterSGD(0.7, momentum, nesterov).step(anchor, buffer, parameter.grad.clone())
         assert torch.equal(anchor, parameter)
 
 

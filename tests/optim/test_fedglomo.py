@@ -73,7 +73,7 @@ def whole(steps):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_with_one_local_step_and_no_global_momentum_it_is_data_parallel_sgd(world_size, momentum):
     models, optimizers = team(
-        world_size, exact(local_steps=1, beta=1, local_momentum=momentum), sgd
+        world_size, exact(local_steps=1, round_weight=1, local_momentum=momentum), sgd
     )
     run_steps(models, optimizers, 0, 12)
     assert all_equal(models)
@@ -82,7 +82,9 @@ def test_with_one_local_step_and_no_global_momentum_it_is_data_parallel_sgd(worl
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_momenta_it_is_local_sgd(world_size):
-    models, optimizers = team(world_size, exact(local_steps=4, beta=1, local_momentum=0), sgd)
+    models, optimizers = team(
+        world_size, exact(local_steps=4, round_weight=1, local_momentum=0), sgd
+    )
     run_steps(models, optimizers, 0, 10)
     others, locals_ = team(world_size, lambda *pair: LocalSGD(*pair, local_steps=4), sgd)
     train(others, locals_, 10)
@@ -119,7 +121,7 @@ def reference_run(start, first_step, rank, local_steps, momentum):
     return start - weights
 
 
-def reference(start, chosen, *, local_steps, beta, local_momentum):
+def reference(start, chosen, *, local_steps, round_weight, local_momentum):
     """The parameters after each round, in which the ranks `chosen` take part."""
     weights, previous, update, found = start, None, None, []
     for number, ranks in enumerate(chosen):
@@ -131,7 +133,7 @@ def reference(start, chosen, *, local_steps, beta, local_momentum):
         else:
             second = [reference_run(previous, options[0], rank, *options[1:]) for rank in ranks]
             change = difference - np.mean(second, axis=0)
-            update = beta * difference + (1 - beta) * (update + change)
+            update = round_weight * difference + (1 - round_weight) * (update + change)
         previous, weights = weights, weights - update
         found.append(weights)
     return found
@@ -141,11 +143,11 @@ def reference(start, chosen, *, local_steps, beta, local_momentum):
     ("world_size", "options"),
     [
         (1, {"local_steps": 3}),
-        (2, {"local_steps": 2, "beta": 0.3, "local_momentum": 1.0}),
+        (2, {"local_steps": 2, "round_weight": 0.3, "local_momentum": 1.0}),
         (3, {"local_steps": 4, "participants": 2, "seed": 5}),
-        (5, {"local_steps": 3, "participants": 1, "beta": 0.9, "local_momentum": 0.4}),
-        (3, {"local_steps": 1, "beta": 0.2, "local_momentum": 0.0}),
-        (3, {"local_steps": 3, "beta": 1, "participants": 2}),
+        (5, {"local_steps": 3, "participants": 1, "round_weight": 0.9, "local_momentum": 0.4}),
+        (3, {"local_steps": 1, "round_weight": 0.2, "local_momentum": 0.0}),
+        (3, {"local_steps": 3, "round_weight": 1, "participants": 2}),
     ],
 )
 def test_rounds_are_those_of_the_paper(world_size, options):
@@ -181,7 +183,7 @@ def test_rounds_are_those_of_the_paper(world_size, options):
         sorted(Participants(given["participants"], given["seed"] or 0, number).ranks(world_size))
         for number in range(rounds)
     ]
-    expected = reference(start, chosen, **{"beta": 0.5, "local_momentum": 0.8, **options})
+    expected = reference(start, chosen, **{"round_weight": 0.5, "local_momentum": 0.8, **options})
     assert len(seen) == rounds * world_size
     for number, found in seen:
         np.testing.assert_allclose(found, expected[number], rtol=1e-12, atol=1e-12)
@@ -190,8 +192,8 @@ def test_rounds_are_those_of_the_paper(world_size, options):
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
-        ({"beta": 1, "local_momentum": 0}, [1, 1, 1, 1, 1, 1]),
-        ({"beta": 1}, [1, 2, 2, 1, 2, 2]),
+        ({"round_weight": 1, "local_momentum": 0}, [1, 1, 1, 1, 1, 1]),
+        ({"round_weight": 1}, [1, 2, 2, 1, 2, 2]),
         ({"local_momentum": 0}, [1, 1, 1, 2, 2, 2]),
         ({}, [1, 2, 2, 2, 4, 4]),
     ],
@@ -214,7 +216,7 @@ def test_gradients_are_computed_only_where_they_are_needed(options, calls):
         found.append(len(points))
     assert found == calls
     # one vector at the end of a round, or the parameters' two with their momentum
-    vectors = 1 if options.get("beta") == 1 else 3
+    vectors = 1 if options.get("round_weight") == 1 else 3
     assert optimizer.state_bytes == vectors * optimizer.flat_params.num_elements * 8
 
 
@@ -238,7 +240,7 @@ def test_a_round_sends_two_compressed_vectors(world_size):
     elements = optimizer.flat_params.num_elements
     assert found == codec.bytes_sent(2 * elements, world_size, optimizer.extras)
     assert found == optimizer.recipe.exchange.bytes_sent()
-    one, _ = sent(beta=1)
+    one, _ = sent(round_weight=1)
     assert one == codec.bytes_sent(elements, world_size, optimizer.extras)
     # nobody sends less than the participants do
     assert sent(participants=1)[0] == found
@@ -338,7 +340,7 @@ def test_an_error_of_the_closure_changes_nothing(failing):
         (1, quantized(local_steps=3)),
         (2, quantized(local_steps=3)),
         (3, quantized(local_steps=3, participants=2)),
-        (2, exact(local_steps=3, beta=1)),
+        (2, exact(local_steps=3, round_weight=1)),
     ],
 )
 def test_a_run_resumes_bit_for_bit_from_any_step(world_size, make):
@@ -464,7 +466,7 @@ def test_a_round_without_a_mean_is_discarded():
         for rows in batches(2):
             optimizer.closure = closure_of(model, share_of(rows, optimizer.group))
             yield from optimizer.algorithm()
-            if optimizer.group.rank == rank and optimizer.since:
+            if optimizer.group.rank == rank and optimizer.steps_since_sync:
                 with torch.no_grad():
                     model.rare.fill_(torch.nan)
 
@@ -532,8 +534,8 @@ def test_finalize_within_a_round_makes_ranks_equal_and_training_continues():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 0}, "beta is 0"),
-        ({"beta": 1.5}, "beta is 1.5"),
+        ({"round_weight": 0}, "round_weight is 0"),
+        ({"round_weight": 1.5}, "round_weight is 1.5"),
         ({"local_momentum": -0.1}, "local_momentum is -0.1"),
         ({"local_momentum": 1.1}, "local_momentum is 1.1"),
         ({"local_momentum": "x"}, "local_momentum is 'x'"),

@@ -71,7 +71,7 @@ LIMITS = {
     "co2 sharded": (recipe(co2, **PLAIN, delay=0, eager=0.0, sharded=True), SEVERAL),
     "selsync": (recipe(selsync, threshold=0.0), SEVERAL),
     "selsync in its window": (recipe(selsync, threshold=1e9, window=STEPS), SEVERAL),
-    "saps": (recipe(saps, keep=1.0), (2,)),
+    "saps": (recipe(saps, density=1.0), (2,)),
     "a2cid2": (recipe(a2cid2, eta=0.0), (2,)),
     "backup workers": (recipe(backup_workers, "complete", grace=math.inf), SEVERAL),
     "fedglomo": (recipe(fedglomo, 1, 1.0, compress=None), SEVERAL),

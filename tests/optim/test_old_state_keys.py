@@ -7,10 +7,22 @@ import torch
 from optim.kinds import KINDS
 from optim.local import train, vector_of
 from optim.models import Everything
+from torch.optim import SGD
 
 from gcnzc.compress import Dense
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule, resize_state
+from gcnzc.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    Strategy,
+    ZeroOneAdam,
+    ZeroOneSchedule,
+    a2cid2,
+    backup_workers,
+    fedglomo,
+    resize_state,
+    saps,
+)
 
 # where states of 0.2 have other names
 OLD_NUMBERS = {
@@ -139,6 +151,31 @@ def test_the_old_name_of_gradient_compression_works(kind):
     # the name of an option is not in the state, so that of an older version is loaded
     optimizer.load_state_dict(
         kind(parameters, gradient_compression=half, group=Group()).state_dict()
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "present"),
+    [
+        (saps, {"keep": 0.5}, {"density": 0.5}),
+        (a2cid2, {"graph": "complete", "rate": 2}, {"topology": "complete", "gossip_rate": 2}),
+        (backup_workers, {"graph": "complete"}, {"topology": "complete"}),
+        (fedglomo, {"beta": 0.25}, {"round_weight": 0.25}),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_old_arguments_of_recipes_work(recipe, old, present):
+    with pytest.warns(DeprecationWarning, match="is now"):
+        renamed = recipe(**old)
+    described = [
+        Strategy(
+            SGD([torch.nn.Parameter(torch.ones(2))], 0.1), each, Group(0, 4)
+        ).describe_options()
+        for each in (renamed, recipe(**present))
+    ]
+    assert described[0] == described[1]
+    assert all(
+        f"{name}={value}" in described[0].replace("'", "") for name, value in present.items()
     )
 
 

@@ -101,8 +101,8 @@ def random_run(seed):
     scale = [choose.choice([0.0, 1.0, 1.0, 3.0, 10.0]) for _ in range(world_size)]
     times = [[each * choose.choice([1.0, choose.random()]) for _ in range(steps)] for each in scale]
     options = {
-        "graph": random_graph(choose, world_size),
-        "rate": choose.choice([0.3, 1.0, 4.0]),
+        "topology": random_graph(choose, world_size),
+        "gossip_rate": choose.choice([0.3, 1.0, 4.0]),
         "eta": choose.choice([0.0, None]),
         "control_interval": choose.choice([1, 3]),
     }
@@ -120,7 +120,7 @@ def test_random_schedules_end_and_preserve_the_sum(part):
         for parameter in parameters:
             assert torch.equal(parameter, parameters[0]), seed
         exchanges = [each.recipe.exchange for each in optimizers]
-        assert all(each.num_in_flight == each.num_overlapping == 0 for each in exchanges)
+        assert all(each.num_unanswered == each.num_overlapping == 0 for each in exchanges)
         # both ranks apply each exchange
         assert sum(each.num_exchanges for each in exchanges) % 2 == 0
         if options["eta"] == 0.0:
@@ -234,7 +234,7 @@ def test_the_ranks_agree_while_their_gradients_pull_apart():
     errors = []
     for rate in (0.01, 1.0):
         times = [[1.0 + 0.05 * rank] * 60 for rank in range(8)]
-        _, _, outcome = simulate(times, targets=targets, rate=rate)
+        _, _, outcome = simulate(times, targets=targets, gossip_rate=rate)
         own = torch.stack([result[1] for result in outcome.results])
         errors.append((own - own.mean(0)).square().mean().sqrt())
     assert errors[1] < 0.3 * errors[0]

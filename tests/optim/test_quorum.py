@@ -13,7 +13,7 @@ from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
 from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, Status
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, StatusKind
 
 LR, OUTER_LR, MOMENTUM = 0.1, 0.5, 0.9
 
@@ -284,7 +284,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
     assert [rank.optimizer.num_exchanges for rank in ranks] == [3, 3, 0]
-    assert [rank.optimizer.since for rank in ranks] == [0, 0, 2]
+    assert [rank.optimizer.steps_since_sync for rank in ranks] == [0, 0, 2]
     states = [saved(rank.optimizer.state_dict()) for rank in ranks]
     again = [Rank(rank, 3, quorum=2) for rank in range(3)]
     # a distributed checkpoint has the shared part of one rank
@@ -294,7 +294,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     for rank, state in zip(again, states, strict=True):
         rank.optimizer.load_state_dict(state)
     assert [rank.optimizer.num_exchanges for rank in again] == [3, 3, 0]
-    assert [rank.optimizer.since for rank in again] == [0, 0, 2]
+    assert [rank.optimizer.steps_since_sync for rank in again] == [0, 0, 2]
     # with another number of ranks, the mean
     for number in range(2):
         fewer = Rank(number, 2, quorum=2)
@@ -303,7 +303,7 @@ def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
         for snapshot in snapshots:
             snapshot["shared"] = snapshots[0]["shared"]
         fewer.optimizer.load_state_dict(resize_state(snapshots, number, 2))
-        assert (fewer.optimizer.num_exchanges, fewer.optimizer.since) == (2, 1)
+        assert (fewer.optimizer.num_exchanges, fewer.optimizer.steps_since_sync) == (2, 1)
 
 
 def test_bytes_are_those_of_the_sum_among_members():
@@ -320,9 +320,9 @@ def test_rules_of_closing():
     rules = QuorumRules(5, 3)
     last = rules.begin()
 
-    def statuses(*rounds, away=()):
+    def statuses(*rounds, paused=()):
         return [
-            Status(number, Kind.AWAY if rank in away else Kind.FINISHED)
+            RankStatus(number, StatusKind.PAUSED if rank in paused else StatusKind.FINISHED)
             for rank, number in enumerate(rounds)
         ]
 
@@ -336,11 +336,11 @@ def test_rules_of_closing():
     third = rules.close(second, statuses(3, 2, 3, 3, 3), 0)
     assert (third.members, third.pending) == ((0, 2, 3, 4), ((2, 0), (4, 3)))
     # no quorum is possible
-    alone = statuses(0, 0, 0, 1, 0, away=(0, 1, 2))
+    alone = statuses(0, 0, 0, 1, 0, paused=(0, 1, 2))
     assert rules.can_close(last, alone)
     assert rules.is_complete(last, alone)
     assert rules.close(last, alone, 3).members == ()
-    assert not rules.can_close(last, statuses(0, 0, 0, 0, 0, away=(0, 1, 2)))
+    assert not rules.can_close(last, statuses(0, 0, 0, 0, 0, paused=(0, 1, 2)))
 
 
 @pytest.mark.parametrize(

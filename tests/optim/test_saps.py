@@ -39,8 +39,8 @@ FIRST_HALF = np.arange(8) < 4
 ISLANDS = np.where(FIRST_HALF[:, None] == FIRST_HALF, 100.0, 10.0)
 
 
-def pairs(keep=0.25, **options):
-    return lambda inner, group: Strategy(inner, saps(keep, **options), group)
+def pairs(density=0.25, **options):
+    return lambda inner, group: Strategy(inner, saps(density, **options), group)
 
 
 def exchanges(optimizers):
@@ -67,7 +67,7 @@ def step(optimizers, **options):
     return lockstep([optimizer.algorithm() for optimizer in optimizers], **options)
 
 
-def reference(values, keep, rounds, seed=0, bandwidth=None):
+def reference(values, density, rounds, seed=0, bandwidth=None):
     """The parameters (W, n) after rounds without local steps, in NumPy."""
     world_size, count = values.shape
     last_met = np.full((world_size, world_size), NEVER)
@@ -77,7 +77,7 @@ def reference(values, keep, rounds, seed=0, bandwidth=None):
         matching = bandwidth_matching(
             bandwidth, last_met, seed, round=number, window=(world_size + 1) // 2, threshold=0.5
         )
-        kept = draw_indices_reference(count, round(keep * count), seed, number)
+        kept = draw_indices_reference(count, round(density * count), seed, number)
         values[:, kept] = pair_mixing(world_size, matching) @ values[:, kept]
         for low, high in matching:
             last_met[low, high] = last_met[high, low] = number
@@ -85,16 +85,16 @@ def reference(values, keep, rounds, seed=0, bandwidth=None):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-@pytest.mark.parametrize("keep", [1.0, 0.1])
-def test_rounds_are_those_of_a_reference_and_keep_the_mean(world_size, keep):
-    _, optimizers = team(world_size, pairs(keep, seed=3))
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_rounds_are_those_of_a_reference_and_keep_the_mean(world_size, density):
+    _, optimizers = team(world_size, pairs(density, seed=3))
     before = spread(optimizers)
     for number in range(1, 7):
         step(optimizers)
         found = parameters_of(optimizers)
-        np.testing.assert_allclose(found, reference(before, keep, number, 3), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found, reference(before, density, number, 3), rtol=0, atol=1e-12)
         np.testing.assert_allclose(found.mean(0), before.mean(0), rtol=0, atol=1e-12)
-    if keep == 1:
+    if density == 1:
         assert found.var(0).sum() < 0.3 * before.var(0).sum()
 
 
@@ -150,7 +150,7 @@ def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
     # each index about equally often: 40 * 0.02 times
     assert len(set().union(*seen)) > 0.45 * count
     # at least one
-    assert len(draw_indices(10, exchanges(team(2, pairs(1e-9))[1])[0].num_kept, 0, 0)) == 1
+    assert len(draw_indices(10, exchanges(team(2, pairs(1e-9))[1])[0].num_exchanged, 0, 0)) == 1
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 5])
@@ -336,7 +336,7 @@ def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
     assert sum(slow[:10]) <= 3
     assert 2 <= sum(slow[10:]) <= 6
     assert {each.matching.measured_in for each in exchanges(optimizers)} == {20}
-    assert exchanges(optimizers)[0].matching.fast_from == pytest.approx(5e7, rel=0.01)
+    assert exchanges(optimizers)[0].matching.fast_threshold == pytest.approx(5e7, rel=0.01)
 
 
 def test_a_rank_that_has_crashed_is_an_error_on_its_peer():
@@ -349,8 +349,8 @@ def test_a_rank_that_has_crashed_is_an_error_on_its_peer():
 
 def test_options_that_are_out_of_range_or_differ_are_an_error():
     for options, words in (
-        ({"keep": 0.0}, "keep is 0.0"),
-        ({"keep": 1.5}, "keep is 1.5"),
+        ({"density": 0.0}, "density is 0.0"),
+        ({"density": 1.5}, "density is 1.5"),
         ({"window": 0}, "window is 0"),
         ({"threshold": -1.0}, "threshold is -1.0"),
         ({"probe_interval": 0}, "probe_interval is 0"),
@@ -362,21 +362,21 @@ def test_options_that_are_out_of_range_or_differ_are_an_error():
         ({"bandwidth": torch.ones(3, 3)}, "bandwidths of 3 ranks for 2 ranks"),
     ):
         with pytest.raises(ValueError, match=words):
-            pairs(**{"keep": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
+            pairs(**{"density": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
     for one, other in (
         ({"seed": 0}, {"seed": 1}),
-        ({"keep": 0.5}, {"keep": 0.25}),
+        ({"density": 0.5}, {"density": 0.25}),
         ({"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}),
     ):
         optimizers = [
-            pairs(**{"keep": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2))
+            pairs(**{"density": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2))
             for rank, options in enumerate((one, other))
         ]
         with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
             lockstep([optimizer.broadcast_model() for optimizer in optimizers])
     (text,) = [repr(optimizers[0])]
     assert re.match(
-        r"SAPS\(local_steps=1, keep=0.5, bandwidth=\(2, 2\) [0-9a-f]{8}, window=1", text
+        r"SAPS\(local_steps=1, density=0.5, bandwidth=\(2, 2\) [0-9a-f]{8}, window=1", text
     )
 
 

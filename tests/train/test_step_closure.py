@@ -59,7 +59,7 @@ def test_a_single_gradient_is_that_of_sgd(config, tmp_path, monkeypatch):
         monkeypatch,
         config,
         tmp_path / "run",
-        glomo(local_steps=1, beta=1, local_momentum=0),
+        glomo(local_steps=1, round_weight=1, local_momentum=0),
     )
     _, expected = train_with(monkeypatch, config, tmp_path / "other", Averaged)
     for own, other in zip(lines, expected, strict=True):

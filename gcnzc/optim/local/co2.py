@@ -42,7 +42,7 @@ from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.strategy import Strategy
 
-# steps; in longer rounds, too much momentum was harmful on a least-squares problem
+# number of steps above which a large momentum was harmful on a least-squares problem
 LONG_ROUND = 20
 
 Gap = str | float | Callable[[float, float], float] | None
@@ -123,7 +123,7 @@ class Rounds(EveryInterval):
         if self.is_warned or strategy.is_inner_only or not is_overlapped or interval.is_measuring:
             return
         self.is_warned = True
-        steps, momentum = interval.steps, step.beta
+        steps, momentum = interval.steps, step.outer_momentum
         may_diverge = step.gap.may_diverge(step.lr, momentum, self.eager)
         if may_diverge and (momentum > 0.5 or steps > LONG_ROUND):
             warnings.warn(

@@ -23,7 +23,7 @@ from gcnzc.exchange import Group
 from gcnzc.optim.defaults import DILOCO
 from gcnzc.optim.strategy.all_ranks import AllRanks, Shards
 from gcnzc.optim.strategy.every_interval import EveryInterval
-from gcnzc.optim.strategy.outer_step import Outer, OuterStep, ShardedOuterStep
+from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep, ShardedOuterStep
 from gcnzc.optim.strategy.quorum import Quorum, QuorumMean, QuorumOuterStep
 from gcnzc.optim.strategy.recipe import Exchange, Recipe, Update
 from gcnzc.optim.strategy.strategy import Strategy
@@ -77,14 +77,14 @@ def diloco(
             if is_given:
                 raise ValueError(f"quorum with {option}\n\nhint: omit one of them")
         rounds = Quorum(quorum, grace_s, control_interval)
-        step = QuorumOuterStep(Outer(outer_lr, outer_momentum, nesterov), rounds)
+        step = QuorumOuterStep(OuterSGD(outer_lr, outer_momentum, nesterov), rounds)
         return Recipe(name, rounds, step, QuorumMean(rounds, step), local_steps=local_steps)
     if sharded and compress is not None and compress != Dense():
         raise ValueError(
             f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "
             "are exchanged uncompressed"
         )
-    outer = Outer(outer_lr, outer_momentum, nesterov)
+    outer = OuterSGD(outer_lr, outer_momentum, nesterov)
     update: Update = OuterStep(outer)
     exchange: Exchange = AllRanks(compress, "difference")
     if sharded:

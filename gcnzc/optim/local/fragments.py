@@ -19,7 +19,7 @@ from gcnzc.optim.flat_parameters import FlatParameters, Segment
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The elements `begin` to `end` of a flattened parameter."""
+    """The elements `begin` to `end` (exclusive) of a flattened parameter."""
 
     parameter: nn.Parameter
     begin: int

@@ -29,7 +29,7 @@ from gcnzc.optim.strategy.strategy import Strategy
 def local_sgd(
     local_steps: int | str = LOCAL_SGD.local_steps, compress: Compression | None = None
 ) -> Recipe:
-    """Return the recipe of `LocalSGD`."""
+    """Return the recipe of `LocalSGD`, which describes the options."""
     is_dense = compress is None or compress == Dense()
     return Recipe(
         "LocalSGD",
@@ -50,6 +50,9 @@ class LocalSGD(Strategy):
             wall time and add at most 1/40 to the CPU time of the steps (`SyncInterval`).
         compress: compression of the exchanged differences; None for none.
         options: the other options of `Strategy`.
+
+    Raises:
+        ValueError: an option is out of range, or the parameters of the ranks differ.
     """
 
     def __init__(

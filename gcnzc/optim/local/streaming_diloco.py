@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import DELAY, FRAGMENTS, STREAMING_DILOCO
-from gcnzc.optim.strategy.outer_step import Outer
+from gcnzc.optim.strategy.outer_step import OuterSGD
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.staggered import FragmentExchanges, FragmentSteps, Staggered
 from gcnzc.optim.strategy.strategy import Strategy
@@ -52,7 +52,7 @@ def streaming_diloco(
             f"delay='auto' with local_steps={local_steps}\n\n"
             "hint: give local_steps='auto', which measures both"
         )
-    update = FragmentSteps(fragments, named_parameters, Outer(outer_lr, outer_momentum), mixing)
+    update = FragmentSteps(fragments, named_parameters, OuterSGD(outer_lr, outer_momentum), mixing)
     policy = Staggered(delay, update)
     return Recipe(
         "StreamingDiLoCo",

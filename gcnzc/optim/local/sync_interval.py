@@ -18,7 +18,8 @@ from gcnzc.exchange import Algorithm, AllGatherScalar
 INITIAL_STEPS = 10
 # steps that are not measured, and measured steps after them
 WARM_UP, NUM_MEASURED = 5, 20
-# largest fraction of the wall time of H steps that an exchange may take; also if it is overlapped
+# largest fraction of the wall time of H steps that an exchange may take: if the ranks wait for it,
+# and if it overlaps with the steps
 MAX_SHARE, MAX_OVERLAP_SHARE = 0.05, 0.5
 # largest fraction of the CPU time of H steps that an exchange may add; its effect on the steps is
 # larger, because it also competes for caches and for the interpreter lock
@@ -73,6 +74,9 @@ class SyncInterval:
         share: largest fraction of the wall time of H steps that their exchange may take;
             `MAX_OVERLAP_SHARE` if it overlaps with the steps.
         clocks: the clocks that measure steps and exchanges.
+
+    Raises:
+        ValueError: `requested` is neither a number of at least 1 nor "auto".
     """
 
     requested: int | str
@@ -85,12 +89,17 @@ class SyncInterval:
     steps: int = 0
     """the current H"""
     is_measuring: bool = False
+    """whether H is not known yet"""
     counts_cpu_time: bool = True
     """whether CPU time limits H; False if the steps run on a GPU"""
     num_steps: int = 0
+    """number of local steps since the start, including the `WARM_UP` that are not measured"""
     step_began: Elapsed | None = None
+    """when the current step began; None without a measurement"""
     step_times: list[Elapsed] = field(default_factory=list)
+    """the times of the measured steps"""
     exchange_times: list[Elapsed] = field(default_factory=list)
+    """the times of the measured exchanges"""
     steps_per_exchange: int = 1
     """number of steps whose time, multiplied by `share`, covers one exchange, as measured"""
 

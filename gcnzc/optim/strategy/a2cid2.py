@@ -18,9 +18,10 @@ constants of the graph and its rates; see `gcnzc.exchange.topology`.
 from collections.abc import Sequence
 from functools import partial
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
-from gcnzc.optim.strategy.gossip_times import OverlappedGossip
+from gcnzc.optim.strategy.gossip_times import GossipTimes
 from gcnzc.optim.strategy.matched_gossip import MATCHINGS, GossipRounds, MatchedPairs
 from gcnzc.optim.strategy.overlapped_gossip import OverlappedPairs
 from gcnzc.optim.strategy.recipe import Exchange, Policy, Recipe
@@ -28,9 +29,10 @@ from gcnzc.optim.strategy.two_variables import TwoVariables
 from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
 
 
+@renamed_arguments({"graph": "topology", "rate": "gossip_rate"})
 def a2cid2(
-    graph: str | Sequence[Edge] = "ring",
-    rate: float = 1.0,
+    topology: str | Sequence[Edge] = "ring",
+    gossip_rate: float = 1.0,
     *,
     asynchronous: bool = False,
     eta: float | None = None,
@@ -41,7 +43,7 @@ def a2cid2(
     """Return the recipe of A2CiD2.
 
     With `asynchronous=False` the ranks exchange in rounds of pairs, and a rank waits for its peer.
-    A run is reproducible bit for bit, also if it is resumed. With `asynchronous=True` exchanges are
+    A run is reproducible bit for bit, even if it is resumed. With `asynchronous=True` exchanges are
     overlapped with the steps, and a rank does not wait for others before `average_parameters` or
     `finalize`. Use it if ranks differ in speed, or if exchanges take a large fraction of the time.
     All ranks still take the same number of steps. A saved state does not contain pending exchanges,
@@ -54,10 +56,10 @@ def a2cid2(
     batches.
 
     Args:
-        graph: "ring", "exponential", "complete", or edges (i, j) that connect all ranks. A rank
-            exchanges with its neighbours in the graph only.
-        rate: the number of exchanges per rank and step. With `asynchronous=True` it is an upper
-            limit: an exchange takes at least a step.
+        topology: the graph of the ranks: "ring", "exponential", "complete", or edges (i, j) that
+            connect all ranks. A rank exchanges with its neighbours in the graph only.
+        gossip_rate: the number of exchanges per rank and step. With `asynchronous=True` it is an
+            upper limit: an exchange takes at least a step.
         asynchronous: whether exchanges are overlapped with the steps.
         eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
             memory for x~. None for the constant of the graph.
@@ -69,24 +71,24 @@ def a2cid2(
     Raises:
         ValueError: an option is out of range.
     """
-    check_above_zero("rate", rate)
+    check_above_zero("gossip_rate", gossip_rate)
     check_count("control_interval", control_interval, 1)
     check_count("seed", seed)
     if eta is not None:
         check_at_least_zero("eta", eta)
     if matching not in MATCHINGS:
         raise ValueError(f"matching is {matching!r}\n\nhint: use one of {', '.join(MATCHINGS)}")
-    edges = GossipGraph(graph if isinstance(graph, str) else as_edges(graph))
+    graph = GossipGraph(topology if isinstance(topology, str) else as_edges(topology))
     policy: Policy
     exchange: Exchange
     if asynchronous:
-        update = TwoVariables(partial(edges.rates, rate=rate), eta)
-        exchange = overlapped = OverlappedPairs(edges, update)
-        policy = OverlappedGossip(rate, update, overlapped)
+        update = TwoVariables(partial(graph.rates, rate=gossip_rate), eta)
+        exchange = overlapped = OverlappedPairs(graph, update)
+        policy = GossipTimes(gossip_rate, update, overlapped)
     else:
-        exchange = pairs = MatchedPairs(edges, matching, seed)
-        update = TwoVariables(partial(pairs.rates, rate=rate), eta)
-        policy = GossipRounds(rate, update, pairs)
+        exchange = pairs = MatchedPairs(graph, matching, seed)
+        update = TwoVariables(partial(pairs.rates, rate=gossip_rate), eta)
+        policy = GossipRounds(gossip_rate, update, pairs)
     return Recipe(
         "A2CiD2",
         policy,

@@ -1,4 +1,4 @@
-"""Exchanges of all ranks: a compressed mean, or a mean of which each rank has a shard."""
+"""Exchanges of all ranks: a compressed mean, or a mean that is sharded over the ranks."""
 
 from abc import abstractmethod
 
@@ -94,7 +94,7 @@ class Shards(Collective):
         super().attach(strategy)
         count, world_size = self.source.num_elements, strategy.group.world_size
         self.shard_size = shard_bounds(count, 0, world_size)[1]
-        """s, elements of a shard; those of the last ranks may be smaller"""
+        """s, the number of elements of a shard; the shards of the last ranks may be smaller"""
         self.begin, self.end = shard_bounds(count, strategy.group.rank, world_size)
 
     def describe(self) -> str:
@@ -117,7 +117,7 @@ class Shards(Collective):
 
 
 class PaddedShards(Shards):
-    """`Shards` without a copy of the vector, for one more message: the extras have their own sum.
+    """`Shards` without a copy of the vector, with one more message: the extras have their own sum.
 
     The memory of an exchange, which `Delayed` keeps for many steps, is padded to equal shards.
     """

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm, Receive, Send, Start, Wait
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -33,8 +34,9 @@ from gcnzc.optim.strategy.parameter_mean import ParameterMean
 from gcnzc.optim.strategy.recipe import Exchange, Recipe
 
 
+@renamed_arguments({"graph": "topology"})
 def backup_workers(
-    graph: str | Iterable[Edge] = "ring",
+    topology: str | Iterable[Edge] = "ring",
     *,
     grace: float = 0.1,
     control_interval: int = 32,
@@ -53,25 +55,26 @@ def backup_workers(
     all others does not delay their rounds.
 
     Several optimizers of a group, and copies of them, may take steps in turns. While a rank waits
-    in a round of one of them, it is away in the rounds of the others.
+    in a round of one of them, it is paused in the rounds of the others, which do not wait for it.
 
     Args:
-        graph: the ranks that average with one another: "ring", "complete", "exponential", a regular
-            graph such as "4-regular", or edges (i, j) of ranks.
+        topology: the graph of the ranks that average with one another: "ring", "complete",
+            "exponential", a regular graph such as "4-regular", or edges (i, j) of ranks.
         grace: the time for which a rank that can close a round waits for others to finish, as a
             fraction of the shortest time of its last 16 local steps. It is at least 2 ms, unless
             `grace` is 0. Without it, ranks that are about equally fast would miss each other's
             rounds. With infinity, every round waits for all ranks.
         control_interval: the number of steps from one sum of signals to the next. The sums overlap
-            with the steps: a signal is received between N and 2 N steps after it was sent.
+            with the steps: a signal is received `control_interval` to twice as many steps after it
+            was sent.
         wait_interval: the number of steps after which all ranks wait for one another, such as the
-            number of steps of an epoch; None if they need not. The waits have the time limit of the
-            group.
+            number of steps of an epoch; None if they never wait. The waits have the time limit of
+            the group.
 
     Raises:
         ValueError: an option is out of range, or there is no such graph.
     """
-    rounds = CloseRounds(graph, grace, control_interval, wait_interval)
+    rounds = CloseRounds(topology, grace, control_interval, wait_interval)
     return Recipe("BackupWorkers", rounds, MixedParameters(), NeighborMean(rounds))
 
 

@@ -7,7 +7,7 @@
 It depends only on earlier rounds, so it overlaps with the local steps, and so does the all-gather
 of its result if the state is sharded.
 
-Notation: W ranks, n elements, s the elements of this rank: all of them, or those of its shard.
+Notation: W ranks, n elements, p the elements of this rank: all of them, or those of its shard.
 """
 
 import math
@@ -32,7 +32,7 @@ class ClippedStep(Update):
     Args:
         lr: the learning rate.
         momentum: m.
-        gap: g; it stays at its value for no distance if exchanges do not overlap with steps.
+        gap: g. If exchanges do not overlap with steps, all distances count as 0.
         clip: c; None for no limit.
         shards: the exchange, if it computes shards of the mean; else None.
 
@@ -41,9 +41,9 @@ class ClippedStep(Update):
     """
 
     start: Tensor
-    """(s,): the common start of the current round"""
+    """(p,): the common start of the current round"""
     momentum: Tensor
-    """(s,): the outer momentum"""
+    """(p,): the outer momentum"""
 
     def __init__(
         self,
@@ -57,9 +57,10 @@ class ClippedStep(Update):
         check_fraction("outer_momentum", momentum)
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")
-        self.lr, self.beta, self.gap, self.clip, self.shards = lr, momentum, gap, clip, shards
+        self.lr, self.outer_momentum = lr, momentum
+        self.gap, self.clip, self.shards = gap, clip, shards
         self.before: Tensor | None = None
-        """(s,): the start of the round that is being exchanged, if whole parameters are sent
+        """(p,): the start of the round that is being exchanged, if whole parameters are sent
         because this rank has only a shard of it"""
 
     def attach(self, strategy: Strategy) -> None:
@@ -70,7 +71,10 @@ class ClippedStep(Update):
 
     def describe(self) -> str:
         """See `Update`."""
-        return f"outer_lr={self.lr}, outer_momentum={self.beta}, gap={self.gap}, clip={self.clip}"
+        return (
+            f"outer_lr={self.lr}, outer_momentum={self.outer_momentum}, gap={self.gap}, "
+            f"clip={self.clip}"
+        )
 
     def initialize(self) -> None:
         """See `RecipePart`."""
@@ -97,11 +101,13 @@ class ClippedStep(Update):
             self.before = self.start
 
     def compute(self, reduction: Reduction, out: Tensor) -> Algorithm[Reduction]:
-        """See `Update`: the start of the next round; without a mean, that of the current one."""
+        """See `Update`: compute the start of the next round; without a mean, it does not change."""
         skip_reason, mean = reduction.skip_reason, reduction.mean
         if mean is not None:
             difference = mean if self.before is None else self.before - mean
-            momentum = difference.div(self.gap.divisor()).add_(self.momentum, alpha=self.beta)
+            momentum = difference.div(self.gap.divisor()).add_(
+                self.momentum, alpha=self.outer_momentum
+            )
             # before clipping, which makes infinite elements finite; a shard may be empty
             largest = float(momentum.abs().amax()) if len(momentum) else 0.0
             if self.clip is not None:
@@ -126,7 +132,7 @@ class ClippedStep(Update):
         """Write the start of the next round, gathered from all ranks if sharded, into `out`.
 
         Args:
-            part: (s,), the elements of this rank.
+            part: (p,), the elements of this rank.
             moved: the Euclidean distance of these elements from the last start, or not finite.
             out: the memory of the exchange.
 

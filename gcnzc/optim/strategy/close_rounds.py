@@ -31,7 +31,7 @@ from gcnzc.exchange.sync import all_gather_text
 from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.strategy.recipe import Policy
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
@@ -42,22 +42,22 @@ _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary(
 """by group, the policies that have announced a status"""
 
 
-def make_graph(graph: str | Iterable[Edge], world_size: int) -> list[Edge]:
+def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
     """Return the edges of a graph of W ranks; see `backup_workers`.
 
     Raises:
         ValueError: there is no such graph.
     """
-    if not isinstance(graph, str):
-        return check_graph(world_size, graph)
-    if degree := re.fullmatch(r"(\d+)-regular", graph):
+    if not isinstance(topology, str):
+        return check_graph(world_size, topology)
+    if degree := re.fullmatch(r"(\d+)-regular", topology):
         return regular(world_size, int(degree[1]))
-    if graph not in GRAPHS:
+    if topology not in GRAPHS:
         raise ValueError(
-            f"the graph {graph!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as in "
-            "4-regular, or edges (i, j) of ranks"
+            f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
+            "in 4-regular, or edges (i, j) of ranks"
         )
-    return GRAPHS[graph](world_size)
+    return GRAPHS[topology](world_size)
 
 
 class CloseRounds(Policy):
@@ -67,12 +67,11 @@ class CloseRounds(Policy):
 
     rules: RoundRules
     last: ClosedRound
-    """the last closed round that this rank has read; its `bounds` count the epochs that each rank
-    has delayed"""
+    """the last closed round that this rank has read"""
 
     def __init__(
         self,
-        graph: str | Iterable[Edge],
+        topology: str | Iterable[Edge],
         grace: float,
         control_interval: int,
         wait_interval: int | None,
@@ -82,7 +81,9 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.graph = graph if isinstance(graph, str) else [(low, high) for low, high in graph]
+        self.topology = (
+            topology if isinstance(topology, str) else [(low, high) for low, high in topology]
+        )
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
@@ -91,15 +92,16 @@ class CloseRounds(Policy):
         """the number of times that the rounds have begun again, because a state was loaded"""
         self.loaded: ClosedRound | None = None
         """the round from which the rounds begin again in the next step; None if they continue"""
-        self.is_away = False
-        """whether `status` is that this rank is away"""
-        self.away_for: set[int] = set()
-        """ids of the policies of this rank's optimizers that wait for other ranks"""
+        self.is_paused = False
+        """whether `status` is `PAUSED`: the rounds do not wait for this rank"""
+        self.paused_by: set[int] = set()
+        """ids of the policies of this rank's optimizers that wait for other ranks, and therefore
+        pause this one"""
         self.step_s: deque[float] = deque(maxlen=STEPS_KEPT)
         """the times of this rank's last local steps in seconds"""
         self.ended_s: float | None = None
         """the time of the end of the last step"""
-        self.num_turns = 0
+        self.num_steps = 0
         """the number of steps since the construction"""
         self.pending: Any = None
         """the handle of the overlapped sum of signals"""
@@ -111,20 +113,26 @@ class CloseRounds(Policy):
         super().attach(strategy)
         world_size = strategy.group.world_size
         if world_size > 1:
-            self.rules = RoundRules(world_size, make_graph(self.graph, world_size))
+            self.rules = RoundRules(world_size, make_graph(self.topology, world_size))
             self.last = self.rules.begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of its rounds, in which a copy does not take part."""
-        own = {"status": b"", "is_away": False, "away_for": set(), "pending": None, "ended_s": None}
-        # a copy is in no rounds that could begin again
+        """Return the attributes without the state of the rounds; a copy takes no part in them."""
+        own = {
+            "status": b"",
+            "is_paused": False,
+            "paused_by": set(),
+            "pending": None,
+            "ended_s": None,
+        }
+        # a copy has begun no rounds, so it continues from the loaded round at once
         last = {} if self.loaded is None else {"last": self.loaded, "loaded": None}
         return {**vars(self), **own, **last, "generation": 0}
 
     def describe(self) -> str:
         """See `Policy`."""
         return (
-            f"graph={self.graph}, grace={self.grace}, "
+            f"topology={self.topology}, grace={self.grace}, "
             f"control_interval={self.control_interval}, wait_interval={self.wait_interval}"
         )
 
@@ -168,19 +176,19 @@ class CloseRounds(Policy):
             That round, or one without members, if the rules close such rounds.
         """
         strategy = self.strategy
-        # a new interval of local steps begins, also if this rank has no peers in the round
-        strategy.since = 0
+        # a new interval of local steps begins, even if this rank has no peers in the round
+        strategy.steps_since_sync = 0
         parameters = [each.detach() for each in strategy.flat_params.parameters]
         strategy.is_counted = bool(can_be_squared(*parameters))
-        kind = Kind.FINISHED if strategy.is_counted else Kind.DAMAGED
+        kind = StatusKind.FINISHED if strategy.is_counted else StatusKind.DAMAGED
         if self.ended_s is not None:
             self.step_s.append((yield Now()) - self.ended_s)
         yield from self.begin_rounds()
         while True:
             number = self.last.round + 1
-            if not (yield from self._announce(Status(number, kind))):
+            if not (yield from self._announce(RankStatus(number, kind))):
                 # the store has no status of this rank: it is a new one, as after a restart
-                yield from self._meet()
+                yield from self._agree_on_round()
                 continue
             statuses, closed = yield from self._read(number)
             latest = max(each.round for each in statuses)
@@ -202,26 +210,26 @@ class CloseRounds(Policy):
         All ranks call it in the same step, because they wait for one another.
         """
         if self.loaded is None:
-            yield from self._meet() if not self.status else ()
+            yield from self._agree_on_round() if not self.status else ()
             return
         # ranks that have not loaded the state yet end their rounds without this one, whose new
         # parameters they must not get
-        yield from self._leave([self])
+        yield from self._pause([self])
         closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
         old = [self._status_key(self.strategy.group.rank), *closed]
         self.last, self.loaded = self.loaded, None
         self.generation += 1
-        yield from self._meet()
+        yield from self._agree_on_round()
         yield DeleteKeys(old)
 
     def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
         others = self._others()
-        yield from self._leave(others)
+        yield from self._pause(others)
         data = yield WaitForKey(self._closed_key(number))
-        yield from self._come_back(others)
+        yield from self._resume(others)
         return ClosedRound.from_bytes(data)
 
-    def _announce(self, status: Status) -> Algorithm[bool]:
+    def _announce(self, status: RankStatus) -> Algorithm[bool]:
         """Write the status of this rank; return False if the store has lost the previous one."""
         key, value = self._status_key(self.strategy.group.rank), status.to_bytes()
         while (answer := (yield CompareAndSet(key, self.status, value))) != value:
@@ -231,17 +239,17 @@ class CloseRounds(Policy):
         self.status = value
         return True
 
-    def _read(self, number: int) -> Algorithm[tuple[list[Status], ClosedRound | None]]:
+    def _read(self, number: int) -> Algorithm[tuple[list[RankStatus], ClosedRound | None]]:
         """Read the statuses of all ranks, and a round, None if it has not closed."""
         world_size = self.strategy.group.world_size
         keys = [*map(self._status_key, range(world_size)), self._closed_key(number)]
         *statuses, closed = yield ReadKeys(keys)
         return (
-            [Status.from_bytes(each) for each in statuses],
+            [RankStatus.from_bytes(each) for each in statuses],
             ClosedRound.from_bytes(closed) if closed else None,
         )
 
-    def _close(self, statuses: list[Status]) -> Algorithm[ClosedRound | None]:
+    def _close(self, statuses: list[RankStatus]) -> Algorithm[ClosedRound | None]:
         """Close the current round, after a time for other ranks to finish."""
         number = self.last.round + 1
         key = self._closed_key(number)
@@ -254,7 +262,7 @@ class CloseRounds(Policy):
             if closed is not None:
                 return closed
             if not self.rules.can_close(self.last, statuses):
-                # a rank that was away takes part again, and closes the round when it can
+                # a paused rank takes part again, and closes the round when it can
                 return None
         closed = self.rules.close(self.last, statuses, self.strategy.group.rank)
         value = closed.to_bytes()
@@ -276,35 +284,35 @@ class CloseRounds(Policy):
             if found:
                 self.last = ClosedRound.from_bytes(found)
 
-    def _meet(self) -> Algorithm[None]:
+    def _agree_on_round(self) -> Algorithm[None]:
         """Agree on the round to begin with; see `begin_rounds`.
 
         After resuming, the last rounds of the ranks may differ.
         """
         others = self._others()
-        yield from self._leave(others)
+        yield from self._pause(others)
         gather = all_gather_text(self.last.to_bytes().decode())
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
-        yield from self._come_back(others)
+        yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
         rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
         # the keys of earlier rounds were in another store
         self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
-        self.status, self.is_away = b"", False
-        self.away_for.clear()
-        yield from self._announce(Status(first.round, Kind.FINISHED))
+        self.status, self.is_paused = b"", False
+        self.paused_by.clear()
+        yield from self._announce(RankStatus(first.round, StatusKind.FINISHED))
 
     # waits for all ranks
 
     def pause_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`: let the other ranks close rounds without this one."""
-        yield from self._leave([self, *self._others()])
+        yield from self._pause([self, *self._others()])
 
     def resume_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`."""
-        yield from self._come_back([self, *self._others()])
+        yield from self._resume([self, *self._others()])
 
     def _others(self) -> "list[CloseRounds]":
         """Return the policies of other optimizers of the group whose rounds this rank is in.
@@ -315,28 +323,29 @@ class CloseRounds(Policy):
         known = _POLICIES.get(self.strategy.group, ())
         return [each for each in known if each is not self and each.status]
 
-    def _leave(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
-        """Announce that this rank is away in the rounds of some optimizers, until `_come_back`."""
+    def _pause(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """Announce that this rank is paused in the rounds of some optimizers, until `_resume`."""
         for each in policies:
             if each.status:
-                each.away_for.add(id(self))
-                yield from each._go_away() if not each.is_away else ()
+                each.paused_by.add(id(self))
+                yield from each._announce_pause() if not each.is_paused else ()
 
-    def _come_back(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
-        """End `_leave`; a rank stays away while another of its optimizers waits."""
+    def _resume(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
+        """End `_pause`; this rank stays paused while another of its optimizers waits."""
         for each in policies:
-            each.away_for.discard(id(self))
-            if each.is_away and not each.away_for and each.loaded is None:
-                each.is_away = False
-                yield from each._announce(Status(each.last.round, Kind.FINISHED))
+            each.paused_by.discard(id(self))
+            if each.is_paused and not each.paused_by and each.loaded is None:
+                each.is_paused = False
+                yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
 
-    def _go_away(self) -> Algorithm[None]:
-        self.is_away = yield from self._announce(Status(self.last.round, Kind.AWAY))
-        while self.is_away:
+    def _announce_pause(self) -> Algorithm[None]:
+        """Announce that this rank is paused, and close the round if the others waited for it."""
+        self.is_paused = yield from self._announce(RankStatus(self.last.round, StatusKind.PAUSED))
+        while self.is_paused:
             statuses, closed = yield from self._read(self.last.round + 1)
             number = max(each.round for each in statuses)
             if closed is None and number <= self.last.round + 1:
-                # the others may have waited for this rank
+                # this rank may be the only one that the others have waited for
                 if self.rules.can_close(self.last, statuses):
                     yield from self._close(statuses)
                 return
@@ -347,7 +356,7 @@ class CloseRounds(Policy):
         """See `Policy`: sum the signals if that is due, and wait for all ranks if necessary."""
         strategy = self.strategy
         # not the number of steps, which a state of another step may have changed on one rank only
-        is_due, self.num_turns = self.num_turns % self.control_interval == 0, self.num_turns + 1
+        is_due, self.num_steps = self.num_steps % self.control_interval == 0, self.num_steps + 1
         if is_due:
             yield from self.finish_pending()
             if self.votes is not None:
@@ -395,8 +404,10 @@ class CloseRounds(Policy):
             return {}
         last = self.last if self.loaded is None else self.loaded
         is_pending = [int(edge in last.pending) for edge in self.rules.tree]
-        bounds = [0] * len(last.bounds) if self.rules.bounds_are_counters else last.bounds
-        numbers = [last.round, last.epochs, *is_pending, *bounds]
+        by_rank = last.numbers_by_rank
+        if self.rules.numbers_are_statistics:
+            by_rank = (0,) * len(by_rank)
+        numbers = [last.round, last.epochs, *is_pending, *by_rank]
         return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
 
     def load(
@@ -407,12 +418,12 @@ class CloseRounds(Policy):
         self.pending = self.votes = None
         begin, tree = self.rules.begin(), self.rules.tree
         number, epochs, *others = local["rounds"].tolist()
-        if len(others) != len(tree) + len(begin.bounds):
+        if len(others) != len(tree) + len(begin.numbers_by_rank):
             self._continue_from(begin)
             return
         pending = tuple(edge for edge, each in zip(tree, others, strict=False) if each)
-        bounds = tuple(others[len(tree) :])
-        last = ClosedRound(number, begin.members, (), pending, epochs, bounds, number)
+        numbers_by_rank = tuple(others[len(tree) :])
+        last = ClosedRound(number, begin.members, (), pending, epochs, numbers_by_rank, number)
         self._continue_from(last)
 
     def _continue_from(self, last: ClosedRound) -> None:

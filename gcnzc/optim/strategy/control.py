@@ -21,13 +21,13 @@ class Control:
 
     Args:
         strategy: the optimizer whose common extras are sent.
-        interval: the number of steps from one sum to the next in `take_turn`; None for no sums.
+        interval: the number of steps from one sum to the next in `after_step`; None for no sums.
     """
 
     def __init__(self, strategy: "Strategy", interval: int | None) -> None:
         self.strategy, self.interval = strategy, interval
 
-    def take_turn(self) -> Algorithm[None]:
+    def after_step(self) -> Algorithm[None]:
         """Sum the common extras if that is due; called after each step on all ranks."""
         if self.interval is not None and self.strategy.steps % self.interval == 0:
             yield from self.sum()
@@ -51,7 +51,7 @@ class Control:
         return self.receive((yield Sum(values)))
 
     def receive(self, values: torch.Tensor) -> list[float]:
-        """Read the sums of the common extras and votes, and return those of the votes.
+        """Receive the common extras of all ranks, and return the sums of their votes.
 
         Args:
             values: the sums (common extras + votes,) on the host.

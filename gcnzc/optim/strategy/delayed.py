@@ -213,8 +213,8 @@ class DelayedSteps(Delayed):
 class DelayedRound(Delayed):
     """An exchange of the end of a round of local steps, which overlaps with the next round.
 
-    The vector of a round is read before the parameters are set to the result of the last one. The
-    result of the round before the first one is the parameters.
+    At the end of a round, its vector is read before the parameters are set to the result of the
+    previous round. At the end of the first round, that result is the initial parameters.
     """
 
     @property
@@ -227,7 +227,7 @@ class DelayedRound(Delayed):
         return f"{self.exchange.describe()}, delay=1"
 
     def reinitialize(self) -> None:
-        """See `RecipePart`: the start of the next round is that of this round."""
+        """See `RecipePart`: the next round starts from the current parameters."""
         world_size = self.strategy.group.world_size
         self._set_finished(self.strategy.vector(), world_size, world_size)
 
@@ -271,8 +271,8 @@ class DelayedRound(Delayed):
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`: an incomplete round is exchanged like a complete one."""
-        if self.strategy.since:
-            self.strategy.since = 0
+        if self.strategy.steps_since_sync:
+            self.strategy.steps_since_sync = 0
             yield from self.synchronize()
         yield from self.finish()
         self.source.reinitialize()

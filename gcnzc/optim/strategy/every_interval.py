@@ -13,5 +13,5 @@ class EveryInterval(Policy):
 
     def is_due(self) -> Algorithm[bool]:
         """See `Policy`; without communication."""
-        return self.strategy.since >= self.strategy.sync_interval.steps
+        return self.strategy.steps_since_sync >= self.strategy.sync_interval.steps
         yield

@@ -1,13 +1,14 @@
 """FedGLOMO: momentum of gradient differences in local steps and in the mean over ranks.
 
-A round k has E local steps. Each participating rank i takes them twice, from the parameters w_k and
-from those of the previous round, with the same minibatches B_t and random numbers:
+A round k has E local steps. Each participating rank i takes them along two trajectories: from the
+parameters w_k, and from those of the previous round, w_(k-1). Both use the same minibatches B_t and
+random numbers:
 
     v_0   = g(w_k; B_0)                                   local momentum
     v_t   = g(w_(k,t); B_t) + m (v_(t-1) - g(w_(k,t-1); B_t))
     w_(k,t+1) = w_(k,t) - lr v_t
     D_i   = w_k - w_(k,E)                                 difference of a round
-    D'_i  = w_(k-1) - w'_(k-1,E)                          difference of the run from w_(k-1)
+    D'_i  = w_(k-1) - w'_(k-1,E)                          difference of the other trajectory
 
     d = mean_i Q(D_i)        c = mean_i Q(D_i - D'_i)     over the participants
     u_k = b d + (1 - b) (u_(k-1) + c)                     global momentum; u_0 = d
@@ -18,7 +19,7 @@ https://arxiv.org/abs/2012.04061). Both momenta have the form of STORM (Cutkosky
 https://arxiv.org/abs/1905.10018): a correction moves the old estimate to the new point. With b = 1
 and m = 0 it is federated averaging.
 
-Notation: W ranks, n elements, E local steps, m local momentum, b the weight `beta` of the current
+Notation: W ranks, n elements, E local steps, m local momentum, b the `round_weight` of the current
 round, Q the compression.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.strategy.evaluations import Evaluations
@@ -43,9 +45,10 @@ QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""
 
 
+@renamed_arguments({"beta": "round_weight"})
 def fedglomo(
     local_steps: int | str = 8,
-    beta: float = 0.5,
+    round_weight: float = 0.5,
     local_momentum: float = 0.8,
     *,
     participants: int | None = None,
@@ -54,17 +57,19 @@ def fedglomo(
 ) -> Recipe:
     """Return the recipe of FedGLOMO.
 
-    `Strategy.step` needs a closure, and calls it up to four times: for each of the two runs, at the
-    current point and, with local momentum, at the previous point. With `beta=1` there is no second
-    run, and with `local_momentum=0` no evaluation at the previous point. Pass the model as
-    `module`; otherwise all evaluations update the buffers of BatchNorm.
+    `Strategy.step` needs a closure, and calls it up to four times: for each of the two
+    trajectories, at the current point and, with local momentum, at the previous point. With
+    `round_weight=1` there is no second trajectory, and with `local_momentum=0` no evaluation at the
+    previous point. Pass the model as `module`; otherwise all evaluations update the buffers of
+    BatchNorm.
 
     The inner optimizer is `torch.optim.SGD` without momentum. It applies the learning rate and the
     weight decay. A missing gradient counts as zeros.
 
     A rank stores three vectors (n,) between rounds: w_k, w_(k-1) and u. Within a round it stores up
-    to five more: v and the previous point of both runs, and the current point of the second run.
-    With `beta=1` it stores w_k between rounds, and up to two more vectors within a round.
+    to five more: v and the previous point of both trajectories, and the current point of the
+    second one. With `round_weight=1` it stores w_k between rounds, and up to two more vectors
+    within a round.
 
     If an exchange fails, all ranks discard the round and start again from w_k, with the next
     round's participants. `finalize` within a round averages the parameters of all ranks, so that
@@ -72,7 +77,7 @@ def fedglomo(
 
     Args:
         local_steps: E, or "auto"; see `LocalSGD`.
-        beta: b, the weight of the current round, in (0, 1]; 1 for no global momentum.
+        round_weight: b, the weight of the current round, in (0, 1]; 1 for no global momentum.
         local_momentum: m, in [0, 1]; 0 for none.
         participants: the number of ranks that take part in a round; None for all. A rank that does
             not participate does not call the closure, but sends as many bytes.
@@ -82,14 +87,14 @@ def fedglomo(
     Raises:
         ValueError: an option is out of range.
     """
-    check_above_zero("beta", beta)
-    if beta > 1:
-        raise ValueError(f"beta is {beta}\n\nhint: give a number in (0, 1]")
+    check_above_zero("round_weight", round_weight)
+    if round_weight > 1:
+        raise ValueError(f"round_weight is {round_weight}\n\nhint: give a number in (0, 1]")
     check_at_least_zero("local_momentum", local_momentum)
     if local_momentum > 1:
         raise ValueError(f"local_momentum is {local_momentum}\n\nhint: give a number in [0, 1]")
     chosen = Participants(participants, seed)
-    update = GlobalMomentum(beta, chosen)
+    update = GlobalMomentum(round_weight, chosen)
     return Recipe(
         "FedGLOMO",
         EveryInterval(),
@@ -102,12 +107,15 @@ def fedglomo(
 
 
 @dataclass
-class Run:
-    """The local steps of one round from one starting point; None before the first step."""
+class Trajectory:
+    """The state of the local steps of one round from one starting point.
+
+    All vectors are None before the first step.
+    """
 
     point: Tensor | None = None
-    """(n,): the current point of the second run; None for the first run, whose current point is
-    the parameters"""
+    """(n,): the current point of the second trajectory; None for the first one, whose current point
+    is the parameters"""
     before: Tensor | None = None
     """(n,): the previous point, before the last step; None without local momentum"""
     velocity: Tensor | None = None
@@ -118,19 +126,19 @@ class GlobalMomentum(DifferenceMean):
     """Exchange differences and their changes, and update the parameters by the global momentum."""
 
     momentum: Tensor | None
-    """(n,): u, equal on all ranks; None before the first round, or if beta is 1"""
+    """(n,): u, equal on all ranks; None before the first round, or if round_weight is 1"""
     previous: Tensor | None
-    """(n,): w_(k-1), where the second runs start; None if `momentum` is"""
+    """(n,): w_(k-1), where the second trajectories start; None if `momentum` is"""
 
-    def __init__(self, beta: float, participants: Participants) -> None:
-        self.beta, self.participants = beta, participants
+    def __init__(self, round_weight: float, participants: Participants) -> None:
+        self.round_weight, self.participants = round_weight, participants
         self.momentum = self.previous = None
-        self.main, self.second = Run(), Run()
+        self.main, self.second = Trajectory(), Trajectory()
 
     @property
     def num_elements(self) -> int:
         """See `Update`: of one vector, or of two with global momentum."""
-        return self.strategy.flat_params.num_elements * (1 if self.beta == 1 else 2)
+        return self.strategy.flat_params.num_elements * (1 if self.round_weight == 1 else 2)
 
     @property
     def is_participant(self) -> bool:
@@ -140,12 +148,12 @@ class GlobalMomentum(DifferenceMean):
 
     def describe(self) -> str:
         """See `Update`."""
-        return f"beta={self.beta}"
+        return f"round_weight={self.round_weight}"
 
     def reinitialize(self) -> None:
         """See `RecipePart`."""
         super().reinitialize()
-        self.main, self.second = Run(), Run()
+        self.main, self.second = Trajectory(), Trajectory()
 
     def initialize(self) -> None:
         """See `RecipePart`."""
@@ -159,7 +167,7 @@ class GlobalMomentum(DifferenceMean):
         self.strategy.flat_params.read_parameters(out)
         difference, change = out[:count], out[count : self.num_elements]
         torch.sub(self.anchor, difference, out=difference)
-        if self.beta == 1:
+        if self.round_weight == 1:
             return
         change.zero_()
         if self.previous is not None and self.second.point is not None:
@@ -169,11 +177,11 @@ class GlobalMomentum(DifferenceMean):
         """See `Update`."""
         count = self.strategy.flat_params.num_elements
         update = mean[:count]
-        if self.beta < 1:
+        if self.round_weight < 1:
             if self.momentum is None:
                 self.momentum, self.previous = update.clone(), self.anchor.clone()
             else:
-                self.momentum.add_(mean[count:]).lerp_(update, self.beta)
+                self.momentum.add_(mean[count:]).lerp_(update, self.round_weight)
                 assert self.previous is not None, "set with the momentum"
                 self.previous.copy_(self.anchor)
             update = self.momentum
@@ -188,7 +196,7 @@ class GlobalMomentum(DifferenceMean):
 
     def _begin_round(self) -> None:
         self.strategy.set_parameters(self.anchor)
-        self.main, self.second = Run(), Run()
+        self.main, self.second = Trajectory(), Trajectory()
         self.participants.round += 1
 
     def shared_state(self) -> dict[str, Any]:
@@ -202,10 +210,10 @@ class GlobalMomentum(DifferenceMean):
 
     def local_state(self) -> dict[str, Tensor]:
         """See `RecipePart`."""
-        runs = {"main": self.main, "second": self.second}
+        trajectories = {"main": self.main, "second": self.second}
         return {
-            f"{run} {name}": vector
-            for run, each in runs.items()
+            f"{trajectory} {name}": vector
+            for trajectory, each in trajectories.items()
             for name, vector in vars(each).items()
             if vector is not None
         }
@@ -221,8 +229,13 @@ class GlobalMomentum(DifferenceMean):
         # with another number of ranks, other ranks may participate
         own = local if self.is_participant else {}
         self.main, self.second = (
-            Run(*(self._vector(own, f"{run} {name}") for name in ("point", "before", "velocity")))
-            for run in ("main", "second")
+            Trajectory(
+                *(
+                    self._vector(own, f"{trajectory} {name}")
+                    for name in ("point", "before", "velocity")
+                )
+            )
+            for trajectory in ("main", "second")
         )
 
     def _vector(self, state: Mapping[str, Any], name: str) -> Tensor | None:
@@ -233,7 +246,7 @@ class CoupledSteps(LocalStep):
     """Take the same local steps from the parameters of this round and from those of the previous.
 
     Args:
-        update: the update, which stores the runs.
+        update: the update, which stores the trajectories.
         momentum: m, the local momentum.
     """
 
@@ -257,47 +270,49 @@ class CoupledSteps(LocalStep):
         update = self.update
         if not update.is_participant:
             return None
-        runs = [update.main]
+        trajectories = [update.main]
         if update.previous is not None:
             if update.second.point is None:
                 update.second.point = update.previous
-            runs.append(update.second)
+            trajectories.append(update.second)
         with Evaluations(self.strategy, closure) as evaluations:
-            # the first run is evaluated first, because `loss` is that at the parameters
-            steps: list[tuple[Run, Tensor, Tensor]] = []
-            for run in runs:
-                point = evaluations.start if run.point is None else run.point
-                velocity = self._velocity(evaluations, run, point)
+            # the first trajectory is evaluated first, because `loss` is that at the parameters
+            steps: list[tuple[Trajectory, Tensor, Tensor]] = []
+            for trajectory in trajectories:
+                point = evaluations.start if trajectory.point is None else trajectory.point
+                velocity = self._velocity(evaluations, trajectory, point)
                 if velocity is None:
-                    # neither run takes the step
+                    # neither trajectory takes the step
                     self.strategy.flat_params.write_parameters(evaluations.start)
                     return evaluations.loss
-                steps.append((run, point, velocity))
-            # the first run last, so that its point remains in the parameters
-            for run, point, velocity in reversed(steps):
-                self._move(run, point, velocity)
+                steps.append((trajectory, point, velocity))
+            # the first trajectory last, so that its point remains in the parameters
+            for trajectory, point, velocity in reversed(steps):
+                self._move(trajectory, point, velocity)
         return evaluations.loss
 
-    def _velocity(self, evaluations: Evaluations, run: Run, point: Tensor) -> Tensor | None:
-        """Return v (n,) of a run at its current point; None if a gradient is not finite."""
+    def _velocity(
+        self, evaluations: Evaluations, trajectory: Trajectory, point: Tensor
+    ) -> Tensor | None:
+        """Return v (n,) of a trajectory at its current point; None if a gradient is not finite."""
         gradient = evaluations.gradient(point)
-        if gradient is None or run.velocity is None or run.before is None:
+        if gradient is None or trajectory.velocity is None or trajectory.before is None:
             return gradient
-        before = evaluations.gradient(run.before)
+        before = evaluations.gradient(trajectory.before)
         if before is None:
             return None
-        return gradient.add_(run.velocity - before, alpha=self.momentum)
+        return gradient.add_(trajectory.velocity - before, alpha=self.momentum)
 
-    def _move(self, run: Run, point: Tensor, velocity: Tensor) -> None:
+    def _move(self, trajectory: Trajectory, point: Tensor, velocity: Tensor) -> None:
         """Take a step of the inner optimizer from a point."""
         flat_params = self.strategy.flat_params
         flat_params.write_parameters(point)
         flat_params.write_gradients(velocity, [True] * len(flat_params.parameters))
         self.strategy.inner.step()
-        if run.point is not None:
-            run.point = self.strategy.vector()
+        if trajectory.point is not None:
+            trajectory.point = self.strategy.vector()
         if self.momentum:
-            run.before, run.velocity = point, velocity
+            trajectory.before, trajectory.velocity = point, velocity
 
 
 def check_is_plain_sgd(strategy: Strategy) -> None:

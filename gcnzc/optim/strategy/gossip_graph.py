@@ -16,8 +16,6 @@ from gcnzc.exchange.topology import (
     neighbors,
 )
 
-"""the graphs that have a name"""
-
 
 @dataclass(frozen=True)
 class GossipGraph:
@@ -27,13 +25,14 @@ class GossipGraph:
         ValueError: the name is unknown.
     """
 
-    graph: str | tuple[Edge, ...]
+    topology: str | tuple[Edge, ...]
+    """a name in `GRAPHS`, or the edges"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.graph, str) and self.graph not in GRAPHS:
+        if isinstance(self.topology, str) and self.topology not in GRAPHS:
             names = ", ".join(map(repr, GRAPHS))
             raise ValueError(
-                f"graph is {self.graph!r}\n\nhint: use one of {names}, or edges such as "
+                f"topology is {self.topology!r}\n\nhint: use one of {names}, or edges such as "
                 "[(0, 1), (1, 2)]"
             )
 
@@ -45,12 +44,12 @@ class GossipGraph:
         """
         if world_size == 1:
             return []
-        if isinstance(self.graph, str):
-            return GRAPHS[self.graph](world_size)
-        return check_graph(world_size, self.graph)
+        if isinstance(self.topology, str):
+            return GRAPHS[self.topology](world_size)
+        return check_graph(world_size, self.topology)
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
-        """Return the exchanges per step of each edge if each rank starts them in turn.
+        """Return the exchanges per step of each edge, if each rank starts them edge by edge.
 
         Each rank starts `rate` / 2 exchanges per step, with one neighbour after the other. In a
         graph whose ranks have the same number of neighbours, each rank therefore takes part in
@@ -64,10 +63,10 @@ class GossipGraph:
 
 
 @dataclass(frozen=True)
-class Momentum:
+class MomentumConstants:
     """The constants of A2CiD2's momentum, from section 3 of Nabli, Belilovsky and Oyallon (2023).
 
-    `momentum_of` computes both from a graph.
+    `compute_momentum` computes them from a graph.
     """
 
     eta: float
@@ -76,7 +75,7 @@ class Momentum:
     """alpha~, the factor of an exchange's difference in x~; it is 1/2 in x"""
 
 
-NO_MOMENTUM = Momentum(0.0, 0.5)
+NO_MOMENTUM = MomentumConstants(0.0, 0.5)
 
 
 def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
@@ -92,7 +91,9 @@ def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
     return tuple((low, high) for low, high in edges)
 
 
-def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None = None) -> Momentum:
+def compute_momentum(
+    world_size: int, rates: Mapping[Edge, float], eta: float | None = None
+) -> MomentumConstants:
     """Return the constants for exchanges at given rates over the edges of a connected graph.
 
         eta = 1 / (2 sqrt(chi_1 chi_2)),  alpha~ = sqrt(chi_1 / chi_2) / 2
@@ -107,4 +108,4 @@ def momentum_of(world_size: int, rates: Mapping[Edge, float], eta: float | None 
     matrix = laplacian(world_size, rates, rates)
     chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
     computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
-    return Momentum(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)
+    return MomentumConstants(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)

@@ -1,4 +1,4 @@
-"""The policy of gossip that is overlapped with the steps: it measures time in units of a step."""
+"""The policy of gossip that is overlapped with the steps, with time in units of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ MAX_TIME = 10.0
 """limit of the mixing time after a step, in steps; it applies after a pause of the process"""
 
 
-class OverlappedGossip(Policy):
+class GossipTimes(Policy):
     """Process messages and make offers after each step.
 
     The unit of time is the duration of a step of this rank: an exponential moving average, in which
@@ -34,7 +34,7 @@ class OverlappedGossip(Policy):
     is_uniform = False
 
     def __init__(self, rate: float, update: TwoVariables, exchange: OverlappedPairs) -> None:
-        check_above_zero("rate", rate)
+        check_above_zero("gossip_rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange
         self.measured_rate = rate
         """exchanges per step, a moving average"""
@@ -52,7 +52,7 @@ class OverlappedGossip(Policy):
 
     def describe(self) -> str:
         """See `Policy`."""
-        return f"rate={self.rate}"
+        return f"gossip_rate={self.rate}"
 
     def observe(self) -> None:
         """See `Policy`."""

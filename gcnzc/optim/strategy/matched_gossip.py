@@ -1,4 +1,4 @@
-"""Gossip in rounds: in each round, pairs of neighbors in a graph take the mean of their vectors.
+"""Gossip in rounds: in each round, pairs of neighbours in a graph take the mean of their vectors.
 
 All ranks compute the pairs of a round from its number, so a run is reproducible bit for bit. A rank
 waits for its peer, but not for other ranks.
@@ -37,12 +37,12 @@ class GossipRounds(Policy):
     """
 
     def __init__(self, rate: float, update: TwoVariables, exchange: "MatchedPairs") -> None:
-        check_above_zero("rate", rate)
+        check_above_zero("gossip_rate", rate)
         self.rate, self.update, self.exchange = rate, update, exchange
 
     def describe(self) -> str:
         """See `Policy`."""
-        return f"rate={self.rate}"
+        return f"gossip_rate={self.rate}"
 
     def observe(self) -> None:
         """See `Policy`."""
@@ -100,7 +100,7 @@ class MatchedPairs(Exchange):
     def describe(self) -> str:
         """See `Exchange`."""
         seed = f", seed={self.seed}" if self.matching == "random" else ""
-        return f"graph={self.graph.graph!r}, matching={self.matching!r}{seed}"
+        return f"topology={self.graph.topology!r}, matching={self.matching!r}{seed}"
 
     def rates(self, world_size: int, rate: float) -> dict[Edge, float]:
         """Return by edge the exchanges per step, for `rate` rounds per step."""

@@ -5,7 +5,7 @@
     a   <- a - lr (d + m b)                          Nesterov momentum; lr b without it
     x_i <- a
 
-Notation: W ranks, n elements, s elements of a rank's shard.
+Notation: W ranks, n elements, s elements of a rank's shard, m elements of any of these vectors.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterSGD:
     """The outer optimizer: SGD with momentum, as in torch, on one flat vector.
 
     Raises:
@@ -43,12 +43,12 @@ class Outer:
 
     @torch.no_grad()
     def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:
-        """Update the anchor and the momentum in place; all vectors have the same shape.
+        """Update the anchor and the momentum in place, of all elements, a shard or a fragment.
 
         Args:
-            anchor: the parameters at the last outer step.
-            buffer: the momentum.
-            difference: the anchor minus the mean of the ranks' parameters; overwritten.
+            anchor: (m,), the parameters at the last outer step.
+            buffer: (m,), the momentum.
+            difference: (m,), the anchor minus the mean of the ranks' parameters; overwritten.
         """
         for here in tiles(0, len(anchor), anchor.device):
             step = difference[here]
@@ -72,7 +72,7 @@ class OuterStep(DifferenceMean):
     momentum: Tensor
     """(n,): the outer momentum, equal on all ranks"""
 
-    def __init__(self, outer: Outer) -> None:
+    def __init__(self, outer: OuterSGD) -> None:
         self.outer = outer
 
     def attach(self, strategy: Strategy) -> None:
@@ -121,7 +121,7 @@ class ShardedOuterStep(Update):
     momentum: Tensor
     """(s,): this rank's shard of the outer momentum"""
 
-    def __init__(self, outer: Outer, shards: Shards) -> None:
+    def __init__(self, outer: OuterSGD, shards: Shards) -> None:
         self.outer, self.shards = outer, shards
 
     def attach(self, strategy: Strategy) -> None:

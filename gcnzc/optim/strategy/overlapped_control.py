@@ -52,8 +52,9 @@ class OverlappedControl(Control):
         super().__init__(strategy, interval)
         self.pending: deque[Any] = deque()
         """the handles of sums whose results have not been received"""
-        self.is_in_transit = [False] * len(strategy.signals)
-        """for each signal, whether a sum contains it, and it has not been delivered"""
+        self.is_undelivered = [False] * len(strategy.signals)
+        """for each signal, whether a sum contains it that has started, and whose result was not
+        delivered"""
         self.num_counts = 0
         """the number of sums for which steps were gathered; set by the channel's thread"""
         self.num_received_counts = 0
@@ -62,12 +63,13 @@ class OverlappedControl(Control):
         """signals by the step of their delivery"""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without those of pending sums, which a copy does not receive.
+        """Return the attributes without the pending sums, which a copy does not receive.
 
-        A copy does not deliver their signals, of which some ranks have received the sum.
+        A copy delivers none of their signals: some ranks may have received the sums, and others
+        not.
         """
         own = {"pending": deque(), "num_counts": 0, "num_received_counts": 0}
-        signals = {"is_in_transit": [False] * len(self.is_in_transit), "deliveries": {}}
+        signals = {"is_undelivered": [False] * len(self.is_undelivered), "deliveries": {}}
         return {**vars(self), **own, **signals}
 
     @property
@@ -75,7 +77,7 @@ class OverlappedControl(Control):
         """The channel of the sums."""
         return f"{self.strategy.namespace}/control"
 
-    def take_turn(self) -> Algorithm[None]:
+    def after_step(self) -> Algorithm[None]:
         """See `Control`: start a sum if it is due, and receive those that have ended."""
         strategy = self.strategy
         if self.interval is not None and strategy.steps % self.interval == 0:
@@ -88,8 +90,8 @@ class OverlappedControl(Control):
         signals = self.deliveries.pop(strategy.steps, None)
         if signals is not None:
             strategy.received_signals = signals
-            self.is_in_transit = [
-                was and not now for was, now in zip(self.is_in_transit, signals, strict=True)
+            self.is_undelivered = [
+                was and not now for was, now in zip(self.is_undelivered, signals, strict=True)
             ]
 
     def finish_sums(self) -> Algorithm[None]:
@@ -104,10 +106,10 @@ class OverlappedControl(Control):
         comparison.is_requested = False
         # the caller sends a signal in each step until it is received; one sum of it is sufficient
         signals = [
-            now and not was for now, was in zip(strategy.signals, self.is_in_transit, strict=True)
+            now and not was for now, was in zip(strategy.signals, self.is_undelivered, strict=True)
         ]
-        self.is_in_transit = [
-            was or now for was, now in zip(self.is_in_transit, signals, strict=True)
+        self.is_undelivered = [
+            was or now for was, now in zip(self.is_undelivered, signals, strict=True)
         ]
         values = torch.tensor([bit, *signals], dtype=torch.float64)
         algorithm = self._sum_and_compare(values, "\n".join(strategy.compared_lines()))

@@ -5,10 +5,10 @@ other one answers with its own parameters at the end of one of its steps. Both a
 with these two vectors, so the sum of their parameters is preserved. The rank that made the offer
 applies it when the answer has arrived, at least one of its steps later.
 
-A rank takes part in at most two overlapping exchanges: its offers that have no answer yet, and the
-offers that it answers meanwhile. Each exchange subtracts half of the rank's vector, so the weights
-of the average are not negative. A rank with two overlapping exchanges answers further offers after
-its own have been answered.
+A rank takes part in at most two overlapping exchanges: its offers without an answer, and the offers
+that it answers before it has received these answers. Each exchange subtracts half of the rank's
+vector, so the weights of the average are not negative. A rank with two overlapping exchanges
+answers further offers after its own have been answered.
 
 This cannot deadlock. Each rank has a colour, different from those of its neighbours, and offers go
 from lower to higher colours. So a rank that waits for an answer waits for one of a higher colour,
@@ -36,10 +36,11 @@ from gcnzc.optim.strategy.two_variables import TwoVariables
 MAX_OVERLAPPING = 2
 """the largest number of overlapping exchanges of a rank"""
 EXTRAS = 2
-"""numbers after the vector of a message: its `Status`, and the sender's number of loaded states"""
+"""how many numbers follow the vector of a message: its `MessageKind`, and the number of states that
+the sender has loaded"""
 
 
-class Status(IntEnum):
+class MessageKind(IntEnum):
     """What a message means."""
 
     CLOSED = 0
@@ -58,8 +59,8 @@ class Neighbor:
 
     peer: int
     number: int
-    """that of the channel; each rank has at most one neighbour on a channel, so receives do not
-    wait for each other"""
+    """the number of the channel; a rank has at most one neighbour on each channel, so receives do
+    not wait for each other"""
     makes_offers: bool
     """whether this rank makes the offers; otherwise it answers them"""
     received: Tensor
@@ -70,7 +71,7 @@ class Neighbor:
     """the last message to the neighbour"""
     send: Any = None
     """the handle of the send of `sent`"""
-    is_in_flight: bool = False
+    is_unanswered: bool = False
     """whether an offer has no answer yet"""
     is_deferred: bool = False
     """whether `received` is an offer that this rank has not answered yet"""
@@ -79,7 +80,7 @@ class Neighbor:
 
 
 class OverlappedPairs(Exchange):
-    """Exchanges with neighbours in a graph, overlapped with the steps; see the module's text.
+    """Exchanges with neighbours in a graph, overlapped with the steps; see the module docstring.
 
     The tensors of messages are on the host. If the vector of one rank is not finite, that rank
     takes the vector of the other. A lost neighbour raises `WorkerLost` in a step of this rank.
@@ -103,15 +104,16 @@ class OverlappedPairs(Exchange):
 
     def _forget_messages(self) -> None:
         self.is_open = False
-        self.num_in_flight = 0
+        self.num_unanswered = 0
         """the number of offers without an answer"""
         self.num_overlapping = 0
-        """the number of overlapping exchanges: these offers, and the answers given meanwhile"""
+        """the number of overlapping exchanges: the offers of this rank without an answer, and the
+        answers that it has sent meanwhile"""
         self.turn = 0
         """the index of the next neighbour that gets an offer"""
         for each in self.neighbors:
             each.receive = each.sent = each.send = None
-            each.is_in_flight = each.is_deferred = each.is_closed = False
+            each.is_unanswered = each.is_deferred = each.is_closed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without messages, which belong to this optimizer, not to a copy."""
@@ -144,7 +146,7 @@ class OverlappedPairs(Exchange):
 
     def describe(self) -> str:
         """See `Exchange`."""
-        return f"graph={self.graph.graph!r}, asynchronous=True"
+        return f"topology={self.graph.topology!r}, asynchronous=True"
 
     def _channel(self, number: int) -> str:
         return f"{self.strategy.namespace}/gossip {number}"
@@ -170,8 +172,8 @@ class OverlappedPairs(Exchange):
         assert each is not None, "the policy has called `can_offer`"
         self.turn = (self.neighbors.index(each) + 1) % len(self.neighbors)
         yield from self._send(each, self._message(values))
-        each.is_in_flight = True
-        self.num_in_flight += 1
+        each.is_unanswered = True
+        self.num_unanswered += 1
         self.num_overlapping += 1
         self.credit -= 1
         return None
@@ -182,7 +184,7 @@ class OverlappedPairs(Exchange):
             yield from self._process(each)
 
     def pause_exchanges(self) -> Algorithm[None]:
-        """See `RecipePart`; processes messages meanwhile, so that slower ranks still exchange."""
+        """See `RecipePart`; processes messages until all ranks have called this method."""
         yield from self.open()
         self.update.observe()
         control = self.strategy.control
@@ -201,11 +203,11 @@ class OverlappedPairs(Exchange):
         """
         yield from self.open()
         self.update.observe()
-        while self.num_in_flight:
+        while self.num_unanswered:
             yield from self._process((yield from self._first([], None)))
         for each in self.neighbors:
             message = self._message(self.update.x)
-            message[-EXTRAS] = Status.CLOSED
+            message[-EXTRAS] = MessageKind.CLOSED
             yield from self._send(each, message)
         while not all(each.is_closed for each in self.neighbors):
             yield from self._process((yield from self._first([], None)))
@@ -230,14 +232,14 @@ class OverlappedPairs(Exchange):
     def _next_neighbor(self) -> Neighbor | None:
         """Return the next neighbour that can get an offer; None if there is none."""
         turns = [*self.neighbors[self.turn :], *self.neighbors[: self.turn]]
-        return next((each for each in turns if each.makes_offers and not each.is_in_flight), None)
+        return next((each for each in turns if each.makes_offers and not each.is_unanswered), None)
 
     def _message(self, values: Tensor) -> Tensor:
         """Return a message (n + `EXTRAS`,) on the host with the first n elements of `values`."""
         count = self.update.num_elements
         message = torch.empty_like(self.neighbors[0].received)
         message[:count] = values[:count]
-        message[count] = Status.USABLE if self.update.is_usable() else Status.UNUSABLE
+        message[count] = MessageKind.USABLE if self.update.is_usable() else MessageKind.UNUSABLE
         message[count + 1] = self.generation
         return message
 
@@ -257,27 +259,27 @@ class OverlappedPairs(Exchange):
         """Process a message that has arrived."""
         yield Wait(each.receive)
         each.receive = None
-        if int(each.received[-EXTRAS]) == Status.CLOSED:
+        if int(each.received[-EXTRAS]) == MessageKind.CLOSED:
             each.is_closed = True
-            if each.is_in_flight:
+            if each.is_unanswered:
                 yield from self._start_receive(each)
             return
         if each.makes_offers:
             yield from self._apply_answer(each)
-        elif self.num_in_flight and self.num_overlapping >= MAX_OVERLAPPING:
+        elif self.num_unanswered and self.num_overlapping >= MAX_OVERLAPPING:
             each.is_deferred = True
         else:
             yield from self._answer(each)
 
     def _apply_answer(self, each: Neighbor) -> Algorithm[None]:
-        each.is_in_flight = False
-        self.num_in_flight -= 1
+        each.is_unanswered = False
+        self.num_unanswered -= 1
         self._apply(each)
         yield Wait(each.send)
         each.send = each.sent = None
         if not each.is_closed:
             yield from self._start_receive(each)
-        if self.num_in_flight:
+        if self.num_unanswered:
             return
         self.num_overlapping = 0
         for other in self.neighbors:
@@ -288,32 +290,32 @@ class OverlappedPairs(Exchange):
     def _answer(self, each: Neighbor) -> Algorithm[None]:
         answer = self._message(self.update.x)
         if int(each.received[-1]) != self.generation:
-            answer[-EXTRAS] = Status.VOID
+            answer[-EXTRAS] = MessageKind.VOID
         yield from self._send(each, answer)
         self._apply(each)
         self.credit -= 1
-        self.num_overlapping += self.num_in_flight > 0
+        self.num_overlapping += self.num_unanswered > 0
         yield from self._start_receive(each)
 
     def _apply(self, each: Neighbor) -> None:
         """Apply an exchange of the last sent and received messages."""
         assert each.sent is not None, "it is sent before the exchange is applied"
         own, other = each.sent, each.received
-        statuses = [int(message[-EXTRAS]) for message in (own, other)]
-        if Status.VOID in statuses or own[-1] != other[-1] or own[-1] != self.generation:
+        kinds = [int(message[-EXTRAS]) for message in (own, other)]
+        if MessageKind.VOID in kinds or own[-1] != other[-1] or own[-1] != self.generation:
             return
         self.num_exchanges += 1
         device, count = self.update.x.device, self.update.num_elements
-        if all(status == Status.USABLE for status in statuses):
+        if all(kind == MessageKind.USABLE for kind in kinds):
             self.update.exchange(own[:count].to(device), other[:count].to(device))
             return
-        for rank, status in zip((self.strategy.group.rank, each.peer), statuses, strict=True):
-            if status != Status.USABLE:
+        for rank, kind in zip((self.strategy.group.rank, each.peer), kinds, strict=True):
+            if kind != MessageKind.USABLE:
                 self.strategy.record_drop(
                     f"the parameters of rank {rank} are not finite or too large"
                 )
         # the parameters of this rank may have been replaced since the offer
-        if statuses[1] == Status.USABLE and not self.update.is_usable():
+        if kinds[1] == MessageKind.USABLE and not self.update.is_usable():
             self.update.replace(other[:count].to(device))
 
     def bytes_sent(self) -> int:
@@ -323,7 +325,7 @@ class OverlappedPairs(Exchange):
 
 
 def color_ranks(world_size: int, edges: Sequence[Edge]) -> list[int]:
-    """Return a colour for each rank, different from those of its neighbours; 2 for an even ring."""
+    """Return a colour (from 0 on) for each rank, different from those of its neighbours."""
     adjacent = neighbors(world_size, edges)
     colors: list[int] = []
     for rank in range(world_size):

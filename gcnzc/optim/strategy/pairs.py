@@ -71,41 +71,41 @@ class Pairs(Exchange):
 
     Args:
         matching: chooses the pairs.
-        keep: the fraction of exchanged elements, in (0, 1]; at least one element is exchanged.
+        density: the fraction of exchanged elements, in (0, 1]; at least one element is exchanged.
         seed: random seed of the indices.
 
     Raises:
-        ValueError: `keep` is out of range.
+        ValueError: `density` is out of range.
     """
 
-    def __init__(self, matching: Matching, keep: float = 1.0, seed: int = 0) -> None:
-        if not 0 < keep <= 1:
+    def __init__(self, matching: Matching, density: float = 1.0, seed: int = 0) -> None:
+        if not 0 < density <= 1:
             raise ValueError(
-                f"keep is {keep!r}\n\nhint: the fraction of elements to exchange is above 0, and "
-                "at most 1"
+                f"density is {density!r}\n\nhint: the fraction of elements to exchange is above 0, "
+                "and at most 1"
             )
-        self.matching, self.keep, self.seed = matching, keep, seed
+        self.matching, self.density, self.seed = matching, density, seed
         self.children = (matching,)
         self.pairs: list[Edge] = []
-        """the pairs of the last exchange, equal on all ranks"""
+        """the pairs of ranks in the last exchange, equal on all ranks"""
 
     def attach(self, strategy: "Strategy") -> None:
         """See `RecipePart`."""
         super().attach(strategy)
         count = strategy.recipe.update.num_elements
-        self.num_kept = min(max(round(self.keep * count), 1), count)
+        self.num_exchanged = min(max(round(self.density * count), 1), count)
         """k, the number of exchanged elements"""
 
     def describe(self) -> str:
         """See `Exchange`."""
-        return f"keep={self.keep}, {self.matching.describe()}"
+        return f"density={self.density}, {self.matching.describe()}"
 
     def indices(self) -> Tensor | None:
         """Return the indices (k,) of the next exchange, equal on all ranks; None for all."""
         count = self.strategy.recipe.update.num_elements
-        if self.num_kept == count:
+        if self.num_exchanged == count:
             return None
-        found = draw_indices(count, self.num_kept, self.seed, self.strategy.num_exchanges)
+        found = draw_indices(count, self.num_exchanged, self.seed, self.strategy.num_exchanges)
         return found.to(self.strategy.flat_params.device)
 
     def mean(self, values: Tensor) -> Algorithm[Tensor | None]:
@@ -143,7 +143,7 @@ class Pairs(Exchange):
 
     def bytes_sent(self) -> int:
         """Return the bytes that a rank with a peer sends for a mean, by formula."""
-        return self.num_kept * self.strategy.flat_params.dtype.itemsize
+        return self.num_exchanged * self.strategy.flat_params.dtype.itemsize
 
 
 class PairMean(Update):

@@ -10,7 +10,7 @@ A rank that has not finished continues its local steps. It is a member of the ou
 current when it finishes: this step uses the difference from the rank's older anchor, and the rank
 receives the current anchor. The minimum quorum and the grace window are from Douillard et al.,
 "Decoupled DiLoCo for Resilient Distributed Pre-training" (2026, https://arxiv.org/abs/2604.21428),
-of which only the abstract and summaries were available. The paper has a central synchronizer, an
+but only its abstract and summaries were available. The paper has a central synchronizer, an
 adaptive window, and weights by tokens. Here the ranks agree on the members by a compare-and-set in
 the store, the window is fixed, and the members have equal weights.
 
@@ -41,8 +41,8 @@ from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.close_rounds import CloseRounds
-from gcnzc.optim.strategy.outer_step import Outer, OuterStep
-from gcnzc.optim.strategy.rounds import ClosedRound, Kind, RoundRules, Status
+from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
+from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_count
 
@@ -51,8 +51,8 @@ class QuorumRules(RoundRules):
     """The rules of rounds with a quorum.
 
     A round that cannot have a quorum, because ranks wait for all others, closes without members. In
-    a `ClosedRound`, `bounds` is, for each rank, the last round of which it was a member. `pending`
-    is pairs (rank, member): the rank sends the anchor and the momentum to the member.
+    a `ClosedRound`, `numbers_by_rank` has, for each rank, the last round of which it was a member.
+    `pending` has pairs (rank, member): the rank sends the anchor and the momentum to the member.
 
     Args:
         world_size: W.
@@ -60,7 +60,7 @@ class QuorumRules(RoundRules):
     """
 
     tree = ()
-    bounds_are_counters = False
+    numbers_are_statistics = False
 
     def __init__(self, world_size: int, quorum: int) -> None:
         self.world_size, self.quorum = world_size, quorum
@@ -68,40 +68,40 @@ class QuorumRules(RoundRules):
     def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
         """See `RoundRules`.
 
-        Each rank knows of which round it has the anchor. The rank of the newest round may count
-        others as members of rounds after those of their states, if the ranks have saved their
-        states at different times.
+        The last round of which a rank was a member is taken from that rank's own state. Other ranks
+        may have a later round for it, if the ranks have saved their states at different times.
         """
-        bounds = tuple(each.bounds[rank] for rank, each in enumerate(rounds))
-        return replace(super().resume(rounds), bounds=bounds)
+        numbers_by_rank = tuple(each.numbers_by_rank[rank] for rank, each in enumerate(rounds))
+        return replace(super().resume(rounds), numbers_by_rank=numbers_by_rank)
 
-    def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
-        """See `RoundRules`; also if there can be no quorum."""
+    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
+        """See `RoundRules`; also True if there can be no quorum."""
         return not self._has_quorum(statuses) or super().is_complete(last, statuses)
 
-    def can_close(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
         """See `RoundRules`: whether there is a quorum, or cannot be one."""
         finished = len(self._finished(last, statuses))
         return finished >= (self.quorum if self._has_quorum(statuses) else 1)
 
-    def close(self, last: ClosedRound, statuses: Sequence[Status], closer: int) -> ClosedRound:
+    def close(self, last: ClosedRound, statuses: Sequence[RankStatus], closer: int) -> ClosedRound:
         """See `RoundRules`."""
         number, finished = last.round + 1, sorted(self._finished(last, statuses))
         members = tuple(finished) if len(finished) >= self.quorum else ()
-        # without a load this is that of all ranks, since any two quorums have a rank in common
-        newest = max((last.bounds[rank] for rank in members), default=0)
-        holders = [rank for rank in members if last.bounds[rank] == newest]
-        others = [rank for rank in members if last.bounds[rank] < newest]
+        # unless a state was loaded, no other rank has a newer one: any two quorums share a rank
+        newest = max((last.numbers_by_rank[rank] for rank in members), default=0)
+        holders = [rank for rank in members if last.numbers_by_rank[rank] == newest]
+        others = [rank for rank in members if last.numbers_by_rank[rank] < newest]
         pending = tuple((holders[at % len(holders)], rank) for at, rank in enumerate(others))
-        damaged = tuple(rank for rank in members if statuses[rank].kind is Kind.DAMAGED)
-        bounds = tuple(
-            number if rank in members else bound for rank, bound in enumerate(last.bounds)
+        damaged = tuple(rank for rank in members if statuses[rank].kind is StatusKind.DAMAGED)
+        numbers_by_rank = tuple(
+            number if rank in members else before
+            for rank, before in enumerate(last.numbers_by_rank)
         )
         kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
         oldest = max(last.oldest, kept)
-        return ClosedRound(number, members, damaged, pending, last.epochs, bounds, oldest)
+        return ClosedRound(number, members, damaged, pending, last.epochs, numbers_by_rank, oldest)
 
-    def _has_quorum(self, statuses: Sequence[Status]) -> bool:
+    def _has_quorum(self, statuses: Sequence[RankStatus]) -> bool:
         return len(self._active(statuses)) >= self.quorum
 
 
@@ -154,7 +154,7 @@ class Quorum(CloseRounds):
         """See `Policy`: whether this rank is a member of a round."""
         strategy = self.strategy
         yield from self.begin_rounds()
-        if strategy.since < strategy.sync_interval.steps:
+        if strategy.steps_since_sync < strategy.sync_interval.steps:
             return False
         closed = yield from self.finish_round()
         return bool(closed.members)
@@ -168,7 +168,7 @@ class QuorumOuterStep(OuterStep):
         rounds: closes the rounds.
     """
 
-    def __init__(self, outer: Outer, rounds: Quorum) -> None:
+    def __init__(self, outer: OuterSGD, rounds: Quorum) -> None:
         super().__init__(outer)
         self.rounds = rounds
 
@@ -230,8 +230,8 @@ class QuorumMean(AllRanks):
         members, rank = closed.members, strategy.group.rank
         yield from self._send_state(closed)
         vector = values[:count]
-        # signals have a sum of their own. The extras are zeros, so that the length, on which the
-        # order of the summation depends, is that of `DiLoCo`
+        # signals have a sum of their own, so the extras are zeros. They are sent because the order
+        # of the summation depends on the length, which must be that of `DiLoCo`
         values[count:] = 0
         if rank in closed.damaged:
             vector.zero_()
@@ -249,7 +249,7 @@ class QuorumMean(AllRanks):
         return total[:count].div_(num_finite)
 
     def _send_state(self, closed: ClosedRound) -> Algorithm[None]:
-        """Send the anchor and the momentum to the members that do not have those of this round."""
+        """Send the newest anchor and momentum to the members that have older ones."""
         update, rank = self.update, self.strategy.group.rank
         state = torch.cat([update.anchor, update.momentum])
         pending = []
@@ -279,14 +279,14 @@ def sum_of_members(values: Tensor, members: Sequence[int], rank: int) -> Algorit
     answer = None
     while True:
         try:
-            asked = algorithm.send(answer)
+            step = algorithm.send(answer)
         except StopIteration as end:
             total: Tensor = end.value
             return total
-        if isinstance(asked, Scratch):
-            answer = torch.empty_like(asked.values)
+        if isinstance(step, Scratch):
+            answer = torch.empty_like(step.values)
             continue
-        message = asked.request if isinstance(asked, Start) else asked
+        message = step.request if isinstance(step, Start) else step
         if isinstance(message, Send | Receive):
             message.peer = members[message.peer]
-        answer = yield asked
+        answer = yield step

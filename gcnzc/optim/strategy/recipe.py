@@ -157,7 +157,7 @@ class Policy(RecipePart, ABC):
         """Exchange once if `is_due`; called after each local step."""
         strategy = self.strategy
         if (yield from self.is_due()):
-            strategy.since = 0
+            strategy.steps_since_sync = 0
             yield from strategy.synchronize()
 
 

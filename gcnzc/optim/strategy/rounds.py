@@ -12,35 +12,35 @@ from enum import Enum
 from gcnzc.exchange.topology import Edge, metropolis_weights, neighbors, sort_edges
 
 
-class Kind(Enum):
-    """The state of a rank."""
+class StatusKind(Enum):
+    """What a rank does, or the result of its last local step."""
 
     FINISHED = "finished"
     """it has finished a local step for a round; its parameters are finite"""
     DAMAGED = "damaged"
     """it has finished a local step for a round; its parameters are not finite or too large"""
-    AWAY = "away"
-    """it waits for all ranks, so no round may wait for it"""
+    PAUSED = "paused"
+    """it waits for all ranks, so no round may wait for it; see `RecipePart.pause_exchanges`"""
 
 
 @dataclass(frozen=True)
-class Status:
+class RankStatus:
     """What a rank has announced: a state, and the last round for which it has finished a step."""
 
     round: int
-    kind: Kind
+    kind: StatusKind
 
     def to_bytes(self) -> bytes:
         """Return the status as the value of a key."""
         return f"{self.round} {self.kind.value}".encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Status":
+    def from_bytes(cls, data: bytes) -> "RankStatus":
         """Return the status in a value; an empty value is that of a rank before its first step."""
         if not data:
-            return cls(-1, Kind.FINISHED)
+            return cls(-1, StatusKind.FINISHED)
         number, kind = data.decode().split()
-        return cls(int(number), Kind(kind))
+        return cls(int(number), StatusKind(kind))
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,17 @@ class ClosedRound:
     members: tuple[int, ...]
     """the ranks that mix their parameters, ascending"""
     damaged: tuple[int, ...]
-    """the members whose parameters are not finite"""
+    """the members whose parameters are not finite or too large"""
     pending: tuple[Edge, ...]
-    """the edges of the spanning tree that the current epoch has not established; see
-    `gcnzc.optim.strategy.backup_workers`"""
+    """with `RoundRules`, the edges of the spanning tree that the current epoch has not established
+    (`gcnzc.optim.strategy.backup_workers`); with `QuorumRules`, which member sends its state to
+    which"""
     epochs: int
     """the number of completed epochs"""
-    bounds: tuple[int, ...]
-    """by rank, the number of epochs whose last edge the rank established. A rank that is always
-    slow establishes the last edge of each epoch. `QuorumRules` has other numbers here"""
+    numbers_by_rank: tuple[int, ...]
+    """a number for each rank. With `RoundRules`, the number of epochs that the rank has completed,
+    because it closed the round that established their last edge; a rank that is always slow
+    completes each epoch. With `QuorumRules`, the last round of which the rank was a member"""
     oldest: int
     """the oldest round whose key is not deleted"""
 
@@ -72,7 +74,7 @@ class ClosedRound:
         """Return the round of a value."""
         fields = json.loads(data)
         fields["pending"] = map(tuple, fields["pending"])
-        for name in ("members", "damaged", "pending", "bounds"):
+        for name in ("members", "damaged", "pending", "numbers_by_rank"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
@@ -85,9 +87,9 @@ class RoundRules:
         edges: the graph; connects all ranks.
     """
 
-    bounds_are_counters = True
-    """whether `ClosedRound.bounds` only has statistics. A saved state then has zeros instead,
-    because they depend on the times of the ranks"""
+    numbers_are_statistics = True
+    """whether these rules do not read `ClosedRound.numbers_by_rank`. A saved state then has zeros
+    instead, because the numbers depend on the times of the ranks"""
 
     def __init__(self, world_size: int, edges: Sequence[Edge]) -> None:
         self.world_size, self.edges = world_size, list(edges)
@@ -96,8 +98,8 @@ class RoundRules:
 
     def begin(self) -> ClosedRound:
         """Return the round before the first one."""
-        bounds = (0,) * self.world_size
-        return ClosedRound(0, tuple(range(self.world_size)), (), self.tree, 0, bounds, 0)
+        numbers_by_rank = (0,) * self.world_size
+        return ClosedRound(0, tuple(range(self.world_size)), (), self.tree, 0, numbers_by_rank, 0)
 
     def resume(self, rounds: Sequence[ClosedRound]) -> ClosedRound:
         """Return the round that a run continues from.
@@ -107,8 +109,8 @@ class RoundRules:
         """
         return max(rounds, key=lambda each: each.round)
 
-    def is_complete(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
-        """Whether all ranks that are not away have finished their step for the current round.
+    def is_complete(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
+        """Whether all ranks that are not paused have finished their step for the current round.
 
         Args:
             last: the last closed round.
@@ -116,11 +118,11 @@ class RoundRules:
         """
         return self._active(statuses) <= self._finished(last, statuses)
 
-    def can_close(self, last: ClosedRound, statuses: Sequence[Status]) -> bool:
+    def can_close(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> bool:
         """Whether both ends of a pending edge have finished their step for the current round.
 
-        If all pending edges have an end that is away, any edge of the graph suffices. If the ranks
-        that are not away have no edge, or all of them have finished, no edge is necessary.
+        If all pending edges have a paused end, any edge of the graph suffices. If the ranks that
+        are not paused have no edge, or all of them have finished, no edge is necessary.
         """
         finished, active = self._finished(last, statuses), self._active(statuses)
         if not finished:
@@ -129,7 +131,7 @@ class RoundRules:
         usable = usable or [edge for edge in self.edges if active.issuperset(edge)]
         return not usable or active <= finished or any(map(finished.issuperset, usable))
 
-    def close(self, last: ClosedRound, statuses: Sequence[Status], closer: int) -> ClosedRound:
+    def close(self, last: ClosedRound, statuses: Sequence[RankStatus], closer: int) -> ClosedRound:
         """Return the current round, closed with the ranks that have finished.
 
         Args:
@@ -139,17 +141,19 @@ class RoundRules:
         """
         number, finished = last.round + 1, self._finished(last, statuses)
         pending = tuple(edge for edge in last.pending if not finished.issuperset(edge))
-        epochs, bounds = last.epochs, list(last.bounds)
+        epochs, by_rank = last.epochs, list(last.numbers_by_rank)
         if not pending:
             pending, epochs = self.tree, epochs + 1
-            bounds[closer] += 1
-        damaged = tuple(rank for rank in sorted(finished) if statuses[rank].kind is Kind.DAMAGED)
-        # a rank may still wait for the key of its status's round, and a late rank reads those of
-        # the last two rounds
+            by_rank[closer] += 1
+        damaged = tuple(
+            rank for rank in sorted(finished) if statuses[rank].kind is StatusKind.DAMAGED
+        )
+        # a rank may still wait for the key of the round in its status, and a late rank reads the
+        # keys of the last two rounds
         kept = min([last.round, *(statuses[rank].round for rank in self._active(statuses))])
         oldest = max(last.oldest, kept)
         members = tuple(sorted(finished))
-        return ClosedRound(number, members, damaged, pending, epochs, tuple(bounds), oldest)
+        return ClosedRound(number, members, damaged, pending, epochs, tuple(by_rank), oldest)
 
     def member_edges(self, closed: ClosedRound) -> list[Edge]:
         """Return the edges of the graph among the members."""
@@ -164,8 +168,8 @@ class RoundRules:
         """Return the weights of parameters in the mean of a member, by rank, ascending.
 
         They are the Metropolis weights of the graph among the members with finite parameters. A
-        member whose parameters are not finite takes the mean of the others that it has an edge
-        with; without them it has no weights.
+        member whose parameters are not finite takes the mean of the finite members that it has
+        an edge with; if there are none, it has no weights.
         """
         edges = self.member_edges(closed)
         finite = [edge for edge in edges if not set(edge).intersection(closed.damaged)]
@@ -175,13 +179,14 @@ class RoundRules:
         row = metropolis_weights(self.world_size, finite)[rank].tolist()
         return {peer: weight for peer, weight in enumerate(row) if weight or peer == rank}
 
-    def _finished(self, last: ClosedRound, statuses: Sequence[Status]) -> set[int]:
+    def _finished(self, last: ClosedRound, statuses: Sequence[RankStatus]) -> set[int]:
         """Return the ranks that have finished their step for the current round."""
         number = last.round + 1
         return {rank for rank in self._active(statuses) if statuses[rank].round == number}
 
-    def _active(self, statuses: Sequence[Status]) -> set[int]:
-        return {rank for rank, each in enumerate(statuses) if each.kind is not Kind.AWAY}
+    def _active(self, statuses: Sequence[RankStatus]) -> set[int]:
+        """Return the ranks that are not paused."""
+        return {rank for rank, each in enumerate(statuses) if each.kind is not StatusKind.PAUSED}
 
 
 def depth_first_tree(world_size: int, edges: Collection[Edge]) -> list[Edge]:

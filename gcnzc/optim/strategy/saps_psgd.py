@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.bandwidth import measure_bandwidths
 from gcnzc.exchange.topology import (
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
+@renamed_arguments({"keep": "density"})
 def saps(
-    keep: float = 0.01,
+    density: float = 0.01,
     bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,
     *,
     window: int | None = None,
@@ -53,15 +55,15 @@ def saps(
 ) -> Recipe:
     """Return the recipe of SAPS-PSGD.
 
-    Each exchange sends `keep` * n values, without indices, to one rank. With an odd number of ranks
-    one of them is idle, in turn.
+    Each exchange sends `density` * n values, without indices, to one rank. With an odd number of
+    ranks, the ranks are idle in turn.
 
-    Each parameter is averaged in a fraction `keep` of the exchanges. In a short run, or if the
-    ranks have different data, a small `keep` leaves the ranks' parameters so different that their
-    final mean is a worse model.
+    Each parameter is averaged in a fraction `density` of the exchanges. With a small `density`, the
+    parameters of the ranks remain different. Their final mean is then a worse model in a short run,
+    or if the ranks have different data.
 
     Args:
-        keep: p, the fraction of the parameters of an exchange, in (0, 1].
+        density: p, the fraction of the parameters of an exchange, in (0, 1].
         bandwidth: (W, W), the bandwidth of each pair of ranks in any unit, the same matrix on all
             ranks; 0 for pairs that cannot communicate. The lower one of (i, j) and (j, i) counts.
             None for equal bandwidths, or to measure them with `probe_interval`.
@@ -87,7 +89,7 @@ def saps(
         "SAPS",
         EveryInterval(),
         PairMean(),
-        Pairs(matching, keep, seed),
+        Pairs(matching, density, seed),
         local_steps=local_steps,
         control_interval=control_interval,
     )
@@ -115,7 +117,7 @@ class AdaptiveMatching(Matching):
                 "both bandwidth and probe_interval are given\n\nhint: give the bandwidths, or "
                 "measure them"
             )
-        self.given = None if bandwidth is None else _read_matrix(bandwidth)
+        self.given_bandwidth = None if bandwidth is None else _read_matrix(bandwidth)
         self.window = window or 0
         """the number of rounds in which a pair is recent; 0 for the default before `attach`"""
         self.threshold = threshold
@@ -129,9 +131,9 @@ class AdaptiveMatching(Matching):
         """
         super().attach(strategy)
         world_size = strategy.group.world_size
-        if self.given is not None and len(self.given) != world_size:
+        if self.given_bandwidth is not None and len(self.given_bandwidth) != world_size:
             raise ValueError(
-                f"bandwidths of {len(self.given)} ranks for {world_size} ranks\n\n"
+                f"bandwidths of {len(self.given_bandwidth)} ranks for {world_size} ranks\n\n"
                 "hint: give a matrix with a row and a column for each rank"
             )
         self.window = self.window or (world_size + 1) // 2
@@ -145,14 +147,14 @@ class AdaptiveMatching(Matching):
         self.measured_in = NEVER
         """the round of the last measurement, or `NEVER`"""
         equal = np.ones((world_size, world_size)) - np.eye(world_size)
-        self._set_bandwidth(equal if self.given is None else self.given)
+        self._set_bandwidth(equal if self.given_bandwidth is None else self.given_bandwidth)
 
     def describe(self) -> str:
         """See `Matching`; a given bandwidth by its size and a hash."""
         bandwidth = "None"
-        if self.given is not None:
-            digest = hashlib.sha256(self.given.tobytes()).hexdigest()[:8]
-            bandwidth = f"{self.given.shape} {digest}"
+        if self.given_bandwidth is not None:
+            digest = hashlib.sha256(self.given_bandwidth.tobytes()).hexdigest()[:8]
+            bandwidth = f"{self.given_bandwidth.shape} {digest}"
         return (
             f"bandwidth={bandwidth}, window={self.window}, threshold={self.threshold}, "
             f"probe_interval={self.probe_interval}, seed={self.seed}"
@@ -175,7 +177,7 @@ class AdaptiveMatching(Matching):
             self.seed,
             round=round,
             window=self.window,
-            threshold=self.fast_from,
+            threshold=self.fast_threshold,
         )
         for low, high in pairs:
             self.last_met[low, high] = self.last_met[high, low] = round
@@ -204,7 +206,7 @@ class AdaptiveMatching(Matching):
     def _set_bandwidth(self, bandwidth: Matrix) -> None:
         self.bandwidth = bandwidth
         """(W, W): the current bandwidths, symmetric, equal on all ranks"""
-        self.fast_from = (
+        self.fast_threshold = (
             bottleneck_threshold(bandwidth) if self.threshold is None else self.threshold
         )
         """the bandwidth from which a pair is fast"""

@@ -24,7 +24,7 @@ from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.delayed import DelayedSteps
-from gcnzc.optim.strategy.outer_step import Outer
+from gcnzc.optim.strategy.outer_step import OuterSGD
 from gcnzc.optim.strategy.recipe import BaseExchange, BaseUpdate, Policy, Update
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_count
@@ -52,7 +52,7 @@ class FragmentSteps(BaseUpdate):
         self,
         fragments: int | str | Sequence[str],
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None,
-        outer: Outer,
+        outer: OuterSGD,
         mixing: float,
     ) -> None:
         if not 0 <= mixing <= 1:
@@ -156,7 +156,7 @@ class FragmentStep(Update):
 
 
 class Staggered(Policy):
-    """Start the exchange of each fragment every H steps, those of different ones at other steps.
+    """Start the exchange of each fragment every H steps, at other steps for other fragments.
 
     Args:
         delay: D, below H; or "auto", the smallest D such that an exchange takes at most half the
@@ -189,7 +189,7 @@ class Staggered(Policy):
         interval = strategy.sync_interval
         interval.least = self.delay + 1
         self.period = interval.steps
-        """the H since `origin`"""
+        """H since the step `origin`; `SyncInterval.steps` may have changed"""
         if self.delay >= interval.steps:
             raise ValueError(
                 f"a delay of {self.requested_delay} steps\n\nhint: give a delay from 0 to "
@@ -277,7 +277,7 @@ class FragmentExchanges(BaseExchange):
         for number in self.policy.due:
             self.exchanges[number].delay = self.policy.delay
             yield from self.exchanges[number].synchronize()
-        # of the ranks, not of fragments
+        # one exchange is counted even if those of several fragments start
         self.strategy.num_exchanges = before + 1
 
     def apply_due(self) -> Algorithm[None]:

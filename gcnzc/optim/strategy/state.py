@@ -1,4 +1,4 @@
-"""Save and load the state of a strategy on one rank: that of its parts, and their common state.
+"""Save and load the state of a strategy on one rank, including the state of its parts.
 
 Notation: n elements of the flat parameter vector.
 """
@@ -28,13 +28,13 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
         layout   a line for each trained parameter, with its shape and dtype
         rank, world_size
     """
-    # before the first step, a single rank has no state of the method, too
+    # a single rank has no state of the recipe, and neither has any rank before the first step
     is_plain = strategy.is_inner_only or not strategy.is_broadcast
     interval = strategy.sync_interval
     is_uniform = strategy.recipe.policy.is_uniform
     numbers = {
         "steps": strategy.steps,
-        "since": strategy.since if is_uniform else 0,
+        "since": strategy.steps_since_sync if is_uniform else 0,
         "local_steps": 0 if interval.is_measuring else interval.steps,
         "is_plain": is_plain,
     }
@@ -48,7 +48,9 @@ def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
         if is_uniform:
             shared["num_exchanges"] = strategy.num_exchanges
         else:
-            counts = torch.tensor([strategy.num_exchanges, strategy.since], dtype=torch.float64)
+            counts = torch.tensor(
+                [strategy.num_exchanges, strategy.steps_since_sync], dtype=torch.float64
+            )
             local["num_exchanges"], local["since"] = counts
         for part in strategy.recipe.parts:
             shared |= part.shared_state()
@@ -79,7 +81,7 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
             part.check_state(shared, local, shards)
     strategy.inner.load_state_dict(snapshot["inner"])
     strategy.share_inner_state()
-    strategy.steps, strategy.since = numbers["steps"], numbers["since"]
+    strategy.steps, strategy.steps_since_sync = numbers["steps"], numbers["since"]
     # states of older versions have no counters; with another number of ranks they are means
     counters = local.get("counters", torch.zeros(2)).tolist()
     strategy.skipped, strategy.dropped = map(round, counters)
@@ -90,15 +92,15 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     own = (shared if strategy.is_in_sync else local)["parameters"]
     strategy.flat_params.write_parameters(strategy.vector(own))
     if numbers["is_plain"]:
-        # the state of a single rank has no state of the method
+        # the state of a single rank has no state of the recipe
         if not strategy.is_inner_only:
             strategy.initialize()
         return
     if not strategy.is_inner_only:
-        # a state of an older version has it in `shared`, or not at all
+        # states of older versions have `num_exchanges` in `shared`, or not at all
         num_exchanges = local.get("num_exchanges", shared.get("num_exchanges", 0))
         strategy.num_exchanges = round(float(num_exchanges))
-        strategy.since = round(float(local.get("since", strategy.since)))
+        strategy.steps_since_sync = round(float(local.get("since", strategy.steps_since_sync)))
     for part in parts:
         load = part.load_alone if strategy.is_inner_only else part.load
         load(shared, local, shards)

@@ -44,7 +44,7 @@ class Strategy(Wrapper):
     local step; the other ranks take theirs.
 
     Recipes such as `fedglomo` need gradients at several points in each local step. For them, `step`
-    calls a closure several times, as that of `torch.optim.LBFGS` does::
+    calls a closure several times, like `step` of `torch.optim.LBFGS`::
 
         def closure():
             optimizer.zero_grad()
@@ -112,15 +112,15 @@ class Strategy(Wrapper):
         """whether all ranks have the same parameters now"""
         self.is_counted: bool | Tensor = True
         """whether this rank's last contribution was finite; a tensor () until it is read"""
-        self.since = 0
-        """steps since the last synchronization"""
+        self.steps_since_sync = 0
+        """number of local steps since the last synchronization"""
         self.dropped = 0
         """number of means that failed, or excluded ranks with non-finite or too large parameters"""
         kind = OverlappedControl if recipe.is_control_overlapped else Control
         self.control = kind(self, recipe.control_interval)
         self.num_exchanges = 0
-        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. With
-        another number of ranks, a resumed run continues with the mean of those of the ranks"""
+        """number of exchanges so far, equal on all ranks if the recipe's policy `is_uniform`. If a
+        run resumes with another number of ranks, it is the mean over the ranks of the saved run"""
         self._namespace = ""
         self.closure: Callable[[], Any] | None = None
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
@@ -196,10 +196,10 @@ class Strategy(Wrapper):
             return ""
         self.is_in_sync = False
         self.sync_interval.record_step()
-        self.since += 1
+        self.steps_since_sync += 1
         yield from self.recipe.policy.after_step()
         yield from self.recipe.exchange.apply_due()
-        yield from self.control.take_turn()
+        yield from self.control.after_step()
         yield from self.recipe.policy.end_step()
         yield from self.sync_interval.choose()
         return ""
@@ -295,7 +295,7 @@ class Strategy(Wrapper):
             mean = yield from self.compute_parameter_mean()
             if mean is not None:
                 self.set_parameters(mean)
-                self.since = 0
+                self.steps_since_sync = 0
                 self.reinitialize()
         yield from self.compare()
 
@@ -367,7 +367,7 @@ class Strategy(Wrapper):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state between steps, without that of the inner optimizer."""
+        """Bytes of optimizer state between steps, without the state of the inner optimizer."""
         return sum(part.state_bytes for part in self.recipe.parts) + self.error_bytes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -376,7 +376,7 @@ class Strategy(Wrapper):
         return {**super().__getstate__(), "_namespace": ""}
 
     def _wait_for_pending(self) -> None:
-        """Run `finish_pending`, unless `lockstep` runs the ranks and thus has done so."""
+        """Run `finish_pending`; in a simulation the caller does so, for all ranks in `lockstep`."""
         if self.group.world_size == 1 or self.group.backend:
             run(self.finish_pending(), self.group)
 
@@ -397,10 +397,10 @@ class Strategy(Wrapper):
         load_snapshot(self, snapshot)
 
     def check_option(self, name: str, was_saved: bool, *, has_now: bool) -> None:
-        """Check that a state was saved with an option exactly if the recipe has it.
+        """Check that a state was saved with an option if and only if the recipe has it.
 
         Raises:
-            ValueError: it was not.
+            ValueError: the state has the option and the recipe has not, or the other way round.
         """
         if was_saved != has_now:
             there, here = ("with", "without") if was_saved else ("without", "with")

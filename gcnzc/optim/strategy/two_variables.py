@@ -22,7 +22,7 @@ from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.flat_parameters import tiles
-from gcnzc.optim.strategy.gossip_graph import NO_MOMENTUM, momentum_of
+from gcnzc.optim.strategy.gossip_graph import NO_MOMENTUM, compute_momentum
 from gcnzc.optim.strategy.recipe import Update
 from gcnzc.optim.strategy.strategy import Strategy
 
@@ -34,7 +34,7 @@ class TwoVariables(Update):
 
     Args:
         find_rates: returns the exchanges per step of each edge, for a number of ranks.
-        eta: see `momentum_of`.
+        eta: see `compute_momentum`.
     """
 
     x: Tensor
@@ -56,7 +56,7 @@ class TwoVariables(Update):
         """See `RecipePart`."""
         super().attach(strategy)
         world_size = strategy.group.world_size
-        self.momentum = momentum_of(world_size, self.find_rates(world_size), self.eta)
+        self.momentum = compute_momentum(world_size, self.find_rates(world_size), self.eta)
         # no elements before `initialize`
         self.x = self.second = strategy.flat_params.zeros()[:0]
 
@@ -104,7 +104,7 @@ class TwoVariables(Update):
         Args:
             own: (n,), the parameters of this rank that the other rank has received: the current
                 ones, or older ones if the exchange is overlapped.
-            other: (n,), those of the other rank.
+            other: (n,), the parameters of the other rank in the same exchange.
         """
         for here in tiles(0, len(self.x), self.x.device):
             difference = own[here] - other[here]

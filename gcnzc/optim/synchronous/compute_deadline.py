@@ -18,7 +18,7 @@ from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.effective_speed import (
     NO_THRESHOLD,
-    Threshold,
+    ComputeThreshold,
     choose_threshold,
     measured_overhead,
 )
@@ -74,7 +74,7 @@ class ComputeDeadline:
         self.max_dropped, self.clock = max_dropped, clock
         self.threshold_s = math.inf
         """the current threshold in seconds; infinite for none"""
-        self.prediction: Threshold | None = None
+        self.prediction: ComputeThreshold | None = None
         """the predicted effect of a measured threshold; None if none was measured"""
         self.is_calibrating = False
         """whether the steps are measured, or will be, and nothing is dropped"""
@@ -192,7 +192,7 @@ class ComputeDeadline:
             found = choose_threshold(times_s, overhead_s, self.max_dropped, passes, delay)
         # all ranks use the threshold of rank 0, because processors may round the sums differently
         values = torch.tensor([found.seconds, found.speed, found.dropped], dtype=torch.float64)
-        found = Threshold(*(yield AllGather(values))[0].tolist())
+        found = ComputeThreshold(*(yield AllGather(values))[0].tolist())
         self._restart()
         # measure again if no step can be used
         if used.size:
@@ -241,7 +241,7 @@ class ComputeDeadline:
             return
         threshold_s, prediction = state["threshold_s"], state["prediction"]
         self.threshold_s = math.inf if threshold_s is None else threshold_s
-        self.prediction = prediction and Threshold(self.threshold_s, *prediction)
+        self.prediction = prediction and ComputeThreshold(self.threshold_s, *prediction)
         self.is_calibrating = state["is_calibrating"]
         self._steps, self._dropped = state["steps"], state["dropped"]
         self._rows = times.tolist()

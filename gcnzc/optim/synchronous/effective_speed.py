@@ -17,18 +17,18 @@ CANDIDATES = 200
 
 
 @dataclass(frozen=True)
-class Threshold:
+class ComputeThreshold:
     """A compute threshold, and its predicted effect."""
 
     seconds: float
-    """from the beginning of a step; infinity for no threshold"""
+    """the threshold in seconds from the beginning of a step; infinity for none"""
     speed: float
     """the effective speed, 1 without a threshold"""
     dropped: float
     """the fraction of the micro-batches that are dropped"""
 
 
-NO_THRESHOLD = Threshold(np.inf, 1.0, 0.0)
+NO_THRESHOLD = ComputeThreshold(np.inf, 1.0, 0.0)
 
 
 def find_executed(
@@ -68,7 +68,7 @@ def effective_speed(
     threshold_s: float,
     passes: int = 1,
     delay: int = 0,
-) -> Threshold:
+) -> ComputeThreshold:
     """Return a threshold with the effect that it would have had in measured steps.
 
     Args:
@@ -86,7 +86,7 @@ def effective_speed(
     # a step may take no time in a simulation
     ratios = np.divide(full_s, short_s, out=np.ones_like(full_s), where=short_s > 0)
     speed = (kept.mean(axis=(0, 2)) * ratios).mean()
-    return Threshold(threshold_s, float(speed), float(1 - kept.mean()))
+    return ComputeThreshold(threshold_s, float(speed), float(1 - kept.mean()))
 
 
 def choose_threshold(
@@ -95,7 +95,7 @@ def choose_threshold(
     max_dropped: float,
     passes: int = 1,
     delay: int = 0,
-) -> Threshold:
+) -> ComputeThreshold:
     """Return the threshold of the largest effective speed; `NO_THRESHOLD` if none is above 1.
 
     Args:
