@@ -20,6 +20,7 @@ from gcnzc.exchange import (
     Now,
     RequestMismatch,
     SlowDown,
+    Start,
     WorkerLost,
     init_group,
     lockstep,
@@ -227,6 +228,33 @@ def test_a_slow_rank_does_not_slow_the_others(slow):
     )
     # of data parallelism, each step takes as long as that of the slowest rank
     assert all(result[-1] > 3 * steps for result in outcome.results)
+
+
+def watch_channels(algorithm, optimizer, opened):
+    """Record the step in which a rank makes its first request on each channel."""
+    answer = None
+    while True:
+        try:
+            request = algorithm.send(answer)
+        except StopIteration:
+            return
+        if isinstance(request, Start) and request.channel:
+            opened.setdefault(request.channel, optimizer.steps)
+        answer = yield request
+
+
+def test_all_channels_are_opened_in_the_first_step():
+    # all ranks wait for one another to open a channel
+    parameters, optimizers = make_ranks(3, topology="ring", control_interval=5)
+    opened = [{} for _ in optimizers]
+    lockstep(
+        [
+            watch_channels(steps_of(*pair, [1.0] * 20), pair[1], found)
+            for pair, found in zip(zip(parameters, optimizers, strict=True), opened, strict=True)
+        ]
+    )
+    assert len(opened[0]) > 1
+    assert all(set(found.values()) == {1} for found in opened)
 
 
 def test_the_ranks_agree_while_their_gradients_pull_apart():

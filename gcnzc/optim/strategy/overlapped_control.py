@@ -61,6 +61,8 @@ class OverlappedControl(Control):
         """the number of these sums whose results have been received"""
         self.deliveries: dict[int, list[bool]] = {}
         """signals by the step of their delivery"""
+        self.is_open = False
+        """whether the channel of the sums is open"""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the pending sums, which a copy does not receive.
@@ -68,7 +70,7 @@ class OverlappedControl(Control):
         A copy delivers none of their signals: some ranks may have received the sums, and others
         not.
         """
-        own = {"pending": deque(), "num_counts": 0, "num_received_counts": 0}
+        own = {"pending": deque(), "num_counts": 0, "num_received_counts": 0, "is_open": False}
         signals = {"is_undelivered": [False] * len(self.is_undelivered), "deliveries": {}}
         return {**vars(self), **own, **signals}
 
@@ -80,6 +82,11 @@ class OverlappedControl(Control):
     def after_step(self) -> Algorithm[None]:
         """See `Control`: start a sum if it is due, and receive those that have ended."""
         strategy = self.strategy
+        if not self.is_open and self.interval is not None:
+            # all ranks wait for one another to open a channel, so they do it before their speeds
+            # have led to different steps
+            yield Wait((yield Start(Sum(torch.zeros(1)), self.channel)))
+            self.is_open = True
         if self.interval is not None and strategy.steps % self.interval == 0:
             yield from self._start_sum()
         while self.pending:
