@@ -71,7 +71,7 @@ def test_random_schedules_of_several_optimizers_end(names, with_copies):
 
 
 def train_copies_in_another_order(name, rank):
-    """Steps of an optimizer and then of its copy on rank 0, and in the other order on the others."""
+    """Steps of an optimizer and then of its copy on rank 0; other ranks begin with the copy."""
     first = make_pair(name, Group(rank, 3))
     yield from first[1].broadcast_model()
     yield from step(first, 1.0)
