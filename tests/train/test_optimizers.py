@@ -232,9 +232,11 @@ def test_eager_workers_have_no_gap_penalty():
     model = torch.nn.Linear(3, 2)
     config = TrainConfig(strategy="co2")
     made = build_method(config, model, Group(), 100)
-    assert (made.eager, made.gap.rule) == (config.eager_weight, "none")
+    policy, update = made.recipe.policy, made.recipe.update
+    assert (policy.eager, update.gap.rule) == (config.eager_weight, "none")
     made = build_method(replace(config, eager_weight=0.0), model, Group(), 100)
-    assert (made.eager, made.gap.rule) == (0.0, "gap_aware")
+    policy, update = made.recipe.policy, made.recipe.update
+    assert (policy.eager, update.gap.rule) == (0.0, "gap_aware")
 
 
 def test_refreshes_are_an_option_of_1_bit_adam():

@@ -8,6 +8,7 @@ import errno
 import json
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,7 @@ def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "write", write_unless_broken)
-    local = TrainConfig(**{**vars(config), "strategy": "local-sgd", "local_steps": "2"})
+    local = replace(config, strategy="local-sgd", local_steps="2")
     after_epoch[1] = lambda: broken.add("checkpoint.pt")
     after_epoch[2] = lambda: broken.add("workers")
     after_epoch[3] = end
@@ -181,7 +182,7 @@ def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
         train(local, run)
     broken.clear()
     after_epoch.clear()
-    result = train(TrainConfig(**{**vars(local), "resume": run}), run)
+    result = train(replace(local, resume=run), run)
     assert (result["epochs"], result["unsaved"]) == (6, {})
 
 
