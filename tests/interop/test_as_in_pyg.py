@@ -15,7 +15,7 @@ from gcnzc.interop.pyg.importing import import_pyg
 
 pyg = import_pyg()
 import torch_geometric.nn  # noqa: E402, F401
-from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.data import Data  # noqa: E402
 from torch_geometric.sampler import NegativeSampling  # noqa: E402
 from torch_geometric.sampler.base import NumNeighbors  # noqa: E402
 
@@ -139,14 +139,6 @@ def test_no_error_prints_a_tensor(data, Loader, argument):
     assert "tensor(" not in str(error.value)
     assert "array(" not in str(error.value)
     assert next(iter(argument)) in str(error.value)
-
-
-def test_the_hint_for_typed_data_is_a_loader_that_supports_it():
-    data = HeteroData({"a": {"num_nodes": 3}})
-    with pytest.raises(ValueError, match="hint: ") as error:
-        NeighborLoader(data, [2], input_nodes="a")
-    assert "to_homogeneous" not in str(error.value)
-    assert "torch_geometric.loader" in str(error.value)
 
 
 def test_negatives_without_edges_are_empty(data):

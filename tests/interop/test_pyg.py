@@ -19,7 +19,7 @@ from gcnzc.interop.column import Column
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
-from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.data import Data  # noqa: E402
 from torch_geometric.loader import LinkNeighborLoader as TheirLinks  # noqa: E402
 from torch_geometric.loader import NeighborLoader as TheirNodes  # noqa: E402
 from torch_geometric.loader import link_loader, node_loader  # noqa: E402
@@ -480,13 +480,6 @@ def test_num_workers_sets_the_number_of_threads(data):
         assert len(list(loader)) == 3
 
 
-def hetero():
-    data = HeteroData()
-    data["a"].x = data["b"].x = torch.rand(3, 2)
-    data["a", "to", "b"].edge_index = torch.tensor([[0], [1]])
-    return data
-
-
 EDGE = torch.tensor([[0], [1]])
 
 
@@ -494,7 +487,6 @@ EDGE = torch.tensor([[0], [1]])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": hetero()}, r"does not support HeteroData: node types \['a', 'b'\]"),
         ({"data": (None, None)}, "does not support a pair of stores(.|\n)*tables="),
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),

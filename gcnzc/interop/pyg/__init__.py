@@ -4,7 +4,15 @@ Importing this package imports PyG, and raises an ImportError if PyG is not inst
 """
 
 from gcnzc.interop.pyg.feature_store import TableStore
+from gcnzc.interop.pyg.hetero_link_loader import HeteroLinkNeighborLoader
+from gcnzc.interop.pyg.hetero_node_loader import HeteroNeighborLoader
 from gcnzc.interop.pyg.link_loader import LinkNeighborLoader
 from gcnzc.interop.pyg.node_loader import NeighborLoader
 
-__all__ = ["LinkNeighborLoader", "NeighborLoader", "TableStore"]
+__all__ = [
+    "HeteroLinkNeighborLoader",
+    "HeteroNeighborLoader",
+    "LinkNeighborLoader",
+    "NeighborLoader",
+    "TableStore",
+]

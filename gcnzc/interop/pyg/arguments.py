@@ -173,7 +173,17 @@ def check_nodes(
     Raises:
         ValueError: `input_nodes` has neither node ids nor a mask of all nodes.
     """
-    input_nodes = strip_type("input_nodes", input_nodes)
+    return check_node_ids(strip_type("input_nodes", input_nodes), input_id, num_nodes)
+
+
+def check_node_ids(
+    input_nodes: Any, input_id: Tensor | None, num_nodes: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return ids of nodes and their input ids, as `check_nodes` does, given without a type.
+
+    Raises:
+        ValueError: `input_nodes` has neither node ids nor a mask of all nodes.
+    """
     if input_nodes is None:
         input_nodes = torch.arange(num_nodes)
     mask = _as_mask(input_nodes)

@@ -177,7 +177,7 @@ def _check_edges(data: Any) -> Tensor:
         what, hint = describe(data), "a torch_geometric.data.Data"
         if isinstance(data, import_pyg().data.HeteroData):
             what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
-            hint = "use the loader of torch_geometric.loader, with pyg-lib, for typed graphs"
+            hint = "derive classes from HeteroNeighborLoader or HeteroLinkNeighborLoader"
         elif isinstance(data, tuple):
             what = "a pair of stores"
             hint += "; a feature store's tables go into tables={'x': table}"

@@ -34,14 +34,15 @@ class LinkNeighborLoader(
     """Drop-in replacement of `torch_geometric.loader.LinkNeighborLoader`.
 
     It has the same signature, and minibatches have the same fields, but the sampled neighbours and
-    negative edges differ. Negative edges are sampled uniformly, or by the weights of a
+    negative edges differ. With a `HeteroData`, the constructor returns a
+    `HeteroLinkNeighborLoader`. Negative edges are sampled uniformly, or by the weights of a
     `NegativeSampling`; as in PyG, some may be edges of the graph. Negative edges depend on the
     seed, the epoch and the edges of the minibatch. As in PyG, the edges of the minibatch are not
     removed from the sampled neighbourhoods.
 
     Args:
-        data: a `torch_geometric.data.Data` with `edge_index`. For the arguments that are not listed
-            here see `gcnzc.interop.pyg.NeighborLoader`.
+        data: a `torch_geometric.data.Data` with `edge_index`, or a `HeteroData`. For the
+            arguments that are not listed here see `gcnzc.interop.pyg.NeighborLoader`.
         num_neighbors: number of neighbours sampled at each hop; hop 1 samples neighbours of the
             edges' endpoints; -1 for all.
         edge_label_index: (2, E) the edges to iterate over. Default: the edges of `data`.
@@ -104,7 +105,7 @@ class LinkNeighborLoader(
             custom_cls=kwargs.pop("custom_cls", None),
         )
         check_common(transform, is_sorted, filter_per_worker, tables)
-        self.neg_sampling = _negative_sampling(neg_sampling, neg_sampling_ratio)
+        self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
         # `data` may have these attributes from a split of its edges
@@ -113,7 +114,7 @@ class LinkNeighborLoader(
         csc = to_csc(data, is_sorted)
         self.edge_label_index = edge_label_index
         edges = strip_type("edge_label_index", edge_label_index)
-        self._edges = _check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
+        self._edges = check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
         self._labels = self._check_labels(edge_label)
         check_input_id(self.input_id, self._edges.shape[1])
         super().__init__(
@@ -235,7 +236,7 @@ class LinkNeighborLoader(
         return edge_label.cpu() + 1 if is_shifted else edge_label.cpu()
 
 
-def _negative_sampling(given: Any, ratio: Any) -> Any:
+def cast_negative_sampling(given: Any, ratio: Any) -> Any:
     """Return PyG's `NegativeSampling` for the arguments `neg_sampling` and `neg_sampling_ratio`."""
     NegativeSampling = import_pyg().sampler.NegativeSampling
     if ratio is not None:
@@ -253,7 +254,13 @@ def _negative_sampling(given: Any, ratio: Any) -> Any:
         ) from error
 
 
-def _check_edges(edges: Any, num_nodes: int) -> Tensor:
+def check_edges(edges: Any, num_nodes: int) -> Tensor:
+    """Return the edges to iterate over, (2, E) int64 on the host.
+
+    Raises:
+        TypeError: `edges` is not a tensor.
+        ValueError: it has another shape or dtype, or ids that are not below `num_nodes`.
+    """
     hint = "an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
     check_kind("edge_label_index", edges, Tensor, hint)
     if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):

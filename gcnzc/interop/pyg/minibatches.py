@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
@@ -59,6 +60,15 @@ class PygLoader(DropInLoader):
         "num_sampled_nodes",
         "num_sampled_edges",
     )
+    # the classes for `HeteroData`, by the classes of which they are the replacements
+    _hetero_classes: ClassVar[dict[type, type]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Select the class by the type of the data, except for the subclasses of users."""
+        data = args[0] if args else kwargs.get("data")
+        is_hetero = isinstance(data, import_pyg().data.HeteroData)
+        selected = cls._hetero_classes.get(cls, cls) if is_hetero else cls
+        return cast(Self, super().__new__(selected, *args, **kwargs))
 
     def __init__(
         self,
@@ -193,11 +203,16 @@ class NumNeighborsStub:
     """Stands in for a PyG sampler, of which other code reads only `num_neighbors`.
 
     Args:
-        num_neighbors: number of neighbours sampled at each hop, first that of the seeds.
+        num_neighbors: number of neighbours sampled at each hop, first that of the seeds; or a dict
+            of these by edge type; or PyG's `NumNeighbors`.
     """
 
-    def __init__(self, num_neighbors: Sequence[int]) -> None:
-        self.num_neighbors = import_pyg().sampler.base.NumNeighbors(list(num_neighbors))
+    def __init__(self, num_neighbors: Any) -> None:
+        NumNeighbors = import_pyg().sampler.base.NumNeighbors
+        if not isinstance(num_neighbors, NumNeighbors):
+            is_typed = isinstance(num_neighbors, Mapping)
+            num_neighbors = NumNeighbors(num_neighbors if is_typed else list(num_neighbors))
+        self.num_neighbors = num_neighbors
 
 
 def edge_index_of(blocks: Sequence[Block]) -> Tensor:

@@ -30,8 +30,10 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
     docs/reference/drop_in_loaders.md lists the supported ones; an unsupported one raises an error
     with its name.
 
+    With a `HeteroData`, the constructor returns a `HeteroNeighborLoader`.
+
     Args:
-        data: a `torch_geometric.data.Data` with `edge_index`.
+        data: a `torch_geometric.data.Data` with `edge_index`, or a `HeteroData`.
         num_neighbors: number of neighbours to sample at each hop, beginning with the hop from
             the seed nodes; -1 for all.
         input_nodes: ids or a mask of the nodes to iterate over. Default: all nodes.

@@ -1,0 +1,204 @@
+"""Sampled subgraphs as PyG's `HeteroData`, for the node loader and the link loader.
+
+The neighbours are sampled by `gcnzc.sampling.HeteroSampler`. Threads sample, and gather the
+attributes on the host; attributes on GPUs, and features that a GPU reads in place, are gathered
+when the minibatch is yielded.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
+from gcnzc.interop.options import CPU, Options
+from gcnzc.interop.pyg.hetero_arguments import Sampling
+from gcnzc.interop.pyg.hetero_graph import (
+    Key,
+    TypedAttributes,
+    TypedGraph,
+    read_typed_attributes,
+)
+from gcnzc.interop.pyg.minibatches import PygLoader
+from gcnzc.loader.checks import check_loader_device
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+
+# `gcnzc.Loader` requires a graph, and uses it only for minibatches of its own samplers
+_NO_GRAPH = Graph.from_edges(
+    torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 1
+)
+
+
+@dataclass
+class TypedParts:
+    """The parts of a minibatch by type, before it becomes a `HeteroData`."""
+
+    ids: dict[Any, Tensor | None]  # node ids by node type, edge ids by edge type; on the host
+    values: dict[Key, Any]
+
+
+class HeteroPygLoader(PygLoader):
+    """The base class of the PyG loaders of heterogeneous graphs, which yield `HeteroData`.
+
+    Attributes of `data` with the name of a field that the loader sets itself are replaced, except
+    `n_id` and `e_id`, which are sliced, as in PyG.
+
+    Args:
+        data: a `HeteroData`. Its attributes are read when an epoch begins.
+        typed: the graph of `data`.
+        items: values that identify the items; a state of other values is rejected.
+        num_items: the number of items.
+        num_neighbors: as given by the user.
+        sampling: how to sample.
+        settings: other settings that a state must have in common, as plain values.
+        transform: function that is applied to each minibatch.
+        tables: feature tables by type and name, which replace attributes of `data`.
+        options: see `Options`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        typed: TypedGraph,
+        items: Tensor,
+        num_items: int,
+        num_neighbors: Any,
+        sampling: Sampling,
+        settings: Mapping[str, int | str],
+        transform: Any,
+        tables: Mapping[Key, FeatureTable] | None,
+        options: Options,
+    ) -> None:
+        # named like the arguments: Lightning reads these attributes to reconstruct the loader
+        self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
+        self.tables = tables  # type: ignore[assignment]
+        self._typed, self._sampling, self._given_settings = typed, sampling, settings
+        device = check_loader_device(options.device, None, 0.0)
+        # the threads prepare minibatches on the host; `_assemble` copies them
+        DropInLoader.__init__(self, _NO_GRAPH, items, num_items, replace(options, device=CPU))
+        self.device = device
+        self._sampler = self._make_sampler()  # type: ignore[assignment]
+        self._last_values: dict[Key, Any] | None = None
+        self._refresh_attributes()
+
+    def _make_sampler(self) -> HeteroSampler:
+        return HeteroSampler(
+            self._typed.graph,
+            self._sampling.num_neighbors,
+            seed=self._seed,
+            replace=self._sampling.replace,
+            weighted=self._sampling.weighted,
+            disjoint=self._sampling.disjoint,
+            temporal=self._sampling.temporal,
+            time=self._typed.time or "both",
+            subgraph_type=self._sampling.subgraph_type,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        sampler: Any = self._sampler
+        found = {name: _plain(value) for name, value in sampler.settings.items()}
+        # the seed is a setting of the loader
+        del found["sampler_seed"]
+        return found | dict(self._given_settings)
+
+    def _set_seed(self, seed: int) -> None:
+        DropInLoader._set_seed(self, seed)
+        self._sampler = self._make_sampler()  # type: ignore[assignment]
+
+    def _refresh_attributes(self) -> None:
+        stores = (*self.data.node_stores, *self.data.edge_stores)
+        current: dict[Key, Any] = {
+            (s._key, name): value for s in stores for name, value in s.items()
+        }
+        current |= {("", name): value for name, value in self.data._global_store.items()}
+        last = self._last_values
+        same = last is not None and current.keys() == last.keys()
+        if same and all(current[name] is value for name, value in (last or {}).items()):
+            return
+        self._last_values = current
+        self._found: TypedAttributes = read_typed_attributes(
+            self.data, self._typed.graph, self._typed_tables, self.device, self._locks
+        )
+
+    @property
+    def _typed_tables(self) -> Mapping[Key, FeatureTable]:
+        return self.tables or {}  # type: ignore[return-value]
+
+    def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
+        self._check_open()
+        return self._assemble(self.sample(items, epoch), CPU)
+
+    def _finish_minibatch(self, batch: LibraryBatch) -> Any:
+        return self._assemble(batch, self.device)
+
+    def _sample_typed(
+        self,
+        seeds: dict[str, Tensor],
+        times: Any,
+        epoch: int,
+    ) -> tuple[HeteroBatch, TypedParts]:
+        """Sample the subgraph of `seeds`, with the attributes that are gathered on the host.
+
+        Args:
+            seeds: node ids on the host, by node type.
+            times: times of the seeds, as for `HeteroSampler.sample`.
+            epoch: in [0, 2**32).
+        """
+        sampler: Any = self._sampler
+        batch = sampler.sample(seeds, epoch, times)
+        found, edge_ids = self._found, batch.edge_ids or {}
+        # bidirectional subgraphs have no edge ids
+        ids = batch.nodes | {each: edge_ids.get(each) for each in batch.row}
+        values = found.slice_on_host(ids)
+        for node_type, nodes in batch.nodes.items():
+            if node_type in found.has_num_nodes:
+                values[node_type, "num_nodes"] = len(nodes)
+            if (node_type, "n_id") not in found:
+                values[node_type, "n_id"] = nodes
+        for edge_type in batch.row:
+            values[edge_type, "edge_index"] = batch.edge_index(edge_type)
+            if ids[edge_type] is not None and (edge_type, "e_id") not in found:
+                values[edge_type, "e_id"] = ids[edge_type]
+        for node_type, numbers in (batch.subgraphs or {}).items():
+            values[node_type, "batch"] = numbers
+        if batch.num_edges is not None:
+            counts = (*batch.num_nodes.items(),), (*batch.num_edges.items(),)
+            hops = self._sampling.num_hops
+            for name, by_type, length in (
+                ("num_sampled_nodes", counts[0], hops + 1),
+                ("num_sampled_edges", counts[1], hops),
+            ):
+                values |= {(kind, name): list(own)[:length] for kind, own in by_type}
+        return batch, TypedParts(ids, values)
+
+    def _assemble(self, batch: LibraryBatch, device: torch.device) -> Any:
+        """Return the `HeteroData` of a sampled minibatch, on a device."""
+        parts, found = batch.parts, self._found
+        data = copy.copy(found.template)
+        values = dict(parts.values)
+        if device.type != "cpu":
+            values = {
+                key: value.to(device) if hasattr(value, "to") else value
+                for key, value in values.items()
+            }
+        ids = parts.ids
+        if found.read_in_place:
+            kinds = {kind for kind, _ in found.read_in_place}
+            on_device = {kind: ids[kind].to(device) for kind in kinds if ids[kind] is not None}
+            values |= found.gather_in_place(on_device)
+        values |= found.slice_on_gpus(ids)
+        for (kind, name), value in values.items():
+            data[kind][name] = value
+        return data if self.transform is None else self.transform(data)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting of a sampler as an integer, a string, or a list of strings."""
+    if isinstance(value, Mapping):
+        return [f"{name}: {own}" for name, own in value.items()]
+    return int(value) if isinstance(value, bool | int) else str(value)

@@ -1,0 +1,746 @@
+"""The node loader for PyG's `HeteroData`: its arguments, its minibatches, and what it rejects."""
+
+import copy
+import importlib.util
+import inspect
+import pickle
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc import FeatureTable
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop.pyg import HeteroNeighborLoader, NeighborLoader, importing
+
+pyg = importing.import_pyg()
+from torch_geometric import typing as pyg_typing  # noqa: E402
+from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.loader import node_loader  # noqa: E402
+from torch_geometric.nn import SAGEConv, to_hetero  # noqa: E402
+from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, NumNeighbors  # noqa: E402
+
+USERS, ITEMS, TAGS = 60, 40, 9
+BUYS, BOUGHT, HAS = ("user", "buys", "item"), ("item", "rev_buys", "user"), ("tag", "on", "item")
+LIKES = ("item", "like", "item")
+LATEST = 20  # times are below this
+
+
+def make_data():
+    numbers = torch.Generator().manual_seed(3)
+
+    def edges(sources, targets, count):
+        ends = [torch.randint(each, (count,), generator=numbers) for each in (sources, targets)]
+        return torch.stack(ends)
+
+    data = HeteroData(name="shop")
+    data["user"].x = torch.randn(USERS, 5, generator=numbers)
+    data["user"].y = torch.randint(3, (USERS,), generator=numbers)
+    data["user"].train_mask = torch.rand(USERS, generator=numbers) < 0.5
+    data["user"].born = torch.randint(LATEST, (USERS,), generator=numbers)
+    data["item"].x = torch.randn(ITEMS, 7, generator=numbers).double()
+    data["item"].image = torch.randn(ITEMS, 2, 3, generator=numbers)
+    data["item"].price = np.arange(ITEMS)
+    data["item"].born = torch.randint(LATEST, (ITEMS,), generator=numbers)
+    data["item"].kinds = torch.arange(4)
+    data["tag"].num_nodes = TAGS
+    data[BUYS].edge_index = edges(USERS, ITEMS, 300)
+    data[BUYS].edge_attr = torch.randn(300, 2, generator=numbers)
+    data[BUYS].pair_index = torch.randint(9, (2, 300), generator=numbers)
+    data[BUYS].at = torch.randint(LATEST, (300,), generator=numbers)
+    data[BOUGHT].edge_index = data[BUYS].edge_index.flip(0)
+    data[BOUGHT].at = data[BUYS].at
+    data[HAS].edge_index = edges(TAGS, ITEMS, 100)
+    data[HAS].weight = torch.rand(100, generator=numbers) * (torch.arange(100) % 2)
+    data[LIKES].edge_index = edges(ITEMS, ITEMS, 120)
+    return data
+
+
+@pytest.fixture
+def data():
+    return make_data()
+
+
+def check_rows(data, batch):
+    """Attributes are those of the sampled nodes and edges, and other attributes are unchanged."""
+    for name in ("x", "y", "train_mask", "born"):
+        assert torch.equal(batch["user"][name], data["user"][name][batch["user"].n_id]), name
+    items = batch["item"].n_id
+    for name in ("x", "image", "born"):
+        assert torch.equal(batch["item"][name], data["item"][name][items]), name
+    assert torch.equal(batch["item"].price, torch.from_numpy(data["item"].price)[items])
+    assert batch["item"].kinds.tolist() == [0, 1, 2, 3]
+    assert batch["tag"].num_nodes == len(batch["tag"].n_id)
+    assert batch.name == "shop"
+    assert "num_nodes" not in batch["user"]
+    for edge_type in data.edge_types:
+        own = batch[edge_type]
+        if "e_id" not in own:
+            continue
+        assert torch.equal(ends(batch, edge_type), data[edge_type].edge_index[:, own.e_id])
+    if "e_id" in batch[BUYS]:
+        edges = batch[BUYS].e_id
+        assert torch.equal(batch[BUYS].edge_attr, data[BUYS].edge_attr[edges])
+        assert torch.equal(batch[BUYS].pair_index, data[BUYS].pair_index[:, edges])
+
+
+def ends(batch, edge_type):
+    """The sources and destinations of a minibatch's edges, as node ids of the data."""
+    src, dst = batch[edge_type].edge_index
+    return torch.stack([batch[edge_type[0]].n_id[src], batch[edge_type[2]].n_id[dst]])
+
+
+class Recorded(BaseSampler):
+    """Gives PyG's loader the sampled nodes and edges of a minibatch of ours."""
+
+    edge_permutation = None
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def sample_from_edges(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def sample_from_nodes(self, index, **kwargs):
+        batch = self.batch
+
+        def collect(name, stores):
+            found = {store._key: store[name] for store in stores if name in store}
+            return found or None
+
+        edges = {each: batch[each].edge_index for each in batch.edge_types}
+        return HeteroSamplerOutput(
+            node=collect("n_id", batch.node_stores),
+            row={each: rows for each, (rows, _) in edges.items()},
+            col={each: columns for each, (_, columns) in edges.items()},
+            edge={each: batch[each].get("e_id") for each in batch.edge_types},
+            batch=collect("batch", batch.node_stores),
+            num_sampled_nodes=collect("num_sampled_nodes", batch.node_stores),
+            num_sampled_edges=collect("num_sampled_edges", batch.edge_stores),
+            metadata=(index.input_id, index.time),
+        )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"disjoint": True},
+        {"subgraph_type": "bidirectional"},
+        {"subgraph_type": "induced"},
+        {"time_attr": "born", "input_time": torch.full((USERS,), 9, dtype=torch.int32)},
+    ],
+)
+def test_fields_equal_those_of_pyg_for_the_same_nodes(data, sampling):
+    nodes = ("user", data["user"].train_mask)
+    times = sampling.get("input_time")
+    if times is not None:
+        sampling["input_time"] = times = times[: int(nodes[1].sum())]
+    data["user"].n_id = torch.arange(USERS)
+    mine = next(iter(NeighborLoader(data, [3, 2], nodes, batch_size=8, **sampling)))
+    theirs = node_loader.NodeLoader(
+        data, Recorded(mine), input_nodes=nodes, input_time=times, batch_size=8
+    )
+    theirs = next(iter(theirs))
+    assert mine.metadata() == theirs.metadata()
+    for store in [mine._global_store, *mine.node_stores, *mine.edge_stores]:
+        other = theirs[store._key] if store._key is not None else theirs._global_store
+        assert set(store.keys()) == set(other.keys()), store._key
+        for name, value in other.items():
+            if isinstance(value, torch.Tensor):
+                assert store[name].dtype == value.dtype, name
+                assert torch.equal(store[name], value), name
+            else:
+                assert store[name] == value, name
+
+
+@pytest.mark.parametrize(
+    "num_neighbors",
+    [
+        [4, 3],
+        [-1, 2, 1],
+        {BUYS: [3, 3], BOUGHT: [2, 2], HAS: [0, 5], LIKES: [-1, 1]},
+        {"buys": [3, 3], "default": [2, 1]},
+        NumNeighbors({BUYS: [1, 2]}, default=[2, 2]),
+        NumNeighbors([2, 2]),
+    ],
+)
+def test_each_hop_samples_as_many_neighbours_as_asked(data, num_neighbors):
+    loader = NeighborLoader(data, num_neighbors, ("item", None), batch_size=7, seed=1)
+    fanouts = fanouts_of(data, num_neighbors)
+    for batch in loader:
+        check_rows(data, batch)
+        assert torch.equal(batch["item"].n_id[: batch["item"].batch_size], batch["item"].input_id)
+        met = {each: [0, *accumulate(batch[each].num_sampled_nodes)] for each in data.node_types}
+        assert {each: met[each][-1] for each in met} == {
+            each: len(batch[each].n_id) for each in data.node_types
+        }
+        for edge_type in data.edge_types:
+            seen = [0, *accumulate(batch[edge_type].num_sampled_edges)]
+            assert seen[-1] == batch[edge_type].num_edges
+            degrees = torch.bincount(
+                data[edge_type].edge_index[1], minlength=data[edge_type[2]].num_nodes
+            )
+            for hop, number in enumerate(fanouts[edge_type]):
+                begin, end = met[edge_type[2]][hop : hop + 2]
+                targets = batch[edge_type].edge_index[1, seen[hop] : seen[hop + 1]]
+                assert bool(((targets >= begin) & (targets < end)).all())
+                own = degrees[batch[edge_type[2]].n_id[begin:end]]
+                wanted = own if number == -1 else own.clamp(max=number)
+                assert torch.equal(torch.bincount(targets - begin, minlength=end - begin), wanted)
+
+
+def fanouts_of(data, num_neighbors):
+    if isinstance(num_neighbors, NumNeighbors):
+        return num_neighbors.get_values(data.edge_types)
+    if isinstance(num_neighbors, list):
+        return dict.fromkeys(data.edge_types, num_neighbors)
+    default = num_neighbors.get("default")
+    return {
+        each: num_neighbors.get(each, num_neighbors.get(each[1], default))
+        for each in data.edge_types
+    }
+
+
+def test_without_limits_the_whole_neighbourhood_is_sampled(data):
+    batch = next(iter(NeighborLoader(data, [-1, -1], ("user", [5, 8]), batch_size=2)))
+    found = {each: set() for each in data.node_types}
+    found["user"] = {5, 8}
+    for _ in range(2):
+        begun = copy.deepcopy(found)
+        for edge_type in data.edge_types:
+            edges = data[edge_type].edge_index.T.tolist()
+            found[edge_type[0]] |= {src for src, dst in edges if dst in begun[edge_type[2]]}
+    assert {each: set(batch[each].n_id.tolist()) for each in found} == found
+
+
+def test_disjoint_subgraphs_share_no_node(data):
+    loader = NeighborLoader(data, [3, 2], "item", batch_size=5, disjoint=True)
+    for batch in loader:
+        check_rows(data, batch)
+        size = batch["item"].batch_size
+        assert batch["item"].batch[:size].tolist() == list(range(size))
+        for each in data.node_types:
+            pairs = torch.stack([batch[each].batch, batch[each].n_id])
+            assert pairs.shape == pairs.unique(dim=1).shape
+        for source, relation, target in data.edge_types:
+            src, dst = batch[source, relation, target].edge_index
+            assert torch.equal(batch[source].batch[src], batch[target].batch[dst])
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "last"])
+@pytest.mark.parametrize("time_attr", ["at", "born"])
+def test_nothing_is_later_than_the_seed(data, time_attr, strategy):
+    times = torch.randint(LATEST, (ITEMS,), generator=torch.Generator().manual_seed(1))
+    temporal = {"time_attr": time_attr, "temporal_strategy": strategy, "input_time": times}
+    num_edges = 0
+    for batch in NeighborLoader(data, [3, 2], "item", batch_size=5, **temporal):
+        check_rows(data, batch)
+        seed_times = batch["item"].seed_time
+        assert torch.equal(seed_times, times[batch["item"].input_id])
+        for edge_type in (BUYS, BOUGHT):
+            own = batch[edge_type]
+            src, dst = own.edge_index
+            limits = seed_times[batch[edge_type[2]].batch[dst]]
+            found = own.at if time_attr == "at" else batch[edge_type[0]].born[src]
+            assert bool((found <= limits).all())
+            num_edges += len(found)
+        if strategy == "last":
+            check_latest(data, batch, time_attr)
+    assert num_edges > 50
+
+
+def check_latest(data, batch, time_attr):
+    """The in-edges of the first seed are the latest that are not later than its time."""
+    edges, source = data[BUYS], data["user"]
+    times = edges.at if time_attr == "at" else source.born[edges.edge_index[0]]
+    is_own = edges.edge_index[1] == batch["item"].n_id[0]
+    eligible = times[is_own & (times <= batch["item"].seed_time[0])].sort(descending=True).values
+    is_first = batch[BUYS].edge_index[1] == 0
+    found = times[batch[BUYS].e_id[is_first]].sort(descending=True).values
+    assert torch.equal(found, eligible[:3])
+
+
+def test_the_times_of_the_nodes_are_those_of_the_seeds(data):
+    mask = data["user"].train_mask
+    plain = NeighborLoader(data, [3, 2], ("user", mask), time_attr="born", seed=1)
+    times = data["user"].born[mask]
+    given = NeighborLoader(data, [3, 2], ("user", mask), time_attr="born", seed=1, input_time=times)
+    for mine, other in zip(plain, given, strict=True):
+        assert same(mine, other)
+        assert "seed_time" not in mine["user"]
+        assert torch.equal(other["user"].seed_time, data["user"].born[other["user"].input_id])
+
+
+def test_what_is_later_does_not_change_a_minibatch(data):
+    seeds = torch.tensor([3, 7, 11])
+    times = torch.tensor([8, 8, 8])
+    other = copy.deepcopy(data)
+    is_late = other[BUYS].at > 8
+    ends = other[BUYS].edge_index.clone()
+    ends[0, is_late] = (ends[0, is_late] + 5) % USERS
+    other[BUYS].edge_index = ends
+    options = {"time_attr": "at", "input_time": times, "batch_size": 3, "seed": 2}
+    (mine,) = NeighborLoader(data, [3, 2], ("item", seeds), **options)
+    (theirs,) = NeighborLoader(other, [3, 2], ("item", seeds), **options)
+    assert int(is_late.sum()) > 100
+    for each in data.node_types:
+        assert torch.equal(mine[each].n_id, theirs[each].n_id)
+    for each in data.edge_types:
+        assert torch.equal(mine[each].edge_index, theirs[each].edge_index)
+        assert torch.equal(mine[each].e_id, theirs[each].e_id)
+
+
+def test_with_replacement_each_node_gets_all_its_samples(data):
+    batch = next(iter(NeighborLoader(data, [50], "item", batch_size=ITEMS, replace=True)))
+    degrees = torch.bincount(data[HAS].edge_index[1], minlength=ITEMS)
+    found = torch.bincount(batch[HAS].edge_index[1], minlength=ITEMS)
+    assert torch.equal(found, torch.where(degrees > 0, 50, 0))
+
+
+def test_neighbours_are_sampled_by_weight(data):
+    drawn = torch.zeros(100)
+    loader = NeighborLoader(
+        data, [1], "item", batch_size=ITEMS, replace=True, weight_attr="weight", seed=0
+    )
+    for _ in range(200):
+        for batch in loader:
+            drawn += torch.bincount(batch[HAS].e_id, minlength=100)
+    weights, targets = data[HAS].weight, data[HAS].edge_index[1]
+    totals = torch.zeros(ITEMS).index_add_(0, targets, weights)
+    assert not drawn[weights == 0].any()
+    wanted = 200 * weights / totals[targets].clamp(min=1e-9)
+    likely = wanted > 5
+    # with about 40 values, a sum of 100 has a chance below 1e-5
+    assert float(((drawn - wanted)[likely] ** 2 / wanted[likely]).sum()) < 100
+
+
+def test_bidirectional_subgraphs_have_the_reverses(data):
+    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9, subgraph_type="bidirectional"):
+        there, back = batch[BUYS].edge_index, batch[BOUGHT].edge_index.flip(0)
+        assert pairs(there) == pairs(back)
+        likes = batch[LIKES].edge_index
+        assert pairs(likes) == pairs(likes.flip(0))
+        assert "edge_attr" not in batch[BUYS]
+        check_rows(data, batch)
+
+
+def pairs(edges):
+    return set(map(tuple, edges.T.tolist()))
+
+
+@pytest.mark.parametrize("argument", [{"subgraph_type": "induced"}, {"directed": False}])
+def test_induced_subgraphs_are_those_of_pyg(data, argument):
+    plain = copy.copy(data)
+    # `HeteroData.subgraph` slices only the first dimension
+    del plain[BUYS].pair_index
+    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9, **argument):
+        check_rows(data, batch)
+        subset = {each: batch[each].n_id.sort().values for each in data.node_types}
+        wanted = plain.subgraph(subset)
+        for each in data.edge_types:
+            src, dst = wanted[each].edge_index
+            found = torch.stack([subset[each[0]][src], subset[each[2]][dst]])
+            order = batch[each].e_id.argsort()
+            assert torch.equal(ends(batch, each)[:, order], found)
+
+
+def same(mine, other):
+    stores = [*mine.node_stores, *mine.edge_stores]
+    return all(
+        torch.equal(store[name], other[store._key][name])
+        for store in stores
+        for name in ("n_id", "e_id", "edge_index", "x", "batch")
+        if name in store
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}, {"disjoint": True}])
+def test_minibatches_do_not_depend_on_the_number_of_threads(data, sampling):
+    def load(threads):
+        options = {"batch_size": 7, "shuffle": True, "seed": 5, "threads": threads}
+        loader = NeighborLoader(data, [3, 2], "user", **options, **sampling)
+        return [*loader, *loader]
+
+    first = load(1)
+    assert not torch.equal(first[0]["user"].input_id, first[9]["user"].input_id)
+    for threads in (2, 4):
+        assert all(map(same, first, load(threads)))
+
+
+def test_a_resumed_loader_yields_the_same_minibatches(data):
+    def make(threads=1, seed=3, **options):
+        options = {"batch_size": 8, "shuffle": True, "seed": seed} | options
+        return NeighborLoader(data, [3, 2], "user", threads=threads, **options)
+
+    whole = make()
+    first, second = list(whole), list(whole)
+    loader = make(3)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    for other in (make(2), make(2, seed=None)):
+        other.load_state_dict(pickle.loads(pickle.dumps(state)))
+        rest = list(other)
+        assert len(rest) == len(first) - 2
+        assert all(map(same, rest, first[2:]))
+        assert all(map(same, other, second))
+    for changed, message in (
+        ({"seed": 4}, "seed 3, not 4"),
+        ({"replace": True}, "replace 0, not 1"),
+        ({"time_attr": "born"}, "disjoint 0, not 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changed).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_neighbors"):
+        NeighborLoader(data, [3, 1], "user", shuffle=True, seed=3).load_state_dict(state)
+    mask = torch.ones(USERS, dtype=torch.bool)
+    options = {"shuffle": True, "seed": 3, "time_attr": "born"}
+    dated = NeighborLoader(data, [3, 2], ("user", mask), **options).state_dict()
+    times = torch.arange(USERS)
+    with pytest.raises(ValueError, match="input_time_crc32"):
+        NeighborLoader(data, [3, 2], "user", input_time=times, **options).load_state_dict(dated)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_continues_at_the_position_of_the_loader(data, copied):
+    loader = NeighborLoader(data, [3, 2], "user", batch_size=9, shuffle=True)
+    iterator = iter(loader)
+    next(iterator)
+    other = copied(loader)
+    assert type(other) is HeteroNeighborLoader
+    for mine, theirs in zip(list(iterator), other, strict=True):
+        assert same(mine, theirs)
+
+
+def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
+    def first(nodes, **options):
+        batch = next(iter(NeighborLoader(data, [1], nodes, batch_size=3, **options)))["user"]
+        return batch.n_id[: batch.batch_size].tolist(), batch.input_id.tolist()
+
+    ids = torch.tensor([7, 3, 50])
+    for nodes in ("user", ("user", None), ["user", None]):
+        assert first(nodes) == ([0, 1, 2], [0, 1, 2])
+    for own in (ids, ids.int(), ids.tolist(), ids.numpy()):
+        assert first(("user", own)) == ([7, 3, 50], [0, 1, 2])
+    mask = torch.zeros(USERS, dtype=torch.bool)
+    mask[ids] = True
+    assert first(("user", mask)) == ([3, 7, 50], [3, 7, 50])
+    assert first(("user", ids), input_id=ids * 2) == ([7, 3, 50], [14, 6, 100])
+    loader = NeighborLoader(data, [1], ("user", ids))
+    assert loader([2, 0])["user"].n_id[:2].tolist() == [50, 7]
+    assert loader.input_data[torch.tensor([1])].node.tolist() == [3]
+    assert loader.input_data.input_type == "user"
+
+
+def test_an_epoch_without_minibatches_is_no_error(data):
+    for nodes in ([], torch.zeros(USERS, dtype=torch.bool)):
+        loader = NeighborLoader(data, [2], ("user", nodes), time_attr="born", shuffle=True)
+        assert [list(loader) for _ in range(2)] == [[], []]
+
+
+def test_times_may_be_dates(data):
+    days = np.datetime64("2020-01-01") + np.arange(USERS)
+    data["user"].born = torch.from_numpy(days.astype("datetime64[s]").astype(np.int64))
+    del data["item"].born
+    options = {"time_attr": "born", "input_time": days[:ITEMS] + 5, "batch_size": ITEMS}
+    (batch,) = NeighborLoader(data, [-1], "item", **options)
+    src, dst = batch[BUYS].edge_index
+    wanted = data[BUYS].edge_index
+    assert int((wanted[0] <= wanted[1] + 5).sum()) == len(src) > 20
+    assert batch["item"].seed_time.dtype == torch.int64
+    assert bool((batch["user"].n_id[src] <= batch["item"].n_id[dst] + 5).all())
+
+
+def test_ranks_share_the_nodes(data):
+    options = {"batch_size": 8, "shuffle": True, "world_size": 2}
+    loaders = [NeighborLoader(data, [2], "user", rank=rank, **options) for rank in range(2)]
+    taken = torch.cat([batch["user"].input_id for loader in loaders for batch in loader])
+    assert torch.equal(taken.sort().values, torch.arange(USERS))
+
+
+def test_without_hops_minibatches_have_only_the_seeds(data):
+    (batch,) = NeighborLoader(data, [], ("user", [7, 2]), batch_size=2)
+    assert batch["user"].n_id.tolist() == [7, 2]
+    assert torch.equal(batch["user"].x, data["user"].x[[7, 2]])
+    assert (batch["user"].num_sampled_nodes, batch["item"].num_sampled_nodes) == ([2], [0])
+    assert batch[BUYS].num_sampled_edges == []
+    assert batch["item"].x.shape == (0, 7)
+
+
+def test_tables_replace_attributes(data):
+    tables = {
+        ("user", "x"): FeatureTable.quantized(data["user"].x),
+        ("tag", "more"): FeatureTable(torch.rand(TAGS, 2)),
+        (BUYS, "edge_attr"): FeatureTable(torch.rand(300, 3)),
+    }
+    for batch in NeighborLoader(data, [2], "item", batch_size=20, tables=tables):
+        for (kind, name), table in tables.items():
+            ids = batch[kind].n_id if isinstance(kind, str) else batch[kind].e_id
+            assert torch.equal(batch[kind][name], table.gather(ids))
+
+
+def assert_equal(mine, other):
+    """Whether all values of two minibatches are equal; those of `mine` may be on a GPU."""
+    assert mine.metadata() == other.metadata()
+    for store in [*other.node_stores, *other.edge_stores]:
+        found = mine[store._key]
+        assert set(found.keys()) == set(store.keys())
+        for name, value in store.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[name].cpu(), value), name
+            else:
+                assert found[name] == value, name
+
+
+def test_features_read_in_place_are_those_gathered_on_the_host(data):
+    options = {"batch_size": 9, "seed": 3}
+    loader = NeighborLoader(data, [3, 2], "item", **options)
+    found = loader._found
+    # as if a GPU read them
+    for key in (("user", "x"), ("item", "x")):
+        found.read_in_place[key] = found.columns.pop(key)
+    for mine, other in zip(loader, NeighborLoader(data, [3, 2], "item", **options), strict=True):
+        assert_equal(mine, other)
+
+
+@pytest.mark.gpu
+def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
+    options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
+    other = NeighborLoader(data, [3, 2], "item", **options)
+    with NeighborLoader(data, [3, 2], "item", device="cuda", **options) as loader:
+        assert set(loader._found.read_in_place) == {("user", "x"), ("item", "x")}
+        for mine, wanted in zip(loader, other, strict=True):
+            assert mine["user"].x.is_cuda
+            assert mine[BUYS].edge_index.is_cuda
+            assert_equal(mine, wanted)
+        assert not loader([3])["user"].x.is_cuda
+
+
+def test_data_may_change_between_epochs(data):
+    loader = NeighborLoader(copy.copy(data), [2], "user", batch_size=20)
+    assert "x" in next(iter(loader))["user"]
+    del loader.data["user"].x
+    loader.data["item"].x = data["item"].x * 2
+    loader.data.name = "other"
+    for batch in loader:
+        assert "x" not in batch["user"]
+        assert torch.equal(batch["item"].x, data["item"].x[batch["item"].n_id] * 2)
+        assert batch.name == "other"
+
+
+class Frame(pyg_typing.TensorFrame):
+    """A table with columns of several types, as of `torch_frame`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, ids):
+        return Frame(self.rows[ids])
+
+
+@pytest.mark.skipif(pyg_typing.WITH_TORCH_FRAME, reason="torch_frame has other constructors")
+def test_tensor_frames_are_sliced(data):
+    data["tag"].tf = Frame(torch.arange(TAGS) * 3)
+    for batch in NeighborLoader(data, [2], "item", batch_size=20):
+        assert torch.equal(batch["tag"].tf.rows, batch["tag"].n_id * 3)
+
+
+def test_transform_is_applied_to_each_minibatch(data):
+    def mark(batch):
+        batch["user"].marked = batch["user"].batch_size
+        return batch
+
+    loader = NeighborLoader(data, [2], "user", batch_size=25, transform=mark)
+    assert [batch["user"].marked for batch in loader] == [25, 25, 10]
+
+
+def test_loaders_of_one_graph_share_it(data):
+    first, second = NeighborLoader(data, [2], "user"), NeighborLoader(data, [3], "item")
+    assert first._typed is second._typed
+    assert NeighborLoader(data, [3], "item", time_attr="born")._typed is not first._typed
+    data[BUYS].edge_index[0, 0] = (data[BUYS].edge_index[0, 0] + 1) % USERS
+    assert NeighborLoader(data, [2], "user")._typed is not first._typed
+
+
+def test_the_data_is_not_changed(data):
+    before = copy.deepcopy(data)
+    list(NeighborLoader(data, [2], "user", batch_size=30, time_attr="born"))
+    for store in [*before.node_stores, *before.edge_stores]:
+        other = data[store._key]
+        assert list(store.keys()) == list(other.keys())
+        for name, value in store.items():
+            equal = np.array_equal if isinstance(value, np.ndarray) else torch.equal
+            assert value == other[name] if isinstance(value, int) else equal(value, other[name])
+
+
+def test_the_class_has_the_signature_and_attributes_of_the_homogeneous_loader(data):
+    mine, other = (inspect.signature(c) for c in (HeteroNeighborLoader, NeighborLoader))
+    for name, parameter in other.parameters.items():
+        assert mine.parameters[name].default == parameter.default
+        assert mine.parameters[name].kind == parameter.kind
+    assert list(mine.parameters) == list(other.parameters)
+    loader = NeighborLoader(data=data, num_neighbors={BUYS: [2], "default": [1]}, input_nodes="tag")
+    assert isinstance(loader, NeighborLoader)
+    assert isinstance(loader, pyg.loader.NeighborLoader)
+    # Lightning reads the arguments from attributes
+    assert set(other.parameters) - set(dir(loader)) <= {
+        *("kwargs", "transform_sampler_output", "neighbor_sampler")
+    }
+    loader = NeighborLoader(data, [3, 2], "user")
+    assert loader.node_sampler.num_neighbors.get_values() == [3, 2]
+    zipped = pyg.loader.ZipLoader([loader, NeighborLoader(data, [2], "item")], batch_size=4)
+    users, items = next(iter(zipped))
+    assert (users["user"].batch_size, items["item"].batch_size) == (4, 4)
+
+
+class Own(NeighborLoader):
+    """A user's loader, derived from the class for graphs without types."""
+
+
+class OwnTyped(HeteroNeighborLoader):
+    """A user's loader of heterogeneous graphs, with arguments of its own."""
+
+    def __init__(self, data, share):
+        super().__init__(data, [2], ("user", torch.arange(int(USERS * share))))
+
+
+def test_subclasses_are_derived_from_the_typed_loader(data):
+    other = copy.deepcopy(OwnTyped(data, share=0.5))
+    assert (type(other), len(other)) == (OwnTyped, USERS // 2)
+    with pytest.raises(ValueError, match="HeteroNeighborLoader"):
+        Own(data, [2], "user")
+
+
+class Sage(torch.nn.Module):
+    """Two layers of GraphSAGE."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = SAGEConv((-1, -1), 8), SAGEConv((-1, -1), 3)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.filterwarnings("ignore:Failing to pass a value to the 'type_params'")
+def test_a_model_is_trained_and_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
+    data["item"].x = data["item"].x.float()
+    data["tag"].x = torch.eye(TAGS)
+    # every type of `to_hetero` needs messages
+    data["user", "uses", "tag"].edge_index = torch.stack(
+        [torch.arange(USERS), torch.arange(USERS) % TAGS]
+    )
+    torch.manual_seed(0)
+    model = to_hetero(Sage(), data.metadata())
+    with torch.no_grad():
+        wanted = model(data.x_dict, data.edge_index_dict)["user"]
+    loader = NeighborLoader(data, [-1, -1], "user", batch_size=25)
+    for batch in loader:
+        own = batch["user"]
+        with torch.no_grad():
+            found = model(batch.x_dict, batch.edge_index_dict)["user"][: own.batch_size]
+        torch.testing.assert_close(found, wanted[own.input_id], rtol=1e-4, atol=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(batch):
+        out = model(batch.x_dict, batch.edge_index_dict)["user"][: batch["user"].batch_size]
+        return torch.nn.functional.cross_entropy(out, batch["user"].y[: len(out)])
+
+    before = loss_of(batch)
+    before.backward()
+    optimizer.step()
+    assert loss_of(batch).item() < before.item()
+
+
+def no_edges():
+    return HeteroData({"user": {"num_nodes": 3}})
+
+
+def changed(kind, **values):
+    data = make_data()
+    for name, value in values.items():
+        data[kind][name] = value
+    return data
+
+
+NONE = torch.empty(2, 0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_nodes": None}, "input_nodes is None, without a node type"),
+        ({"input_nodes": torch.arange(3)}, "without a node type"),
+        ({"input_nodes": {"user": [0], "item": [1]}}, "input_nodes is a dict"),
+        ({"input_nodes": "shop"}, "node type 'shop'(.|\n)*user, item, tag"),
+        ({"input_nodes": ("user", [USERS])}, "nodes"),
+        ({"input_nodes": ("user", torch.ones(5, dtype=torch.bool))}, r"mask of shape \(5,\)"),
+        ({"input_nodes": ("user", torch.rand(5))}, "float32"),
+        ({"input_id": torch.arange(3)}, "input_id is .* for 60 items"),
+        ({"num_neighbors": {BUYS: [2]}}, "num_neighbors has no edge type"),
+        ({"num_neighbors": {BUYS: [2, 2], "default": [2]}}, "2 hops"),
+        ({"num_neighbors": {("a", "to", "b"): [2]}}, "no edge type with the name"),
+        ({"num_neighbors": 5}, "num_neighbors is 5"),
+        ({"num_neighbors": [-2]}, "num_neighbors"),
+        ({"subgraph_type": "forward"}, "subgraph_type is 'forward'"),
+        ({"temporal_strategy": "first"}, "temporal_strategy is 'first'"),
+        ({"replace": 3}, "replace"),
+        ({"disjoint": "yes"}, "disjoint"),
+        ({"directed": 2}, "directed"),
+        ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),
+        ({"time_attr": 5}, "time_attr is 5"),
+        ({"time_attr": "at"}, "the nodes of type 'user' have no times"),
+        ({"weight_attr": "x"}, "weight_attr is 'x', which no type"),
+        ({"weight_attr": "edge_attr"}, "weight of edge type"),
+        ({"input_time": torch.arange(USERS)}, "input_time was given without time_attr"),
+        ({"input_time": torch.arange(3), "time_attr": "born"}, r"input_time has shape \(3,\)"),
+        ({"transform_sampler_output": print}, "does not support transform_sampler_output"),
+        ({"neighbor_sampler": object()}, "does not support neighbor_sampler"),
+        ({"custom_cls": HeteroData}, "does not support custom_cls"),
+        ({"transform": 5}, "transform"),
+        ({"is_sorted": 5}, "is_sorted"),
+        ({"filter_per_worker": 5}, "filter_per_worker"),
+        ({"tables": {"x": FeatureTable(torch.rand(USERS, 2))}}, "tables has the key 'x'"),
+        ({"tables": {("user", "x"): FeatureTable(torch.rand(3, 2))}}, "60 rows are needed"),
+        ({"tables": {("user", "x"): torch.rand(USERS, 2)}}, "FeatureTable"),
+        ({"device": "meta"}, "device meta"),
+        ({"batch_size": None}, "does not support batch_size=None"),
+        ({"batchsize": 5}, "NeighborLoader has no argument batchsize"),
+        ({"rank": 0}, "rank 0 and world_size None"),
+        ({"data": no_edges()}, "no edge types"),
+        ({"data": HeteroData()}, "no node types"),
+        ({"data": changed(BUYS, edge_index=NONE[:1])}, r"shape \(1, 0\)"),
+        ({"data": changed(BUYS, edge_index=torch.full((2, 300), USERS))}, "goes from 60 to 60"),
+        ({"data": changed(("user", "to", "user"), adj_t=object())}, "does not support adj_t"),
+        ({"data": changed(("user", "to", "user"), weight=torch.ones(3))}, "has no edge_index"),
+        ({"data": changed("empty", x=torch.ones(0, 2))}, "'empty' has no nodes"),
+        ({"data": changed("user", x=torch.ones(USERS, 2).requires_grad_())}, "requires a gradient"),
+        ({"data": changed("user", x=torch.eye(USERS).to_sparse_coo())}, "sparse_coo"),
+        ({"data": changed("user", names=["a"] * USERS)}, r"\['user'\].names is a list"),
+        (
+            {"data": changed("user", born=torch.rand(USERS)), "time_attr": "born"},
+            "times are integers",
+        ),
+    ],
+)
+def test_invalid_and_unsupported_arguments_are_rejected_by_name(change, message):
+    options = {"data": make_data(), "num_neighbors": [2], "input_nodes": "user"} | change
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        NeighborLoader(**options)
+    assert "tensor(" not in str(error.value)
+
+
+def test_the_constructor_of_the_typed_loader_takes_no_data_without_types():
+    data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2)
+    with pytest.raises(TypeError, match="HeteroData"):
+        HeteroNeighborLoader(data, [2], "user")

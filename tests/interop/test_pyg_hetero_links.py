@@ -1,0 +1,322 @@
+"""The link loader for PyG's `HeteroData`: its arguments, its minibatches, and what it rejects."""
+
+import copy
+import importlib.util
+import pickle
+
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc.interop.pyg import HeteroLinkNeighborLoader, LinkNeighborLoader, importing
+from gcnzc.interop.pyg.negatives import NegativeNodes
+
+pyg = importing.import_pyg()
+from torch_geometric.data import HeteroData  # noqa: E402
+from torch_geometric.loader import link_loader  # noqa: E402
+from torch_geometric.sampler import (  # noqa: E402
+    BaseSampler,
+    HeteroSamplerOutput,
+    NegativeSampling,
+)
+from torch_geometric.sampler.neighbor_sampler import edge_sample  # noqa: E402
+
+USERS, ITEMS, EDGES, LATEST = 50, 30, 200, 20
+BUYS, BOUGHT, LIKES = (
+    ("user", "buys", "item"),
+    ("item", "rev_buys", "user"),
+    ("item", "like", "item"),
+)
+
+
+def make_data():
+    numbers = torch.Generator().manual_seed(4)
+
+    def edges(sources, targets):
+        ends = [torch.randint(each, (EDGES,), generator=numbers) for each in (sources, targets)]
+        return torch.stack(ends)
+
+    data = HeteroData()
+    data["user"].x = torch.randn(USERS, 5, generator=numbers)
+    data["user"].born = torch.randint(LATEST, (USERS,), generator=numbers)
+    data["item"].x = torch.randn(ITEMS, 7, generator=numbers)
+    data["item"].born = torch.randint(LATEST, (ITEMS,), generator=numbers)
+    data[BUYS].edge_index = edges(USERS, ITEMS)
+    data[BUYS].edge_attr = torch.randn(EDGES, 2, generator=numbers)
+    data[BUYS].edge_label_index = edges(USERS, ITEMS)
+    data[BUYS].edge_label = torch.ones(EDGES)
+    data[BUYS].at = torch.randint(LATEST, (EDGES,), generator=numbers)
+    data[BOUGHT].edge_index = data[BUYS].edge_index.flip(0)
+    data[BOUGHT].at = data[BUYS].at
+    data[LIKES].edge_index = edges(ITEMS, ITEMS)
+    return data
+
+
+@pytest.fixture
+def data():
+    return make_data()
+
+
+class Fixed(NegativeSampling):
+    """Returns given negative nodes, by endpoint."""
+
+    def sample(self, num_samples, endpoint, num_nodes=None):
+        assert len(self.negatives[endpoint]) == num_samples
+        return self.negatives[endpoint]
+
+
+class Sampled(BaseSampler):
+    """PyG's own handling of edges, around gcnzc's sampler and the negatives of a minibatch."""
+
+    edge_permutation = None
+
+    def __init__(self, loader, negatives):
+        self.sampler, self.negatives = loader._sampler, negatives
+        self.num_nodes = {each: loader.data[each].num_nodes for each in loader.data.node_types}
+
+    def sample_from_nodes(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def sample_from_edges(self, index, neg_sampling=None):
+        if neg_sampling is not None:
+            neg_sampling = Fixed(neg_sampling.mode, neg_sampling.amount)
+            neg_sampling.negatives = self.negatives
+        disjoint = self.sampler.options.disjoint
+        return edge_sample(index, self.sample, self.num_nodes, disjoint, None, neg_sampling)
+
+    def sample(self, seeds, times):
+        batch = self.sampler.sample(seeds, 0, times)
+        return HeteroSamplerOutput(
+            node=batch.nodes,
+            row=batch.row,
+            col=batch.col,
+            edge=batch.edge_ids,
+            batch=batch.subgraphs,
+            num_sampled_nodes={each: list(own) for each, own in batch.num_nodes.items()},
+            num_sampled_edges={each: list(own) for each, own in batch.num_edges.items()},
+        )
+
+
+def negatives_of(batch, edge_type, num_pairs):
+    """The negative nodes of a minibatch, in the order in which PyG samples them."""
+    own, nodes = batch[edge_type], [batch[each].n_id for each in edge_type[::2]]
+    if "edge_label_index" in own:
+        local = own.edge_label_index[:, num_pairs:]
+        return {end: ids[each] for end, ids, each in zip(("src", "dst"), nodes, local, strict=True)}
+    found = batch[edge_type[2]].dst_neg_index
+    is_disjoint = "batch" in batch[edge_type[2]]
+    return {"dst": nodes[1][found.t().flatten() if is_disjoint else found.flatten()]}
+
+
+@pytest.mark.parametrize("edge_type", [BUYS, LIKES, ("item", "unseen", "user")])
+@pytest.mark.parametrize(
+    "neg_sampling", [None, "binary", ("binary", 2), ("triplet", 1), ("triplet", 3)]
+)
+@pytest.mark.parametrize("sampling", ["plain", "disjoint", "temporal"])
+def test_fields_equal_those_of_pyg_for_the_same_samples(data, edge_type, neg_sampling, sampling):
+    edges = torch.stack(
+        [torch.arange(20) % data[each].num_nodes for each in (edge_type[0], edge_type[2])]
+    )
+    options = {"edge_label_index": (edge_type, edges), "batch_size": 6}
+    if isinstance(neg_sampling, tuple):
+        neg_sampling = NegativeSampling(*neg_sampling)
+    options["neg_sampling"] = neg_sampling
+    is_triplet = neg_sampling is not None and NegativeSampling.cast(neg_sampling).is_triplet()
+    if not is_triplet:
+        options["edge_label"] = torch.arange(20) % 3
+    ours = {"disjoint": True} if sampling == "disjoint" else {}
+    if sampling == "temporal":
+        options["edge_label_time"] = torch.arange(20, dtype=torch.int32) + 5
+        ours["time_attr"] = "at"
+    mine = LinkNeighborLoader(data, [3, 2], **ours, **options)
+    batch = next(iter(mine))
+    theirs = link_loader.LinkLoader(
+        data, Sampled(mine, negatives_of(batch, edge_type, 6)), **options
+    )
+    other = next(iter(theirs))
+    assert batch.metadata() == other.metadata()
+    for store in [*batch.node_stores, *batch.edge_stores]:
+        wanted = other[store._key]
+        assert set(store.keys()) == set(wanted.keys()), store._key
+        for name, value in wanted.items():
+            if isinstance(value, torch.Tensor):
+                assert store[name].dtype == value.dtype, name
+                assert torch.equal(store[name], value), (store._key, name)
+            else:
+                assert store[name] == value, name
+
+
+@pytest.mark.parametrize("amount", [0.5, 1, 2.5])
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_edges_and_their_negatives_have_labels(data, amount, disjoint):
+    sampling = NegativeSampling("binary", amount)
+    loader = LinkNeighborLoader(
+        data, [2], BUYS, neg_sampling=sampling, batch_size=64, disjoint=disjoint
+    )
+    taken = []
+    for batch in loader:
+        own = batch[BUYS]
+        count = len(own.input_id)
+        total = count + -(-int(count * amount * 2) // 2)
+        assert own.edge_label_index.shape[1] == len(own.edge_label) == total
+        src, dst = own.edge_label_index
+        found = torch.stack([batch["user"].n_id[src], batch["item"].n_id[dst]])
+        assert torch.equal(found[:, :count], data[BUYS].edge_index[:, own.input_id])
+        assert own.edge_label.tolist() == [1.0] * count + [0.0] * (total - count)
+        if disjoint:
+            numbers = torch.arange(total) % count
+            assert torch.equal(batch["user"].batch[src], numbers)
+            assert torch.equal(batch["item"].batch[dst], numbers)
+        taken.append(own.input_id)
+    assert torch.equal(torch.cat(taken), torch.arange(EDGES))
+
+
+@pytest.mark.parametrize("time_attr", ["at", "born"])
+@pytest.mark.parametrize("neg_sampling", ["binary", NegativeSampling("triplet", 3)])
+def test_nothing_is_later_than_the_edge(data, time_attr, neg_sampling):
+    times = torch.randint(3, LATEST, (EDGES,), generator=torch.Generator().manual_seed(1))
+    temporal = {"time_attr": time_attr, "edge_label_time": times, "neg_sampling": neg_sampling}
+    loader = LinkNeighborLoader(data, [3, 2], BUYS, batch_size=16, **temporal)
+    num_edges = 0
+    for batch in loader:
+        limits = times[batch[BUYS].input_id]
+        for edge_type in (BUYS, BOUGHT):
+            src, dst = batch[edge_type].edge_index
+            own = batch[edge_type].at if time_attr == "at" else batch[edge_type[0]].born[src]
+            assert bool((own <= limits[batch[edge_type[2]].batch[dst]]).all())
+            num_edges += len(own)
+        if time_attr == "at":
+            continue
+        item = batch["item"]
+        if "dst_neg_index" in item:
+            assert bool((item.born[item.dst_neg_index] <= limits[:, None]).all())
+            assert torch.equal(
+                item.batch[item.dst_neg_index],
+                item.batch[item.dst_pos_index][:, None].expand(-1, 3),
+            )
+            assert torch.equal(item.seed_time, limits)
+        else:
+            own, count = batch[BUYS], len(limits)
+            assert torch.equal(own.edge_label_time, limits.repeat(2))
+            for each, local in zip(("user", "item"), own.edge_label_index, strict=True):
+                assert bool((batch[each].born[local[count:]] <= limits).all())
+    assert num_edges > 50
+
+
+def test_negative_nodes_have_the_distribution_of_the_eligible_weights():
+    times = torch.tensor([5, 1, 3, 9, 7])
+    weights = torch.tensor([1.0, 2.0, 0.0, 4.0, 3.0])
+    random = torch.Generator().manual_seed(0)
+    limits = torch.tensor([0, 7, 20])
+    for weight in (None, weights):
+        nodes = NegativeNodes(5, weight, times)
+        found = nodes.sample(3, 20000, limits, random).view(-1, 3)
+        # if all nodes are later, the earliest is taken
+        assert found[:, 0].unique().tolist() == [1]
+        for column, limit in ((1, 7), (2, 20)):
+            wanted = (torch.ones(5) if weight is None else weight) * (times <= limit)
+            shares = torch.bincount(found[:, column], minlength=5) / len(found)
+            torch.testing.assert_close(shares, wanted / wanted.sum(), atol=0.02, rtol=0)
+            assert not shares[wanted == 0].any()
+
+
+def test_negatives_are_sampled_by_the_weights_of_their_types(data):
+    src_weight, dst_weight = torch.zeros(USERS), torch.zeros(ITEMS)
+    src_weight[[5, 6]], dst_weight[[7]] = 1, 1
+    sampling = NegativeSampling("binary", 4, src_weight=src_weight, dst_weight=dst_weight)
+    batch = next(iter(LinkNeighborLoader(data, [2], BUYS, batch_size=30, neg_sampling=sampling)))
+    src, dst = batch[BUYS].edge_label_index[:, 30:]
+    assert set(batch["user"].n_id[src].tolist()) == {5, 6}
+    assert set(batch["item"].n_id[dst].tolist()) == {7}
+    sampling = NegativeSampling("binary", 4, src_weight=dst_weight, dst_weight=dst_weight)
+    with pytest.raises(ValueError, match="neg_sampling has 30 weights for 50 nodes"):
+        LinkNeighborLoader(data, [2], BUYS, neg_sampling=sampling)
+
+
+def fields(batch):
+    names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
+    return {
+        (store._key, name): store[name].tolist()
+        for store in (*batch.node_stores, *batch.edge_stores)
+        for name in names
+        if name in store
+    }
+
+
+@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}])
+def test_a_resumed_loader_yields_the_same_minibatches_with_any_threads(data, sampling):
+    if sampling:
+        sampling["edge_label_time"] = torch.arange(EDGES) % LATEST
+
+    def make(threads):
+        options = {"batch_size": 30, "shuffle": True, "seed": 2, "neg_sampling": "binary"}
+        return LinkNeighborLoader(data, [3, 2], BUYS, threads=threads, **options, **sampling)
+
+    first = list(map(fields, make(1)))
+    assert all(list(map(fields, make(threads))) == first for threads in (2, 4))
+    loader = make(2)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    other = make(4)
+    other.load_state_dict(loader.state_dict())
+    copied = pickle.loads(pickle.dumps(loader))
+    assert type(copied) is HeteroLinkNeighborLoader
+    for each in (iterator, other, copied):
+        assert list(map(fields, each)) == first[2:]
+
+
+def test_edges_may_be_given_by_type(data):
+    edges = data[BUYS].edge_index
+    for given in (BUYS, list(BUYS), (BUYS, None), (("user", "item"), None), (BUYS, edges.int())):
+        loader = LinkNeighborLoader(data, [2], given)
+        assert loader.input_data.input_type == BUYS
+        assert torch.equal(torch.stack([loader.input_data.row, loader.input_data.col]), edges)
+    loader = LinkNeighborLoader(data, [2], (BUYS, edges[:, :9]), input_id=torch.arange(9) * 2)
+    assert isinstance(loader, pyg.loader.LinkNeighborLoader)
+    assert loader([4])[BUYS].input_id.tolist() == [8]
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    sampling = NegativeSampling("triplet", 2)
+    assert list(LinkNeighborLoader(data, [2], (BUYS, empty), neg_sampling=sampling)) == []
+    copied = copy.deepcopy(loader)
+    assert len(copied) == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"edge_label_index": None}, "edge_label_index is None, without an edge type"),
+        ({"edge_label_index": torch.ones(2, 3).long()}, "without an edge type"),
+        ({"edge_label_index": (None, torch.ones(2, 3).long())}, "without an edge type"),
+        ({"edge_label_index": ("user",)}, "without an edge type"),
+        ({"edge_label_index": (BUYS, None, None)}, "without an edge type"),
+        ({"edge_label_index": ("user", "sells", "item")}, "no edge type with the name"),
+        ({"edge_label_index": (("shop", "sells", "item"), None)}, "node type 'shop'"),
+        ({"edge_label_index": (BUYS, torch.full((2, 3), ITEMS))}, "'item' node 30"),
+        ({"edge_label_index": (BUYS, torch.full((2, 3), USERS))}, "from 50 to 50"),
+        ({"edge_label_index": (BUYS, torch.rand(2, 3))}, "float32"),
+        ({"edge_label": torch.ones(5)}, "edge_label is .* for 200 edges"),
+        ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "triplets have no labels"),
+        ({"input_id": torch.arange(3)}, "input_id is .* for 200 items"),
+        ({"time_attr": "at"}, "time_attr was given without edge_label_time"),
+        ({"edge_label_time": torch.ones(EDGES)}, "edge_label_time was given without time_attr"),
+        (
+            {"edge_label_time": torch.ones(3), "time_attr": "at"},
+            r"edge_label_time has shape \(3,\)",
+        ),
+        ({"neg_sampling": "some"}, "neg_sampling is 'some'"),
+        ({"neg_sampling_ratio": -1}, "neg_sampling_ratio"),
+        ({"num_neighbors": {BUYS: [2]}}, "num_neighbors has no edge type"),
+        ({"transform_sampler_output": print}, "does not support transform_sampler_output"),
+        ({"neighbor_sampler": object()}, "does not support neighbor_sampler"),
+        ({"custom_cls": HeteroData}, "does not support custom_cls"),
+        ({"batchsize": 5}, "LinkNeighborLoader has no argument batchsize"),
+    ],
+)
+def test_invalid_and_unsupported_arguments_are_rejected_by_name(change, message):
+    options = {"data": make_data(), "num_neighbors": [2], "edge_label_index": BUYS} | change
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        LinkNeighborLoader(**options)
+    assert "tensor(" not in str(error.value)
