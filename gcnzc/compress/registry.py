@@ -69,6 +69,24 @@ def compression(name: str) -> Compression:
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")
 
 
+def check_compression(compress: object) -> None:
+    """Check the argument `compress` of an optimizer.
+
+    Raises:
+        TypeError: it is neither a `Compression` nor None, such as a name.
+    """
+    if compress is None or isinstance(compress, Compression):
+        return
+    hint = (
+        f"compress=gcnzc.compress.compression({compress!r})"
+        if isinstance(compress, str)
+        else "compress=gcnzc.compress.Dense(torch.bfloat16), or another compression"
+    )
+    raise TypeError(
+        f"compress={compress!r} is a {type(compress).__name__}, not a Compression\n\nhint: {hint}"
+    )
+
+
 def _parse_density(name: str, text: str) -> float:
     """Return the density in the name of a compression."""
     if re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+(e-?\d+)?", text) and 0 < float(text) <= 1:

@@ -235,6 +235,9 @@ def _convert(hint: Any, value: Any) -> Any:
         return Path(value)
     elif hint is float and type(value) in (int, float):
         return float(value)
+    elif hint is str and type(value) in (int, float):
+        # of an option that is a number or a word, such as local_steps
+        return str(value)
     elif type(value) is hint:
         return value
     raise TypeError(f"{value!r} is not of type {hint}")

@@ -44,7 +44,8 @@ def _check_quorum(config: "TrainConfig") -> None:
         )
     if config.workers > 1 and not config.workers < 2 * config.quorum <= 2 * config.workers:
         least = config.workers // 2 + 1
-        _reject_number(config, "quorum", f"{least} to {config.workers}, more than half of them")
+        valid = f"{least} to {config.workers}" if least < config.workers else f"{least}"
+        _reject_number(config, "quorum", f"{valid}, more than half of them")
 
 
 def _check_closure(config: "TrainConfig") -> None:

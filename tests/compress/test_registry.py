@@ -14,6 +14,7 @@ from gcnzc.compress import (
     TopK,
     compression,
 )
+from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, StreamingDiLoCo, ZeroOneAdam
 
 
 def test_each_name_has_its_compression():
@@ -70,3 +71,19 @@ def test_unknown_names_are_rejected():
 def test_dtypes_that_cannot_be_sent_are_rejected():
     with pytest.raises(ValueError, match=r"(?s)cannot send torch.float64\n\nhint: .*bfloat16"):
         Rounded(torch.float64)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: Averaged(torch.optim.SGD(parameters), compress="int8"),
+        lambda parameters: DiLoCo(torch.optim.SGD(parameters), compress="int8"),
+        lambda parameters: StreamingDiLoCo(torch.optim.SGD(parameters), compress="int8"),
+        lambda parameters: OneBitAdam(parameters, compress="int8"),
+        lambda parameters: ZeroOneAdam(parameters, compress="int8"),
+    ],
+)
+def test_an_optimizer_rejects_the_name_of_a_compression(make):
+    expected = r"compress='int8' is a str, not a Compression\n\nhint: .*compression\('int8'\)"
+    with pytest.raises(TypeError, match=expected):
+        make([torch.nn.Parameter(torch.zeros(3))])

@@ -289,3 +289,10 @@ def test_it_takes_the_same_steps_in_processes(tmp_path):
     found = results(3, tmp_path, as_worker, makers, 8)
     for each_make, each in zip(makers, zip(*found, strict=True), strict=True):
         check_processes_as_lockstep(each, each_make, 8)
+
+
+@pytest.mark.parametrize("recipe", [selsync, "selsync", None])
+def test_what_is_no_recipe_is_rejected(recipe):
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    with pytest.raises(TypeError, match=r"as its recipe\n\nhint: call the function of a strategy"):
+        Strategy(torch.optim.SGD(parameters), recipe)

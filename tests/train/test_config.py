@@ -32,6 +32,12 @@ def test_options_may_have_dashes_and_be_omitted():
     assert config == TrainConfig(batch_size=7, lr=1.0, fanouts=(3, 2, 1))
 
 
+def test_options_that_are_a_number_or_a_word_may_be_numbers_in_a_file():
+    values = {"strategy": "streaming-diloco", "local_steps": 4, "fragments": 2, "delay": 1}
+    config = config_from_dict(TrainConfig, values, "f.toml")
+    assert (config.local_steps, config.fragments, config.delay) == ("4", "2", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

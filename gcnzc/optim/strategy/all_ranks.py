@@ -5,6 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from gcnzc.compress import Compression, Dense
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, ReduceScatter, Sum
 from gcnzc.optim.resize import shard_bounds
 from gcnzc.optim.strategy.finite_mean import (
@@ -64,6 +65,7 @@ class AllRanks(Collective):
     """
 
     def __init__(self, compress: Compression | None = None, name: str = "mean") -> None:
+        check_compression(compress)
         self.compress, self.name = Dense() if compress is None else compress, name
 
     def attach(self, strategy: Strategy) -> None:

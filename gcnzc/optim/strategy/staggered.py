@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -246,6 +247,7 @@ class FragmentExchanges(BaseExchange):
     def __init__(
         self, compress: Compression | None, policy: Staggered, update: FragmentSteps
     ) -> None:
+        check_compression(compress)
         self.compress = Dense() if compress is None else compress
         self.policy, self.update = policy, update
 

@@ -89,6 +89,11 @@ class Strategy(Wrapper):
         target: float | None = None,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
     ) -> None:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"Strategy got a {type(recipe).__name__} as its recipe\n\nhint: call the function "
+                "of a strategy, as in Strategy(torch.optim.AdamW(model.parameters()), selsync())"
+            )
         if any(hasattr(part, "strategy") for part in recipe.parts):
             raise ValueError(
                 f"a recipe of {recipe.name} that another optimizer uses\n\nhint: make a new recipe "

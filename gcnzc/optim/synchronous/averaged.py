@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Reducer
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
 from gcnzc.exchange.sync import check_same
@@ -81,6 +82,7 @@ class Averaged(Wrapper):
     ) -> None:
         if clip_norm is not None:
             check_above_zero("clip_norm", clip_norm)
+        check_compression(compress)
         super().__init__(inner, group, signals, module)
         self.compress, self.clip_norm = compress, clip_norm
         self.momentum = choose_momentum(momentum, compress)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Reducer, Sign
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
@@ -134,6 +135,7 @@ class OneBitAdam(Masked):
         check_fraction("betas[1]", betas[1])
         self.warmup: int | None = warmup
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)
+        check_compression(compress)
         self.compress = compress or Sign()
         self.bias_correction = bias_correction
         self.rule = FreezeRule(betas[1], warmup_range[0])

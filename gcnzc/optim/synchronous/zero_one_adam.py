@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Sign
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.synchronous.anchored import Anchored
@@ -110,6 +111,7 @@ class ZeroOneAdam(Anchored):
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
+        check_compression(compress)
         self.compress = compress or Sign()
         self.bias_correction = bias_correction
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
