@@ -20,7 +20,7 @@ from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import tiles
 from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
-from gcnzc.optim.strategy.recipe import Update
+from gcnzc.optim.strategy.recipe import BaseUpdate, Update
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
 
@@ -62,39 +62,24 @@ class OuterSGD:
         return f"outer_lr={self.lr}, outer_momentum={self.momentum}, nesterov={self.nesterov}"
 
 
-class OuterStep(DifferenceMean):
-    """Exchange the differences from the anchor, and take an outer step with their mean.
+class OuterState(BaseUpdate):
+    """The anchor and the outer momentum of an outer optimizer, equal on all ranks."""
 
-    Args:
-        outer: the outer optimizer.
-    """
-
+    anchor: Tensor
+    """(n,): the outer optimizer's parameters"""
     momentum: Tensor
-    """(n,): the outer momentum, equal on all ranks"""
-
-    def __init__(self, outer: OuterSGD) -> None:
-        self.outer = outer
+    """(n,), in the same order: the outer momentum"""
 
     def attach(self, strategy: Strategy) -> None:
         """See `RecipePart`."""
         super().attach(strategy)
-        self.momentum = self.anchor
-
-    def describe(self) -> str:
-        """See `Update`."""
-        return self.outer.describe()
+        # no elements before `initialize`
+        self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
 
     def initialize(self) -> None:
         """See `RecipePart`."""
         self.reinitialize()
         self.momentum = torch.zeros_like(self.anchor)
-
-    def apply(self, mean: Tensor) -> Algorithm[None]:
-        """See `Update`."""
-        self.outer.step(self.anchor, self.momentum, mean)
-        self.strategy.set_parameters(self.anchor)
-        return
-        yield
 
     def shared_state(self) -> dict[str, Any]:
         """See `RecipePart`."""
@@ -106,6 +91,28 @@ class OuterStep(DifferenceMean):
         """See `RecipePart`."""
         self.anchor = self.strategy.vector(shared["anchor"])
         self.momentum = self.strategy.vector(shared["momentum"])
+
+
+class OuterStep(OuterState, DifferenceMean):
+    """Exchange the differences from the anchor, and take an outer step with their mean.
+
+    Args:
+        outer: the outer optimizer.
+    """
+
+    def __init__(self, outer: OuterSGD) -> None:
+        self.outer = outer
+
+    def describe(self) -> str:
+        """See `Update`."""
+        return self.outer.describe()
+
+    def apply(self, mean: Tensor) -> Algorithm[None]:
+        """See `Update`."""
+        self.outer.step(self.anchor, self.momentum, mean)
+        self.strategy.set_parameters(self.anchor)
+        return
+        yield
 
 
 class ShardedOuterStep(Update):

@@ -25,13 +25,13 @@ from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.delayed import DelayedSteps
-from gcnzc.optim.strategy.outer_step import OuterSGD
-from gcnzc.optim.strategy.recipe import BaseExchange, BaseUpdate, Policy, Update
+from gcnzc.optim.strategy.outer_step import OuterSGD, OuterState
+from gcnzc.optim.strategy.recipe import BaseExchange, Policy, Update
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_count
 
 
-class FragmentSteps(BaseUpdate):
+class FragmentSteps(OuterState):
     """The outer steps of all fragments.
 
     Args:
@@ -43,11 +43,6 @@ class FragmentSteps(BaseUpdate):
     Raises:
         ValueError: `mixing` is out of range.
     """
-
-    anchor: Tensor
-    """(n,), fragment by fragment: the outer optimizer's parameters, equal on all ranks"""
-    momentum: Tensor
-    """(n,), in the same order: the outer momentum"""
 
     def __init__(
         self,
@@ -72,8 +67,6 @@ class FragmentSteps(BaseUpdate):
             strategy.flat_params, self.requested, self.named_parameters
         )
         self.named_parameters = None
-        # no elements before `initialize`
-        self.anchor = self.momentum = strategy.flat_params.zeros()[:0]
         self.steps = [FragmentStep(self, number) for number in range(len(self.fragments))]
         """for each fragment"""
         for step in self.steps:
@@ -88,27 +81,11 @@ class FragmentSteps(BaseUpdate):
         """Return a view of a vector (n,) for each fragment."""
         return vector.split([fragment.num_elements for fragment in self.fragments])
 
-    def initialize(self) -> None:
-        """See `RecipePart`."""
-        self.reinitialize()
-        self.momentum = torch.zeros_like(self.anchor)
-
     def reinitialize(self) -> None:
-        """See `RecipePart`."""
+        """See `RecipePart`; the elements of the anchor are in the order of the fragments."""
         self.anchor = self.strategy.flat_params.empty()
         for fragment, part in zip(self.fragments, self.parts(self.anchor), strict=True):
             fragment.read(part)
-
-    def shared_state(self) -> dict[str, Any]:
-        """See `RecipePart`."""
-        return {"anchor": self.anchor, "momentum": self.momentum}
-
-    def load(
-        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
-    ) -> None:
-        """See `RecipePart`."""
-        self.anchor = self.strategy.vector(shared["anchor"])
-        self.momentum = self.strategy.vector(shared["momentum"])
 
 
 class FragmentStep(Update):
