@@ -15,7 +15,7 @@ SEND_BUFFER_BYTES = 10.0 * _PAYLOAD_BYTES
 """the initial congestion window of Linux; its send buffer has twice the size of the window"""
 
 MESSAGE_S = 100e-6
-"""time of a processor core to start a message"""
+"""seconds of a processor core to start a message; a round value, which was not measured"""
 
 
 @dataclass(frozen=True)
