@@ -43,6 +43,6 @@ def test_an_example_learns_on_two_workers(name, tmp_path):
 def test_there_is_one_for_each_optimizer():
     texts = "".join((FOLDER / name).read_text() for name in EXAMPLES)
     kinds = {"Averaged", "CO2", "DiLoCo", "DropCompute", "LocalSGD", "OneBitAdam", "OneBitLamb"}
-    kinds |= {"MuLoCo", "StreamingDiLoCo", "ZeroOneAdam"}
+    kinds |= {"MuLoCo", "SparseLoCo", "StreamingDiLoCo", "ZeroOneAdam"}
     assert kinds <= set(gcnzc.optim.__all__)
     assert all(f"import {kind}" in texts for kind in kinds)

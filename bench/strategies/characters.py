@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bench import harness
-from gcnzc.compress import TopK
 from gcnzc.exchange import Algorithm, Group, Link, lockstep
-from gcnzc.optim import Averaged, DiLoCo, DistributedOptimizer, MuLoCo, Muon
+from gcnzc.optim import Averaged, DiLoCo, DistributedOptimizer, MuLoCo, Muon, SparseLoCo
 
 RANKS, BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 4, 8, 64, 64, 2, 4
 LOCAL_STEPS = 12
@@ -42,14 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 METHODS: dict[str, Build] = {
     "average": lambda model, group: Averaged(adamw(model), group),
     "DiLoCo": lambda model, group: DiLoCo(adamw(model), group, local_steps=LOCAL_STEPS),
-    "SparseLoCo": lambda model, group: DiLoCo(
-        adamw(model),
-        group,
-        local_steps=LOCAL_STEPS,
-        compress=TopK.sparse_loco(),
-        outer_lr=1.0,
-        outer_momentum=0.0,
-    ),
+    "SparseLoCo": lambda model, group: SparseLoCo(adamw(model), group, local_steps=LOCAL_STEPS),
     "MuLoCo": lambda model, group: MuLoCo(
         Muon(model.parameters(), LR, module=model), group, local_steps=LOCAL_STEPS
     ),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bench import harness
 from gcnzc.compress import Threshold, TopK
 from gcnzc.exchange import Algorithm, Group, Link, lockstep
-from gcnzc.optim import Averaged, DiLoCo, DistributedOptimizer
+from gcnzc.optim import Averaged, DiLoCo, DistributedOptimizer, SparseLoCo
 
 RANKS, BATCH, WIDTH, LOCAL_STEPS = 4, 32, 1000, 10
 LINK = Link(bytes_per_s=50e6 / 8)
@@ -61,10 +61,7 @@ METHODS = {
     "threshold 0.01": Method(sgd, partial(Averaged, compress=Threshold(0.01)), "dense"),
     "diloco": Method(adamw, local, "diloco", LOCAL_STEPS),
     "sparseloco": Method(
-        adamw,
-        partial(local, outer_lr=1.0, outer_momentum=0.0, compress=TopK.sparse_loco()),
-        "diloco",
-        LOCAL_STEPS,
+        adamw, partial(SparseLoCo, local_steps=LOCAL_STEPS), "diloco", LOCAL_STEPS
     ),
 }
 

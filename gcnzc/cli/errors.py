@@ -105,7 +105,7 @@ def _gpu_message(text: str) -> str:
 
 
 def _system_message(error: OSError) -> str:
-    text = str(error)
+    text = str(error) or f"unexpected {type(error).__name__}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the disk"
         return f"no space left on {where}\n\nhint: free space on it, or write to another disk"

@@ -12,16 +12,18 @@ import tyro
 def set_help(kind: type) -> None:
     """Annotate the fields of a config class, and of its bases, with their help texts.
 
-    tyro reads the same strings, but keeps their line breaks, and ends the help of a flag that
-    switches something off with "(default: True)", which seems to refer to the flag itself.
+    tyro reads the same strings, but keeps their line breaks. It also ends the help of a flag that
+    switches something off with "(default: True)", which seems to refer to the flag itself, and the
+    help of an option that need not be given with "(default: None)".
     """
     for base in kind.__mro__:
         hints = vars(base).get("__annotations__", {})
         if base is object or not hints:
             continue
         for name, text in _field_texts(base).items():
-            is_off_switch = getattr(base, name, None) is True
-            hint: dict[str, Any] = {"help_behavior_hint": ""} if is_off_switch else {}
+            # a help text says what happens without an option whose default is None
+            has_no_hint = any(vars(base).get(name, 0) is each for each in (True, None))
+            hint: dict[str, Any] = {"help_behavior_hint": ""} if has_no_hint else {}
             hints[name] = Annotated[hints[name], tyro.conf.arg(help=text, **hint)]
 
 

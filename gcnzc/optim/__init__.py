@@ -8,6 +8,7 @@ from gcnzc.optim.local.co2 import CO2, co2
 from gcnzc.optim.local.diloco import DiLoCo, diloco
 from gcnzc.optim.local.local_sgd import LocalSGD, local_sgd
 from gcnzc.optim.local.muloco import MuLoCo
+from gcnzc.optim.local.sparse_loco import SparseLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo, streaming_diloco
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
@@ -40,6 +41,7 @@ __all__ = [
     "OneBitLamb",
     "Recipe",
     "Replicated",
+    "SparseLoCo",
     "Strategy",
     "StreamingDiLoCo",
     "ZeroOneAdam",

@@ -79,6 +79,8 @@ ZERO_ONE = ZeroOneDefaults()
 LOCAL_SGD = LocalDefaults(8)
 DILOCO = LocalDefaults(12, 0.4, 0.9)
 MULOCO = LocalDefaults(12, 0.7, 0.6)
+# error feedback replaces the outer momentum
+SPARSE_LOCO = LocalDefaults(12, 1.0, 0.0)
 STREAMING_DILOCO = LocalDefaults(12, 0.4, 0.9)
 FRAGMENTS = 4
 DELAY = 1
@@ -90,6 +92,7 @@ LOCAL = {
     "local-sgd": LOCAL_SGD,
     "diloco": DILOCO,
     "muloco": MULOCO,
+    "sparseloco": SPARSE_LOCO,
     "streaming-diloco": STREAMING_DILOCO,
     "co2": CO2,
 }

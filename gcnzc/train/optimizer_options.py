@@ -141,10 +141,12 @@ class OptimizerOptions(Options):
     quorum: int | None = None
     """diloco: workers, more than half of them, that an outer step needs, so that it does not wait
     for slower ones; if not given, all workers"""
+    grace_s: float | None = None
+    """diloco with --quorum: seconds for which an outer step waits for further workers; default:
+    0"""
     grace: float | None = None
     """backup: how long a worker that can close a round waits for others, as a fraction of the
-    shortest of its last step times; default: 0.1. diloco with --quorum: the seconds for which an
-    outer step waits for further workers; default: 0"""
+    shortest of its last step times; default: 0.1"""
     probe_interval: int | None = None
     """saps: exchanges from one measurement of the bandwidths between workers to the next; if not
     given, all bandwidths count as equal"""
@@ -212,6 +214,7 @@ class OptimizerOptions(Options):
             )
         for name, least in (
             ("grace", 0),
+            ("grace_s", 0),
             ("quorum", 1),
             ("probe_interval", 1),
             ("participants", 1),

@@ -22,6 +22,7 @@ from gcnzc.optim import (
     LocalSGD,
     MuLoCo,
     Recipe,
+    SparseLoCo,
     Strategy,
     StreamingDiLoCo,
     a2cid2,
@@ -247,11 +248,9 @@ def _from_recipe(make: Callable[..., Recipe]) -> Build:
 
 
 def _sparse_loco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
-    density = {"density": arguments.pop("density")} if "density" in arguments else {}
-    compress = TopK.sparse_loco(**density)
-    # error feedback replaces the outer momentum
-    outer = {"outer_lr": 1.0, "outer_momentum": 0.0, **arguments}
-    return _with_local_steps(DiLoCo)(setup, {**outer, "compress": compress})
+    if "density" in arguments:
+        arguments["compress"] = TopK.sparse_loco(arguments.pop("density"))
+    return _with_local_steps(SparseLoCo)(setup, arguments)
 
 
 def _diloco(setup: TrainingSetup, arguments: dict[str, Any]) -> DistributedOptimizer:
@@ -284,7 +283,7 @@ STRATEGIES: Mapping[str, StrategyChoice] = {
     "local-sgd": StrategyChoice(_with_local_steps(LocalSGD), _LOCAL, clips_own_gradients=True),
     "diloco": StrategyChoice(
         _diloco,
-        {**_OUTER, "quorum": "quorum", "grace": "grace_s"},
+        {**_OUTER, "quorum": "quorum", "grace_s": "grace_s"},
         clips_own_gradients=True,
     ),
     "muloco": StrategyChoice(

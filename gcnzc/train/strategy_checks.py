@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from gcnzc.optim.defaults import LOCAL
 from gcnzc.train.options import option_name
 from gcnzc.train.strategies import STRATEGIES
 
@@ -23,14 +24,26 @@ def check_strategy(config: "TrainConfig") -> None:
         _reject_number(config, "participants", "at most the number of workers")
     if config.strategy == "diloco":
         _check_quorum(config)
+    if config.strategy == "streaming-diloco":
+        _check_delay(config)
+
+
+def _check_delay(config: "TrainConfig") -> None:
+    is_default = config.local_steps == "default"
+    steps = str(LOCAL["streaming-diloco"].local_steps) if is_default else config.local_steps
+    if steps.isdecimal() and config.delay.isdecimal() and int(config.delay) >= int(steps):
+        raise ValueError(
+            f"--delay {config.delay} with --local-steps {steps}\n\nhint: give a --delay below "
+            "--local-steps, so that an exchange finishes before the next one starts"
+        )
 
 
 def _check_quorum(config: "TrainConfig") -> None:
     if config.quorum is None:
-        if config.grace is not None:
+        if config.grace_s is not None:
             raise ValueError(
-                f"--grace {config.grace} with --strategy diloco has no effect without --quorum\n\n"
-                "hint: also choose a --quorum, more than half of the workers"
+                f"--grace-s {config.grace_s} with --strategy diloco has no effect without --quorum"
+                "\n\nhint: also choose a --quorum, more than half of the workers"
             )
         return
     excluded = {

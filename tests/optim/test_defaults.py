@@ -14,8 +14,10 @@ from gcnzc.optim import (
     LatePhaseWarning,
     LocalSGD,
     MuLoCo,
+    Muon,
     OneBitAdam,
     OneBitLamb,
+    SparseLoCo,
     StreamingDiLoCo,
     ZeroOneAdam,
     ZeroOneSchedule,
@@ -31,6 +33,7 @@ LOCAL_STEPS = {
     "local-sgd": LocalSGD,
     "diloco": DiLoCo,
     "muloco": MuLoCo,
+    "sparseloco": SparseLoCo,
     "streaming-diloco": StreamingDiLoCo,
     "co2": CO2,
 }
@@ -42,7 +45,7 @@ def build(method, parameters, group, **options):
     """An optimizer of one rank with a method's defaults."""
     if method in COMPRESSED:
         return COMPRESSED[method](parameters, lr=0.001, group=group, **options)
-    inner = torch.optim.AdamW(parameters, lr=0.001)
+    inner = (Muon if method == "muloco" else torch.optim.AdamW)(parameters, lr=0.001)
     return LOCAL_STEPS.get(method, Averaged)(inner, group, **options)
 
 

@@ -14,6 +14,7 @@ from gcnzc.optim import (
     Averaged,
     DropCompute,
     MuLoCo,
+    SparseLoCo,
     Strategy,
     StreamingDiLoCo,
     a2cid2,
@@ -58,6 +59,7 @@ LIMITS = {
     "diloco sharded": (recipe(diloco, **PLAIN, sharded=True), SEVERAL),
     "diloco with a quorum of all": (recipe(diloco, **PLAIN, quorum=3), (3,)),
     "sparse diloco": (recipe(diloco, **PLAIN, compress=TopK(1.0)), SEVERAL),
+    "sparseloco": (around(SparseLoCo, local_steps=1, compress=TopK(1.0)), SEVERAL),
     "muloco": (around(MuLoCo, **PLAIN, compress=None), SEVERAL),
     "streaming diloco": (
         around(StreamingDiLoCo, **PLAIN, delay=0, fragments=2, mixing=0.0),
@@ -127,6 +129,8 @@ CASES = [
 ]
 
 
+# the limit needs an inner optimizer that is linear in the gradients, and Muon is not
+@pytest.mark.filterwarnings("ignore:MuLoCo has SGD:UserWarning")
 @pytest.mark.parametrize(("name", "world_size", "inner"), CASES)
 def test_the_limiting_case_equals_data_parallel_training(name, world_size, inner):
     models, optimizers = team(world_size, LIMITS[name][0], inner)

@@ -1,5 +1,7 @@
 """MuLoCo: DiLoCo of Muon with outer gradients of two bits."""
 
+import warnings
+
 import pytest
 import torch
 from optim.local import all_equal, check_resuming_at_every_step, saved, team, train, vector_of
@@ -126,6 +128,17 @@ def test_a_rank_whose_parameters_are_not_finite_continues_from_the_mean_of_the_o
     assert all(torch.isfinite(vector_of(model)).all() for model in models)
     assert all(optimizer.dropped == 1 for optimizer in optimizers)
     assert right > 0.4
+
+
+def test_another_inner_optimizer_causes_a_warning():
+    parameters = [*nn.Linear(3, 2).parameters()]
+    with pytest.warns(UserWarning, match="MuLoCo has AdamW .* use gcnzc.optim.Muon") as warned:
+        MuLoCo(torch.optim.AdamW(parameters), Group())
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MuLoCo(torch.optim.Muon([nn.Parameter(torch.zeros(3, 2))]), Group())
+        MuLoCo(muon(parameters), Group())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ from torch import nn
 
 from gcnzc.compress import Dense, RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import CO2, Averaged, DiLoCo, LocalSGD, OneBitAdam, StreamingDiLoCo, resize_state
+from gcnzc.optim import (
+    CO2,
+    Averaged,
+    DiLoCo,
+    LocalSGD,
+    OneBitAdam,
+    SparseLoCo,
+    StreamingDiLoCo,
+    resize_state,
+)
 from gcnzc.optim.synchronous.masked_step import step_on_supports
 
 CLASSES, FEATURES, RANKS = 10, 64, 8
@@ -194,8 +203,7 @@ def local_block(inner, group):
 
 
 def sparse_loco(inner, group):
-    compress = TopK.sparse_loco(0.1)
-    return DiLoCo(inner, group, local_steps=2, outer_lr=1.0, outer_momentum=0.0, compress=compress)
+    return SparseLoCo(inner, group, local_steps=2, compress=TopK.sparse_loco(0.1))
 
 
 def streaming(inner, group):

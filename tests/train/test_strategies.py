@@ -292,7 +292,7 @@ def test_a_given_default_that_contradicts_the_strategy_is_an_error(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--grace 0.5", "--grace 0.5 with --strategy diloco has no effect without --quorum"),
+        ("--grace-s 0.5", "--grace-s 0.5 with --strategy diloco has no effect without --quorum"),
         ("--quorum 3 --compress int8", "--quorum 3 with --compress int8"),
         ("--quorum 3 --local-steps auto", "--quorum 3 with --local-steps auto"),
         ("--quorum 2 --workers 4", "--quorum 2 with --workers 4"),
@@ -308,7 +308,7 @@ def test_a_quorum_that_is_not_possible_is_reported(words, message):
 
 
 def test_diloco_with_a_quorum():
-    config = TrainConfig(strategy="diloco", quorum=3, grace=0.5, local_steps="5")
+    config = TrainConfig(strategy="diloco", quorum=3, grace_s=0.5, local_steps="5")
     made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
     assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
     assert isinstance(build(strategy="diloco"), DiLoCo)

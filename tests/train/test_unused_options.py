@@ -43,6 +43,7 @@ OTHERS = {
     "gossip_rate": 2.0,
     "asynchronous": True,
     "grace": 0.5,
+    "grace_s": 0.5,
     "quorum": 1,
     "probe_interval": 5,
     "participants": 1,
@@ -67,7 +68,7 @@ OTHERS = {
     "self_loops": True,
 }
 # by strategy and option: an option without which it has no effect
-NEEDED = {("diloco", "grace"): {"quorum": 1}}
+NEEDED = {("diloco", "grace_s"): {"quorum": 1}}
 ONE_FEATURE = {
     "model": "sage",
     "task": "node",

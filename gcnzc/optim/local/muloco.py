@@ -8,21 +8,24 @@ format, the interval and the two compressed stages of the exchange differ from i
 `gcnzc.kernels.codec.blocks` for int2 and `gcnzc.compress.two_stage` for the exchange.
 """
 
+import warnings
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.defaults import MULOCO
 from gcnzc.optim.local.diloco import DiLoCo
+from gcnzc.optim.muon import Muon
 
 
 class MuLoCo(DiLoCo):
     """DiLoCo with the defaults of MuLoCo: outer gradients of two bits, with error feedback.
 
-    Use `gcnzc.optim.Muon` as the inner optimizer. A single rank only takes the inner optimizer's
-    steps, unless `alone`.
+    Use `gcnzc.optim.Muon` as the inner optimizer; another one causes a warning. A single rank only
+    takes the inner optimizer's steps, unless `alone`.
 
     Args:
         inner: the optimizer of torch that takes the local steps.
@@ -48,6 +51,13 @@ class MuLoCo(DiLoCo):
         compress: Compression = Blocks("int2", has_feedback=True),  # noqa: B008 - it cannot change
         **options: Any,
     ) -> None:
+        muon = (Muon, *filter(None, [getattr(torch.optim, "Muon", None)]))
+        if not isinstance(inner, muon):
+            warnings.warn(
+                f"MuLoCo has {type(inner).__name__} as the inner optimizer, but its defaults are "
+                "those for Muon; use gcnzc.optim.Muon(model.parameters(), module=model)",
+                stacklevel=2,
+            )
         super().__init__(
             inner,
             group,
