@@ -260,7 +260,10 @@ def federated_rounds() -> str:
                     f"{line[f'loss_at_equal_{name}_mean']:.3f}"
                     for name in ("rounds", "evaluations", "num_bytes")
                 ),
-                spread and f"{spread['variance_of_fedavgs_mean']:.3f}",
+                *(
+                    spread and f"{spread[f'variance_of_{name}_mean']:.3f}"
+                    for name in ("fedavgs", "fedavgs_at_equal_cost")
+                ),
             ]
         )
     heads = [
@@ -269,6 +272,7 @@ def federated_rounds() -> str:
         "at equal gradient evaluations",
         "at equal bytes",
         "variance of the update / of federated averaging",
+        "/ of federated averaging with twice the participants",
     ]
     return with_caption(
         markdown(heads, rows),

@@ -1,6 +1,6 @@
 """Compare FedGLOMO with federated averaging on heterogeneous shards, with a sample of the ranks.
 
-    python -m bench.strategies.fedglomo [--rounds 100] [--seeds 3]
+    python -m bench.strategies.fedglomo [--rounds 100] [--seeds 3] [--parts train variance]
 
 Of 8 ranks, 2 take part in a round of 8 local steps. Each rank has points of two of eight classes;
 the model is a perceptron with one hidden layer. All methods use the same minibatches and the same
@@ -16,7 +16,10 @@ The virtual time is that of `lockstep`, with links of 100 Mbit/s and a fixed tim
 `variance` records how much the vector that is subtracted from the parameters varies over all pairs
 of participants, given the past of a run with FedGLOMO, and how far it is from the mean difference
 of all ranks: for the global momentum u, and for the mean difference of the participants, which
-federated averaging subtracts. Both are means over rounds, without quantization.
+federated averaging subtracts. Both are means over rounds, without quantization. FedGLOMO evaluates
+twice as many gradients in a local step as federated averaging, and sends twice as many elements, so
+both are also compared with those of federated averaging with twice as many participants. Without
+the part `train`, the learning rates are those of the recorded lines.
 """
 
 import argparse
@@ -52,6 +55,7 @@ METHODS: dict[str, dict[str, float]] = {
 }
 # rounds whose losses are averaged, as the loss varies with the participants
 LAST = 5
+PARTS = ("train", "variance")
 # rounds of `variance` that are not measured
 WARM_UP = 5
 
@@ -152,16 +156,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     case = {"ranks": RANKS, "participants": PARTICIPANTS, "local_steps": LOCAL_STEPS}
-    rates = record_losses(case, asked.rounds, asked.seeds)
-    record_variances(case, asked.rounds, asked.seeds, rates)
+    if "train" in asked.parts:
+        record_losses(case, asked.rounds, asked.seeds)
+    if "variance" in asked.parts:
+        rates = {
+            line["method"]: line["lr"]
+            for line in harness.read("fedglomo")
+            if line["part"] == "train"
+        }
+        record_variances(case, asked.rounds, asked.seeds, rates)
 
 
-def record_losses(case: dict[str, Any], rounds: int, seeds: int) -> dict[str, float]:
-    """Record the losses of all methods, and return the learning rate of each."""
-    rates: dict[str, float] = {}
+def record_losses(case: dict[str, Any], rounds: int, seeds: int) -> None:
+    """Record the losses of all methods, each with its best learning rate."""
     budget: list[Progress] = []
     for method, options in METHODS.items():
         runs = {
@@ -172,7 +183,7 @@ def record_losses(case: dict[str, Any], rounds: int, seeds: int) -> dict[str, fl
             lr: statistics.mean(loss_within(run, "loss", math.inf) for run in found)
             for lr, found in runs.items()
         }
-        rates[method] = lr = min(last, key=lambda each: last[each])
+        lr = min(last, key=lambda each: last[each])
         budget = budget or [run[-1] for run in runs[lr]]
         losses: dict[str, Any] = {
             "loss_at_equal_rounds": [loss_within(run, "loss", math.inf) for run in runs[lr]]
@@ -193,7 +204,6 @@ def record_losses(case: dict[str, Any], rounds: int, seeds: int) -> dict[str, fl
             simulated_s=runs[lr][0][-1].seconds,
             loss_of_each_lr={str(each): last[each] for each in RATES},
         )
-    return rates
 
 
 def loss_within(run: Sequence[Progress], name: str, budget: float) -> float:
@@ -207,32 +217,38 @@ def record_variances(
 ) -> None:
     """Record how the subtracted vectors vary over the pairs of participants."""
     for method in ("global", "fedglomo", "fedglomo 0.2"):
-        ratios: dict[str, list[float]] = {"variance": [], "square_error": []}
+        ratios: dict[str, list[float]] = {
+            f"{name}_of_{other}": []
+            for other in ("fedavgs", "fedavgs_at_equal_cost")
+            for name in ("variance", "square_error")
+        }
         for seed in range(seeds):
             problem = Problem(seed, rates[method], METHODS[method], is_exact=True)
             problem.run(0, WARM_UP)
-            sums = torch.zeros(2, 2, dtype=torch.float64)
+            sums = torch.zeros(3, 2, dtype=torch.float64)
             for number in range(WARM_UP, rounds):
                 sums += variances(problem, number, METHODS[method]["round_weight"])
                 problem.run(number, number + 1)
-            ratio = (sums[0] / sums[1]).tolist()
-            ratios["variance"].append(ratio[0])
-            ratios["square_error"].append(ratio[1])
+            for each, value in zip(
+                ratios.values(), (sums[:1] / sums[1:]).flatten().tolist(), strict=True
+            ):
+                each.append(value)
         means: dict[str, Any] = {
-            f"{name}_of_fedavgs_mean": statistics.mean(each) for name, each in ratios.items()
+            f"{name}_mean": statistics.mean(each) for name, each in ratios.items()
         }
-        found: dict[str, Any] = {f"{name}_of_fedavgs": each for name, each in ratios.items()}
         harness.record(
             "fedglomo",
             {"part": "variance", "method": method, **case, "rounds": rounds},
             lr=rates[method],
-            **found,
+            **dict[str, Any](ratios),
             **means,
         )
 
 
 def variances(problem: Problem, number: int, weight: float) -> Tensor:
-    """Return (2, 2) float64: by vector, u and the mean difference, its variance and square error.
+    """Return (3, 2) float64: the variance and the square error of vectors.
+
+    They are u, and the mean differences of as many and of twice as many participants.
 
     Args:
         problem: before round `number`; does not change.
@@ -249,9 +265,8 @@ def variances(problem: Problem, number: int, weight: float) -> Tensor:
     other.run(number, number + 1)
     sent = torch.stack(vectors).double()
     differences, changes = sent.chunk(2, dim=1)
-    pairs = [list(pair) for pair in itertools.combinations(range(RANKS), PARTICIPANTS)]
-    means = torch.stack([differences[pair].mean(0) for pair in pairs])
-    corrected = momentum + torch.stack([changes[pair].mean(0) for pair in pairs])
+    means, larger = (_means_of_sets(differences, size) for size in (PARTICIPANTS, 2 * PARTICIPANTS))
+    corrected = momentum + _means_of_sets(changes, PARTICIPANTS)
     updates = weight * means + (1 - weight) * corrected
     target = differences.mean(0)
     return torch.tensor(
@@ -260,10 +275,16 @@ def variances(problem: Problem, number: int, weight: float) -> Tensor:
                 float((each - each.mean(0)).square().sum(1).mean()),
                 float((each - target).square().sum(1).mean()),
             ]
-            for each in (updates, means)
+            for each in (updates, means, larger)
         ],
         dtype=torch.float64,
     )
+
+
+def _means_of_sets(vectors: Tensor, size: int) -> Tensor:
+    """Return (sets, elements): the mean vector of each set of `size` ranks."""
+    sets = itertools.combinations(range(RANKS), size)
+    return torch.stack([vectors[list(ranks)].mean(0) for ranks in sets])
 
 
 def _keep_sent(update: Any, vectors: list[Tensor]) -> None:
