@@ -39,6 +39,7 @@ from bench import harness
 from gcnzc.compress import Blocks
 from gcnzc.exchange import Algorithm, Compute, Group, Link, Now, lockstep
 from gcnzc.optim import Strategy, fedglomo
+from gcnzc.train import record
 
 RANKS, PARTICIPANTS, LOCAL_STEPS = 8, 2, 8
 COLUMNS, HIDDEN, POINTS, BATCH = 20, 32, 400, 16
@@ -165,7 +166,7 @@ def main() -> None:
     if "variance" in asked.parts:
         rates = {
             line["method"]: line["lr"]
-            for line in harness.read("fedglomo")
+            for line in record.read(harness.RESULTS / "fedglomo.jsonl")
             if line["part"] == "train"
         }
         record_variances(case, asked.rounds, asked.seeds, rates)
