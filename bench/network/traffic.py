@@ -12,6 +12,8 @@ Ratios compare the bytes sent by the interfaces in the same run, with headers an
                 float16 gradients
     streaming   200 steps of Streaming DiLoCo in float4_e3m0, synchronized every 100 steps in 1 or 8
                 fragments, compared with bfloat16 gradients; also the most bytes sent in one step
+    methods     96 steps of each method of bench/strategies/compare.py with its defaults, compared
+                with averaging float32 gradients; the last exchanges, in `finalize`, count as well
 
 It runs on the emulated machines of bench/network/cluster.py, which needs root.
 """
@@ -24,10 +26,11 @@ from typing import Any
 
 from bench.harness import record
 from bench.network.cluster import Cluster
+from bench.strategies.compare import METHODS
 
 WORKER = "bench.network.traffic_worker"
 MBIT_PER_S = 1000.0
-PARTS = ("stage", "run", "streaming")
+PARTS = ("stage", "run", "streaming", "methods")
 Line = dict[str, Any]
 
 
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "times_fewer_by_ledger": first["ledger_bytes"]
             / first["steps"]
             / (line["ledger_bytes"] / line["steps"]),
+            "wire_of_ledger": line["wire_bytes"] / line["ledger_bytes"],
         }
         record("traffic", {"workers": options.workers, **task}, **line)
 
@@ -70,6 +74,9 @@ def tasks_of(part: str) -> Iterator[Line]:
         yield {"way": "float16", "steps": 20, "skip": 1}
         for method in ("onebit-adam float16", "onebit-lamb float16", "onebit-adam", "onebit-lamb"):
             yield {"way": method, "steps": 100, "skip": 0, "warmup": 15}
+    elif part == "methods":
+        for method in METHODS:
+            yield {"way": method, "steps": 96, "skip": 0}
     else:
         yield {"way": "bfloat16", "steps": 20, "skip": 1}
         for fragments in (1, 8):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.strategies.compare import METHODS
 from gcnzc.compress import Dense, Sign, compression
 from gcnzc.exchange import AllGather, AllGatherScalar, Group, init_group
 from gcnzc.exchange.requests import yield_request
@@ -45,15 +46,21 @@ def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(group.rank)
     parameters = [torch.nn.Parameter(torch.randn(int(size))) for size in sizes]
     optimizer = optimizer_of(task, parameters, group)
-    before, most = None, 0
-    for step in range(task["skip"] + steps):
+
+    def set_random_gradients() -> float:
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
+        return 0.0
+
+    before, most = None, 0
+    for step in range(task["skip"] + steps):
         if step == task["skip"]:
             before = counters(group)
         ledger = group.ledger.bytes_sent
-        optimizer.step()
+        optimizer.step(set_random_gradients)
         most = max(most, group.ledger.bytes_sent - ledger)
+    if task["part"] == "methods":
+        optimizer.finalize()
     assert before is not None, "there are steps"
     found = [b - a for a, b in zip(before, counters(group), strict=True)]
     mine = torch.tensor([*found, most], dtype=torch.float64)
@@ -72,6 +79,8 @@ def measured(group: Group, task: dict[str, Any]) -> dict[str, Any]:
 def optimizer_of(task: dict[str, Any], parameters: list[Any], group: Group) -> Any:
     """Return the optimizer of a task."""
     method, warmup = task["way"], task.get("warmup", 0)
+    if task["part"] == "methods":
+        return METHODS[method](torch.nn.ParameterList(parameters), group, task["steps"])
     if method in ("float32", "float16", "bfloat16"):
         inner = torch.optim.SGD(parameters, 1e-6)
         compress = None if method == "float32" else Dense(getattr(torch, method))
