@@ -511,7 +511,11 @@ def traffic() -> str:
         "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
         "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
     }
-    lines = [line for line in read("traffic") if line["times_fewer"] != 1]
+    lines = [
+        line
+        for line in read("traffic")
+        if line["times_fewer"] != 1 and line["part"] != "methods"
+    ]
     sizes = sorted({line["elements"] for line in lines})
     for line in lines:
         line["fragments"] = line.get("fragments")
@@ -527,6 +531,34 @@ def traffic() -> str:
         rows.append([method, titles[part] + more, *shown])
     heads = ["method", "exchange", *(f"{size:,} parameters" for size in sizes)]
     return with_caption(markdown(heads, rows), found.values(), "python -m bench.network.traffic")
+
+
+@table
+def bytes_of_methods() -> str:
+    """Return the table of the bytes of all methods, by their ledgers and their interfaces."""
+    lines = [line for line in read("traffic") if line["part"] == "methods"]
+    found = newest(lines, "way")
+    rows = [
+        [
+            method,
+            significant(line["ledger_bytes"] / line["steps"] / line["workers"] / 1e3),
+            significant(line["wire_bytes_per_step"] / 1e3),
+            f"{line['wire_of_ledger']:.2f}",
+            significant(line["times_fewer_by_ledger"]),
+            significant(line["times_fewer"]),
+        ]
+        for method, line in found.items()
+    ]
+    heads = [
+        "method",
+        "kB per step, ledger",
+        "kB per step, interface",
+        "interface / ledger",
+        "times fewer than average, ledger",
+        "times fewer, interface",
+    ]
+    command = "python -m bench.network.traffic --parts methods --elements 50000"
+    return with_caption(markdown(heads, rows), found.values(), command)
 
 
 @table

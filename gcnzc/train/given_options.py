@@ -21,6 +21,8 @@ def remember_given(kind: type[C]) -> type[C]:
 
     @wraps(initialize)
     def initialize_and_remember(self: C, **options: Any) -> None:
+        # `vars` of a config, the arguments of a copy, has the names too
+        options.pop(_GIVEN, None)
         given = frozenset(options) if names - options.keys() else frozenset()
         # the dataclass is frozen
         object.__setattr__(self, _GIVEN, given)

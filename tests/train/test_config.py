@@ -12,6 +12,7 @@ from gcnzc.cli.commands.data import MakeConfig
 from gcnzc.cli.parser import parse
 from gcnzc.train import model_options, optimizer_options, option_groups
 from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.given_options import given_options
 from gcnzc.train.options import config_from_dict, config_to_dict, option_name
 from gcnzc.train.run import train
 
@@ -230,3 +231,9 @@ def test_one_process_does_not_train_as_if_it_were_several_workers(tmp_path):
     with pytest.raises(ValueError, match="workers is 2, and this is one process"):
         train(config, tmp_path / "run")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_options_of_a_config_are_arguments_of_another():
+    config = TrainConfig(strategy="muloco", optimizer="muon", epochs=7)
+    assert TrainConfig(**vars(config)) == config
+    assert given_options(TrainConfig(**vars(config))) == frozenset()
