@@ -1,6 +1,6 @@
 """R-GCN, heterogeneous GraphSAGE, R-GAT and HGT models on blocks of heterogeneous graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,9 @@ class RGCN(HeteroModel):
         num_layers: number of layers, and of hops of the sampler.
         dropout: probability that a hidden element is zeroed during training.
         input_dropout: probability that a feature is zeroed during training.
+        input_linear: project the features of all node types to `hidden` columns; or the node types
+            whose features are projected. The others, such as trainable embeddings, must have
+            `hidden` columns.
         num_bases: number of basis matrices of each layer (equation 3), of which the matrices of all
             edge types are linear combinations. Default: a matrix for each edge type.
         norm: "batch" for batch normalization after hidden layers, "layer" for layer normalization,
@@ -60,6 +63,7 @@ class RGCN(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         num_bases: int | None = None,
         norm: str = "none",
         residual: bool = False,
@@ -84,6 +88,7 @@ class RGCN(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -111,6 +116,7 @@ class HeteroSAGE(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         norm: str = "none",
         residual: bool = False,
         output_linear: bool = False,
@@ -132,6 +138,7 @@ class HeteroSAGE(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -172,6 +179,7 @@ class RGAT(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         heads: int = 4,
         attention_dropout: float = 0.0,
         norm: str = "none",
@@ -204,6 +212,7 @@ class RGAT(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -242,6 +251,7 @@ class HGT(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         heads: int = 4,
         norm: str = "none",
     ) -> None:
@@ -261,6 +271,7 @@ class HGT(HeteroModel):
             _dropout_only,
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=False,
             output_linear=True,
