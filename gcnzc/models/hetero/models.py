@@ -12,7 +12,7 @@ from gcnzc.models.hetero.attention import HGTLayer, RGATLayer
 from gcnzc.models.hetero.layers import HeteroLayer, HeteroSAGELayer, RGCNLayer
 from gcnzc.models.hetero.stack import HeteroModel
 from gcnzc.sampling.hetero_block import HeteroMetadata
-from gcnzc.system.arguments import check_integer
+from gcnzc.system.arguments import check_flag, check_integer
 
 
 class RGCN(HeteroModel):
@@ -38,6 +38,8 @@ class RGCN(HeteroModel):
             `hidden` columns.
         num_bases: number of basis matrices of each layer (equation 3), of which the matrices of all
             edge types are linear combinations. Default: a matrix for each edge type.
+        root_weight: whether node types have matrices W_t for their own rows. Without them, add self
+            loops to an edge type, so that a node's own row is in its mean.
         norm: "batch" for batch normalization after hidden layers, "layer" for layer normalization,
             both with parameters for each node type; or "none".
         residual: add a linear projection of each layer's input to its output.
@@ -65,6 +67,7 @@ class RGCN(HeteroModel):
         input_dropout: float = 0.0,
         input_linear: bool | Collection[str] = True,
         num_bases: int | None = None,
+        root_weight: bool = True,
         norm: str = "none",
         residual: bool = False,
         output_linear: bool = False,
@@ -73,9 +76,12 @@ class RGCN(HeteroModel):
         hidden = check_integer("hidden", hidden, 1)
         if num_bases is not None:
             num_bases = check_integer("num_bases", num_bases, 1)
+        root_weight = check_flag("root_weight", root_weight)
 
         def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return RGCNLayer(types, own, hidden, out or hidden, num_bases=num_bases)
+            return RGCNLayer(
+                types, own, hidden, out or hidden, num_bases=num_bases, root_weight=root_weight
+            )
 
         super().__init__(
             make_layer,
@@ -102,7 +108,8 @@ class HeteroSAGE(HeteroModel):
     "sum", which `to_hetero` also builds. A node type without edge types into it gets a linear
     projection of its own rows, where PyG omits the type.
 
-    The arguments are those of `RGCN`, except `num_bases`.
+    The arguments are those of `RGCN`, except `num_bases` and
+    `root_weight`.
     """
 
     def __init__(
@@ -154,7 +161,7 @@ class RGAT(HeteroModel):
     Hidden layers concatenate the outputs of their heads; a last layer that computes the outputs
     averages them.
 
-    The arguments are those of `RGCN`, except `num_bases`, and:
+    The arguments are those of `RGCN`, except `num_bases` and `root_weight`, and:
 
     Args:
         hidden: columns of the hidden layers, over all heads; divisible by `heads`.
@@ -228,8 +235,8 @@ class HGT(HeteroModel):
     computes the outputs after the last layer. There is no activation between layers, which contain
     a GELU.
 
-    The arguments are those of `RGCN`, except `num_bases`, `residual`, `output_linear` and
-    `activation`, and:
+    The arguments are those of `RGCN`, except `num_bases`, `root_weight`, `residual`,
+    `output_linear` and `activation`, and:
 
     Args:
         hidden: columns of the layers, over all heads; divisible by `heads`.
