@@ -57,6 +57,8 @@ class HeteroBatch:
             seeds of several types are numbered consecutively in their order. PyG's `batch`.
         seed_times: (S,) times of the seeds, for temporal sampling.
         times: seconds that the work on this minibatch took, by keys that end in `_s`.
+        once: whether each hop has only in-edges of the nodes that the hop before found; otherwise
+            of all nodes that were known.
     """
 
     nodes: dict[str, Tensor]
@@ -69,6 +71,7 @@ class HeteroBatch:
     subgraphs: dict[str, Tensor] | None = None
     seed_times: Tensor | None = None
     times: dict[str, float] = field(default_factory=dict)
+    once: bool = True
 
     def edge_index(self, edge_type: EdgeType) -> Tensor:
         """Return the (2, E_r) rows and columns of an edge type, as PyG's `edge_index`."""
@@ -340,6 +343,7 @@ class HeteroSampler:
             num_edges=None if num_edges is None else dict(zip(edge_types, num_edges, strict=True)),
             subgraphs=None if subgraphs is None else dict(zip(node_types, subgraphs, strict=True)),
             seed_times=times,
+            once=self.options.once,
         )
 
     def _damage(self, error: _InvalidColumn) -> ValueError:
