@@ -2,7 +2,26 @@
 
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero_block import (
+    HeteroBlock,
+    HeteroMetadata,
+    build_full_hetero_blocks,
+    build_hetero_blocks,
+)
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
-__all__ = ["Batch", "Block", "HeteroBatch", "HeteroSampler", "LinkSampler", "Sampler"]
+__all__ = [
+    "Batch",
+    "Block",
+    "HeteroBatch",
+    "HeteroBlock",
+    "HeteroLinkSampler",
+    "HeteroMetadata",
+    "HeteroSampler",
+    "LinkSampler",
+    "Sampler",
+    "build_full_hetero_blocks",
+    "build_hetero_blocks",
+]
