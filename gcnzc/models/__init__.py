@@ -1,9 +1,10 @@
-"""GNN models (GCN, GraphSAGE, GIN, GAT, GATv2), decoders for link prediction, and metrics."""
+"""GNN models on graphs and heterogeneous graphs, decoders for link prediction, and metrics."""
 
 from typing import TYPE_CHECKING
 
 from gcnzc._lazy import lazy_attributes
 from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, GATv2
+from gcnzc.models.hetero import RGCN, HeteroModel, HeteroSAGE
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.stack import Model
 
@@ -14,10 +15,13 @@ __all__ = [
     "GAT",
     "GCN",
     "GIN",
+    "RGCN",
     "SAGE",
     "Dot",
     "GATv2",
     "HadamardMLP",
+    "HeteroModel",
+    "HeteroSAGE",
     "LinkModel",
     "Model",
     "score",

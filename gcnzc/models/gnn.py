@@ -62,7 +62,7 @@ class _ModelWithoutHeads(Model):
             hidden,
             num_classes,
             num_layers,
-            _make_activation(activation),
+            make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
             norm=resolve_norm(norm, batch_norm),
@@ -234,7 +234,7 @@ class GAT(Model):
             hidden * heads,
             num_classes,
             num_layers,
-            _make_activation(activation),
+            make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
             norm=norm,
@@ -260,7 +260,7 @@ class GATv2(GAT):
     layer_class = GATv2Layer
 
 
-def _make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
+def make_activation(name: str) -> Callable[[Tensor, float, int], Tensor]:
     """Return a function of (x, p, seed): activation and dropout; it may overwrite x."""
     check_choice("activation", name, ACTIVATIONS)
     return relu_dropout_ if name == "relu" else elu_dropout_

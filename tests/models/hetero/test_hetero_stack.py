@@ -1,0 +1,265 @@
+"""Properties of all models on heterogeneous blocks, and their errors."""
+
+import pytest
+import torch
+from typed_dense import (
+    ABOUT,
+    AUTHOR,
+    CITES,
+    COLUMNS,
+    FIELD,
+    NEVER,
+    PAPER,
+    SIZES,
+    WRITES,
+    academic,
+    features,
+    randomize,
+)
+
+from gcnzc.models.hetero import RGCN, HeteroSAGE
+from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+MODELS = {
+    "rgcn": RGCN,
+    "bases": lambda *sizes, **options: RGCN(*sizes, num_bases=2, **options),
+    "sage": HeteroSAGE,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name, graph, target=PAPER, **options):
+    options = {"dropout": 0.0, "num_layers": 2} | options
+    return randomize(MODELS[name](graph.metadata(), COLUMNS, 8, 4, target, **options))
+
+
+def rows_of(batch, x):
+    return {name: x[name][ids] for name, ids in batch.nodes.items()}
+
+
+@each_model
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("options", [{}, {"disjoint": True}])
+def test_minibatches_with_all_neighbours_equal_full_batch(name, once, options):
+    graph, x = academic(), features()
+    model = make(name, graph, norm="layer", residual=True, output_linear=True, num_layers=3)
+    full = model(build_full_hetero_blocks(graph, 3), x)
+    ids = torch.tensor([22, 3, 4, 0])
+    sampler = HeteroSampler(graph, [-1] * 3, once=once, **options)
+    batch = sampler.sample((PAPER, ids), epoch=0)
+    out = model(build_hetero_blocks(batch), rows_of(batch, x))
+    torch.testing.assert_close(out, full[ids], **TOLERANCE)
+
+
+@each_model
+def test_gradients_of_minibatches_equal_full_batch(name):
+    graph, ids = academic(), torch.tensor([22, 3, 4, 0])
+    model = make(name, graph)
+    found = []
+    x = {each: rows.requires_grad_() for each, rows in features().items()}
+    batch = HeteroSampler(graph, [-1, -1]).sample((PAPER, ids), epoch=0)
+    for out in (
+        model(build_full_hetero_blocks(graph, 2, targets=[PAPER]), x)[ids],
+        model(build_hetero_blocks(batch), rows_of(batch, x)),
+    ):
+        for tensor in (*x.values(), *model.parameters()):
+            tensor.grad = None
+        out.sin().sum().backward()
+        found.append([each.grad for each in (*x.values(), *model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+@each_model
+def test_induced_subgraphs_of_all_nodes_equal_full_batch(name):
+    graph, x = academic(), features()
+    model = make(name, graph)
+    seeds = {each: torch.arange(count) for each, count in SIZES.items()}
+    batch = HeteroSampler(graph, [0, 0], subgraph_type="induced").sample(seeds, epoch=0)
+    out = model(build_hetero_blocks(batch), rows_of(batch, x))
+    torch.testing.assert_close(out, model(build_full_hetero_blocks(graph, 2), x), **TOLERANCE)
+
+
+@each_model
+def test_outputs_of_several_types_are_those_of_each(name):
+    graph, x = academic(), features()
+    blocks = build_full_hetero_blocks(graph, 2)
+    both = make(name, graph, target=(PAPER, AUTHOR), output_linear=True)(blocks, x)
+    assert {each: tuple(out.shape) for each, out in both.items()} == {
+        PAPER: (SIZES[PAPER], 4),
+        AUTHOR: (SIZES[AUTHOR], 4),
+    }
+    batch = HeteroSampler(graph, [-1, -1]).sample(
+        {AUTHOR: torch.tensor([4, 1]), PAPER: torch.tensor([7])}, epoch=0
+    )
+    model = make(name, graph, target=(PAPER, AUTHOR), output_linear=True)
+    out = model(build_hetero_blocks(batch), rows_of(batch, x))
+    torch.testing.assert_close(out[AUTHOR], both[AUTHOR][[4, 1]], **TOLERANCE)
+    torch.testing.assert_close(out[PAPER], both[PAPER][[7]], **TOLERANCE)
+
+
+@each_model
+def test_seeds_of_other_types_do_not_change_outputs(name):
+    # no edge type leads from fields to the target, so that no layer computes them
+    graph, x = academic(WRITES, CITES, (PAPER, "touches", FIELD)), features()
+    model = make(name, graph)
+    ids = torch.tensor([7, 2])
+    outs = []
+    for seeds in ({PAPER: ids}, {FIELD: torch.tensor([1, 0]), PAPER: ids}):
+        batch = HeteroSampler(graph, [-1, -1]).sample(seeds, epoch=0)
+        outs.append(model(build_hetero_blocks(batch), rows_of(batch, x)))
+    torch.testing.assert_close(*outs, **TOLERANCE)
+
+
+@each_model
+def test_edge_types_without_edges_and_types_without_sources(name):
+    graph, x = academic(NEVER, ABOUT), features()
+    model = make(name, graph)
+    batch = HeteroSampler(graph, [-1, -1]).sample((PAPER, torch.tensor([22, 1])), epoch=0)
+    rows = rows_of(batch, x)
+    assert not len(rows[AUTHOR])
+    out = model(build_hetero_blocks(batch), rows)
+    assert out.isfinite().all()
+    del rows[AUTHOR]
+    assert torch.equal(model(build_hetero_blocks(batch), rows), out)
+    out.sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+@each_model
+def test_dropout_is_reproducible_and_only_in_training(name):
+    graph, x = academic(), features()
+    model = make(name, graph, dropout=0.5, input_dropout=0.3)
+    blocks = build_full_hetero_blocks(graph, 2)
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outs.append(model.train()(blocks, x))
+    assert torch.equal(*outs)
+    assert not torch.equal(model(blocks, x), outs[0])
+    model.eval()
+    assert torch.equal(model(blocks, x), model(blocks, x))
+
+
+@each_model
+@pytest.mark.parametrize("norm", ["none", "batch", "layer"])
+def test_training_decreases_the_loss(name, norm):
+    torch.manual_seed(0)
+    graph = academic()
+    x = {each: rows.float() for each, rows in features().items()}
+    model = MODELS[name](
+        graph.metadata(), COLUMNS, 16, 4, PAPER, dropout=0.1, norm=norm, residual=True
+    )
+    labels = torch.randint(0, 4, (SIZES[PAPER],))
+    blocks = build_full_hetero_blocks(graph, 2, targets=[PAPER])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(blocks, x), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@each_model
+def test_reset_parameters_depends_on_the_random_seed(name):
+    graph = academic()
+    model = MODELS[name](graph.metadata(), COLUMNS, 16, 4, PAPER, norm="layer", residual=True)
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model.reset_parameters()
+        states.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_embeddings_get_gradients():
+    graph, x = academic(), features()
+    model = make("rgcn", graph)
+    table = torch.nn.Embedding(SIZES[AUTHOR], COLUMNS[AUTHOR]).double()
+    batch = HeteroSampler(graph, [2, 2]).sample((PAPER, torch.tensor([3, 4, 8])), epoch=0)
+    rows = rows_of(batch, x) | {AUTHOR: table(batch.nodes[AUTHOR])}
+    model(build_hetero_blocks(batch), rows).sum().backward()
+    touched = table.weight.grad.abs().sum(1).nonzero().flatten()
+    assert len(touched) > 0
+    assert set(touched.tolist()) <= set(batch.nodes[AUTHOR].tolist())
+
+
+def test_bfloat16_autocast_is_close():
+    graph = academic()
+    x = {name: rows.float() for name, rows in features().items()}
+    blocks = build_full_hetero_blocks(graph, 2)
+    for name in MODELS:
+        torch.manual_seed(0)
+        model = MODELS[name](graph.metadata(), COLUMNS, 16, 4, PAPER, dropout=0.0, norm="layer")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(blocks, x)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), model(blocks, x), rtol=0.05, atol=0.05)
+        out.float().sum().backward()
+
+
+BAD_MODELS = {
+    "unknown target": ({"target": "venue"}, "target is 'venue'"),
+    "no targets": ({"target": ()}, "target has no node types"),
+    "missing columns": ({"in_features": {PAPER: 7, FIELD: 4}}, "no columns of node type 'author'"),
+    "unknown columns": ({"in_features": COLUMNS | {"venue": 3}}, "node type 'venue'"),
+    "zero columns": ({"in_features": COLUMNS | {PAPER: 0}}, r"in_features\['paper'\] is 0"),
+    "norm": ({"norm": "group"}, "norm"),
+    "dropout": ({"dropout": 1.0}, "dropout"),
+    "hidden": ({"hidden": 0}, "hidden is 0"),
+    "layers": ({"num_layers": 0}, "num_layers is 0"),
+    "activation": ({"activation": "tanh"}, "activation"),
+    "bases": ({"num_bases": 0}, "num_bases is 0"),
+    "edge type": ({"metadata": (["a"], [("a", "to", "b")])}, "edge type"),
+    "twice": ({"metadata": (["a", "a"], [])}, "twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_bad_options_are_errors(case):
+    options, message = BAD_MODELS[case]
+    good = {
+        "metadata": academic().metadata(),
+        "in_features": COLUMNS,
+        "hidden": 8,
+        "num_classes": 4,
+        "target": PAPER,
+    }
+    with pytest.raises(ValueError, match=message):
+        RGCN(**(good | options))
+
+
+def test_wrong_types_of_options_are_errors():
+    with pytest.raises(TypeError, match="metadata"):
+        RGCN(3, COLUMNS, 8, 4, PAPER)
+    with pytest.raises(TypeError, match="in_features"):
+        RGCN(academic().metadata(), 7, 8, 4, PAPER)
+
+
+def test_bad_inputs_are_errors():
+    graph, x = academic(), features()
+    model, blocks = make("rgcn", graph), build_full_hetero_blocks(graph, 2)
+    for wrong, message in (
+        ({name: x[name] for name in (PAPER, FIELD)}, "no features of node type 'author'"),
+        (x | {AUTHOR: x[AUTHOR][:, :2]}, r"x\['author'\] has shape \(17, 2\)"),
+        (x | {AUTHOR: x[AUTHOR][1:]}, r"x\['author'\] has shape \(16, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(blocks, wrong)
+    for wrong in (x[PAPER], x | {PAPER: x[PAPER].long()}, x | {PAPER: [1.0]}):
+        with pytest.raises(TypeError, match="x"):
+            model(blocks, wrong)
+    with pytest.raises(ValueError, match="1 blocks for a model of 2 layers"):
+        model(blocks[:1], x)
+    with pytest.raises(ValueError, match="other metadata"):
+        model(build_full_hetero_blocks(academic(WRITES, CITES), 2), x)
+    batch = HeteroSampler(graph, [2, 2]).sample((PAPER, [1, 2]), epoch=0)
+    with pytest.raises(ValueError, match="destinations"):
+        model(build_hetero_blocks(batch)[::-1], x)
+    with pytest.raises(TypeError, match=r"blocks\[0\]"):
+        model([None, None], x)

@@ -1,0 +1,202 @@
+"""R-GCN and heterogeneous GraphSAGE equal dense formulas and PyG's layers."""
+
+import pytest
+import torch
+from typed_dense import COLUMNS, PAPER, SIZES, academic, adjacency, edge_index, features, randomize
+
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.models.gnn import SAGE
+from gcnzc.models.hetero import RGCN, HeteroSAGE
+from gcnzc.sampling import Sampler, build_full_hetero_blocks
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+MODELS = {
+    "rgcn": RGCN,
+    "bases": lambda *sizes, **options: RGCN(*sizes, num_bases=2, **options),
+    "sage": HeteroSAGE,
+}
+
+
+def make(name, graph, **options):
+    options = {"dropout": 0.0, "num_layers": 2} | options
+    return randomize(MODELS[name](graph.metadata(), COLUMNS, 8, 3, PAPER, **options))
+
+
+def project(model, graph, x):
+    names = [graph.node_types[t] for t in model.in_types]
+    return {name: linear(x[name]) for name, linear in zip(names, model.input_linears, strict=True)}
+
+
+def rgcn_matrices(layer):
+    """The matrices of the edge types of a layer."""
+    if layer.coefficients is None:
+        return layer.weight
+    return torch.einsum("rb,bfh->rfh", layer.coefficients, layer.weight)
+
+
+def layer_by_hand(layer, graph, x):
+    """The outputs of a layer for each of its node types, from dense matrices."""
+    outs = {}
+    first_own = 0
+    is_sage = hasattr(layer, "neighbours")
+    weight = layer.neighbours if is_sage else rgcn_matrices(layer)
+    for j, t in enumerate(layer.out_types):
+        name = graph.node_types[t]
+        outs[name] = torch.zeros(SIZES[name], layer.out_features, dtype=torch.float64)
+        if not is_sage:
+            outs[name] = x[name] @ layer.own[j] + layer.bias[j]
+        into = [k for k, r in enumerate(layer.edge_types) if graph.edge_types[r][2] == name]
+        for k in into:
+            edge_type = graph.edge_types[layer.edge_types[k]]
+            matrix = adjacency(graph, edge_type)
+            mean = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
+            outs[name] = outs[name] + mean @ x[edge_type[0]] @ weight[k]
+        if is_sage:
+            for own in range(first_own, first_own + max(len(into), 1)):
+                outs[name] = outs[name] + x[name] @ layer.own[own] + layer.bias[own]
+            first_own += max(len(into), 1)
+    return outs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_dense_formulas(name):
+    graph, x = academic(), features()
+    model = make(name, graph)
+    rows = project(model, graph, x)
+    for layer in model.layers:
+        rows = layer_by_hand(layer, graph, rows)
+        hidden, rows = rows, {each: out.relu() for each, out in rows.items()}
+    torch.testing.assert_close(
+        model(build_full_hetero_blocks(graph, 2), x), hidden[PAPER], **TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("name", ["rgcn", "bases"])
+def test_rgcn_equals_pyg(name):
+    conv = pytest.importorskip("torch_geometric.nn").RGCNConv
+    graph, x = academic(), features()
+    model = make(name, graph)
+    starts = dict(zip(SIZES, torch.tensor([0, *SIZES.values()]).cumsum(0).tolist(), strict=False))
+    ends, types = [], []
+    for r, (each, own) in enumerate(edge_index(graph).items()):
+        ends.append(own + torch.tensor([[starts[each[0]]], [starts[each[2]]]]))
+        types += [r] * own.shape[1]
+    names = [graph.node_types[t] for t in model.in_types]
+    inputs = {each: x[each].clone().requires_grad_() for each in names}
+    rows = torch.cat([project(model, graph, inputs)[each] for each in SIZES])
+    convs = []
+    for layer in model.layers:
+        # one matrix of its own rows for all node types, as PyG has it
+        layer.own.data[:], layer.bias.data[:] = (
+            layer.own.data[0].clone(),
+            layer.bias.data[0].clone(),
+        )
+        num_bases = None if layer.coefficients is None else 2
+        own = conv(8, layer.out_features, len(graph.edge_types), num_bases=num_bases).double()
+        order = torch.tensor(layer.edge_types)
+        with torch.no_grad():
+            own.root.copy_(layer.own[0])
+            own.bias.copy_(layer.bias[0])
+            if own.comp is None:
+                own.weight.zero_()[order] = layer.weight
+            else:
+                own.comp.zero_()[order] = layer.coefficients
+                own.weight.copy_(layer.weight)
+        convs.append(own)
+    hidden = convs[0](rows, torch.cat(ends, 1), torch.tensor(types)).relu()
+    expected = convs[1](hidden, torch.cat(ends, 1), torch.tensor(types))[: SIZES[PAPER]]
+    mine = {each: x[each].clone().requires_grad_() for each in names}
+    out = model(build_full_hetero_blocks(graph, 2), mine)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    (out.sin().sum()).backward()
+    expected.sin().sum().backward()
+    for each in names:
+        torch.testing.assert_close(mine[each].grad, inputs[each].grad, **TOLERANCE)
+    for layer, own in zip(model.layers, convs, strict=True):
+        order = torch.tensor(layer.edge_types)
+        theirs = own.weight.grad if own.comp is not None else own.weight.grad[order]
+        torch.testing.assert_close(layer.weight.grad, theirs, **TOLERANCE)
+        torch.testing.assert_close(layer.own.grad.sum(0), own.root.grad, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
+def test_sage_equals_hetero_conv_of_pyg():
+    pyg = pytest.importorskip("torch_geometric.nn")
+    graph, x = academic(), features()
+    model = make("sage", graph)
+    mine = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    theirs = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    rows = project(model, graph, theirs)
+    for index, layer in enumerate(model.layers):
+        convs = {}
+        for k, r in enumerate(layer.edge_types):
+            own = pyg.SAGEConv((8, 8), layer.out_features).double()
+            with torch.no_grad():
+                own.lin_l.weight.copy_(layer.neighbours[k].t())
+                own.lin_l.bias.copy_(layer.bias[k])
+                own.lin_r.weight.copy_(layer.own[k].t())
+            convs[graph.edge_types[r]] = own
+        edges = {each: own for each, own in edge_index(graph).items() if each in convs}
+        rows = pyg.HeteroConv(convs, aggr="sum")(rows, edges)
+        rows = {name: out.relu() if index == 0 else out for name, out in rows.items()}
+    out = model(build_full_hetero_blocks(graph, 2), mine)
+    torch.testing.assert_close(out, rows[PAPER], **TOLERANCE)
+    out.sin().sum().backward()
+    rows[PAPER].sin().sum().backward()
+    for name in x:
+        torch.testing.assert_close(mine[name].grad, theirs[name].grad, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "sage"])
+def test_one_relation_is_the_homogeneous_layer(name):
+    graph = Graph.from_edges(torch.randint(0, 20, (60,)), torch.randint(0, 19, (60,)), 20)
+    typed = HeteroGraph.from_arrays(
+        {"node": {"num_nodes": 20}}, {("node", "to", "node"): {"edge_index": graph.edges()}}
+    )
+    model = randomize(MODELS[name](typed.metadata(), {"node": 6}, 8, 3, "node", dropout=0.0))
+    plain = SAGE(6, 8, 3, 2, 0.0, input_linear=True).double()
+    with torch.no_grad():
+        plain.input_linear.load_state_dict(model.input_linears[0].state_dict())
+        for own, layer in zip(plain.layers, model.layers, strict=True):
+            weights = layer.weights()[0]
+            own.neighbours.weight.copy_(weights.neighbours.t())
+            own.neighbours.bias.copy_(weights.bias)
+            own.own.weight.copy_(weights.own.t())
+    x = torch.randn(20, 6).double()
+    blocks = Sampler(graph, [-1, -1]).sample(torch.arange(20), epoch=0).blocks
+    torch.testing.assert_close(
+        model(build_full_hetero_blocks(typed, 2), {"node": x}), plain(blocks, x), **TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_derivatives(name):
+    graph, x = academic(), features()
+    model = make(name, graph)
+    blocks = build_full_hetero_blocks(graph, 2, targets=[PAPER])
+    names = [graph.node_types[t] for t in model.in_types]
+    parameters = dict(model.named_parameters())
+
+    def outputs(*values):
+        rows = dict(zip(names, values, strict=False))
+        own = dict(zip(parameters, values[len(names) :], strict=True))
+        return torch.func.functional_call(model, own, (blocks, rows))
+
+    values = [x[each].requires_grad_() for each in names]
+    values += [each.detach().requires_grad_() for each in parameters.values()]
+    assert torch.autograd.gradcheck(outputs, values, fast_mode=True)
+
+
+def test_default_initialization_has_the_distribution_of_pyg():
+    torch.manual_seed(0)
+    graph = academic()
+    model = RGCN(graph.metadata(), COLUMNS, 64, 64, PAPER, num_layers=1)
+    (layer,) = model.layers
+    bound = (6 / 128) ** 0.5
+    for weight in (layer.weight, layer.own):
+        assert bound * 0.99 < weight.abs().max() <= bound
+    assert not layer.bias.any()
+    (layer,) = HeteroSAGE(graph.metadata(), COLUMNS, 64, 64, PAPER, num_layers=1).layers
+    for weight in (layer.neighbours, layer.own, layer.bias):
+        assert 0.99 / 8 * 0.9 < weight.abs().max() <= 1 / 8
