@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, cast
@@ -14,6 +14,7 @@ from gcnzc.features.cache import CachedTable
 from gcnzc.loader.batches import Batches
 from gcnzc.optim import Strategy
 from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
@@ -54,7 +55,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
-        batches = cast(Batches | Generator[Batch, None, None], iter(trainer.loader))
+        batches = cast(Batches[Batch | HeteroBatch], iter(trainer.loader))
         stack.enter_context(closing(batches))
         began = trainer.now()
         for step in range(accumulation.first_step(resumed_at), steps):

@@ -10,8 +10,9 @@ from gcnzc.train.options import Options, at_least, option_name
 class ModelOptions(Options):
     """The model: its layers, sizes and dropout rates."""
 
-    model: Literal["sage", "gcn", "gin", "gat", "gatv2"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2"""
+    model: Literal["sage", "gcn", "gin", "gat", "gatv2", "rgcn", "hetero-sage"] = "sage"
+    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2; for heterogeneous graphs R-GCN, or
+    GraphSAGE with a layer for each edge type"""
     hidden: int = 256
     """hidden features; for GAT and GATv2, per attention head"""
     layers: int = 3

@@ -15,6 +15,7 @@ from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
+from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
@@ -23,6 +24,7 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
 from gcnzc.train.graph_files import describe_files
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.precision import Precision
 from gcnzc.train.progress import Reporter
@@ -53,13 +55,13 @@ class Trainer:
         self,
         config: TrainConfig,
         folder: Path,
-        data: Dataset,
+        data: Dataset | HeteroDataset,
         task: Task,
-        table: FeatureTable,
+        table: FeatureTable | TypedTables,
         device: torch.device,
         model: nn.Module,
         optimizer: DistributedOptimizer,
-        loader: Loader | FullBatchLoader,
+        loader: Loader | FullBatchLoader | HeteroLoader,
         reporter: Reporter,
         precision: Precision,
         began: float,

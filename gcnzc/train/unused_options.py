@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero_options import HETERO_MODELS
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.options import option_name
 from gcnzc.train.strategies import STRATEGIES
@@ -13,6 +14,7 @@ Choices = Mapping[str, tuple[str | bool, ...]]
 
 _LINK: Choices = {"task": ("link",)}
 _NODE: Choices = {"task": ("node",)}
+_HETERO: Choices = {"model": HETERO_MODELS}
 _GAT: Choices = {"model": ("gat", "gatv2")}
 _CACHED: Choices = {"features": ("cached",)}
 _STEP: Choices = {"schedule": ("step",)}
@@ -32,6 +34,8 @@ _OF_STRATEGIES = _strategy_options()
 
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
+    "target": {**_HETERO, **_NODE},
+    "temporal": _HETERO,
     "metric": _NODE,
     "label_inputs": _NODE,
     "decoder": _LINK,
