@@ -1,9 +1,10 @@
-"""Tables of features in host memory, page-locked for GPUs, and caches of rows in GPU memory."""
+"""Tables of features and of embeddings in host memory, and caches of rows in GPU memory."""
 
 from gcnzc._moved import renamed
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
 from gcnzc.features.cache_counters import CacheCounters
+from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
 
@@ -11,6 +12,7 @@ __all__ = [
     "CacheCounters",
     "CachedShare",
     "CachedTable",
+    "EmbeddingTable",
     "FeatureTable",
     "Presample",
     "cached",

@@ -3,6 +3,8 @@
 from gcnzc._moved import renamed
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.ddp import keep_gradients_local
+from gcnzc.optim.embedding.base import RowOptimizer
+from gcnzc.optim.embedding.rules import SparseAdagrad, SparseAdam, SparseSGD
 from gcnzc.optim.late_phase import LatePhaseWarning
 from gcnzc.optim.local.co2 import CO2, co2
 from gcnzc.optim.local.diloco import DiLoCo, diloco
@@ -40,6 +42,10 @@ __all__ = [
     "OneBitLamb",
     "Recipe",
     "Replicated",
+    "RowOptimizer",
+    "SparseAdagrad",
+    "SparseAdam",
+    "SparseSGD",
     "Strategy",
     "StreamingDiLoCo",
     "ZeroOneAdam",
