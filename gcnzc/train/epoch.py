@@ -21,7 +21,12 @@ from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.results import format_epoch
-from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pending
+from gcnzc.train.saving import (
+    handle_stop_request,
+    rewrite_record,
+    write_best_embeddings,
+    write_pending,
+)
 from gcnzc.train.trainer import Trainer
 from gcnzc.train.training_step import train_step
 
@@ -197,6 +202,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
         trainer.is_best_written = False
+        write_best_embeddings(trainer, epoch)
     run(trainer.optimizer.restore_parameters(own), trainer.group)
     seconds = time.perf_counter() - begin
     line = {"evaluate_s": seconds, "evaluation": trainer.task.evaluator.method}

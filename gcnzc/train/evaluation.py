@@ -17,12 +17,14 @@ from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
 from gcnzc.train.evaluation_options import check_evaluate_fanouts, check_samples
-from gcnzc.train.hetero.data import load_graph
+from gcnzc.train.hetero.data import HeteroDataset, load_graph
+from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 
 BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
 
@@ -59,7 +61,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     if trained.is_hetero:
         if config.correct_and_smooth:
             raise ValueError(
-                f"--correct-and-smooth is for graphs of one node type, and the model of this run is "
+                "--correct-and-smooth is for graphs of one node type, and the model of this run is "
                 f"{trained.model}\n\nhint: omit --correct-and-smooth"
             )
         # outputs of nodes that are not evaluated would only take time
@@ -88,6 +90,10 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     check_names(read_schema(config.run, trained), data, source)
     model = task.model().to(device)
     best = load_best(model, config.run, source, trained.data)
+    if isinstance(data, HeteroDataset):
+        assert isinstance(task, HeteroNodeTask), "`build_task` has built it"
+        names = embedded_types(model, data)
+        task.embeddings = load_embeddings(config.run, best["epoch"], names)
     begin = time.perf_counter()
     with ExitStack() as stack:
         table: Any = data.table

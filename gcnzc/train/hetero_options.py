@@ -21,8 +21,18 @@ class HeteroOptions(Options):
     """heterogeneous graphs: sample only neighbours that are not later than the seed: random ones
     (uniform), or the latest (last)"""
 
+    embedding_dim: int = 64
+    """heterogeneous graphs: columns of the trainable embeddings of node types without features;
+    they are in host memory, and --average does not apply to them"""
+    embedding_optimizer: Literal["adagrad", "adam"] = "adagrad"
+    """heterogeneous graphs: updates the embeddings of the nodes of a step: Adagrad, or lazy Adam"""
+    embedding_lr: float = 0.01
+    """heterogeneous graphs: learning rate of the embeddings, which is constant"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least(1, "embedding_dim", self.embedding_dim)
+        at_least(0, "embedding_lr", self.embedding_lr)
 
 
 # options that do not apply to heterogeneous graphs: the values that a run accepts, and the reason
@@ -61,6 +71,3 @@ def check_hetero(config: Any) -> None:
             if len(accepted) > 1:
                 remedy = f"use {option} {' or '.join(map(str, accepted))}"
             raise ValueError(f"{shown} with {given}: {reason}\n\nhint: {remedy}")
-
-
-__all__ = ["HETERO_MODELS", "HeteroOptions", "at_least", "check_hetero"]

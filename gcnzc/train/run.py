@@ -32,7 +32,9 @@ from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.hetero.data import load_data
+from gcnzc.train.hetero.setup import open_embeddings
 from gcnzc.train.memory import check_memory, footprint_of
+from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, format_warmup_warning
 from gcnzc.train.precision import build_precision
@@ -53,7 +55,7 @@ from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import format_trace_warning
-from gcnzc.train.trainer import Trainer, mixed_seed
+from gcnzc.train.trainer import Trainer
 from gcnzc.train.unused_options import unused_options
 from gcnzc.train.weight_average import format_average_warning
 
@@ -172,6 +174,7 @@ def train(
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
+        trainer.embeddings = open_embeddings(trainer)
         begin(trainer, launch, stack)
         return fit(trainer, stopped)
 

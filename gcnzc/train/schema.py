@@ -115,11 +115,7 @@ def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> 
         ValueError: both have names, and one differs.
     """
     if isinstance(data, HeteroDataset):
-        node_types, edge_types = data.graph.metadata()
-        own, theirs = (
-            [node_types, list(map(list, edge_types))],
-            [schema.node_types, schema.edge_types],
-        )
+        own, theirs = ([of.node_types, of.edge_types] for of in (schema_of(data), schema))
         if own != theirs:
             raise ValueError(
                 f"{source} has the types {own}, but the model was trained with {theirs}\n\n"

@@ -1,6 +1,5 @@
 """The state of a training run: its parts, progress and output files."""
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
 from gcnzc.train.graph_files import describe_files
 from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.embeddings import TrainedEmbeddings
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.precision import Precision
 from gcnzc.train.progress import Reporter
@@ -98,6 +98,7 @@ class Trainer:
         self.writer = checkpoint.Writer()
         self.is_checkpoint_written = True  # whether the last checkpoint is on the disk
         self.worker_states = WorkerStates(folder, self.group.rank)
+        self.embeddings: TrainedEmbeddings | None = None  # of node types without features
 
     def on_rank_zero(self, function: Callable[[], None]) -> None:
         """Call a function on rank 0; if it raises an error, all workers raise one.
@@ -123,9 +124,3 @@ class Trainer:
         sent = self.group.ledger.bytes_sent
         self.epoch_stats.bytes_sent += sent - self.counted_sent
         self.counted_sent = sent
-
-
-def mixed_seed(*numbers: int) -> int:
-    """Return a 64-bit seed: a hash of `numbers`."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -45,7 +45,7 @@ def train_step(
         The end of the step.
     """
     optimizer, precision, stats = trainer.optimizer, trainer.precision, trainer.epoch_stats
-    optimizer.zero_grad(set_to_none=True)
+    zero_gradients(trainer)
     own = islice(batches, len(accumulation.num_seeds(step)))
     computed: Iterator[Batch | HeteroBatch] = own
     factors, optimizer.weight = accumulation.loss_factors(step), accumulation.loss_weight(step)
@@ -71,6 +71,8 @@ def train_step(
     optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
     skipped, ignored = optimizer.skipped, optimizer.num_ignored_gradients
     precision.step(optimizer, closure)
+    if trainer.embeddings is not None:
+        trainer.embeddings.step(accumulation.loss_weight(step))
     if trainer.schedule is not None:
         trainer.schedule.step()
     if trainer.average is not None:
@@ -93,6 +95,13 @@ def train_step(
         stats.seconds.add_seconds("hidden_s", seconds_outside(overlapped, trainer.waits))
     trace(trainer, spans + waits + overlapped, stages)
     return trainer.now()
+
+
+def zero_gradients(trainer: Trainer) -> None:
+    """Set all gradients to None, also those of embeddings."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.embeddings is not None:
+        trainer.embeddings.clear_gradients()
 
 
 def needs_closure(optimizer: DistributedOptimizer) -> bool:
@@ -118,7 +127,7 @@ class StepClosure:
 
     def __call__(self) -> float:
         """Compute the gradients, and return 0: the loss is not read from the device."""
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+        zero_gradients(self.trainer)
         for batch, factor in self.minibatches:
             compute_gradients(self.trainer, batch, factor, is_counted=not self.is_called)
         self.is_called = True

@@ -36,6 +36,9 @@ _OF_STRATEGIES = _strategy_options()
 READ_WITH: Mapping[str, Choices] = {
     "target": {**_HETERO, **_NODE},
     "temporal": _HETERO,
+    "embedding_dim": _HETERO,
+    "embedding_optimizer": _HETERO,
+    "embedding_lr": _HETERO,
     "metric": _NODE,
     "label_inputs": _NODE,
     "decoder": _LINK,

@@ -30,7 +30,9 @@ def build_hetero_encoder(
     }
     if config.activation != "default":
         options["activation"] = config.activation
-    widths = {name: table.num_columns for name, table in data.table.tables.items()}
+    # types without features have trainable embeddings
+    widths = dict.fromkeys(data.graph.node_types, config.embedding_dim)
+    widths |= {name: table.num_columns for name, table in data.table.tables.items()}
     kind = {"rgcn": RGCN, "hetero-sage": HeteroSAGE}[config.model]
     return kind(data.graph.metadata(), widths, config.hidden, num_columns, target=target, **options)
 

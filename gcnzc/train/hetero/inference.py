@@ -5,7 +5,7 @@ The seeds are divided into the same minibatches for any number of workers.
 Notation: M seeds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
+from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.layerwise.ranges import assign_equal_ranges
@@ -22,6 +23,15 @@ from gcnzc.train.layerwise.workers import MemoryRows, Workers
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with
 # all neighbours are smaller, because they have many nodes for each seed
 SAMPLED_SEEDS, WHOLE_SEEDS = 1024, 256
+
+
+def with_embeddings(
+    batch: HeteroBatch, embeddings: Mapping[str, EmbeddingTable]
+) -> dict[str, Tensor]:
+    """Return the features of a minibatch, with rows of embeddings for the other node types."""
+    device = batch.blocks[0].device
+    rows = {name: table.gather(batch.nodes[name], device) for name, table in embeddings.items()}
+    return {**(batch.x or {}), **rows}
 
 
 def hetero_outputs(

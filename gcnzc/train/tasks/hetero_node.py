@@ -7,13 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group
+from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.metrics import score
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
-from gcnzc.train.hetero.inference import SAMPLED_SEEDS, WHOLE_SEEDS, hetero_outputs
+from gcnzc.train.hetero.inference import (
+    SAMPLED_SEEDS,
+    WHOLE_SEEDS,
+    hetero_outputs,
+    with_embeddings,
+)
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
 from gcnzc.train.tasks.node import NodeTask
 
@@ -31,6 +37,8 @@ class HeteroNodeTask(NodeTask):
                 "times, which limit the neighbours of its nodes\n\nhint: omit --temporal"
             )
         super().__init__(config, data)
+        # of the node types without features; set when the model is known
+        self.embeddings: Mapping[str, EmbeddingTable] = {}
 
     def _build_sampler(self) -> HeteroSampler:
         return build_hetero_sampler(self.config, self.data, self.config.fanouts)
@@ -41,7 +49,7 @@ class HeteroNodeTask(NodeTask):
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """See `Task`."""
-        return model(batch.blocks, batch.x)
+        return model(batch.blocks, with_embeddings(batch, self.embeddings))
 
     def build_loader(
         self, device: torch.device, group: Group, loading: Mapping[str, Any]
