@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from gcnzc._lazy import lazy_attributes
 from gcnzc.models.gnn import GAT, GCN, GIN, SAGE, GATv2
-from gcnzc.models.hetero import RGCN, HeteroModel, HeteroSAGE
+from gcnzc.models.hetero import HGT, RGAT, RGCN, HeteroModel, HeteroSAGE
 from gcnzc.models.link import Dot, HadamardMLP, LinkModel
 from gcnzc.models.stack import Model
 
@@ -15,6 +15,8 @@ __all__ = [
     "GAT",
     "GCN",
     "GIN",
+    "HGT",
+    "RGAT",
     "RGCN",
     "SAGE",
     "Dot",

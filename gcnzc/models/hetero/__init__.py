@@ -1,6 +1,6 @@
-"""Models on heterogeneous graphs: R-GCN and heterogeneous GraphSAGE."""
+"""Models on heterogeneous graphs: R-GCN, heterogeneous GraphSAGE, R-GAT and HGT."""
 
-from gcnzc.models.hetero.models import RGCN, HeteroSAGE
+from gcnzc.models.hetero.models import HGT, RGAT, RGCN, HeteroSAGE
 from gcnzc.models.hetero.stack import HeteroModel
 
-__all__ = ["RGCN", "HeteroModel", "HeteroSAGE"]
+__all__ = ["HGT", "RGAT", "RGCN", "HeteroModel", "HeteroSAGE"]

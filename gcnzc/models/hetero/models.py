@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from gcnzc.kernels.aggregate.dropout import dropout as drop
+from gcnzc.models.checks import check_probability
 from gcnzc.models.gnn import make_activation
+from gcnzc.models.hetero.attention import HGTLayer, RGATLayer
 from gcnzc.models.hetero.layers import HeteroLayer, HeteroSAGELayer, RGCNLayer
 from gcnzc.models.hetero.stack import HeteroModel
 from gcnzc.sampling.hetero_block import HeteroMetadata
@@ -131,3 +136,146 @@ class HeteroSAGE(HeteroModel):
             residual=residual,
             output_linear=output_linear,
         )
+
+
+class RGAT(HeteroModel):
+    """A relational graph attention network (R-GAT): the sum of one GAT layer for each edge type.
+
+    A layer is like PyG's `HeteroConv` with a `GATConv` without self loops for each edge type, and
+    the aggregation "sum"; sources and destinations share a matrix. The attention is that of
+    Veličković et al., 2018, https://arxiv.org/abs/1710.10903, with one softmax for each edge type.
+    Hidden layers concatenate the outputs of their heads; a last layer that computes the outputs
+    averages them.
+
+    The arguments are those of `RGCN`, except `num_bases`, and:
+
+    Args:
+        hidden: columns of the hidden layers, over all heads; divisible by `heads`.
+        heads: attention heads of each layer.
+        attention_dropout: probability that an attention weight is zeroed during training.
+        residual: add a linear projection of each layer's input to its output. Without it, a node's
+            own row only affects its attention weights.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: see `RGCN`; or `hidden` is not divisible by `heads`.
+    """
+
+    def __init__(
+        self,
+        metadata: Any,
+        in_features: Mapping[str, int],
+        hidden: int,
+        num_classes: int,
+        target: str | Sequence[str],
+        num_layers: int = 2,
+        dropout: float = 0.5,
+        *,
+        input_dropout: float = 0.0,
+        heads: int = 4,
+        attention_dropout: float = 0.0,
+        norm: str = "none",
+        residual: bool = True,
+        output_linear: bool = False,
+        activation: str = "elu",
+    ) -> None:
+        hidden, heads = _check_heads(hidden, heads)
+        attention_dropout = check_probability("attention_dropout", attention_dropout)
+
+        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
+            return RGATLayer(
+                types,
+                own,
+                hidden,
+                out or hidden,
+                heads,
+                concatenate=out is None,
+                dropout=attention_dropout,
+            )
+
+        super().__init__(
+            make_layer,
+            metadata,
+            in_features,
+            hidden,
+            num_classes,
+            target,
+            num_layers,
+            make_activation(activation),
+            dropout=dropout,
+            input_dropout=input_dropout,
+            norm=norm,
+            residual=residual,
+            output_linear=output_linear,
+        )
+
+
+class HGT(HeteroModel):
+    """The heterogeneous graph transformer (HGT) of Hu et al., 2020.
+
+    A layer computes equations 3 to 5 of https://arxiv.org/abs/2003.01332 without the relative
+    temporal encoding, like PyG's `HGTConv`: attention with matrices and a prior for each edge type,
+    one softmax over all in-edges of a node, and a gated skip connection. A linear projection
+    computes the outputs after the last layer. There is no activation between layers, which contain
+    a GELU.
+
+    The arguments are those of `RGCN`, except `num_bases`, `residual`, `output_linear` and
+    `activation`, and:
+
+    Args:
+        hidden: columns of the layers, over all heads; divisible by `heads`.
+        heads: attention heads of each layer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: see `RGCN`; or `hidden` is not divisible by `heads`.
+    """
+
+    def __init__(
+        self,
+        metadata: Any,
+        in_features: Mapping[str, int],
+        hidden: int,
+        num_classes: int,
+        target: str | Sequence[str],
+        num_layers: int = 2,
+        dropout: float = 0.5,
+        *,
+        input_dropout: float = 0.0,
+        heads: int = 4,
+        norm: str = "none",
+    ) -> None:
+        hidden, heads = _check_heads(hidden, heads)
+
+        def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
+            return HGTLayer(types, own, hidden, heads)
+
+        super().__init__(
+            make_layer,
+            metadata,
+            in_features,
+            hidden,
+            num_classes,
+            target,
+            num_layers,
+            _dropout_only,
+            dropout=dropout,
+            input_dropout=input_dropout,
+            norm=norm,
+            residual=False,
+            output_linear=True,
+        )
+
+
+def _check_heads(hidden: int, heads: int) -> tuple[int, int]:
+    hidden, heads = check_integer("hidden", hidden, 1), check_integer("heads", heads, 1)
+    if hidden % heads:
+        raise ValueError(
+            f"hidden is {hidden}, which is not divisible by heads, {heads}\n\n"
+            f"hint: hidden={hidden + heads - hidden % heads}, the columns of all heads together"
+        )
+    return hidden, heads
+
+
+def _dropout_only(x: Tensor, p: float, seed: int) -> Tensor:
+    return drop(x, p, seed) if p else x

@@ -17,14 +17,23 @@ from typed_dense import (
     randomize,
 )
 
-from gcnzc.models.hetero import RGCN, HeteroSAGE
+from gcnzc.models.hetero import HGT, RGAT, RGCN, HeteroSAGE
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def hgt(*sizes, residual=False, output_linear=True, **options):
+    """HGT always has a gated residual and a projection of the outputs."""
+    return HGT(*sizes, **options)
+
+
 MODELS = {
     "rgcn": RGCN,
     "bases": lambda *sizes, **options: RGCN(*sizes, num_bases=2, **options),
     "sage": HeteroSAGE,
+    "rgat": RGAT,
+    "hgt": hgt,
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 

@@ -1,0 +1,231 @@
+"""R-GAT and HGT equal dense formulas and PyG's layers."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from typed_dense import COLUMNS, PAPER, SIZES, academic, adjacency, edge_index, features, randomize
+
+from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.models.hetero import HGT, RGAT
+from gcnzc.models.layers import GATLayer
+from gcnzc.sampling import Sampler, build_full_hetero_blocks
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def make(kind, graph, **options):
+    options = {"dropout": 0.0, "heads": 2} | options
+    return randomize(kind(graph.metadata(), COLUMNS, 8, 4, PAPER, **options))
+
+
+def project(model, graph, x):
+    names = [graph.node_types[t] for t in model.in_types]
+    return {name: linear(x[name]) for name, linear in zip(names, model.input_linears, strict=True)}
+
+
+def weighted(counts, scores):
+    """Softmax over the rows of scores; an edge that is there twice counts twice."""
+    weight = counts * (scores - scores.amax(1, keepdim=True)).exp()
+    return weight / weight.sum(1, keepdim=True).clamp(min=1e-300)
+
+
+def rgat_by_hand(layer, graph, x):
+    outs = {}
+    for t in layer.out_types:
+        name = graph.node_types[t]
+        outs[name] = torch.zeros(SIZES[name], layer.out_features, dtype=torch.float64)
+    for k, r in enumerate(layer.edge_types):
+        source, _, name = graph.edge_types[r]
+        counts, heads = adjacency(graph, graph.edge_types[r]), []
+        for h in range(layer.heads):
+            z, own = x[source] @ layer.weight[k, h], x[name] @ layer.weight[k, h]
+            scores = (
+                z @ layer.source_attention[k, h] + (own @ layer.target_attention[k, h])[:, None]
+            )
+            heads.append(weighted(counts, functional.leaky_relu(scores, 0.2)) @ z)
+        out = torch.cat(heads, 1) if layer.concatenate else torch.stack(heads).mean(0)
+        outs[name] = outs[name] + out + layer.bias[k]
+    return outs
+
+
+def hgt_by_hand(layer, graph, x):
+    outs = {}
+    columns, queries = layer.in_features // layer.heads, iter(layer.queries)
+    pairs = dict(zip(layer.source_types, layer.keys_values, strict=True))
+    for j, t in enumerate(layer.out_types):
+        name, total = graph.node_types[t], torch.zeros(SIZES[graph.node_types[t]], 8).double()
+        into = [k for k, r in enumerate(layer.edge_types) if graph.edge_types[r][2] == name]
+        query = next(queries)(x[name]) if into else None
+        heads = []
+        for h in range(layer.heads if into else 0):
+            part = slice(h * columns, (h + 1) * columns)
+            scores, counts, messages = [], [], []
+            for k in into:
+                edge_type = graph.edge_types[layer.edge_types[k]]
+                linear = pairs[graph.node_types.index(edge_type[0])]
+                key, value = linear(x[edge_type[0]]).split(8, 1)
+                key = key[:, part] @ layer.key_matrix[k, h]
+                score = query[:, part] @ key.t() * layer.prior[k, h] / math.sqrt(columns)
+                scores.append(score)
+                counts.append(adjacency(graph, edge_type))
+                messages.append(value[:, part] @ layer.value_matrix[k, h])
+            weight = weighted(torch.cat(counts, 1), torch.cat(scores, 1))
+            heads.append(weight @ torch.cat(messages))
+        total = torch.cat(heads, 1) if heads else total
+        out = layer.outputs[j](functional.gelu(total))
+        gate = torch.sigmoid(layer.skip[j])
+        outs[name] = gate * out + (1 - gate) * x[name]
+    return outs
+
+
+def test_rgat_equals_dense_formulas():
+    graph, x = academic(), features()
+    model = make(RGAT, graph)
+    rows = project(model, graph, x)
+    for index, layer in enumerate(model.layers):
+        outs = rgat_by_hand(layer, graph, rows)
+        linears = zip(outs, model.residuals[index], strict=True)
+        rows = {name: outs[name] + linear(rows[name]) for name, linear in linears}
+        rows = rows if index else {name: functional.elu(out) for name, out in rows.items()}
+    out = model(build_full_hetero_blocks(graph, 2), x)
+    torch.testing.assert_close(out, rows[PAPER], **TOLERANCE)
+
+
+def test_hgt_equals_dense_formulas():
+    graph, x = academic(), features()
+    model = make(HGT, graph)
+    rows = project(model, graph, x)
+    for layer in model.layers:
+        rows = hgt_by_hand(layer, graph, rows)
+    out = model(build_full_hetero_blocks(graph, 2), x)
+    torch.testing.assert_close(out, model.output_linears[0](rows[PAPER]), **TOLERANCE)
+
+
+def compare_gradients(out, mine, expected, theirs):
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    out.sin().sum().backward()
+    expected.sin().sum().backward()
+    for name in mine:
+        torch.testing.assert_close(mine[name].grad, theirs[name].grad, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
+def test_rgat_equals_hetero_conv_of_pyg():
+    pyg = pytest.importorskip("torch_geometric.nn")
+    graph, x = academic(), features()
+    model = make(RGAT, graph, residual=False)
+    mine = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    theirs = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    rows = project(model, graph, theirs)
+    for index, layer in enumerate(model.layers):
+        convs = {}
+        for k, r in enumerate(layer.edge_types):
+            columns = layer.weight.shape[3]
+            own = pyg.GATConv(8, columns, 2, concat=layer.concatenate, add_self_loops=False)
+            own = own.double()
+            with torch.no_grad():
+                own.lin.weight.copy_(layer.weight[k].transpose(1, 2).flatten(0, 1))
+                own.att_src.copy_(layer.source_attention[k][None])
+                own.att_dst.copy_(layer.target_attention[k][None])
+                own.bias.copy_(layer.bias[k])
+            convs[graph.edge_types[r]] = own
+        edges = {each: own for each, own in edge_index(graph).items() if each in convs}
+        rows = pyg.HeteroConv(convs, aggr="sum")(rows, edges)
+        rows = {name: functional.elu(out) if index == 0 else out for name, out in rows.items()}
+    out = model(build_full_hetero_blocks(graph, 2), mine)
+    compare_gradients(out, mine, rows[PAPER], theirs)
+
+
+def test_hgt_equals_pyg():
+    pyg = pytest.importorskip("torch_geometric.nn")
+    graph, x = academic(), features()
+    model = make(HGT, graph)
+    mine = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    theirs = {name: rows.clone().requires_grad_() for name, rows in x.items()}
+    rows, num_types = project(model, graph, theirs), len(graph.edge_types)
+    for layer in model.layers:
+        conv = pyg.HGTConv(8, 8, graph.metadata(), heads=2).double()
+        queries = dict(zip(layer.out_types, layer.queries, strict=True))
+        pairs = dict(zip(layer.source_types, layer.keys_values, strict=True))
+        with torch.no_grad():
+            for t, linear in pairs.items():
+                own = conv.kqv_lin.lins[graph.node_types[t]]
+                own.weight[:8], own.weight[16:] = linear.weight.split(8)
+                own.bias[:8], own.bias[16:] = linear.bias.split(8)
+            for t, linear in queries.items():
+                own = conv.kqv_lin.lins[graph.node_types[t]]
+                own.weight[8:16], own.bias[8:16] = linear.weight, linear.bias
+            for j, t in enumerate(layer.out_types):
+                name = graph.node_types[t]
+                conv.out_lin.lins[name].load_state_dict(layer.outputs[j].state_dict())
+                conv.skip[name].copy_(layer.skip[j : j + 1])
+            for k, r in enumerate(layer.edge_types):
+                for h in range(2):
+                    conv.k_rel.weight[h * num_types + r] = layer.key_matrix[k, h]
+                    conv.v_rel.weight[h * num_types + r] = layer.value_matrix[k, h]
+                conv.p_rel["__".join(graph.edge_types[r])].copy_(layer.prior[k][None])
+        rows = conv(rows, edge_index(graph))
+    expected = model.output_linears[0](rows[PAPER])
+    compare_gradients(model(build_full_hetero_blocks(graph, 2), mine), mine, expected, theirs)
+
+
+def test_one_relation_is_gat_without_self_loops():
+    edges = torch.stack([torch.randint(0, 20, (60,)), torch.randint(0, 19, (60,))])
+    # a graph with a self loop at each node is what GAT adds
+    edges = torch.cat([edges[:, edges[0] != edges[1]], torch.arange(20).expand(2, 20)], 1)
+    typed = HeteroGraph.from_arrays(
+        {"node": {"num_nodes": 20}}, {("node", "to", "node"): {"edge_index": edges}}
+    )
+    model = RGAT(typed.metadata(), {"node": 6}, 8, 3, "node", 1, 0.0, heads=2, residual=False)
+    model, layer = randomize(model), GATLayer(8, 3, 2, concatenate=False, dropout=0.0, skip=False)
+    own, layer = model.layers[0], layer.double()
+    with torch.no_grad():
+        layer.weight.copy_(own.weight[0].transpose(1, 2))
+        layer.source_attention.copy_(own.source_attention[0])
+        layer.target_attention.copy_(own.target_attention[0])
+        layer.bias.copy_(own.bias[0])
+    x = torch.randn(20, 6).double()
+    graph = Graph.from_edges(*edges, 20)
+    (block,) = Sampler(graph, [-1]).sample(torch.arange(20), epoch=0).blocks
+    rows = model.input_linears[0](x)
+    out = model(build_full_hetero_blocks(typed, 1), {"node": x})
+    torch.testing.assert_close(out, layer(block, rows, rows), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [RGAT, HGT])
+def test_gradients_are_derivatives(kind):
+    graph, x = academic(), features()
+    model = make(kind, graph)
+    blocks = build_full_hetero_blocks(graph, 2, targets=[PAPER])
+    names = [graph.node_types[t] for t in model.in_types]
+    parameters = dict(model.named_parameters())
+
+    def outputs(*values):
+        rows = dict(zip(names, values, strict=False))
+        own = dict(zip(parameters, values[len(names) :], strict=True))
+        return torch.func.functional_call(model, own, (blocks, rows))
+
+    values = [x[each].requires_grad_() for each in names]
+    values += [each.detach().requires_grad_() for each in parameters.values()]
+    assert torch.autograd.gradcheck(outputs, values, fast_mode=True)
+
+
+def test_attention_dropout_keeps_the_mean():
+    graph, x = academic(), features()
+    model = make(RGAT, graph, attention_dropout=0.5, num_layers=1)
+    blocks = build_full_hetero_blocks(graph, 1)
+    exact = model.eval()(blocks, x)
+    torch.manual_seed(0)
+    model.train()
+    outs = torch.stack([model(blocks, x) for _ in range(2000)])
+    error = (outs.mean(0) - exact).abs() / (outs.std(0) / 2000**0.5 + 1e-9)
+    assert error.max() < 6
+
+
+def test_heads_must_divide_hidden():
+    for kind in (RGAT, HGT):
+        with pytest.raises(ValueError, match="not divisible by heads"):
+            kind(academic().metadata(), COLUMNS, 9, 4, PAPER, heads=2)
