@@ -58,6 +58,8 @@ class HeteroLinkSampler:
             "none" with a temporal sampler. A node with a removed edge has one neighbour less.
         reverse_types: edge types of the reverse edges. Default: those whose edges are the reverses
             of the edges of `edge_type`, see `find_reverse_types`.
+        known: graph with the edges of `edge_type` that are no valid negatives. Default: that of
+            the sampler.
         seed: 64-bit integer key of the negatives.
 
     Raises:
@@ -77,6 +79,7 @@ class HeteroLinkSampler:
         strict: bool = True,
         exclude: Exclude | None = None,
         reverse_types: Sequence[EdgeType | str] | None = None,
+        known: HeteroGraph | None = None,
         seed: int = 0,
     ) -> None:
         check_kind("sampler", sampler, HeteroSampler, "HeteroSampler(graph, [10, 10])")
@@ -103,11 +106,7 @@ class HeteroLinkSampler:
         else:
             self.reverse_types = [self._check_reverse(each) for each in reverse_types]
         self.seed = check_seed("seed", seed)
-        store = self.graph.edges(self.edge_type)
-        self._known = store.indptr.numpy(), store.indices.numpy()
-        if strict and not is_sorted(*self._known):
-            self.graph.check()
-            self._known = self._known[0], sort_columns(*self._known)[0]
+        self._known = self._check_known(self.graph if known is None else known)
 
     @property
     def num_items(self) -> int:
@@ -259,6 +258,22 @@ class HeteroLinkSampler:
                 "hint: times=, one for each edge"
             )
         return as_times("times", times, self.num_items)
+
+    def _check_known(self, known: HeteroGraph) -> tuple[Any, Any]:
+        """Return the offsets and sorted sources of the edges that are no valid negatives."""
+        check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
+        store = known.edges(self.edge_type)
+        for end in self.edge_type[::2]:
+            if known.num_nodes(end) != self.graph.num_nodes(end):
+                raise ValueError(
+                    f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
+                    f"{self.graph.num_nodes(end)}\n\nhint: both graphs must have the same nodes"
+                )
+        indptr, indices = store.indptr.numpy(), store.indices.numpy()
+        if self.strict and not is_sorted(indptr, indices):
+            known.check()
+            indices = sort_columns(indptr, indices)[0]
+        return indptr, indices
 
     def _check_reverse(self, given: EdgeType | str) -> EdgeType:
         edge_type = self.graph.edge_type(given)

@@ -24,6 +24,7 @@ from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 
 BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
@@ -91,7 +92,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     model = task.model().to(device)
     best = load_best(model, config.run, source, trained.data)
     if isinstance(data, HeteroDataset):
-        assert isinstance(task, HeteroNodeTask), "`build_task` has built it"
+        assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
         names = embedded_types(model, data)
         task.embeddings = load_embeddings(config.run, best["epoch"], names)
     begin = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from gcnzc.train.options import Options, at_least, option_name
 
 # the values of --model that are for graphs with several types of nodes and edges
-HETERO_MODELS = ("rgcn", "hetero-sage")
+HETERO_MODELS = ("rgcn", "rgat", "hgt", "hetero-sage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,24 @@ class HeteroOptions(Options):
     target: str = ""
     """heterogeneous graphs, node classification: type of the nodes to classify; by default the only
     type with labels"""
+    edge_type: str = ""
+    """heterogeneous graphs, link prediction: type of the edges to predict, such as
+    user,buys,item, or the name of its relation; by default the only edge type"""
+    edge_split: Literal["auto", "time", "random"] = "auto"
+    """heterogeneous graphs, link prediction: edges that are held out for validation and test: the
+    latest, of which the test edges are the last (time), or random ones; auto: time if the edges or
+    their nodes have times"""
+    valid_edges: float = 0.1
+    """heterogeneous graphs, link prediction: fraction of the edges that is held out for
+    validation"""
+    test_edges: float = 0.1
+    """heterogeneous graphs, link prediction: fraction of the edges that is held out for test"""
+    evaluate_negatives: int = 100
+    """heterogeneous graphs, link prediction: random destinations with which each held-out edge is
+    ranked in an evaluation"""
     temporal: Literal["none", "uniform", "last"] = "none"
-    """heterogeneous graphs: sample only neighbours that are not later than the seed: random ones
-    (uniform), or the latest (last)"""
+    """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
+    earlier than the seed edge: random ones (uniform), or the latest (last)"""
 
     embedding_dim: int = 64
     """heterogeneous graphs: columns of the trainable embeddings of node types without features;
@@ -32,6 +47,14 @@ class HeteroOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, "embedding_dim", self.embedding_dim)
+        at_least(1, "evaluate_negatives", self.evaluate_negatives)
+        at_least(0, "valid_edges", self.valid_edges)
+        at_least(0, "test_edges", self.test_edges)
+        if not self.valid_edges + self.test_edges < 1:
+            raise ValueError(
+                f"--valid-edges {self.valid_edges:g} and --test-edges {self.test_edges:g} leave no "
+                "edges to train on\n\nhint: their sum is below 1"
+            )
         at_least(0, "embedding_lr", self.embedding_lr)
 
 
@@ -40,6 +63,7 @@ class HeteroOptions(Options):
 REJECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sampler": (("gcnzc",), "DGL's sampler is for graphs of one node type"),
     "seed_order": (("shuffled", "rotating"), "graphs of one node type can be partitioned"),
+    "negatives": (("uniform",), "negative pairs have the source of their edge"),
     "features": (("host",), "features of several node types are gathered in host memory"),
     "label_inputs": ((0.0,), "label inputs are for graphs of one node type"),
     "evaluate": (("needed", "sampled"), "outputs are computed in minibatches of evaluated nodes"),
@@ -58,6 +82,11 @@ def check_hetero(config: Any) -> None:
         raise ValueError(
             f"--batch-size all with {given}: heterogeneous graphs are trained in minibatches\n\n"
             "hint: give --batch-size a number, such as 1024"
+        )
+    if config.edge_split == "random" and config.temporal != "none":
+        raise ValueError(
+            f"--edge-split random with --temporal {config.temporal}: held-out edges would be in "
+            "the neighbourhoods of later training edges\n\nhint: use --edge-split time"
         )
     for field in fields(config):
         if field.name not in REJECTED:

@@ -34,6 +34,7 @@ from gcnzc.train.precision import AUTOCAST_DTYPES
 from gcnzc.train.progress import Reporter
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.trainer import Interrupted
 from gcnzc.tune import profiles
@@ -261,7 +262,7 @@ def build_loader(
     """
     group = group or Group()
     loading = loading if loading is not None else {"threads": config.threads or None}
-    if isinstance(task, HeteroNodeTask):
+    if isinstance(task, HeteroNodeTask | HeteroLinkTask):
         return task.build_loader(device, group, loading)
     assert isinstance(data, Dataset), "tasks of heterogeneous graphs build their loaders"
     assert isinstance(table, FeatureTable), "tasks of heterogeneous graphs build their loaders"

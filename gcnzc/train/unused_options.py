@@ -15,6 +15,7 @@ Choices = Mapping[str, tuple[str | bool, ...]]
 _LINK: Choices = {"task": ("link",)}
 _NODE: Choices = {"task": ("node",)}
 _HETERO: Choices = {"model": HETERO_MODELS}
+_NOT_HGT: Choices = {"model": ("sage", "gcn", "gin", "gat", "gatv2", "rgcn", "rgat", "hetero-sage")}
 _GAT: Choices = {"model": ("gat", "gatv2")}
 _CACHED: Choices = {"features": ("cached",)}
 _STEP: Choices = {"schedule": ("step",)}
@@ -35,6 +36,11 @@ _OF_STRATEGIES = _strategy_options()
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
     "target": {**_HETERO, **_NODE},
+    "edge_type": {**_HETERO, **_LINK},
+    "edge_split": {**_HETERO, **_LINK},
+    "valid_edges": {**_HETERO, **_LINK},
+    "test_edges": {**_HETERO, **_LINK},
+    "evaluate_negatives": {**_HETERO, **_LINK},
     "temporal": _HETERO,
     "embedding_dim": _HETERO,
     "embedding_optimizer": _HETERO,
@@ -50,9 +56,12 @@ READ_WITH: Mapping[str, Choices] = {
     "refresh": {"optimizer": ("onebit-adam",)},
     **_OF_STRATEGIES,
     "max_dropped": {**_OF_STRATEGIES["max_dropped"], "compute_threshold": ("auto",)},
-    "heads": _GAT,
+    "heads": {"model": ("gat", "gatv2", "rgat", "hgt")},
     "output_heads": _GAT,
-    "attention_dropout": _GAT,
+    "attention_dropout": {"model": ("gat", "gatv2", "rgat")},
+    "residual": _NOT_HGT,
+    "output_linear": _NOT_HGT,
+    "activation": _NOT_HGT,
     "skip": {**_GAT, "residual": (False,)},
     "self_loops": {"model": ("sage",)},
     "cache_size": _CACHED,

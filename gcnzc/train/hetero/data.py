@@ -14,7 +14,7 @@ from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.hetero.graph import HeteroGraph, NodeStore
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, NodeStore
 from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import TrainConfig
@@ -44,7 +44,7 @@ class HeteroDataset:
 
     Attributes:
         graph: memory-mapped from `folder`.
-        target: the node type whose nodes are classified.
+        target: the node type whose nodes are classified; empty in link prediction.
         labels: of the nodes of the target, as in `gcnzc.Dataset`.
         split: "train", "valid", "test": int64 ids of labelled nodes of the target.
         num_classes: of each label column.
@@ -59,6 +59,8 @@ class HeteroDataset:
     num_classes: int
     metric: str
     folder: Path
+    edge_type: EdgeType | None = None
+    """in link prediction, of the edges to predict"""
     best_accuracy: float | None = None
     links: None = None
 
@@ -121,6 +123,10 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
             "hint: HeteroGraph.save writes one; use --model sage for other graphs"
         )
     graph = HeteroGraph.load(path)
+    if config.task == "link":
+        edge_type = _find_edge_type(config, graph)
+        none = torch.full((1,), -1)
+        return HeteroDataset(graph, "", none, {}, 1, "mrr", path, edge_type)
     target = _find_target(config, graph, path)
     nodes = graph.nodes(target)
     assert nodes.labels is not None, "`_find_target` has checked"
@@ -161,6 +167,23 @@ def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
             "hint: HeteroGraph.from_arrays takes labels and split of a node type"
         )
     return labelled[0]
+
+
+def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
+    """Return the type of the edges to predict."""
+    given = config.edge_type
+    if not given:
+        if len(graph.edge_types) != 1:
+            raise ValueError(
+                f"{graph.name} has {len(graph.edge_types)} edge types to predict\n\nhint: "
+                f"--edge-type {' or '.join(','.join(each) for each in graph.edge_types)}"
+            )
+        return graph.edge_types[0]
+    parts = tuple(part.strip() for part in given.split(","))
+    try:
+        return graph.edge_type(parts if len(parts) == 3 else given)
+    except ValueError as error:
+        raise ValueError(f"--edge-type {given}: {error}") from None
 
 
 def _labelled(nodes: NodeStore, labels: Tensor, name: str) -> Tensor:

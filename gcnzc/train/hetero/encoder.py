@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gcnzc.models.hetero import RGCN, HeteroModel, HeteroSAGE
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.models.hetero import HGT, RGAT, RGCN, HeteroModel, HeteroSAGE
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
@@ -25,31 +26,37 @@ def build_hetero_encoder(
         "dropout": config.dropout,
         "input_dropout": config.input_dropout,
         "norm": config.norm,
-        "residual": config.residual,
-        "output_linear": config.output_linear,
     }
-    if config.activation != "default":
-        options["activation"] = config.activation
+    if config.model != "hgt":
+        options["output_linear"] = config.output_linear
+        # R-GAT has a residual connection by default, as GAT has a skip connection
+        options["residual"] = config.residual or config.model == "rgat"
+        if config.activation != "default":
+            options["activation"] = config.activation
+    if config.model in ("rgat", "hgt"):
+        options["heads"] = config.heads
+    if config.model == "rgat":
+        options["attention_dropout"] = config.attention_dropout
     # types without features have trainable embeddings
     widths = dict.fromkeys(data.graph.node_types, config.embedding_dim)
     widths |= {name: table.num_columns for name, table in data.table.tables.items()}
-    kind = {"rgcn": RGCN, "hetero-sage": HeteroSAGE}[config.model]
+    kind = {"rgcn": RGCN, "rgat": RGAT, "hgt": HGT, "hetero-sage": HeteroSAGE}[config.model]
     return kind(data.graph.metadata(), widths, config.hidden, num_columns, target=target, **options)
 
 
 def build_hetero_sampler(
-    config: TrainConfig, data: HeteroDataset, fanouts: Sequence[int]
+    config: TrainConfig, graph: HeteroGraph, fanouts: Sequence[int]
 ) -> HeteroSampler:
     """Build the neighbour sampler of a run.
 
     Args:
         config: options of the run.
-        data: the graph.
+        graph: the graph to sample from.
         fanouts: neighbours per node and edge type, input layer first.
     """
     temporal = None if config.temporal == "none" else config.temporal
     return HeteroSampler(
-        data.graph,
+        graph,
         # the sampler's first hop is from the seeds
         list(reversed(fanouts)),
         seed=config.seed,

@@ -2,6 +2,7 @@
 
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.trainer import Trainer
 
@@ -16,7 +17,7 @@ def open_embeddings(trainer: Trainer) -> TrainedEmbeddings | None:
     data, task, config = trainer.data, trainer.task, trainer.config
     if not isinstance(data, HeteroDataset):
         return None
-    assert isinstance(task, HeteroNodeTask), "`build_task` has built it"
+    assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
     tables = build_embeddings(config, data, trainer.model)
     check_optimizer(config, trainer.optimizer, tables)
     task.embeddings = tables

@@ -7,6 +7,7 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
 from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
@@ -20,5 +21,5 @@ def build_task(config: TrainConfig, data: Dataset | HeteroDataset) -> Task:
     """
     kinds: Mapping[str, Callable[[TrainConfig, Any], Task]] = {"node": NodeTask, "link": LinkTask}
     if isinstance(data, HeteroDataset):
-        kinds = {"node": HeteroNodeTask}
+        kinds = {"node": HeteroNodeTask, "link": HeteroLinkTask}
     return kinds[config.task](config, data)

@@ -41,7 +41,7 @@ class HeteroNodeTask(NodeTask):
         self.embeddings: Mapping[str, EmbeddingTable] = {}
 
     def _build_sampler(self) -> HeteroSampler:
-        return build_hetero_sampler(self.config, self.data, self.config.fanouts)
+        return build_hetero_sampler(self.config, self.data.graph, self.config.fanouts)
 
     def model(self) -> nn.Module:
         """See `Task`."""
@@ -133,7 +133,7 @@ class HeteroNodeTask(NodeTask):
         is_sampled = self.evaluator.method == "sampled"
         fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
         loader = HeteroLoader(
-            build_hetero_sampler(self.config, self.data, fanouts),
+            build_hetero_sampler(self.config, self.data.graph, fanouts),
             (self.data.target, nodes),
             SAMPLED_SEEDS if is_sampled else WHOLE_SEEDS,
             tables=self.data.table.tables,
