@@ -10,6 +10,7 @@ from training import saved, train_as_worker
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.optim import Averaged
+from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
@@ -70,18 +71,16 @@ def test_held_out_edges_and_their_reverses_are_not_in_the_graph(kind):
     backward = split.graph.edges(BOUGHT).edge_index().flip(0)
     if kind == "time":
         assert sizes["train"] == 1400
-        last = [split.times[name].max() for name in ("train", "valid")]
+        train_times, valid_times, test_times = split.times.values()
         assert bool(
-            (split.times["valid"] >= last[0]).all() and (split.times["test"] >= last[1]).all()
+            train_times.max() <= valid_times.min() and valid_times.max() <= test_times.min()
         )
-        assert sorted(forward.T.tolist()) == sorted(split.edges["train"].T.tolist())
         first = min(split.times[name].min() for name in ("valid", "test"))
         assert bool((split.graph.edges(BOUGHT).time < first).all())
         # the times still belong to their edges
-        key = {
-            (*pair, t) for pair, t in zip(graph.edges(BUYS).edge_index().T.tolist(), [0] * EDGES)
-        }
-        assert len(key) > 0
+        found = torch.cat([forward, edge_times(split.graph, BUYS)[None]])
+        expected = torch.cat([split.edges["train"], train_times[None]])
+        assert sorted(found.T.tolist()) == sorted(expected.T.tolist())
     else:
         held_out = pairs_of(split.edges["valid"]) | pairs_of(split.edges["test"])
         for edges in (forward, backward, split.edges["train"]):
