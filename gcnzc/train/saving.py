@@ -110,9 +110,9 @@ def _save_embeddings(trainer: Trainer) -> bool:
 
     def write() -> None:
         _finish_checkpoint(trainer)
-        embeddings.remove_old(trainer.is_checkpoint_written)
         is_written[0] = trainer.files.attempt(
-            EMBEDDINGS, lambda: embeddings.write_state(trainer.best)
+            EMBEDDINGS,
+            lambda: embeddings.write_state(trainer.best, trainer.is_checkpoint_written),
         )
 
     with joint_work(trainer.group):

@@ -72,37 +72,28 @@ class TrainedEmbeddings:
         arrays = {f"{name}/rows": table.rows.numpy() for name, table in self.tables.items()}
         write_arrays(self.folder / best_name(epoch), arrays, {"epoch": epoch})
 
-    def write_state(self, best: Mapping[str, Any]) -> None:
+    def write_state(self, best: Mapping[str, Any], is_written: bool) -> None:
         """Write the next generation of the rows and the state; on worker 0.
 
+        Files are removed to which neither the next checkpoint refers, nor the last one on the disk.
+
         Args:
-            best: the best model, to which the checkpoint refers too.
+            best: the best model, to which the next checkpoint refers too.
+            is_written: whether the checkpoint after the last call is on the disk.
 
         Raises:
             OSError: the file could not be written.
         """
+        if is_written:
+            self._on_disk = self._begun
         self.folder.mkdir(exist_ok=True)
         generation = self.generation + 1
         self.optimizer.save(self.folder / _state_name(generation))
         self.generation = generation
-        names = {_state_name(generation)}
-        if best:
-            names.add(best_name(best["epoch"]))
+        names = {_state_name(generation)} | ({best_name(best["epoch"])} if best else set())
         self._begun = frozenset(names)
-
-    def remove_old(self, is_written: bool) -> None:
-        """Remove the files that no checkpoint refers to; on worker 0, before the next is written.
-
-        Args:
-            is_written: whether the last checkpoint that was begun is on the disk.
-        """
-        if is_written:
-            self._on_disk = self._begun
-        self._remove_except(self._on_disk | self._begun)
-
-    def _remove_except(self, kept: Collection[str]) -> None:
         for path in self.folder.glob("*.npz"):
-            if path.name not in kept:
+            if path.name not in self._on_disk | self._begun:
                 # a file that is left on a read-only disk does no harm
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
