@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
-from gcnzc.graph.hetero.values import as_times
+from gcnzc.graph.hetero.values import as_times, to_array
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
@@ -228,7 +228,8 @@ class HeteroLinkSampler:
         if edges is None:
             found = self.graph.edges(self.edge_type).edge_index()
         else:
-            found = torch.as_tensor(np.asarray(edges))
+            # a copy, since torch does not support read-only memory
+            found = torch.from_numpy(np.array(to_array(name, edges)))
             if found.ndim != 2 or len(found) != 2 or found.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{name} are {describe(edges)}\n\n"

@@ -265,5 +265,8 @@ def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     rejected("prepared graph of this kind", data=tmp_path / "empty")
     nodes = {"a": {"labels": np.zeros(3, int), "split": {"train": [0]}, "features": np.eye(3)}}
+    HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "unsplit")
+    rejected("in the valid split of (?s:.*) has a label", data=tmp_path / "unsplit")
+    nodes["a"]["split"] = {"train": [0], "valid": [1], "test": [2]}
     HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "untimed")
     rejected("has no times", data=tmp_path / "untimed", temporal="last")

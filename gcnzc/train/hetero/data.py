@@ -138,6 +138,12 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
             "several labels"
         )
     split = {name: _labelled(nodes, labels, name) for name in ("train", "valid", "test")}
+    for name in ("valid", "test") if len(split["train"]) else ():
+        if not len(split[name]):
+            raise ValueError(
+                f"no node of type {target!r} in the {name} split of {path} has a label\n\n"
+                "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
+            )
     num_classes = 2 if labels.ndim == 2 else max(int(labels.max()) + 1, 1)
     metric = "accuracy" if labels.ndim == 1 else "rocauc"
     return HeteroDataset(graph, target, labels, split, num_classes, metric, path)

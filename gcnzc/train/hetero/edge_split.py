@@ -27,7 +27,7 @@ class HeteroEdgeSplit:
         edges: "train", "valid" and "test": (2, E of the split) int64 sources and destinations.
         times: by split, (E of the split,); None if the edges have no times.
         graph: for message passing: without the held-out edges and their reverses.
-        reverse_types: the edge types of the reverse edges.
+        reverse_types: the edge types of the reverse edges; empty if held-out edges are kept.
         kind: whether the latest or random edges are held out.
     """
 
@@ -96,7 +96,7 @@ def split_edges(
                 f"of the {count:,} edges {edge_type}, none is in the {name} split\n\n"
                 "hint: choose --valid-edges and --test-edges such that each split has edges"
             )
-    reverses = find_reverse_types(graph, edge_type)
+    reverses = [] if keep else find_reverse_types(graph, edge_type)
     if not keep:
         later = times if kind == "time" else None
         graph = _without(graph, edge_type, reverses, edges[:, held_out], held_out, later)
