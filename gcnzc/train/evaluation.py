@@ -94,7 +94,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     if isinstance(data, HeteroDataset):
         assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
         names = embedded_types(model, data)
-        task.embeddings = load_embeddings(config.run, best["epoch"], names)
+        task.embeddings = load_embeddings(config.run, best["epoch"], names, data)
     begin = time.perf_counter()
     with ExitStack() as stack:
         table: Any = data.table

@@ -146,6 +146,7 @@ def test_a_stopped_run_resumes_bit_for_bit(config, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.processes
 def test_two_workers_agree_on_the_scores(config, tmp_path):
     both = results(2, tmp_path, train_as_worker, replace(config, batch_size=128), tmp_path / "two")
     one = train(config, tmp_path / "one")

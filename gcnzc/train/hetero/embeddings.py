@@ -156,17 +156,20 @@ def build_embeddings(
     }
 
 
-def load_embeddings(run: Path, epoch: int, names: Collection[str]) -> dict[str, EmbeddingTable]:
+def load_embeddings(
+    run: Path, epoch: int, names: Collection[str], data: HeteroDataset
+) -> dict[str, EmbeddingTable]:
     """Load the tables of the best model of a run.
 
     Args:
         run: the run folder.
         epoch: of the best model, counted from 0.
         names: node types.
+        data: the graph to evaluate.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, or has other tables.
+        ValueError: the file is damaged or has other tables, or the graph has other nodes.
     """
     path = run / FOLDER / best_name(epoch)
     if names and not path.is_file():
@@ -174,7 +177,15 @@ def load_embeddings(run: Path, epoch: int, names: Collection[str]) -> dict[str, 
             f"{path} is missing, which has the embeddings of the best model\n\n"
             "hint: restore it from a copy"
         )
-    return {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
+    tables = {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
+    for name, table in tables.items():
+        if len(table) != data.graph.num_nodes(name):
+            raise ValueError(
+                f"{data.folder} has {data.graph.num_nodes(name):,} nodes of type {name!r}, but the "
+                f"model has embeddings of {len(table):,}\n\n"
+                "hint: embeddings are of the nodes of the graph that the model was trained on"
+            )
+    return tables
 
 
 def check_optimizer(
