@@ -199,9 +199,38 @@ def test_two_workers_compute_the_result_of_one(config, embedded, tmp_path):
         np.testing.assert_allclose(found[name], value, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "local-sgd", "local_steps": "2"},
+        {"strategy": "selsync"},
+        {"optimizer": "onebit-adam", "warmup": "2"},
+        {"accumulate": 2, "precision": "bf16"},
+        {"strategy": "dropcompute", "compute_threshold": "1000"},
+    ],
+)
+def test_optimizers_and_strategies_train_the_other_parameters(options, config, embedded, tmp_path):
+    config = replace(config, data=embedded, embedding_dim=8, embedding_lr=0.1, epochs=4, **options)
+    if config.strategy == "dropcompute":
+        with pytest.raises(ValueError, match="--strategy dropcompute: node type author"):
+            train(config, tmp_path / "run")
+        return
+    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.5
+
+
 def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     config = replace(config, data=embedded, embedding_dim=4, epochs=1)
     train(config, tmp_path / "run")
+    nodes = {"author": {"num_nodes": AUTHORS + 1}}
+    graph = HeteroGraph.load(embedded)
+    paper = graph.nodes("paper")
+    nodes["paper"] = {"features": paper.features, "labels": paper.labels, "split": paper.split}
+    edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
+    HeteroGraph.from_arrays({name: nodes[name] for name in graph.node_types}, edges).save(
+        tmp_path / "more"
+    )
+    with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
+        evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
     for path in (tmp_path / "run" / "embeddings").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError, match="embeddings of the best model"):
