@@ -1,59 +1,17 @@
 """Runs on heterogeneous graphs: node classification, resuming, workers and evaluation."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from processes import results
-from training import train_as_worker
+from typed_papers import SIZES, assert_same_run, build, stop_after
 
-from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.optim import Averaged
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
-
-PAPERS, AUTHORS, CLASSES = 600, 200, 3
-WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written_by", "author")
-CITES = ("paper", "cites", "paper")
-
-
-def build(seed=0):
-    """Papers whose class is that of most of their authors; features of papers are noisy."""
-    random = np.random.default_rng(seed)
-    labels = random.integers(0, CLASSES, PAPERS)
-    topic = np.arange(AUTHORS) % CLASSES
-    papers = np.repeat(np.arange(PAPERS), 3)
-    # two of three authors have the topic of the paper
-    authors = random.integers(0, AUTHORS // CLASSES, 3 * PAPERS) * CLASSES
-    authors += np.where(np.arange(3 * PAPERS) % 3, labels[papers], random.integers(0, CLASSES))
-    authors %= AUTHORS
-    x = np.eye(CLASSES, dtype=np.float32)
-    order = random.permutation(PAPERS)
-    cites = random.integers(0, PAPERS, (2, 2 * PAPERS))
-    return HeteroGraph.from_arrays(
-        {
-            "paper": {
-                "features": x[labels] + 2 * random.normal(size=(PAPERS, CLASSES)),
-                "labels": labels,
-                "split": {"train": order[:400], "valid": order[400:500], "test": order[500:]},
-                "time": np.arange(PAPERS) // 10,
-            },
-            "author": {"features": x[topic] + random.normal(size=(AUTHORS, CLASSES))},
-        },
-        {
-            WRITES: {"edge_index": np.stack([authors, papers])},
-            WRITTEN: {"edge_index": np.stack([papers, authors])},
-            CITES: {"edge_index": cites},
-        },
-        name="papers",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder):
-    sizes = {"fanouts": (4, 4), "layers": 2, "hidden": 16, "batch_size": 64}
-    return TrainConfig(data=folder, model="rgcn", **sizes, epochs=3, lr=0.01, dropout=0.2)
-
-
-def parameters(run):
-    return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
-
-
-def assert_same_run(one, other):
-    assert all(torch.equal(parameters(other)[name], own) for name, own in parameters(one).items())
-    lines = [
-        [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-        for run in (one, other)
-    ]
-    for mine, theirs in zip(*lines, strict=True):
-        for name in ("loss", "valid_accuracy", "seeds_checksum", "payload_bytes"):
-            assert mine[name] == theirs[name]
+    return TrainConfig(data=folder, model="rgcn", **SIZES)
 
 
 @pytest.mark.parametrize("model", ["rgcn", "hetero-sage"])
@@ -110,18 +52,6 @@ def test_results_do_not_depend_on_threads(config, tmp_path):
     assert_same_run(tmp_path / "one", tmp_path / "four")
 
 
-def stop_after(steps, monkeypatch):
-    """Let a run in this process receive a stop request in a step."""
-    step, taken = Averaged.step, []
-
-    def watched(self, closure=None):
-        taken.append(self)
-        self.signals[0] = len(taken) == steps
-        return step(self, closure)
-
-    monkeypatch.setattr(Averaged, "step", watched)
-
-
 # an epoch has 7 steps
 @pytest.mark.parametrize("steps", [3, 7, 10])
 def test_a_stopped_run_resumes_bit_for_bit(steps, config, tmp_path, monkeypatch):
@@ -140,105 +70,6 @@ def test_a_run_does_not_resume_on_another_graph(config, tmp_path):
     build(seed=1).save(tmp_path / "other")
     with pytest.raises(ValueError, match="is not the graph that the run"):
         train(replace(config, data=tmp_path / "other", resume=tmp_path / "run"), tmp_path / "run")
-
-
-def embeddings(run):
-    last = max((run / "embeddings").glob("state-*.npz"))
-    return {name: value.copy() for name, value in np.load(last).items() if "/" in name}
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory):
-    """The graph without the features of authors."""
-    path, graph = tmp_path_factory.mktemp("embedded") / "graph", build()
-    author = replace(graph.nodes("author"), features=None)
-    edges = {each: graph.edges(each) for each in graph.edge_types}
-    HeteroGraph({"paper": graph.nodes("paper"), "author": author}, edges).save(path)
-    return path
-
-
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_embeddings_are_trained_resumed_and_evaluated(
-    optimizer, config, embedded, tmp_path, monkeypatch
-):
-    config = replace(config, data=embedded, embedding_dim=8, embedding_optimizer=optimizer)
-    config = replace(config, embedding_lr=0.1, epochs=4)
-    whole = train(config, tmp_path / "whole")
-    assert whole["valid_accuracy"] > 0.6
-    rows = embeddings(tmp_path / "whole")
-    first = EmbeddingTable(AUTHORS, 8, scale=8**-0.5, seed=mixed_seed(0, 1)).rows.numpy()
-    assert rows["author/rows"].shape == (AUTHORS, 8)
-    assert (rows["author/rows"] != first).any(axis=1).mean() > 0.9
-    again = evaluate(EvaluateConfig(run=tmp_path / "whole"))
-    assert again["test_accuracy"] == whole["test_accuracy"]
-    with monkeypatch.context() as patch:
-        stop_after(10, patch)
-        with pytest.raises(Interrupted):
-            train(config, tmp_path / "stopped")
-    train(replace(config, resume=tmp_path / "stopped"), tmp_path / "stopped")
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-    for name, value in embeddings(tmp_path / "stopped").items():
-        assert np.array_equal(value, rows[name]), name
-    # the last two checkpoints, and the best model
-    assert len(list((tmp_path / "stopped" / "embeddings").iterdir())) <= 4
-
-
-def test_two_workers_compute_the_result_of_one(config, embedded, tmp_path):
-    # without dropout and sampling, the gradient does not depend on the division into minibatches
-    config = replace(config, data=embedded, embedding_dim=8, dropout=0.0, fanouts=(-1, -1))
-    config = replace(config, optimizer="sgd", lr=0.05, epochs=2)
-    one = train(replace(config, batch_size=100), tmp_path / "one")
-    both = results(2, tmp_path, train_as_worker, replace(config, batch_size=50), tmp_path / "two")
-    assert both[0]["workers"] == 2
-    assert both[0]["test_accuracy"] == both[1]["test_accuracy"]
-    assert both[0]["test_accuracy"] == pytest.approx(one["test_accuracy"], abs=0.02)
-    for name, value in parameters(tmp_path / "one").items():
-        assert torch.allclose(parameters(tmp_path / "two")[name], value, atol=1e-3), name
-    found = embeddings(tmp_path / "two")
-    for name, value in embeddings(tmp_path / "one").items():
-        np.testing.assert_allclose(found[name], value, atol=1e-3, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "local-sgd", "local_steps": "2"},
-        {"strategy": "selsync"},
-        {"optimizer": "onebit-adam", "warmup": "2"},
-        {"accumulate": 2, "precision": "bf16"},
-        {"strategy": "dropcompute", "compute_threshold": "1000"},
-    ],
-)
-def test_optimizers_and_strategies_train_the_other_parameters(options, config, embedded, tmp_path):
-    config = replace(config, data=embedded, embedding_dim=8, embedding_lr=0.1, epochs=4, **options)
-    if config.strategy == "dropcompute":
-        with pytest.raises(ValueError, match="--strategy dropcompute: node type author"):
-            train(config, tmp_path / "run")
-        return
-    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.5
-
-
-def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
-    config = replace(config, data=embedded, embedding_dim=4, epochs=1)
-    train(config, tmp_path / "run")
-    nodes = {"author": {"num_nodes": AUTHORS + 1}}
-    graph = HeteroGraph.load(embedded)
-    paper = graph.nodes("paper")
-    nodes["paper"] = {"features": paper.features, "labels": paper.labels, "split": paper.split}
-    edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
-    HeteroGraph.from_arrays({name: nodes[name] for name in graph.node_types}, edges).save(
-        tmp_path / "more"
-    )
-    with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
-        evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
-    for path in (tmp_path / "run" / "embeddings").iterdir():
-        path.unlink()
-    with pytest.raises(FileNotFoundError, match="embeddings of the best model"):
-        evaluate(EvaluateConfig(run=tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match="embeddings of the checkpoint"):
-        train(replace(config, epochs=2, resume=tmp_path / "run"), tmp_path / "run")
-    with pytest.raises(ValueError, match="--precision fp16: node type author without features"):
-        train(replace(config, precision="fp16"), tmp_path / "other")
 
 
 def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
