@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gcnzc.features import cache as features_cache
 from gcnzc.features import cache_counters, table
 from gcnzc.kernels import buffers
-from gcnzc.loader import batches, loader, transfer
+from gcnzc.loader import base, batches, loader, transfer
 from gcnzc.sampling import neighbor
 
 ROOT = Path(__file__).parents[1]
@@ -358,7 +358,7 @@ def replacements():
     """Return the modules, names and values to replace while programs run."""
     return [
         *((transfer, "threading", Threading), (transfer, "deque", Deque)),
-        *((loader, "threading", Threading), (batches, "threading", Threading)),
+        *((base, "threading", Threading), (batches, "threading", Threading)),
         (batches, "ThreadPoolExecutor", WatchedExecutor),
         *((loader, "ForkSafeLock", Lock), (buffers, "ForkSafeLock", Lock)),
         *((buffers, "deque", Deque), (cache_counters, "ForkSafeLock", Lock)),

@@ -265,7 +265,7 @@ class DropInLoader(DataLoader[Any], ABC):
         if isinstance(self.sampler, ShuffledItems):
             self.sampler.seed = seed
 
-    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches]:
+    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch]]:
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
@@ -411,7 +411,7 @@ class MinibatchIterator(Iterator[Any]):
 
     def __init__(self, owner: DropInLoader) -> None:
         self._owner = owner
-        self._started: tuple[EpochProgress, Batches] | None = None
+        self._started: tuple[EpochProgress, Batches[Batch]] | None = None
         self._is_closed = False
         # held by the thread that waits for the next minibatch
         self._turn = ForkSafeLock()

@@ -6,6 +6,7 @@ batch and do not request another one after the last, so each iteration must be t
 
 from gcnzc.loader.batches import Batches
 from gcnzc.loader.loader import Loader
+from gcnzc.sampling.batch import Batch
 
 
 class EpochPerIteration:
@@ -21,7 +22,7 @@ class EpochPerIteration:
         self._begun: tuple[int, int] | None = None
         self._is_loaded = False
 
-    def begin(self) -> Batches:
+    def begin(self) -> Batches[Batch]:
         """Return the batches of the next epoch, or the remaining ones of a loaded state."""
         now, loader = self._now(), self.loader
         if self._begun == now:

@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from gcnzc.loader.transfer import PendingBatch
-from gcnzc.sampling.batch import Batch
 from gcnzc.system.threads import use_batch_scheduling
 
 if TYPE_CHECKING:
-    from gcnzc.loader.loader import Loader
+    from gcnzc.loader.base import MinibatchLoader
+
+B = TypeVar("B")
 
 # seconds that `Batches.close` waits for each thread to finish its current batch
 JOIN_TIMEOUT_S = 30.0
@@ -26,7 +26,7 @@ UNTRACKED = -1
 _executor_numbers = count()
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[B], Generic[B]):
     """Iterator over batches with given seeds, in order, prefetched by threads of its own.
 
     The threads end after the last batch, on an exception, on `close`, or when the iterator is
@@ -37,31 +37,34 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(
-        self, loader: "Loader", number: int, epoch: int, seeds: Iterator[Tensor], begin: int = 0
+        self,
+        loader: "MinibatchLoader[B]",
+        number: int,
+        epoch: int,
+        seeds: Iterator[Tensor],
+        begin: int = 0,
     ) -> None:
         self._loader, self._number, self._epoch = loader, number, epoch
         self._seeds, self._position = seeds, begin
         self._process = os.getpid()
         # held by the thread that waits for the next batch
         self._next_lock = threading.Lock()
-        if loader._transfer is not None:
-            # the table may still be in the process of being copied to the GPU
-            loader._transfer.order_after_current_stream()
+        loader._begin_iteration()
         self._name = f"gcnzc-loader-{next(_executor_numbers)}-"
         self._executor = ThreadPoolExecutor(
             loader.threads, self._name, initializer=use_batch_scheduling
         )
-        self._pending: deque[Future[Batch | PendingBatch]] = deque()
+        self._pending: deque[Future[Any]] = deque()
         for _ in range(loader.ahead):
             self._submit_next()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         self._check_process()
         with self._next_lock:
             prepared = self._take()
-        return self._loader._wait_on_current_stream(prepared)
+        return self._loader._complete(prepared)
 
-    def _take(self) -> Batch | PendingBatch:
+    def _take(self) -> Any:
         if not self._pending:
             number = self._number
             self.close()

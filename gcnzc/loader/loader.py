@@ -6,10 +6,8 @@ labels, in compiled code that releases the GIL and runs in parallel to the model
 their order depends on the number of threads.
 """
 
-import threading
 import time
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc._moved import renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
-from gcnzc.loader.batches import UNTRACKED, Batches
+from gcnzc.loader.base import MinibatchLoader, thread_label
 from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
@@ -31,20 +28,11 @@ from gcnzc.loader.checks import (
     check_seeds,
     check_share,
     check_table,
-    check_threads,
     is_copied,
 )
 from gcnzc.loader.seed_order import (
-    Division,
     SeedOrder,
-    check_order,
-    check_parts,
-    chunk_offset,
-    order_seeds,
-    resumed_division,
 )
-from gcnzc.loader.seeds import Shares
-from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph
@@ -52,7 +40,6 @@ from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.system.arguments import (
     IdsLike,
     check_device,
-    check_epoch,
     check_flag,
     check_integer,
     check_kind,
@@ -61,15 +48,14 @@ from gcnzc.system.arguments import (
 from gcnzc.system.spans import Span
 from gcnzc.system.streams import CudaStreams
 
-# attributes of the loader, and of `loader.shares`, that `__reduce__` passes to the constructor
+# attributes of the loader that `__reduce__` passes to the constructor, besides the shares
 OPTIONS = (
     *("graph", "table", "seeds", "labels", "device", "shuffle", "seed", "threads", "ahead"),
     *("sampler", "copied_share", "priority", "in_degrees", "seed_order", "parts"),
 )
-SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
 
 
-class Loader:
+class Loader(MinibatchLoader[Batch]):
     """Load batches of seeds with their neighbourhoods, features and labels.
 
     Each iteration over the loader yields the batches of one epoch, and the next iteration those of
@@ -168,28 +154,31 @@ class Loader:
             check_kind("table", table, FeatureTable, "gcnzc.FeatureTable(rows), or None")
         self.graph = graph
         self.table = table
-        self.seed = check_seed("seed", seed)
+        seed = check_seed("seed", seed)
         self.sampler = Sampler(graph, fanouts, seed) if sampler is None else check_sampler(sampler)
         limit = getattr(self.sampler, "num_items", None)
-        may_be_empty = check_flag("may_be_empty", may_be_empty)
-        self.seeds = check_seeds(seeds, graph, limit, may_be_empty)
+        seeds = check_seeds(seeds, graph, limit, check_flag("may_be_empty", may_be_empty))
         # labels stay on the host, where the loader's threads select the rows of a batch
         self.labels = check_labels(graph, labels)
         check_table(graph, table)
         self.copied_share = check_share(copied_share)
         self.device = check_loader_device(check_device("device", device), table, copied_share)
-        self.shuffle = check_flag("shuffle", shuffle)
         self.in_degrees = check_flag("in_degrees", in_degrees)
-        self.shares = Shares(
-            *(len(self.seeds), batch_size, rank, world_size, drop_last), may_be_empty=may_be_empty
+        self._set_order(
+            seeds,
+            graph.num_nodes if limit is None else limit,
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            threads=threads,
+            ahead=ahead,
+            may_be_empty=may_be_empty,
+            seed_order=seed_order,
+            parts=parts,
         )
-        self.seed_order = check_order(seed_order, self.shuffle, parts)
-        self.parts = parts
-        # the division of an epoch's seeds among the ranks; another one in a resumed epoch
-        sizes = self.shares.batch_size, self.shares.world_size
-        self._own_division = self._division_of(*sizes, parts)
-        self._division = self._own_division
-        self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
         self.priority = check_integer(
             "priority", priority, most=0, hint="0, or -1 for a higher priority"
         )
@@ -197,120 +186,10 @@ class Loader:
         self._host_pool = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
         self._sampling_lock: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
-        self._epoch = 0
-        # number of batches of this epoch that the newest iterator has yielded
-        self._position = 0
-        # the step at which the next iterator starts
-        self._resume_at = 0
-        # number of the iterator whose progress counts; increased to ignore the earlier iterators
-        self._tracked_iterator = 0
-        # `__reduce__` also copies attributes of a subclass, set before or after this constructor
-        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - set_by_subclass
+        self._remember_own_attributes(set_by_subclass)
 
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch, the same on every rank.
-
-        An epoch resumed with another batch size or world size has only batches of the unused seeds.
-        """
-        return len(self.shares)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the iteration in progress, or else of the next one; counted from 0."""
-        return self._epoch
-
-    @property
-    def resume_step(self) -> int:
-        """The step at which the next iteration starts, from 0 to `len(loader)`.
-
-        It is 0, unless a state from the middle of an epoch was loaded, with the same batch size and
-        world size, and no iteration has started since. For the position of the iteration in
-        progress, see `state_dict`.
-        """
-        return self._resume_at
-
-    # old name, until 0.3
-    position = renamed_attribute("position", "resume_step")
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which determines its order and its neighbours.
-
-        Args:
-            epoch: from 0 to 2**32 - 1. If a state with the same epoch was just loaded, the next
-                iteration still resumes at the state's position.
-
-        Raises:
-            TypeError: `epoch` is no integer.
-            ValueError: `epoch` is out of range.
-        """
-        epoch = check_epoch("epoch", epoch)
-        if epoch != self._epoch:
-            self._begin_epoch(epoch)
-            self._resume_at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position as plain values.
-
-        The batch that was yielded last counts as used: a resumed loader starts with the next one.
-        With several iterators, the position is that of the newest one.
-        """
-        progress = {"position": self._position, "done": self.shares.seeds_done}
-        partition = {name: getattr(self.shares, name) for name in PARTITION}
-        division = self._division.settings() if self.seed_order != "shuffled" else {}
-        return {
-            "epoch": self._epoch,
-            **progress,
-            **partition,
-            **division,
-            **self._settings_to_match(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], parts: IdsLike | None = None) -> None:
-        """Resume at the position of `state`, with the same batches bit for bit.
-
-        With another world size or batch size, the unused seeds of the epoch are divided anew among
-        the ranks: none is used twice, and none is lost except those that `drop_last` drops. With
-        another world size, the chunks or parts of `seed_order` apply again from the next epoch.
-
-        Args:
-            state: returned by `state_dict`.
-            parts: with `seed_order="local"` and another world size, the `parts` of the loader with
-                which the epoch of `state` began.
-
-        Raises:
-            TypeError: `state` is not a mapping, or one of its values has another type.
-            ValueError: `state` is not the state of a loader, or differs from this loader in `seed`,
-                `shuffle`, `drop_last`, `seeds`, `seed_order`, `parts` or a setting of the sampler,
-                such as `fanouts`.
-        """
-        numbers = check_state(state, self._settings_to_match(), len(self.seeds))
-        partition = {name: numbers[name] for name in PARTITION}
-        done, position = numbers["done"], numbers["position"]
-        before = self.shares.resumed(done, **partition)
-        check_position(position, len(before))
-        if partition != {name: getattr(self.shares, name) for name in PARTITION}:
-            done, position = before.step_start(position), 0
-        division = self._own_division
-        # if no seed of the epoch was used, it begins with the division of this loader
-        if self.seed_order != "shuffled" and (done or position):
-            others = [self._division]
-            if parts is not None:
-                world_size = check_integer(
-                    "state['order_world_size']", state.get("order_world_size"), 1
-                )
-                others.append(self._division_of(1, world_size, parts))
-            division = resumed_division(state, division, others)
-        self._begin_epoch(numbers["epoch"])
-        self.shares = replace(self.shares, seeds_done=done)
-        self._position = self._resume_at = position
-        self._division = division
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        options = {name: getattr(self, name) for name in OPTIONS}
-        shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
-        of_subclass = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
-        state = self.state_dict(), self._division
-        return _construct, (type(self), options | shares, *state), of_subclass
+    def _constructor(self) -> tuple[type["Loader"], dict[str, Any]]:
+        return Loader, {name: getattr(self, name) for name in OPTIONS} | {"fanouts": ()}
 
     def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
         """Return the nodes of a batch whose rows the GPU's gather kernel reads in place.
@@ -319,64 +198,10 @@ class Loader:
         """
         return nodes if self._transfer is None else self._transfer.nodes_read_in_place(nodes)
 
-    def __iter__(self) -> "Batches":
-        begin, self._resume_at = self._resume_at, 0
-        self._position = begin
-        self._tracked_iterator += 1
-        # Always a copy of `self.seeds`: users may write to `items` of a batch, a view of the copy.
-        seeds, shares = self.seeds, self.shares
-        if self.shuffle:
-            order = self.seed_order, seeds, self.seed, self._epoch, self._division
-            seeds = order_seeds(*order, drop_last=shares.drop_last)
-        else:
-            seeds = seeds.clone()
-        batch_seeds = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
-        return Batches(self, self._tracked_iterator, self._epoch, batch_seeds, begin)
-
-    def batches_of(self, seeds: Iterable[Tensor], epoch: int) -> "Batches":
-        """Return an iterator over the batches of given seeds, in the given order.
-
-        It does not change the epoch or the state of this loader.
-
-        Args:
-            seeds: for each batch (S,) int64 on the host; consumed as batches are prefetched.
-            epoch: passed to the sampler; in [0, 2**32).
-        """
-        return Batches(self, UNTRACKED, epoch, iter(seeds))
-
-    def _settings_to_match(self) -> dict[str, Any]:
-        """Return the settings that `load_state_dict` requires to be equal in a state."""
-        return {
-            "seed": self.seed,
-            "num_seeds": len(self.seeds),
-            "shuffle": int(self.shuffle),
-            "seed_order": self.seed_order,
-            "drop_last": int(self.shares.drop_last),
-            "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
-            **getattr(self.sampler, "settings", {}),
-        }
-
-    def _record_progress(self, iterator_number: int, position: int) -> None:
-        if iterator_number == self._tracked_iterator:
-            self._position = position
-
-    def _finish_epoch(self, iterator_number: int) -> None:
-        if iterator_number == self._tracked_iterator:
-            self._begin_epoch(self._epoch + 1)
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._position, self._division = epoch, 0, self._own_division
-        offset = chunk_offset(self.seed_order, epoch, self.shares.world_size)
-        self.shares = replace(self.shares, seeds_done=0, offset=offset)
-        # progress of an iterator of the previous epoch no longer counts
-        self._tracked_iterator += 1
-
-    def _division_of(self, batch_size: int, world_size: int, parts: IdsLike | None) -> Division:
-        if parts is None:
-            return Division(batch_size, world_size)
-        num_items = getattr(self.sampler, "num_items", self.graph.num_nodes)
-        found = check_parts(parts, num_items, world_size).numpy()[self.seeds.numpy()]
-        return Division(batch_size, world_size, torch.from_numpy(found))
+    def _begin_iteration(self) -> None:
+        if self._transfer is not None:
+            # the table may still be in the process of being copied to the GPU
+            self._transfer.order_after_current_stream()
 
     def _open_transfer(self) -> Transfer:
         # the CPU gathers all rows if the GPU cannot read them, or if they are sparse
@@ -398,7 +223,7 @@ class Loader:
         batch.items = seeds
         if self.in_degrees:
             batch.blocks = self._with_degrees(batch.blocks)
-        sampled_s, thread = time.perf_counter(), _thread_label()
+        sampled_s, thread = time.perf_counter(), thread_label()
         batch.times["sample_s"] = sampled_s - began_s
         batch.spans = [Span("sample", thread, began_s, sampled_s)]
         if self.labels is not None and batch.y is None:
@@ -427,24 +252,8 @@ class Loader:
         out = self._host_pool.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
 
-    def _wait_on_current_stream(self, prepared: Batch | PendingBatch) -> Batch:
+    def _complete(self, prepared: Batch | PendingBatch) -> Batch:
         if isinstance(prepared, Batch):
             return prepared
         assert self._transfer is not None, "only batches on a GPU are pending"
         return self._transfer.wait(prepared)
-
-
-def _construct(
-    cls: type[Loader], options: Mapping[str, Any], state: Mapping[str, Any], division: Division
-) -> Loader:
-    loader = cls.__new__(cls)
-    # a subclass may take other arguments
-    Loader.__init__(loader, **options, fanouts=())
-    loader._division = division
-    loader.load_state_dict(state)
-    return loader
-
-
-def _thread_label() -> str:
-    # ThreadPoolExecutor appends the number of each thread to its name
-    return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"

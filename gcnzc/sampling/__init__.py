@@ -8,6 +8,7 @@ from gcnzc.sampling.hetero_block import (
     build_full_hetero_blocks,
     build_hetero_blocks,
 )
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
@@ -16,6 +17,7 @@ __all__ = [
     "Block",
     "HeteroBatch",
     "HeteroBlock",
+    "HeteroLinkSampler",
     "HeteroMetadata",
     "HeteroSampler",
     "LinkSampler",

@@ -6,7 +6,7 @@ the nodes that the hop before found.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample, HeteroWorks
 from gcnzc.kernels.sample.hetero import InvalidColumn as _InvalidColumn
 from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
 from gcnzc.sampling.bidirectional import to_bidirectional
+from gcnzc.sampling.hetero_block import HeteroBlock
 from gcnzc.sampling.hetero_fanouts import Fanouts, check_num_neighbors
 from gcnzc.sampling.neighbor import check_seeds
 from gcnzc.system.arguments import (
@@ -30,6 +31,7 @@ from gcnzc.system.arguments import (
     check_seed,
     describe,
 )
+from gcnzc.system.spans import Span, Stage
 
 Strategy: TypeAlias = Literal["uniform", "last"]
 SubgraphType: TypeAlias = Literal["directional", "bidirectional", "induced"]
@@ -59,6 +61,15 @@ class HeteroBatch:
         times: seconds that the work on this minibatch took, by keys that end in `_s`.
         once: whether each hop has only in-edges of the nodes that the hop before found; otherwise
             of all nodes that were known.
+        blocks: for a loader's minibatch one block for each layer, input layer first.
+        x: for a loader's minibatch (B_t, D_t) features of `nodes` of the types that have some.
+        y: (S,) or (S, T) labels of the seeds; for link prediction (P,) float32, 1 for edges and 0
+            for negatives.
+        pairs: for link prediction (2, P) positions of the pairs to score: of their sources in
+            `nodes` of the source type, and of their destinations in `nodes` of theirs.
+        items: the elements of the loader's `seeds` in this minibatch.
+        spans: start, end and thread of the work of the loader's threads.
+        stages: timed work on CUDA streams; none.
     """
 
     nodes: dict[str, Tensor]
@@ -72,6 +83,23 @@ class HeteroBatch:
     seed_times: Tensor | None = None
     times: dict[str, float] = field(default_factory=dict)
     once: bool = True
+    blocks: tuple[HeteroBlock, ...] = ()
+    x: dict[str, Tensor] | None = None
+    y: Tensor | None = None
+    pairs: Tensor | None = None
+    items: Tensor | None = None
+    spans: list[Span] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+
+    def to(self, device: torch.device | str) -> "HeteroBatch":
+        """Return a copy whose blocks, features, labels and pairs are on `device`.
+
+        Node ids, edges and times remain on the host.
+        """
+        x = None if self.x is None else {name: rows.to(device) for name, rows in self.x.items()}
+        y, pairs = (None if own is None else own.to(device) for own in (self.y, self.pairs))
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return replace(self, blocks=blocks, x=x, y=y, pairs=pairs)
 
     def edge_index(self, edge_type: EdgeType) -> Tensor:
         """Return the (2, E_r) rows and columns of an edge type, as PyG's `edge_index`."""

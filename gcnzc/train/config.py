@@ -17,6 +17,7 @@ from gcnzc.train.evaluation_options import (
     check_samples,
 )
 from gcnzc.train.given_options import given_options, remember_given
+from gcnzc.train.hetero_options import HETERO_MODELS, HeteroOptions, check_hetero
 from gcnzc.train.learning_options import (
     AverageOptions,
     LearningRateOptions,
@@ -61,6 +62,7 @@ class TrainConfig(
     ScheduleOptions,
     LoaderOptions,
     LossOptions,
+    HeteroOptions,
     TaskOptions,
     ModelOptions,
     DataOptions,
@@ -76,6 +78,8 @@ class TrainConfig(
         object.__setattr__(self, "optimizer", choose_optimizer(self, names))
         object.__setattr__(self, "accumulate", choose_accumulate(self, names))
         check_strategy(self)
+        if self.is_hetero:
+            check_hetero(self)
         if self.is_full_batch:
             _check_full_batch(self)
             if self.fanouts == DEFAULT_FANOUTS:
@@ -98,6 +102,11 @@ class TrainConfig(
                 f"--warmup-epochs {self.warmup_epochs:g} with --epochs {self.epochs}: the warm-up "
                 "would be the whole run\n\nhint: use a smaller --warmup-epochs, or more --epochs"
             )
+
+    @property
+    def is_hetero(self) -> bool:
+        """Whether the model is for graphs with several types of nodes and edges."""
+        return self.model in HETERO_MODELS
 
 
 def _check_full_batch(config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, cast
@@ -14,13 +14,19 @@ from gcnzc.features.cache import CachedTable
 from gcnzc.loader.batches import Batches
 from gcnzc.optim import Strategy
 from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.malloc import freed_memory
 from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import flatten_scores
 from gcnzc.train.results import format_epoch
-from gcnzc.train.saving import handle_stop_request, rewrite_record, write_pending
+from gcnzc.train.saving import (
+    handle_stop_request,
+    rewrite_record,
+    write_best_embeddings,
+    write_pending,
+)
 from gcnzc.train.trainer import Trainer
 from gcnzc.train.training_step import train_step
 
@@ -54,7 +60,7 @@ def train_epoch(trainer: Trainer, stopped: threading.Event) -> None:
         # discard the exchanges of loading and evaluation, which are not part of a step
         trainer.group.pop_request_intervals()
         # closed on an error, so that no thread reads the feature table after it is released
-        batches = cast(Batches | Generator[Batch, None, None], iter(trainer.loader))
+        batches = cast(Batches[Batch | HeteroBatch], iter(trainer.loader))
         stack.enter_context(closing(batches))
         began = trainer.now()
         for step in range(accumulation.first_step(resumed_at), steps):
@@ -196,6 +202,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
         trainer.is_best_written = False
+        write_best_embeddings(trainer, epoch)
     run(trainer.optimizer.restore_parameters(own), trainer.group)
     seconds = time.perf_counter() - begin
     line = {"evaluate_s": seconds, "evaluation": trainer.task.evaluator.method}

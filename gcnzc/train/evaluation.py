@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,20 @@ from torch import Tensor, nn
 from gcnzc.datasets.source import SPLITS
 from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
 from gcnzc.train.evaluation_options import check_evaluate_fanouts, check_samples
+from gcnzc.train.hetero.data import HeteroDataset, load_graph
+from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
 from gcnzc.train.schema import check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 
 BEST_KEYS: Mapping[str, type] = {"epoch": int, "valid": float, "scores": dict, "model": dict}
 
@@ -54,6 +58,15 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         )
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
+    method = config.evaluate
+    if trained.is_hetero:
+        if config.correct_and_smooth:
+            raise ValueError(
+                "--correct-and-smooth is for graphs of one node type, and the model of this run is "
+                f"{trained.model}\n\nhint: omit --correct-and-smooth"
+            )
+        # outputs of nodes that are not evaluated would only take time
+        method = "needed" if method in ("exact", "auto") else method
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
     if config.evaluate == "sampled" and not fanouts:
@@ -63,30 +76,39 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
     # the options of the training steps need not fit this graph and machine
     trained = replace(
         trained,
-        evaluate=config.evaluate,
+        evaluate=method,
         evaluate_fanouts=fanouts,
         sampler="gcnzc",
         class_weights="none",
         label_smoothing=0.0,
     )
     source = config.data or graph_of_run(config.run, trained)
-    data = load(source, allow_nan=trained.allow_nan)
-    check_features(data, source)
+    data = load_graph(trained, source)
+    if isinstance(data, Dataset):
+        check_features(data, source)
     device = choose_device(config.device)
     task = build_task(trained, data)
     check_names(read_schema(config.run, trained), data, source)
     model = task.model().to(device)
     best = load_best(model, config.run, source, trained.data)
+    if isinstance(data, HeteroDataset):
+        assert isinstance(task, HeteroNodeTask | HeteroLinkTask), "`build_task` has built it"
+        names = embedded_types(model, data)
+        task.embeddings = load_embeddings(config.run, best["epoch"], names, data)
     begin = time.perf_counter()
-    with feature_table(data, trained.features, device, Group()) as table:
+    with ExitStack() as stack:
+        table: Any = data.table
+        if isinstance(data, Dataset):
+            table = stack.enter_context(feature_table(data, trained.features, device, Group()))
         task.choose_evaluation(model, table, Group(), reporter.say, splits=SPLITS)
         with reporter.task("evaluate") as bar:
-            if task.evaluator.method == "exact":
+            if task.evaluator.method == "exact" or (trained.is_hetero and config.predictions):
                 outputs, scores = task.outputs(model, table, device, bar)
             else:
                 scores = task.evaluate(model, table, device, bar, splits=SPLITS)
     line: dict[str, Any] = {}
     if config.correct_and_smooth:
+        assert isinstance(data, Dataset), "checked above"
         with reporter.task("correct and smooth") as bar:
             found = correct_and_smooth(config, outputs, data, task, bar)
         outputs = found.probabilities

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gcnzc.datasets import hetero_store
 from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.store import is_prepared
 
@@ -12,7 +13,8 @@ def describe_files(graph: Path) -> dict[str, list[Any]]:
     """Return shape, dtype and CRC-32 of the arrays of a prepared folder; nothing for other data."""
     if not is_prepared(graph):
         return {}
-    files = read_meta(graph)["files"].items()
+    read = hetero_store.read_meta if hetero_store.is_hetero(graph) else read_meta
+    files = read(graph)["files"].items()
     return {
         name: [entry["shape"], entry["dtype"], entry["crc32"]]
         for name, entry in files

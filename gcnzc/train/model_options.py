@@ -10,14 +10,17 @@ from gcnzc.train.options import Options, at_least, option_name
 class ModelOptions(Options):
     """The model: its layers, sizes and dropout rates."""
 
-    model: Literal["sage", "gcn", "gin", "gat", "gatv2"] = "sage"
-    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2"""
+    model: Literal["sage", "gcn", "gin", "gat", "gatv2", "rgcn", "rgat", "hgt", "hetero-sage"] = (
+        "sage"
+    )
+    """GraphSAGE with mean aggregation, GCN, GIN, GAT, or GATv2; for heterogeneous graphs R-GCN,
+    R-GAT, HGT, or GraphSAGE with a layer for each edge type"""
     hidden: int = 256
-    """hidden features; for GAT and GATv2, per attention head"""
+    """hidden features; for GAT and GATv2, per attention head; for R-GAT and HGT, of all heads"""
     layers: int = 3
     """layers of the model, as many as fanouts"""
     heads: int = 4
-    """GAT and GATv2: attention heads"""
+    """GAT, GATv2, R-GAT and HGT: attention heads"""
     output_heads: int = 0
     """GAT and GATv2: attention heads of the last layer; 0: as many as --heads; not with
     --output-linear"""
@@ -29,7 +32,7 @@ class ModelOptions(Options):
     input_dropout: float = 0.0
     """dropout rate of the input features"""
     attention_dropout: float = 0.0
-    """GAT and GATv2: dropout rate of the attention weights"""
+    """GAT, GATv2 and R-GAT: dropout rate of the attention weights"""
     norm: Literal["none", "batch", "layer"] = "none"
     """normalization after each hidden layer: batch normalization, layer normalization, or none"""
     pre_norm: bool = False

@@ -110,6 +110,13 @@ def load_model(run: Path, source: Path | None = None, device: str = "auto") -> T
         ValueError: the graph does not fit the model.
     """
     trained = read_config(run)
+    if trained.is_hetero:
+        raise ValueError(
+            f"the run in {run} is of --model {trained.model} on a heterogeneous graph, which "
+            "`gcnzc predict`, `embed-nodes` and `export` do not support\n\n"
+            "hint: `gcnzc evaluate RUN --predictions FILE.npy` writes the outputs of all nodes of "
+            "the target"
+        )
     source = source or graph_of_run(run, trained)
     schema = read_schema(run, trained)
     data = load(source, allow_nan=trained.allow_nan)

@@ -18,6 +18,7 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.graph_files import check_files
+from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.old_names import rename_options
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import format_moved_error
@@ -35,7 +36,7 @@ from gcnzc.train.run_folder import (
 from gcnzc.train.saving import save
 from gcnzc.train.schema import write_schema
 from gcnzc.train.seed_parts import find_parts
-from gcnzc.train.trainer import PeerFailed, Trainer, mixed_seed
+from gcnzc.train.trainer import PeerFailed, Trainer
 from gcnzc.train.worker_state import AVERAGE
 
 # options that may differ in a resumed run
@@ -198,6 +199,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
         write_buffers(trainer.model, state["buffers"][trainer.group.rank].to(trainer.device))
     _restore_optimizer(trainer, state)
     _restore_loss_scale(trainer, state)
+    if trainer.embeddings is not None:
+        trainer.embeddings.restore(state["embeddings"], state["best"])
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]
     # best.pt may be older than the checkpoint

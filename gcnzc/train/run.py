@@ -9,7 +9,6 @@ same options and on the same machine.
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import torch
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group, run
 from gcnzc.exchange.long_work import joint_work
-from gcnzc.exchange.sync import all_gather, all_gather_scalar
-from gcnzc.features.cache import CachedTable
+from gcnzc.exchange.sync import all_gather
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.load import verify
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.sampling.full import find_layer_nodes
@@ -31,7 +31,10 @@ from gcnzc.train.config import TrainConfig, workers_message
 from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.full_batch import build_evaluation_loader
+from gcnzc.train.hetero.data import load_data
+from gcnzc.train.hetero.setup import open_embeddings
 from gcnzc.train.memory import check_memory, footprint_of
+from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.only_run import only_run
 from gcnzc.train.optimizers import build_method, format_warmup_warning
 from gcnzc.train.precision import build_precision
@@ -42,19 +45,17 @@ from gcnzc.train.resume import begin
 from gcnzc.train.saving import handle_stop_request, save, write_pending
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
-    apply_profile,
     build_loader,
-    cached_table,
     choose_device,
-    feature_table,
     format_steps_warning,
+    open_features,
 )
-from gcnzc.train.shared_data import load_shared
 from gcnzc.train.signals import stop_requests
 from gcnzc.train.tasks import build_task
+from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.node import NodeTask
 from gcnzc.train.tracing import format_trace_warning
-from gcnzc.train.trainer import Interrupted, Trainer, mixed_seed
+from gcnzc.train.trainer import Trainer
 from gcnzc.train.unused_options import unused_options
 from gcnzc.train.weight_average import format_average_warning
 
@@ -120,7 +121,7 @@ def train(
         reporter.say(f"warning: {wrong}; {remedy}")
     if config.verify:
         _verify(config.data, group, reporter)
-    data = load_shared(config.data, group, allow_nan=config.allow_nan)
+    data = load_data(config, group)
     if config.preset:
         # a run has all options, also of a preset that a later version does not have any more
         with suppress(ValueError):
@@ -129,23 +130,11 @@ def train(
     device = choose_device(config.device, group.local_rank)
     precision = build_precision(config.precision, device, reporter.say)
     task = build_task(config, data)
-    if data.table is not None and data.table.num_columns > 0:
-        sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
-        layer_nodes = None
-        if config.is_full_batch:
-            layer_nodes = find_layer_nodes(data.graph, task.seeds, config.layers).counts
-        check_memory(footprint_of(config, task.model, *sizes, layer_nodes), device, group)
+    if isinstance(data, Dataset):
+        _check_memory(config, data, task, device, group)
     with ExitStack() as stack:
-        table = stack.enter_context(feature_table(data, config.features, device, group))
-        settings = apply_profile(config, table, device, reporter.say)
+        settings = open_features(config, data, device, group, reporter, stack)
         table = settings.table
-        if config.features == "cached":
-            with reporter.task("count feature accesses") as advance:
-                table = cached_table(
-                    config, data, table, device, group, advance, settings.cached_share
-                )
-            if isinstance(table, CachedTable) and table.gpus > 1:
-                stack.push(_make_barrier(group, device))
         # dropout and initial weights use torch's global generators: restore the caller's states
         stack.enter_context(torch.random.fork_rng(_cuda_devices(device)))
         stopped = stack.enter_context(stop_requests())
@@ -169,6 +158,8 @@ def train(
             config, data, task, table, device, group, settings.loading, seed_parts
         )
         if isinstance(loader, FullBatchLoader) and isinstance(task, NodeTask):
+            assert isinstance(data, Dataset), "full batches are of graphs of one node type"
+            assert isinstance(table, FeatureTable), "full batches are of graphs of one node type"
             task.whole_graph = build_evaluation_loader(config, data, table, model, loader)
         task.choose_evaluation(model, table, group, reporter.say)
         steps = config.epochs * len(Accumulation(loader.shares, config.accumulate))
@@ -183,6 +174,7 @@ def train(
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
+        trainer.embeddings = open_embeddings(trainer)
         begin(trainer, launch, stack)
         return fit(trainer, stopped)
 
@@ -201,20 +193,16 @@ def _verify(path: Path, group: Group, reporter: Reporter) -> None:
                 work.run_in_thread(lambda: verify(path, progress))
 
 
-def _make_barrier(group: Group, device: torch.device) -> Callable[..., None]:
-    """Return an exit callback that waits until no worker reads the sharded cache any more.
-
-    Each worker frees its share of the cache afterwards. After an error the callback does not wait;
-    the other workers then fail as well.
-    """
-
-    def wait_for_all(kind: type[BaseException] | None, *details: object) -> None:
-        if kind is None or issubclass(kind, Interrupted):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            run(all_gather_scalar(0), group)
-
-    return wait_for_all
+def _check_memory(
+    config: TrainConfig, data: Dataset, task: Task, device: torch.device, group: Group
+) -> None:
+    if data.table is None or data.table.num_columns == 0:
+        return
+    sizes = (data.graph.num_nodes, data.table.num_columns, len(task.seeds))
+    layer_nodes = None
+    if config.is_full_batch:
+        layer_nodes = find_layer_nodes(data.graph, task.seeds, config.layers).counts
+    check_memory(footprint_of(config, task.model, *sizes, layer_nodes), device, group)
 
 
 def _cuda_devices(device: torch.device) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gcnzc.exchange import run
+from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather, all_gather_scalar, flat_buffers
 from gcnzc.system.files import write_json
 from gcnzc.train import checkpoint, record
@@ -29,6 +30,9 @@ from gcnzc.train.signals import STOP
 from gcnzc.train.trainer import Interrupted, Trainer
 from gcnzc.train.worker_state import AVERAGE, FOLDER
 
+# names of the files of trainable embeddings in messages
+EMBEDDINGS, BEST_EMBEDDINGS = "embeddings/state", "embeddings/best"
+
 
 def save(trainer: Trainer, *, waits: bool = True) -> None:
     """Write a checkpoint; a collective call.
@@ -40,7 +44,7 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         waits: wait until the file is on the disk; if False, it is written in the background.
     """
     optimizer = _save_optimizer(trainer)
-    if optimizer is None:
+    if optimizer is None or not _save_embeddings(trainer):
         return
     trainer.count_sent()
     tallies = run(trainer.epoch_stats.of_all_workers(), trainer.group)
@@ -72,6 +76,8 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
         **_average_state(trainer),
         **states,
     }
+    if trainer.embeddings is not None:
+        state["embeddings"] = trainer.embeddings.generation
     trainer.on_rank_zero(lambda: _write_checkpoint(trainer, state, waits))
     trainer.saved_at = time.monotonic()
 
@@ -93,6 +99,39 @@ def _save_optimizer(trainer: Trainer) -> dict[str, Any] | None:
     trainer.files.failures.pop(FOLDER, None)
     generation, workers = trainer.worker_states.generation, trainer.group.world_size
     return {"generation": generation, "workers": workers}
+
+
+def _save_embeddings(trainer: Trainer) -> bool:
+    """Write the trainable embeddings; return False if worker 0 could not write them."""
+    embeddings = trainer.embeddings
+    if embeddings is None:
+        return True
+    is_written = [True]
+
+    def write() -> None:
+        _finish_checkpoint(trainer)
+        is_written[0] = trainer.files.attempt(
+            EMBEDDINGS,
+            lambda: embeddings.write_state(trainer.best, trainer.is_checkpoint_written),
+        )
+
+    with joint_work(trainer.group):
+        if trainer.is_rank_zero:
+            write()
+    is_saved = all(run(all_gather_scalar(int(is_written[0])), trainer.group))
+    if not is_saved:
+        trainer.saved_at = time.monotonic()
+    return is_saved
+
+
+def write_best_embeddings(trainer: Trainer, epoch: int) -> None:
+    """Write the trainable embeddings of a new best model, on worker 0; a collective call."""
+    embeddings = trainer.embeddings
+    if embeddings is None:
+        return
+    with joint_work(trainer.group):
+        if trainer.is_rank_zero:
+            trainer.files.attempt(BEST_EMBEDDINGS, lambda: embeddings.write_best(epoch))
 
 
 def _average_state(trainer: Trainer) -> dict[str, Any]:

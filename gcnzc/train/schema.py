@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gcnzc.graph.dataset import Dataset
-from gcnzc.graph.load import load
 from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset, load_graph
 from gcnzc.train.run_folder import SCHEMA
 
 # fields whose keys in the file have another name, as in prepared folders
@@ -28,6 +28,10 @@ class Schema:
     """names of the columns of features; None if they have none"""
     classes: Sequence[str] | None = None
     """names of the classes; None if they have none"""
+    node_types: Sequence[str] | None = None
+    """of a heterogeneous graph, in their order"""
+    edge_types: Sequence[Sequence[str]] | None = None
+    """of a heterogeneous graph, in their order"""
 
     @property
     def num_outputs(self) -> int:
@@ -40,16 +44,24 @@ class Schema:
         return self.num_label_columns > 1
 
 
-def schema_of(data: Dataset) -> Schema:
+def schema_of(data: Dataset | HeteroDataset) -> Schema:
     """Return the schema of models that are trained on a graph."""
     num_label_columns = 1 if data.labels.ndim == 1 else data.labels.shape[1]
     names = data.names
-    return Schema(data.num_classes, num_label_columns, names.features, names.classes)
+    schema = Schema(data.num_classes, num_label_columns, names.features, names.classes)
+    if isinstance(data, Dataset):
+        return schema
+    node_types, edge_types = data.graph.metadata()
+    return dataclasses.replace(
+        schema, node_types=node_types, edge_types=list(map(list, edge_types))
+    )
 
 
-def write_schema(run: Path, data: Dataset) -> None:
+def write_schema(run: Path, data: Dataset | HeteroDataset) -> None:
     """Write the schema of a new run to its folder."""
     fields = dataclasses.asdict(schema_of(data))
+    if isinstance(data, Dataset):
+        del fields["node_types"], fields["edge_types"]
     files.write_json(run / SCHEMA, {STORED_KEYS.get(key, key): fields[key] for key in fields})
 
 
@@ -63,7 +75,7 @@ def read_schema(run: Path, trained: TrainConfig) -> Schema:
     path = run / SCHEMA
     if not path.is_file():
         assert trained.data is not None, "read_config has checked"
-        return schema_of(load(trained.data, allow_nan=trained.allow_nan))
+        return schema_of(load_graph(trained, trained.data))
     stored = files.read_json(path)
     try:
         schema = Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
@@ -91,7 +103,7 @@ def _check(schema: Schema) -> None:
             raise TypeError(f"{name} is {names!r:.100}, not a list of {number}names")
 
 
-def check_names(schema: Schema, data: Dataset, source: Path) -> None:
+def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> None:
     """Check that features and classes of a graph have the names that the model was trained with.
 
     Args:
@@ -102,6 +114,14 @@ def check_names(schema: Schema, data: Dataset, source: Path) -> None:
     Raises:
         ValueError: both have names, and one differs.
     """
+    if isinstance(data, HeteroDataset):
+        own, theirs = ([of.node_types, of.edge_types] for of in (schema_of(data), schema))
+        if own != theirs:
+            raise ValueError(
+                f"{source} has the types {own}, but the model was trained with {theirs}\n\n"
+                "hint: a model fits only graphs with the same node types and edge types, in the "
+                "same order"
+            )
     names = data.names
     for what, trained, here, key in (
         ("column of features", schema.features, names.features, "features"),

@@ -10,12 +10,17 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.partition import cut_fraction, partition_graph
 from gcnzc.sampling.link import LinkSampler
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.shared_data import share_result
 from gcnzc.train.tasks.base import Task
 
 
 def find_parts(
-    config: TrainConfig, data: Dataset, task: Task, num_parts: int, group: Group
+    config: TrainConfig,
+    data: Dataset | HeteroDataset,
+    task: Task,
+    num_parts: int,
+    group: Group,
 ) -> tuple[Tensor | None, float]:
     """Partition the graph of a run into parts with equal numbers of seeds.
 
@@ -39,12 +44,14 @@ def find_parts(
     """
     if config.seed_order != "local":
         return None, 0.0
+    assert isinstance(data, Dataset), "TrainConfig has checked"
+    graph = data.graph
     sources = task.sampler.edges[0] if isinstance(task.sampler, LinkSampler) else None
     seeds = task.seeds if sources is None else sources
 
     def partition() -> tuple[Tensor, float]:
-        parts = partition_graph(data.graph, num_parts, seeds, seed=config.seed)
-        return parts, cut_fraction(data.graph, parts)
+        parts = partition_graph(graph, num_parts, seeds, seed=config.seed)
+        return parts, cut_fraction(graph, parts)
 
     if group.world_size == 1:
         parts, cut = partition()

@@ -1,7 +1,7 @@
 """Build the parts of a run from its options: device, feature table, cache and loader settings."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Group, run
-from gcnzc.exchange.sync import all_gather_text
+from gcnzc.exchange.sync import all_gather_scalar, all_gather_text
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import (
     DEFAULT_CACHED_FRACTION,
@@ -23,14 +23,20 @@ from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
+from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.full_batch import build_full_batch_loader
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.options import parse_cache_size
 from gcnzc.train.precision import AUTOCAST_DTYPES
+from gcnzc.train.progress import Reporter
 from gcnzc.train.shared_data import share_copy
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+from gcnzc.train.tasks.hetero_node import HeteroNodeTask
+from gcnzc.train.trainer import Interrupted
 from gcnzc.tune import profiles
 
 # a run of fewer steps than this hardly trains a model
@@ -153,7 +159,7 @@ def _join(own: CachedShare, first: int) -> Algorithm[CachedTable]:
 class RunSettings:
     """Settings of a run that affect its speed, but not its results."""
 
-    table: FeatureTable  # with the kernel configuration of the tuning profile
+    table: FeatureTable | TypedTables  # with the kernel configuration of the tuning profile
     loading: dict[str, Any]  # arguments of `Loader`
     cached_share: float | None  # share of the rows to cache; None if there is no tuning profile
 
@@ -186,16 +192,61 @@ def apply_profile(
     return RunSettings(table, loading, found.cache_share(table.num_rows))
 
 
+def open_features(
+    config: TrainConfig,
+    data: Dataset | HeteroDataset,
+    device: torch.device,
+    group: Group,
+    reporter: Reporter,
+    stack: ExitStack,
+) -> RunSettings:
+    """Provide the features of a run, and the settings of its loader, until `stack` is closed.
+
+    Raises:
+        ValueError, RuntimeError, WorkerLost: as `feature_table` and `cached_table` do.
+    """
+    if isinstance(data, HeteroDataset):
+        return RunSettings(data.table, {"threads": config.threads or None}, None)
+    table = stack.enter_context(feature_table(data, config.features, device, group))
+    settings = apply_profile(config, table, device, reporter.say)
+    if config.features != "cached":
+        return settings
+    assert isinstance(settings.table, FeatureTable), "the graph has one node type"
+    with reporter.task("count feature accesses") as advance:
+        cache = cached_table(
+            config, data, settings.table, device, group, advance, settings.cached_share
+        )
+    if cache.gpus > 1:
+        stack.push(_make_barrier(group, device))
+    return replace(settings, table=cache)
+
+
+def _make_barrier(group: Group, device: torch.device) -> Callable[..., None]:
+    """Return an exit callback that waits until no worker reads the sharded cache any more.
+
+    Each worker frees its share of the cache afterwards. After an error the callback does not wait;
+    the other workers then fail as well.
+    """
+
+    def wait_for_all(kind: type[BaseException] | None, *details: object) -> None:
+        if kind is None or issubclass(kind, Interrupted):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            run(all_gather_scalar(0), group)
+
+    return wait_for_all
+
+
 def build_loader(
     config: TrainConfig,
-    data: Dataset,
+    data: Dataset | HeteroDataset,
     task: Task,
-    table: FeatureTable,
+    table: FeatureTable | TypedTables,
     device: torch.device,
     group: Group | None = None,
     loading: Mapping[str, Any] | None = None,
     parts: Tensor | None = None,
-) -> Loader | FullBatchLoader:
+) -> Loader | FullBatchLoader | HeteroLoader:
     """Build the loader of the training minibatches, or of the whole graph.
 
     Args:
@@ -210,6 +261,11 @@ def build_loader(
         parts: with --seed-order local, those of `gcnzc.train.seed_parts.find_parts`.
     """
     group = group or Group()
+    loading = loading if loading is not None else {"threads": config.threads or None}
+    if isinstance(task, HeteroNodeTask | HeteroLinkTask):
+        return task.build_loader(device, group, loading)
+    assert isinstance(data, Dataset), "tasks of heterogeneous graphs build their loaders"
+    assert isinstance(table, FeatureTable), "tasks of heterogeneous graphs build their loaders"
     if not isinstance(config.batch_size, int):
         # the features of each step are then converted once
         dtype = AUTOCAST_DTYPES.get(config.precision, torch.float32)
@@ -229,7 +285,7 @@ def build_loader(
         world_size=group.world_size,
         seed_order=config.seed_order,
         parts=parts,
-        **(loading if loading is not None else {"threads": config.threads or None}),
+        **loading,
     )
 
 

@@ -1,6 +1,5 @@
 """The state of a training run: its parts, progress and output files."""
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
+from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer
 from gcnzc.system.spans import Span, Stage
@@ -23,6 +23,8 @@ from gcnzc.train import checkpoint, record
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.epoch_stats import EpochStats
 from gcnzc.train.graph_files import describe_files
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.embeddings import TrainedEmbeddings
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.precision import Precision
 from gcnzc.train.progress import Reporter
@@ -53,13 +55,13 @@ class Trainer:
         self,
         config: TrainConfig,
         folder: Path,
-        data: Dataset,
+        data: Dataset | HeteroDataset,
         task: Task,
-        table: FeatureTable,
+        table: FeatureTable | TypedTables,
         device: torch.device,
         model: nn.Module,
         optimizer: DistributedOptimizer,
-        loader: Loader | FullBatchLoader,
+        loader: Loader | FullBatchLoader | HeteroLoader,
         reporter: Reporter,
         precision: Precision,
         began: float,
@@ -96,6 +98,7 @@ class Trainer:
         self.writer = checkpoint.Writer()
         self.is_checkpoint_written = True  # whether the last checkpoint is on the disk
         self.worker_states = WorkerStates(folder, self.group.rank)
+        self.embeddings: TrainedEmbeddings | None = None  # of node types without features
 
     def on_rank_zero(self, function: Callable[[], None]) -> None:
         """Call a function on rank 0; if it raises an error, all workers raise one.
@@ -121,9 +124,3 @@ class Trainer:
         sent = self.group.ledger.bytes_sent
         self.epoch_stats.bytes_sent += sent - self.counted_sent
         self.counted_sent = sent
-
-
-def mixed_seed(*numbers: int) -> int:
-    """Return a 64-bit seed: a hash of `numbers`."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

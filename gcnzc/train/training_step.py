@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import islice
 
 from gcnzc.features.cache import CachedTable
+from gcnzc.features.table import FeatureTable
 from gcnzc.loader.loader import Loader
 from gcnzc.optim import DistributedOptimizer, DropCompute, Strategy
 from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.system.spans import Span, Stage, seconds_outside
 from gcnzc.system.streams import TimedEvent
 from gcnzc.train.accumulation import Accumulation
+from gcnzc.train.hetero.data import TypedTables
 from gcnzc.train.tracing import trace
 from gcnzc.train.trainer import Trainer
 
@@ -22,7 +25,7 @@ REPORTED_SKIPS = 3
 
 def train_step(
     trainer: Trainer,
-    batches: Iterator[Batch],
+    batches: Iterator[Batch | HeteroBatch],
     accumulation: Accumulation,
     step: int,
     stopped: threading.Event,
@@ -42,9 +45,9 @@ def train_step(
         The end of the step.
     """
     optimizer, precision, stats = trainer.optimizer, trainer.precision, trainer.epoch_stats
-    optimizer.zero_grad(set_to_none=True)
+    zero_gradients(trainer)
     own = islice(batches, len(accumulation.num_seeds(step)))
-    computed: Iterator[Batch] = own
+    computed: Iterator[Batch | HeteroBatch] = own
     factors, optimizer.weight = accumulation.loss_factors(step), accumulation.loss_weight(step)
     if isinstance(optimizer, DropCompute):
         # DropCompute divides by the sizes of the minibatches that all workers have computed
@@ -68,6 +71,8 @@ def train_step(
     optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
     skipped, ignored = optimizer.skipped, optimizer.num_ignored_gradients
     precision.step(optimizer, closure)
+    if trainer.embeddings is not None:
+        trainer.embeddings.step(accumulation.loss_weight(step))
     if trainer.schedule is not None:
         trainer.schedule.step()
     if trainer.average is not None:
@@ -92,6 +97,13 @@ def train_step(
     return trainer.now()
 
 
+def zero_gradients(trainer: Trainer) -> None:
+    """Set all gradients to None, also those of embeddings."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.embeddings is not None:
+        trainer.embeddings.clear_gradients()
+
+
 def needs_closure(optimizer: DistributedOptimizer) -> bool:
     """Return whether the optimizer computes the gradients of a step itself, several times."""
     return isinstance(optimizer, Strategy) and optimizer.needs_closure
@@ -109,13 +121,13 @@ class StepClosure:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.minibatches: list[tuple[Batch, float]] = []
+        self.minibatches: list[tuple[Batch | HeteroBatch, float]] = []
         """the minibatches, and the factor of the mean loss of each"""
         self.is_called = False
 
     def __call__(self) -> float:
         """Compute the gradients, and return 0: the loss is not read from the device."""
-        self.trainer.optimizer.zero_grad(set_to_none=True)
+        zero_gradients(self.trainer)
         for batch, factor in self.minibatches:
             compute_gradients(self.trainer, batch, factor, is_counted=not self.is_called)
         self.is_called = True
@@ -123,7 +135,7 @@ class StepClosure:
 
 
 def compute_gradients(
-    trainer: Trainer, batch: Batch, factor: float, *, is_counted: bool = True
+    trainer: Trainer, batch: Batch | HeteroBatch, factor: float, *, is_counted: bool = True
 ) -> None:
     """Add the gradients of a minibatch to those of the parameters, and its loss to the statistics.
 
@@ -154,8 +166,13 @@ def compute_gradients(
         trainer.epoch_stats.add(logits.detach(), loss.detach(), batch.y, batch.items)
 
 
-def count_rows(trainer: Trainer, batch: Batch) -> None:
+def count_rows(trainer: Trainer, batch: Batch | HeteroBatch) -> None:
     """Add the gathered rows of a minibatch, and those from the feature cache, to the statistics."""
+    if isinstance(batch, HeteroBatch):
+        assert isinstance(trainer.table, TypedTables), "both are of a heterogeneous graph"
+        trainer.epoch_stats.bytes += trainer.table.gathered_bytes(batch)
+        return
+    assert isinstance(trainer.table, FeatureTable), "both are of a graph of one node type"
     # a full-batch run gathers its rows at most once
     if isinstance(trainer.loader, Loader) or "gather_s" in batch.times:
         trainer.epoch_stats.bytes += len(batch.nodes) * trainer.table.row_bytes

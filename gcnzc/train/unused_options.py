@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero_options import HETERO_MODELS
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.options import option_name
 from gcnzc.train.strategies import STRATEGIES
@@ -13,6 +14,8 @@ Choices = Mapping[str, tuple[str | bool, ...]]
 
 _LINK: Choices = {"task": ("link",)}
 _NODE: Choices = {"task": ("node",)}
+_HETERO: Choices = {"model": HETERO_MODELS}
+_NOT_HGT: Choices = {"model": ("sage", "gcn", "gin", "gat", "gatv2", "rgcn", "rgat", "hetero-sage")}
 _GAT: Choices = {"model": ("gat", "gatv2")}
 _CACHED: Choices = {"features": ("cached",)}
 _STEP: Choices = {"schedule": ("step",)}
@@ -32,6 +35,16 @@ _OF_STRATEGIES = _strategy_options()
 
 # options, and the choices under which a run reads them; every run reads the others
 READ_WITH: Mapping[str, Choices] = {
+    "target": {**_HETERO, **_NODE},
+    "edge_type": {**_HETERO, **_LINK},
+    "edge_split": {**_HETERO, **_LINK},
+    "valid_edges": {**_HETERO, **_LINK},
+    "test_edges": {**_HETERO, **_LINK},
+    "evaluate_negatives": {**_HETERO, **_LINK},
+    "temporal": _HETERO,
+    "embedding_dim": _HETERO,
+    "embedding_optimizer": _HETERO,
+    "embedding_lr": _HETERO,
     "metric": _NODE,
     "label_inputs": _NODE,
     "decoder": _LINK,
@@ -43,9 +56,12 @@ READ_WITH: Mapping[str, Choices] = {
     "refresh": {"optimizer": ("onebit-adam",)},
     **_OF_STRATEGIES,
     "max_dropped": {**_OF_STRATEGIES["max_dropped"], "compute_threshold": ("auto",)},
-    "heads": _GAT,
+    "heads": {"model": ("gat", "gatv2", "rgat", "hgt")},
     "output_heads": _GAT,
-    "attention_dropout": _GAT,
+    "attention_dropout": {"model": ("gat", "gatv2", "rgat")},
+    "residual": _NOT_HGT,
+    "output_linear": _NOT_HGT,
+    "activation": _NOT_HGT,
     "skip": {**_GAT, "residual": (False,)},
     "self_loops": {"model": ("sage",)},
     "cache_size": _CACHED,

@@ -58,12 +58,15 @@ def _below(low, high, num_nodes):
 
 
 @njit(cache=True, nogil=True)
-def _is_negative(indptr, indices, source, target):
-    return source != target and not has_edge(indptr, indices, source, target)
+def _is_negative(indptr, indices, source, target, is_bipartite=False):
+    is_loop = source == target and not is_bipartite
+    return not is_loop and not has_edge(indptr, indices, source, target)
 
 
 @njit(cache=True, nogil=True)
-def _sample_negatives(indptr, indices, sources, items, num_negatives, both, strict, key, out):
+def _sample_negatives(
+    indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, key, out
+):
     """Write the negatives; return the index of an edge without any, or -1."""
     num_nodes = len(indptr) - 1
     key_0, key_1, epoch = key[0], key[1], key[2]
@@ -77,14 +80,14 @@ def _sample_negatives(indptr, indices, sources, items, num_negatives, both, stri
                 w0, w1, w2, w3 = philox4x32(counter, low, high, epoch, key_0, key_1)
                 target = _below(w0, w1, num_nodes)
                 source = _below(w2, w3, num_nodes) if both else int64(sources[i])
-                if not strict or _is_negative(indptr, indices, source, target):
+                if not strict or _is_negative(indptr, indices, source, target, is_bipartite):
                     found = True
                     break
             more_sources = num_nodes if both else 1
             while not found and more_sources > 0:
                 for _ in range(num_nodes):
                     target = target + 1 if target + 1 < num_nodes else 0
-                    if _is_negative(indptr, indices, source, target):
+                    if _is_negative(indptr, indices, source, target, is_bipartite):
                         found = True
                         break
                 if not found:
@@ -107,19 +110,23 @@ def sample_negatives(
     strict: bool,
     seed: int,
     epoch: int,
+    is_bipartite: bool = False,
 ) -> Array:
     """Sample `num_negatives` negatives for each positive edge.
 
     Args:
         indptr: (N + 1,) int64.
         indices: (E,) int32 or int64, each column ascending; used only if `strict`.
-        sources: (P,) int64 in [0, N): the sources of the positive edges.
+        sources: (P,) int64 in [0, N), or ids of another node type: the sources of the positive
+            edges.
         items: (P,) int64 in [0, 2**48): ids of the positive edges, which select random words.
         num_negatives: K, below 2**27.
         kind: "uniform" keeps the source and samples the destination; "both" samples both nodes.
         strict: reject edges of the graph and self loops.
         seed: 64-bit seed.
         epoch: in [0, 2**32).
+        is_bipartite: the sources are nodes of another type, so that no pair is a self loop; only
+            for "uniform".
 
     Returns:
         (2, P * K) int64 sources and destinations; the K negatives of an edge are adjacent.
@@ -136,8 +143,9 @@ def sample_negatives(
         )
     key = np.array([*split_key(seed), epoch], np.uint64)
     out = np.empty((2, len(items) * num_negatives), np.int64)
+    both = kind == "both"
     failed = _sample_negatives(
-        indptr, indices, sources, items, num_negatives, kind == "both", strict, key, out
+        indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, key, out
     )
     if failed >= 0:
         pairs = (

@@ -106,6 +106,7 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
     [
         "docs/quickstart.md",
         "docs/tutorials/own_graph.md",
+        "docs/tutorials/hetero.md",
         "docs/howto/deep_models.md",
         pytest.param("docs/howto/link_prediction.md", marks=pytest.mark.slow),
     ],
@@ -113,8 +114,8 @@ def test_the_commands_of_a_page_exist(page, monkeypatch):
 def test_the_commands_of_a_page_run(page, data, tmp_path, monkeypatch, capsys):
     given = [data / name for name in ("arxiv", "products")]
     enter_folder(tmp_path, given, monkeypatch)
-    if page == "docs/tutorials/own_graph.md":
-        # the folder and the archive
+    if page in ("docs/tutorials/own_graph.md", "docs/tutorials/hetero.md"):
+        # the folders and the archive
         scope: dict = {}
         for block in CODE.finditer(PAGES[page]):
             exec(block[1], scope)

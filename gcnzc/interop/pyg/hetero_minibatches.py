@@ -26,6 +26,7 @@ from gcnzc.interop.pyg.hetero_graph import (
 )
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.loader.checks import check_loader_device
+from gcnzc.loader.state import plain_settings
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 
 # `gcnzc.Loader` requires a graph, and uses it only for minibatches of its own samplers
@@ -101,7 +102,7 @@ class HeteroPygLoader(PygLoader):
 
     def _settings(self) -> dict[str, Any]:
         sampler: Any = self._sampler
-        found = {name: _plain(value) for name, value in sampler.settings.items()}
+        found: dict[str, Any] = dict(plain_settings(sampler.settings))
         # the seed is a setting of the loader
         del found["sampler_seed"]
         return found | dict(self._given_settings)
@@ -195,10 +196,3 @@ class HeteroPygLoader(PygLoader):
         for (kind, name), value in values.items():
             data[kind][name] = value
         return data if self.transform is None else self.transform(data)
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting of a sampler as an integer, a string, or a list of strings."""
-    if isinstance(value, Mapping):
-        return [f"{name}: {own}" for name, own in value.items()]
-    return int(value) if isinstance(value, bool | int) else str(value)

@@ -1,22 +1,25 @@
 """Training tasks: node classification and link prediction."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from gcnzc.graph.dataset import Dataset
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.tasks.base import Task
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
 
 
-def build_task(config: TrainConfig, data: Dataset) -> Task:
+def build_task(config: TrainConfig, data: Dataset | HeteroDataset) -> Task:
     """Build the training task that `config` selects, for the graph `data`.
 
     Raises:
         ValueError: the graph has no labels, or no split of its edges, for the task.
     """
-    kinds: Mapping[str, Callable[[TrainConfig, Dataset], Task]] = {
-        "node": NodeTask,
-        "link": LinkTask,
-    }
+    kinds: Mapping[str, Callable[[TrainConfig, Any], Task]] = {"node": NodeTask, "link": LinkTask}
+    if isinstance(data, HeteroDataset):
+        kinds = {"node": HeteroNodeTask, "link": HeteroLinkTask}
     return kinds[config.task](config, data)

@@ -1,16 +1,13 @@
 """The protocol of training tasks: seeds, model, loss and evaluation."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group, run
 from gcnzc.exchange.sync import all_gather_scalar
-from gcnzc.features.table import FeatureTable
-from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluator import Evaluator
 
@@ -25,12 +22,16 @@ EVALUATED = ("valid", "test")
 
 
 class Task(Protocol):
-    """A training task: node classification or link prediction."""
+    """A training task: node classification or link prediction.
+
+    The tables and minibatches are those of the task's graphs: a `FeatureTable` and `Batch`, or
+    `TypedTables` and `HeteroBatch`.
+    """
 
     metric: str  # selects the best model, by its value on the validation split
     seeds: Tensor  # (S,) int64 training nodes, or numbers of training edges
     labels: Tensor | None  # of all nodes; None if the sampler returns the labels
-    sampler: SamplerProtocol
+    sampler: Any  # a `SamplerProtocol`, or a sampler of heterogeneous graphs
     has_accuracy: bool  # whether the largest logit is the predicted class
     best_accuracy: float | None  # the best possible accuracy, if it is known
     evaluator: Evaluator  # computes the outputs of the evaluated nodes
@@ -38,7 +39,7 @@ class Task(Protocol):
     def model(self) -> nn.Module:
         """Build a model on the CPU, with initial weights from torch's generator."""
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """Compute the logits of a minibatch.
 
         Args:
@@ -63,7 +64,7 @@ class Task(Protocol):
     def evaluate(
         self,
         model: nn.Module,
-        table: FeatureTable,
+        table: Any,
         device: torch.device,
         progress: Progress,
         group: Group | None = None,
@@ -79,7 +80,7 @@ class Task(Protocol):
     def choose_evaluation(
         self,
         model: nn.Module,
-        table: FeatureTable,
+        table: Any,
         group: Group,
         say: Callable[[str], object],
         *,
@@ -93,7 +94,7 @@ class Task(Protocol):
     def outputs(
         self,
         model: nn.Module,
-        table: FeatureTable,
+        table: Any,
         device: torch.device,
         progress: Progress,
         group: Group | None = None,

@@ -12,7 +12,6 @@ from gcnzc.graph.dataset import Dataset
 from gcnzc.loader.full_batch import FullBatchLoader
 from gcnzc.models.metrics import RANKING, compute_loss, score
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.protocol import SamplerProtocol
 from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder, build_sampler
@@ -35,7 +34,7 @@ class NodeTask:
         ValueError: no node of the training split has a label, or the labels do not match an option.
     """
 
-    def __init__(self, config: TrainConfig, data: Dataset) -> None:
+    def __init__(self, config: TrainConfig, data: Any) -> None:
         if len(data.split["train"]) == 0:
             hint = "use --task link" if data.links else "check the training split of the graph"
             raise ValueError(f"{data.name} has no labelled nodes to train on\n\nhint: {hint}")
@@ -51,7 +50,7 @@ class NodeTask:
         self.metric: str = metric
         self.seeds = data.split["train"]
         self.labels: Tensor | None = data.labels
-        self.sampler: SamplerProtocol = build_sampler(config, data)
+        self.sampler: Any = self._build_sampler()
         self.class_weights: Tensor | None = None
         if config.class_weights == "balanced":
             self.class_weights = balanced_weights(data.labels[self.seeds], data.num_classes)
@@ -72,6 +71,9 @@ class NodeTask:
         self.evaluator = build_evaluator(config)
         # of a full-batch run: evaluates all nodes in one pass instead of layer by layer
         self.whole_graph: FullBatchLoader | None = None
+
+    def _build_sampler(self) -> Any:
+        return build_sampler(self.config, self.data)
 
     def model(self) -> nn.Module:
         """See `Task`."""

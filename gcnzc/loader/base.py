@@ -1,0 +1,304 @@
+"""The seeds of a loader: their order, their shares among ranks, and the position in an epoch."""
+
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gcnzc._moved import renamed_attribute
+from gcnzc.loader.batches import UNTRACKED, Batches
+from gcnzc.loader.checks import check_threads
+from gcnzc.loader.seed_order import (
+    Division,
+    SeedOrder,
+    check_order,
+    check_parts,
+    chunk_offset,
+    order_seeds,
+    resumed_division,
+)
+from gcnzc.loader.seeds import Shares
+from gcnzc.loader.state import PARTITION, check_position, check_state
+from gcnzc.system.arguments import (
+    IdsLike,
+    check_epoch,
+    check_flag,
+    check_integer,
+    check_seed,
+)
+
+# attributes of `loader.shares` that `__reduce__` passes to the constructor
+SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
+
+B = TypeVar("B")
+
+
+class MinibatchLoader(ABC, Generic[B]):
+    """Base class of the loaders whose threads prepare minibatches of seeds, in order.
+
+    A subclass calls `_set_order` in its constructor, and then `_remember_own_attributes`. It
+    prepares a minibatch in `_prepare`, which the threads call.
+    """
+
+    sampler: Any
+    # number of elements that `parts` has, one for each possible seed
+    _num_items: int
+
+    def _set_order(
+        self,
+        seeds: Tensor,
+        num_items: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+        threads: int | None,
+        ahead: int | None,
+        may_be_empty: bool,
+        seed_order: SeedOrder,
+        parts: IdsLike | None,
+    ) -> None:
+        """Check and keep the arguments that divide the seeds into minibatches.
+
+        Args:
+            seeds: (S,) int64 on the host, checked.
+            num_items: number of elements of `parts`.
+            batch_size, shuffle, drop_last, seed, rank, world_size, threads, ahead, may_be_empty,
+                seed_order, parts: see `gcnzc.Loader`.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+        """
+        self.seeds, self._num_items = seeds, num_items
+        self.seed = check_seed("seed", seed)
+        self.shuffle = check_flag("shuffle", shuffle)
+        self.shares = Shares(
+            *(len(self.seeds), batch_size, rank, world_size, drop_last),
+            may_be_empty=check_flag("may_be_empty", may_be_empty),
+        )
+        self.seed_order = check_order(seed_order, self.shuffle, parts)
+        self.parts = parts
+        # the division of an epoch's seeds among the ranks; another one in a resumed epoch
+        sizes = self.shares.batch_size, self.shares.world_size
+        self._own_division = self._division_of(*sizes, parts)
+        self._division = self._own_division
+        self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
+        self._epoch = 0
+        # number of batches of this epoch that the newest iterator has yielded
+        self._position = 0
+        # the step at which the next iterator starts
+        self._resume_at = 0
+        # number of the iterator whose progress counts; increased to ignore the earlier iterators
+        self._tracked_iterator = 0
+
+    def _remember_own_attributes(self, set_by_subclass: set[str]) -> None:
+        # `__reduce__` also copies attributes of a subclass, set before or after this constructor
+        self._own_attributes = (vars(self).keys() | {"_own_attributes"}) - set_by_subclass
+
+    @abstractmethod
+    def _prepare(self, seeds: Tensor, epoch: int) -> Any:
+        """Prepare the minibatch of some seeds, in one of the loader's threads."""
+
+    def _complete(self, prepared: Any) -> B:
+        """Return a prepared minibatch, in the thread that iterates."""
+        found: B = prepared
+        return found
+
+    def _begin_iteration(self) -> None:
+        """Called when an iterator is created, before its threads start."""
+
+    @abstractmethod
+    def _constructor(self) -> tuple[type["MinibatchLoader[B]"], dict[str, Any]]:
+        """Return the class whose constructor makes a copy, and its arguments without the shares."""
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, the same on every rank.
+
+        An epoch resumed with another batch size or world size has only batches of the unused seeds.
+        """
+        return len(self.shares)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the iteration in progress, or else of the next one; counted from 0."""
+        return self._epoch
+
+    @property
+    def resume_step(self) -> int:
+        """The step at which the next iteration starts, from 0 to `len(loader)`.
+
+        It is 0, unless a state from the middle of an epoch was loaded, with the same batch size and
+        world size, and no iteration has started since. For the position of the iteration in
+        progress, see `state_dict`.
+        """
+        return self._resume_at
+
+    # old name, until 0.3
+    position = renamed_attribute("position", "resume_step")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, which determines its order and its neighbours.
+
+        Args:
+            epoch: from 0 to 2**32 - 1. If a state with the same epoch was just loaded, the next
+                iteration still resumes at the state's position.
+
+        Raises:
+            TypeError: `epoch` is no integer.
+            ValueError: `epoch` is out of range.
+        """
+        epoch = check_epoch("epoch", epoch)
+        if epoch != self._epoch:
+            self._begin_epoch(epoch)
+            self._resume_at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position as plain values.
+
+        The batch that was yielded last counts as used: a resumed loader starts with the next one.
+        With several iterators, the position is that of the newest one.
+        """
+        progress = {"position": self._position, "done": self.shares.seeds_done}
+        partition = {name: getattr(self.shares, name) for name in PARTITION}
+        division = self._division.settings() if self.seed_order != "shuffled" else {}
+        return {
+            "epoch": self._epoch,
+            **progress,
+            **partition,
+            **division,
+            **self._settings_to_match(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], parts: IdsLike | None = None) -> None:
+        """Resume at the position of `state`, with the same batches bit for bit.
+
+        With another world size or batch size, the unused seeds of the epoch are divided anew among
+        the ranks: none is used twice, and none is lost except those that `drop_last` drops. With
+        another world size, the chunks or parts of `seed_order` apply again from the next epoch.
+
+        Args:
+            state: returned by `state_dict`.
+            parts: with `seed_order="local"` and another world size, the `parts` of the loader with
+                which the epoch of `state` began.
+
+        Raises:
+            TypeError: `state` is not a mapping, or one of its values has another type.
+            ValueError: `state` is not the state of a loader, or differs from this loader in `seed`,
+                `shuffle`, `drop_last`, `seeds`, `seed_order`, `parts` or a setting of the sampler,
+                such as `fanouts`.
+        """
+        numbers = check_state(state, self._settings_to_match(), len(self.seeds))
+        partition = {name: numbers[name] for name in PARTITION}
+        done, position = numbers["done"], numbers["position"]
+        before = self.shares.resumed(done, **partition)
+        check_position(position, len(before))
+        if partition != {name: getattr(self.shares, name) for name in PARTITION}:
+            done, position = before.step_start(position), 0
+        division = self._own_division
+        # if no seed of the epoch was used, it begins with the division of this loader
+        if self.seed_order != "shuffled" and (done or position):
+            others = [self._division]
+            if parts is not None:
+                world_size = check_integer(
+                    "state['order_world_size']", state.get("order_world_size"), 1
+                )
+                others.append(self._division_of(1, world_size, parts))
+            division = resumed_division(state, division, others)
+        self._begin_epoch(numbers["epoch"])
+        self.shares = replace(self.shares, seeds_done=done)
+        self._position = self._resume_at = position
+        self._division = division
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, options = self._constructor()
+        shares = {name: getattr(self.shares, name) for name in SHARE_OPTIONS}
+        of_subclass = {k: v for k, v in vars(self).items() if k not in self._own_attributes}
+        state = self.state_dict(), self._division
+        return _construct, (type(self), kind, options | shares, *state), of_subclass
+
+    def __iter__(self) -> "Batches[B]":
+        begin, self._resume_at = self._resume_at, 0
+        self._position = begin
+        self._tracked_iterator += 1
+        # Always a copy of `self.seeds`: users may write to `items` of a batch, a view of the copy.
+        seeds, shares = self.seeds, self.shares
+        if self.shuffle:
+            order = self.seed_order, seeds, self.seed, self._epoch, self._division
+            seeds = order_seeds(*order, drop_last=shares.drop_last)
+        else:
+            seeds = seeds.clone()
+        batch_seeds = (seeds[shares.seed_range(step)] for step in range(begin, len(shares)))
+        return Batches(self, self._tracked_iterator, self._epoch, batch_seeds, begin)
+
+    def batches_of(self, seeds: Iterable[Tensor], epoch: int) -> "Batches[B]":
+        """Return an iterator over the batches of given seeds, in the given order.
+
+        It does not change the epoch or the state of this loader.
+
+        Args:
+            seeds: for each batch (S,) int64 on the host; consumed as batches are prefetched.
+            epoch: passed to the sampler; in [0, 2**32).
+        """
+        return Batches(self, UNTRACKED, epoch, iter(seeds))
+
+    def _settings_to_match(self) -> dict[str, Any]:
+        """Return the settings that `load_state_dict` requires to be equal in a state."""
+        return {
+            "seed": self.seed,
+            "num_seeds": len(self.seeds),
+            "shuffle": int(self.shuffle),
+            "seed_order": self.seed_order,
+            "drop_last": int(self.shares.drop_last),
+            "seeds_crc32": zlib.crc32(self.seeds.numpy().data),
+            **getattr(self.sampler, "settings", {}),
+        }
+
+    def _record_progress(self, iterator_number: int, position: int) -> None:
+        if iterator_number == self._tracked_iterator:
+            self._position = position
+
+    def _finish_epoch(self, iterator_number: int) -> None:
+        if iterator_number == self._tracked_iterator:
+            self._begin_epoch(self._epoch + 1)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position, self._division = epoch, 0, self._own_division
+        offset = chunk_offset(self.seed_order, epoch, self.shares.world_size)
+        self.shares = replace(self.shares, seeds_done=0, offset=offset)
+        # progress of an iterator of the previous epoch no longer counts
+        self._tracked_iterator += 1
+
+    def _division_of(self, batch_size: int, world_size: int, parts: IdsLike | None) -> Division:
+        if parts is None:
+            return Division(batch_size, world_size)
+        found = check_parts(parts, self._num_items, world_size).numpy()[self.seeds.numpy()]
+        return Division(batch_size, world_size, torch.from_numpy(found))
+
+
+def _construct(
+    cls: Any,
+    kind: Any,
+    options: Mapping[str, Any],
+    state: Mapping[str, Any],
+    division: Division,
+) -> Any:
+    loader = cls.__new__(cls)
+    # a subclass may take other arguments
+    kind.__init__(loader, **options)
+    loader._division = division
+    loader.load_state_dict(state)
+    return loader
+
+
+def thread_label() -> str:
+    """Return the name of a loader's thread in timelines."""
+    # ThreadPoolExecutor appends the number of each thread to its name
+    return f"loader {threading.current_thread().name.rsplit('_', 1)[-1]}"

@@ -1,0 +1,265 @@
+"""Minibatch loader of heterogeneous graphs: typed blocks, features by node type, and labels.
+
+Each thread prepares whole minibatches, as those of `gcnzc.Loader`. Neither the minibatches nor
+their order depends on the number of threads.
+"""
+
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.values import as_times
+from gcnzc.kernels.buffers import Pool
+from gcnzc.loader.base import MinibatchLoader, thread_label
+from gcnzc.loader.checks import check_loader_device
+from gcnzc.loader.seed_order import SeedOrder
+from gcnzc.loader.state import plain_settings
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero_block import build_hetero_blocks
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.sampling.neighbor import check_range
+from gcnzc.system.arguments import IdsLike, as_ids, check_device, check_kind, describe
+from gcnzc.system.spans import Span
+
+# attributes of the loader that `__reduce__` passes to the constructor, besides the shares
+OPTIONS = (
+    *("sampler", "labels", "seed_times", "device", "shuffle", "seed", "threads", "ahead"),
+    *("seed_order", "parts"),
+)
+
+
+class HeteroLoader(MinibatchLoader[HeteroBatch]):
+    """Load minibatches of a heterogeneous graph: neighbourhoods, features and labels.
+
+    A minibatch is a `gcnzc.sampling.HeteroBatch` with `blocks`, `x`, `y`, `items` and, for link
+    prediction, `pairs`. Epochs, iterators, threads, ranks and states are those of `gcnzc.Loader`.
+
+    For a GPU, a minibatch is prepared on the host, and copied when it is yielded.
+
+    Args:
+        sampler: samples the neighbourhoods: a `HeteroSampler` for seed nodes, or a
+            `HeteroLinkSampler` for pairs of one edge type.
+        seeds: for a `HeteroSampler`, a pair of a node type and (S,) ids of its nodes, as a tensor,
+            an array or a list. For a `HeteroLinkSampler`, (S,) unique indices of its seed edges;
+            None for all.
+        batch_size: number of seeds in a minibatch of one rank.
+        labels: (S,) or (S, T), one row for each seed node in the order of `seeds`; None for
+            minibatches without `y`.
+        seed_times: (S,) times of the seed nodes in the order of `seeds`, for temporal sampling;
+            integers in the unit of the graph's times. Default: those of the nodes.
+        tables: features on the host by node type. Default: those of the graph. Node types without a
+            table are not in `x`.
+        device: device of the minibatches.
+        shuffle, drop_last, seed, rank, world_size, threads, ahead, may_be_empty, seed_order: see
+            `gcnzc.Loader`. `seed` is of the order of the seeds; the sampler has its own.
+        parts: with `seed_order="local"`, (S,) the part of each seed in [0, world_size); for a
+            `HeteroLinkSampler`, of each of its seed edges.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or does not fit another.
+    """
+
+    def __init__(
+        self,
+        sampler: HeteroSampler | HeteroLinkSampler,
+        seeds: tuple[str, IdsLike] | IdsLike | None,
+        batch_size: int,
+        *,
+        labels: Any = None,
+        seed_times: Any = None,
+        tables: Mapping[str, FeatureTable] | None = None,
+        device: torch.device | str = "cpu",
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        threads: int | None = None,
+        ahead: int | None = None,
+        may_be_empty: bool = False,
+        seed_order: SeedOrder = "shuffled",
+        parts: IdsLike | None = None,
+    ) -> None:
+        set_by_subclass = set(vars(self))
+        if not isinstance(sampler, HeteroSampler | HeteroLinkSampler):
+            raise TypeError(
+                f"sampler is {describe(sampler)}\n\n"
+                "hint: HeteroSampler(graph, [10, 10]), or HeteroLinkSampler(sampler, edge_type)"
+            )
+        self.sampler: HeteroSampler | HeteroLinkSampler = sampler
+        self.graph: HeteroGraph = sampler.graph
+        self.tables = _check_tables(self.graph, tables)
+        self.device = check_loader_device(check_device("device", device), None, 0.0)
+        if isinstance(sampler, HeteroLinkSampler):
+            if labels is not None or seed_times is not None:
+                name = "labels" if labels is not None else "seed_times"
+                raise ValueError(
+                    f"{name} are of seed nodes, and the sampler samples pairs of nodes\n\n"
+                    "hint: HeteroLinkSampler has the times of its edges, and labels its pairs"
+                )
+            self._node_type, self._ids = "", _check_items(seeds, sampler.num_items)
+            self.labels = self.seed_times = None
+            order, num_items = self._ids, sampler.num_items
+        else:
+            self._node_type, self._ids = _check_seed_nodes(seeds, self.graph, may_be_empty)
+            self.labels = _check_labels(labels, len(self._ids))
+            self.seed_times = self._check_seed_times(seed_times)
+            order, num_items = torch.arange(len(self._ids)), len(self._ids)
+        self._set_order(
+            order,
+            num_items,
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            threads=threads,
+            ahead=ahead,
+            may_be_empty=may_be_empty,
+            seed_order=seed_order,
+            parts=parts,
+        )
+        self._pool = Pool()
+        self._remember_own_attributes(set_by_subclass)
+
+    def _constructor(self) -> tuple[type["HeteroLoader"], dict[str, Any]]:
+        options = {name: getattr(self, name) for name in OPTIONS}
+        seeds = (self._node_type, self._ids) if self._node_type else self._ids
+        return HeteroLoader, options | {"seeds": seeds, "tables": self.tables}
+
+    def _settings_to_match(self) -> dict[str, Any]:
+        times = b"" if self.seed_times is None else self.seed_times.numpy().tobytes()
+        return {
+            **super()._settings_to_match(),
+            "seeds_crc32": zlib.crc32(self._ids.numpy().data),
+            "seed_times_crc32": zlib.crc32(times),
+            "seed_type": self._node_type,
+            **plain_settings(self.sampler.settings),
+        }
+
+    def _check_seed_times(self, given: Any) -> Tensor | None:
+        sampler = self.sampler
+        assert isinstance(sampler, HeteroSampler)
+        if sampler.temporal is None:
+            if given is not None:
+                raise ValueError(
+                    "seed_times are given, but the sampler ignores times\n\n"
+                    "hint: HeteroSampler(graph, ..., temporal='uniform')"
+                )
+            return None
+        if given is not None:
+            return as_times("seed_times", given, len(self._ids))
+        own = self.graph.nodes(self._node_type).time
+        if own is None:
+            raise ValueError(
+                f"the seeds of node type {self._node_type!r} have no times, since the type has "
+                "none\n\nhint: pass seed_times, one for each seed"
+            )
+        return own[self._ids]
+
+    def _prepare(self, seeds: Tensor, epoch: int) -> HeteroBatch:
+        """Prepare one minibatch, in one of the loader's threads."""
+        began_s = time.perf_counter()
+        batch = self._sample(seeds, epoch)
+        batch.blocks = build_hetero_blocks(batch)
+        batch.items = seeds
+        sampled_s, thread = time.perf_counter(), thread_label()
+        batch.times["sample_s"] = sampled_s - began_s
+        batch.x = {name: self._gather(name, batch.nodes[name]) for name in self.tables}
+        ended_s = time.perf_counter()
+        batch.times["gather_s"] = ended_s - sampled_s
+        batch.spans = [
+            Span("sample", thread, began_s, sampled_s),
+            Span("gather", thread, sampled_s, ended_s),
+        ]
+        return batch
+
+    def _sample(self, seeds: Tensor, epoch: int) -> HeteroBatch:
+        if isinstance(self.sampler, HeteroLinkSampler):
+            return self.sampler.sample(seeds, epoch)
+        times = None if self.seed_times is None else self.seed_times[seeds]
+        batch = self.sampler.sample((self._node_type, self._ids[seeds]), epoch, times)
+        if self.labels is not None:
+            batch.y = self.labels[seeds]
+        return batch
+
+    def _gather(self, node_type: str, nodes: Tensor) -> Tensor:
+        table = self.tables[node_type]
+        out = self._pool.empty((len(nodes), table.num_columns), table.dtype)
+        return table.gather(nodes, out, threads=1)
+
+    def _complete(self, prepared: HeteroBatch) -> HeteroBatch:
+        return prepared if self.device.type == "cpu" else prepared.to(self.device)
+
+
+def _check_tables(
+    graph: HeteroGraph, given: Mapping[str, FeatureTable] | None
+) -> dict[str, FeatureTable]:
+    if given is None:
+        own = {name: graph.nodes(name).table for name in graph.node_types}
+        return {name: table for name, table in own.items() if table is not None}
+    check_kind("tables", given, Mapping, "{'paper': FeatureTable(rows)}")
+    for name, table in given.items():
+        check_kind(f"tables[{name!r}]", table, FeatureTable, "gcnzc.FeatureTable(rows)")
+        if table.num_rows != graph.num_nodes(name):
+            raise ValueError(
+                f"tables[{name!r}] has {table.num_rows} rows, but the type has "
+                f"{graph.num_nodes(name)} nodes\n\nhint: one row of features per node is needed"
+            )
+        if table.device.type != "cpu":
+            raise ValueError(
+                f"tables[{name!r}] is on {table.device}\n\n"
+                "hint: a HeteroLoader gathers features on the host"
+            )
+    return dict(given)
+
+
+def _check_seed_nodes(given: Any, graph: HeteroGraph, may_be_empty: bool) -> tuple[str, Tensor]:
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
+        raise TypeError(
+            f"seeds is {describe(given)}\n\nhint: a pair of a node type and ids: ('paper', ids)"
+        )
+    node_type, ids = given
+    name = f"seeds of node type {node_type!r}"
+    found = as_ids(name, ids, "a mask becomes ids by .nonzero().flatten()").cpu().contiguous()
+    check_range(name, found, graph.num_nodes(node_type), "it has {} nodes", "node ids")
+    if len(found) == 0 and not may_be_empty:
+        raise ValueError(f"{name} are empty: no batches\n\nhint: is the split empty?")
+    return node_type, found
+
+
+def _check_items(given: Any, num_items: int) -> Tensor:
+    if given is None:
+        return torch.arange(num_items)
+    found = as_ids("seeds", given, "indices of the sampler's seed edges").cpu().contiguous()
+    check_range("seeds", found, num_items, "the sampler has {} items", "its items")
+    if len(found.unique()) < len(found):
+        raise ValueError("seeds: a seed edge occurs twice\n\nhint: seeds.unique()")
+    return found
+
+
+def _check_labels(given: Any, num_seeds: int) -> Tensor | None:
+    if given is None:
+        return None
+    if isinstance(given, np.ndarray) and given.dtype.kind in "biuf":
+        # torch warns about read-only arrays
+        given = torch.from_numpy(np.require(given, requirements=["C", "W"]))
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"labels is {describe(given)}\n\nhint: a tensor or an array of one row per seed"
+        )
+    if given.ndim == 0 or len(given) != num_seeds:
+        raise ValueError(
+            f"labels of shape {tuple(given.shape)} for {num_seeds} seeds\n\n"
+            "hint: one row of labels for each seed, in the order of the seeds"
+        )
+    return given.cpu()

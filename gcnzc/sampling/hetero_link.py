@@ -1,0 +1,336 @@
+"""Sample minibatches for link prediction in heterogeneous graphs.
+
+Notation: E seed edges, S seeds of a minibatch, P pairs of a minibatch, K negatives for each edge.
+"""
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.values import as_times, to_array
+from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
+from gcnzc.kernels.sample.negatives import sample_negatives
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.link import MAX_NEGATIVES
+from gcnzc.sampling.neighbor import check_range
+from gcnzc.system.arguments import (
+    IdsLike,
+    as_ids,
+    check_choice,
+    check_epoch,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_seed,
+    describe,
+)
+
+Exclude: TypeAlias = Literal["none", "self", "reverse"]
+
+
+class HeteroLinkSampler:
+    """Sample pairs of one edge type and their neighbourhoods; `sample` is thread-safe.
+
+    Pass it as the `sampler` of a `gcnzc.loader.HeteroLoader`, whose seeds then are indices of the
+    seed edges, in [0, E). The negatives of an edge depend only on the random seed, the epoch and
+    the index of the edge.
+
+    With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1, so
+    that no edge sees itself or edges of the same time. Its negative has the same neighbourhood
+    times.
+
+    Args:
+        sampler: samples the neighbourhoods of the end nodes; directional.
+        edge_type: of the pairs: a triple, or the name of a unique relation.
+        edges: (2, E) sources and destinations of the seed edges. Default: those of the graph, in
+            the order of the edge ids.
+        times: (E,) times of the seed edges, for a temporal sampler. Default: those of the graph.
+        num_negatives: K, the negatives of each edge: its source with random destinations.
+        strict: reject negatives that are edges of the graph.
+        exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
+            the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
+            "none" with a temporal sampler. A node with a removed edge has one neighbour less.
+        reverse_types: edge types of the reverse edges. Default: those whose edges are the reverses
+            of the edges of `edge_type`, see `find_reverse_types`.
+        known: graph with the edges of `edge_type` that are no valid negatives. Default: that of
+            the sampler.
+        seed: 64-bit integer key of the negatives.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an edge type is unknown, an edge is out of range, times are missing, or an
+            option is invalid.
+    """
+
+    def __init__(
+        self,
+        sampler: HeteroSampler,
+        edge_type: EdgeType | str,
+        edges: Any = None,
+        *,
+        times: Any = None,
+        num_negatives: int = 1,
+        strict: bool = True,
+        exclude: Exclude | None = None,
+        reverse_types: Sequence[EdgeType | str] | None = None,
+        known: HeteroGraph | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_kind("sampler", sampler, HeteroSampler, "HeteroSampler(graph, [10, 10])")
+        if sampler.subgraph_type != "directional":
+            raise ValueError(
+                f"the sampler's subgraph_type is {sampler.subgraph_type!r}\n\nhint: 'directional'"
+            )
+        self._sampler, self.graph = sampler, sampler.graph
+        self.edge_type = self.graph.edge_type(edge_type)
+        self.edges = self._check_edges(edges)
+        self.times = self._check_times(times, is_own=edges is None)
+        self.num_negatives = check_integer(
+            "num_negatives", num_negatives, 0, MAX_NEGATIVES, "1 is the default; 0 draws none"
+        )
+        self.strict = check_flag("strict", strict)
+        if exclude is None:
+            exclude = "reverse" if sampler.temporal is None else "none"
+        check_choice("exclude", exclude, ("none", "self", "reverse"))
+        self.exclude = exclude
+        if exclude != "reverse":
+            self.reverse_types: list[EdgeType] = []
+        elif reverse_types is None:
+            self.reverse_types = find_reverse_types(self.graph, self.edge_type)
+        else:
+            self.reverse_types = [self._check_reverse(each) for each in reverse_types]
+        self.seed = check_seed("seed", seed)
+        self._known = self._check_known(self.graph if known is None else known)
+
+    @property
+    def num_items(self) -> int:
+        """Number of seed edges, E; the loader's seeds are in [0, E)."""
+        return self.edges.shape[1]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options that determine the sampled pairs and neighbours, for a loader's state dict."""
+        times = b"" if self.times is None else self.times.numpy().tobytes()
+        return self._sampler.settings | {
+            "edge_type": "__".join(self.edge_type),
+            "edges_crc32": zlib.crc32(self.edges.numpy().tobytes()),
+            "edge_times_crc32": zlib.crc32(times),
+            "num_negatives": self.num_negatives,
+            "strict": self.strict,
+            "exclude": self.exclude,
+            "reverse_types": ["__".join(each) for each in self.reverse_types],
+            "negatives_seed": self.seed,
+        }
+
+    def sample(self, seeds: IdsLike, epoch: int) -> HeteroBatch:
+        """Sample negatives for seed edges and the neighbourhoods of all end nodes.
+
+        Args:
+            seeds: (S,) indices of seed edges, on the host.
+            epoch: in [0, 2**32); each epoch has its own negatives and neighbours.
+
+        Returns:
+            A minibatch with `pairs`, the S edges in the given order and then the negatives, grouped
+            by edge; and with `y`. Without disjoint subgraphs its seeds are the distinct end
+            nodes, in ascending order; otherwise every end of every pair.
+
+        Raises:
+            TypeError: seeds or epoch have the wrong type.
+            ValueError: a seed is not in [0, E), or no valid negative was found with `strict`.
+        """
+        begin_s = time.perf_counter()
+        epoch = check_epoch("epoch", epoch)
+        items = as_ids("seeds", seeds, "indices of the seed edges")
+        hint = "indices of seed edges; torch.arange(sampler.num_items) for all of them"
+        check_range("seeds", items, self.num_items, "there are {} seed edges", hint)
+        positives = self.edges[:, items]
+        ends = torch.cat([positives, self._sample_negatives(positives, items, epoch)], dim=1)
+        source, _, target = self.edge_type
+        times = None
+        if self.times is not None:
+            # strictly before the edge
+            own = self.times[items] - 1
+            times = torch.cat([own, own.repeat_interleave(self.num_negatives)])
+        if self._sampler.options.disjoint:
+            batch, pairs = self._sample_disjoint(ends, times, epoch)
+        else:
+            seeds_of, pairs = _unique_ends(ends, source, target)
+            batch = self._sampler.sample(seeds_of, epoch)
+        batch.pairs = pairs
+        batch.y = torch.zeros(ends.shape[1])
+        batch.y[: len(items)] = 1
+        self._exclude(batch, positives)
+        batch.times["sample_s"] = time.perf_counter() - begin_s
+        return batch
+
+    def _sample_disjoint(
+        self, ends: Tensor, times: Tensor | None, epoch: int
+    ) -> tuple[HeteroBatch, Tensor]:
+        source, _, target = self.edge_type
+        places = torch.arange(ends.shape[1])
+        if source == target:
+            seeds = {source: ends.flatten()}
+            pairs = torch.stack([places, places + ends.shape[1]])
+        else:
+            seeds = {source: ends[0], target: ends[1]}
+            pairs = torch.stack([places, places])
+        both = None if times is None else torch.cat([times, times])
+        return self._sampler.sample(seeds, epoch, both), pairs
+
+    def _sample_negatives(self, positives: Tensor, items: Tensor, epoch: int) -> Tensor:
+        if not self.num_negatives:
+            return positives[:, :0]
+        found = sample_negatives(
+            *self._known,
+            positives[0].numpy(),
+            items.numpy(),
+            self.num_negatives,
+            "uniform",
+            self.strict,
+            self.seed,
+            epoch,
+            self.edge_type[0] != self.edge_type[2],
+        )
+        return torch.from_numpy(found)
+
+    def _excluded(self) -> Iterator[tuple[EdgeType, bool]]:
+        """Yield the edge types to remove edges of, and whether they are reverse ones."""
+        if self.exclude != "none":
+            yield self.edge_type, False
+        for each in self.reverse_types:
+            yield each, True
+
+    def _exclude(self, batch: HeteroBatch, positives: Tensor) -> None:
+        """Remove the seed edges of a minibatch from its sampled edges."""
+        for edge_type, is_reverse in self._excluded():
+            ends = positives.flip(0) if is_reverse else positives
+            row, col = batch.row[edge_type], batch.col[edge_type]
+            count = self.graph.num_nodes(edge_type[2])
+            keys = batch.nodes[edge_type[0]][row] * count + batch.nodes[edge_type[2]][col]
+            kept = torch.isin(keys, ends[0] * count + ends[1], invert=True)
+            if bool(kept.all()):
+                continue
+            assert batch.num_edges is not None, "the constructor requires directional subgraphs"
+            numbers = [int(own.sum()) for own in kept.split(list(batch.num_edges[edge_type]))]
+            batch.num_edges[edge_type] = tuple(numbers)
+            batch.row[edge_type], batch.col[edge_type] = row[kept], col[kept]
+            if batch.edge_ids is not None:
+                batch.edge_ids[edge_type] = batch.edge_ids[edge_type][kept]
+
+    def _check_edges(self, edges: Any) -> Tensor:
+        name = f"edges of {self.edge_type}"
+        if edges is None:
+            found = self.graph.edges(self.edge_type).edge_index()
+        else:
+            # a copy, since torch does not support read-only memory
+            found = torch.from_numpy(np.array(to_array(name, edges)))
+            if found.ndim != 2 or len(found) != 2 or found.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{name} are {describe(edges)}\n\n"
+                    "hint: (2, E) of int32 or int64: row 0 sources, row 1 destinations"
+                )
+            found = found.long().contiguous()
+        if found.shape[1] == 0:
+            raise ValueError(f"{name} are empty\n\nhint: is the split empty?")
+        for end, ids in zip(self.edge_type[::2], found, strict=True):
+            reason = f"node type {end!r} has {{}} nodes"
+            check_range(name, ids, self.graph.num_nodes(end), reason, "node ids")
+        return found
+
+    def _check_times(self, times: Any, *, is_own: bool) -> Tensor | None:
+        if self._sampler.temporal is None:
+            if times is not None:
+                raise ValueError(
+                    "times are given, but the sampler ignores times\n\n"
+                    "hint: HeteroSampler(graph, ..., temporal='uniform')"
+                )
+            return None
+        if times is None and is_own:
+            times = edge_times(self.graph, self.edge_type)
+        if times is None:
+            raise ValueError(
+                f"temporal sampling needs the time of each seed edge of {self.edge_type}\n\n"
+                "hint: times=, one for each edge"
+            )
+        return as_times("times", times, self.num_items)
+
+    def _check_known(self, known: HeteroGraph) -> tuple[Any, Any]:
+        """Return the offsets and sorted sources of the edges that are no valid negatives."""
+        check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
+        store = known.edges(self.edge_type)
+        for end in self.edge_type[::2]:
+            if known.num_nodes(end) != self.graph.num_nodes(end):
+                raise ValueError(
+                    f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
+                    f"{self.graph.num_nodes(end)}\n\nhint: both graphs must have the same nodes"
+                )
+        indptr, indices = store.indptr.numpy(), store.indices.numpy()
+        if self.strict and not is_sorted(indptr, indices):
+            known.check()
+            indices = sort_columns(indptr, indices)[0]
+        return indptr, indices
+
+    def _check_reverse(self, given: EdgeType | str) -> EdgeType:
+        edge_type = self.graph.edge_type(given)
+        if edge_type[::2] != self.edge_type[::-2]:
+            raise ValueError(
+                f"reverse_types has {edge_type}, which does not go from {self.edge_type[2]!r} to "
+                f"{self.edge_type[0]!r}\n\nhint: the reverse edges of {self.edge_type}"
+            )
+        return edge_type
+
+
+def _unique_ends(ends: Tensor, source: str, target: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the distinct end nodes by type, and the positions of the pairs among them."""
+    if source == target:
+        nodes, positions = ends.unique(return_inverse=True)
+        return {source: nodes}, positions
+    sources, rows = ends[0].unique(return_inverse=True)
+    targets, columns = ends[1].unique(return_inverse=True)
+    return {source: sources, target: targets}, torch.stack([rows, columns])
+
+
+def edge_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
+    """Return the (E,) times of the edges of a type in the order of the edge ids; None without."""
+    store: EdgeStore = graph.edges(edge_type)
+    if store.time is None or store.edge_ids is None:
+        return store.time
+    ordered = torch.empty_like(store.time)
+    ordered[store.edge_ids] = store.time
+    return ordered
+
+
+def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[EdgeType]:
+    """Return the edge types whose edges are the reverses of all edges of a type.
+
+    Args:
+        graph: the graph.
+        edge_type: a triple, or the name of a unique relation. It is one of the results if each of
+            its edges has a reverse edge of the same type.
+    """
+    edge_type = graph.edge_type(edge_type)
+    own: Tensor | None = None
+    found = []
+    for other in graph.edge_types:
+        same_ends = other[::2] == edge_type[::-2]
+        if not same_ends or graph.num_edges(other) != graph.num_edges(edge_type):
+            continue
+        if own is None:
+            own = _sorted_keys(graph, edge_type, is_reverse=False)
+        if torch.equal(own, _sorted_keys(graph, other, is_reverse=True)):
+            found.append(other)
+    return found
+
+
+def _sorted_keys(graph: HeteroGraph, edge_type: EdgeType, *, is_reverse: bool) -> Tensor:
+    """Return one number for each edge, which determines its ends, in ascending order."""
+    edges = graph.edges(edge_type).edge_index()
+    first, second = edges.flip(0) if is_reverse else edges
+    count = graph.num_nodes(edge_type[0 if is_reverse else 2])
+    return (first * count + second).sort().values

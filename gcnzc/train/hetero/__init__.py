@@ -1,0 +1,1 @@
+"""Training on graphs with several types of nodes and edges."""

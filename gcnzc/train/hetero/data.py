@@ -1,0 +1,201 @@
+"""The heterogeneous graph of a run, with the labels and splits of its target."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gcnzc.datasets.hetero_store import is_hetero
+from gcnzc.datasets.names import Names
+from gcnzc.exchange import Group
+from gcnzc.exchange.long_work import joint_work
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, NodeStore
+from gcnzc.graph.load import load
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero_options import HETERO_MODELS
+from gcnzc.train.shared_data import load_shared
+
+
+@dataclass(frozen=True)
+class TypedTables:
+    """The features of all node types that have some, in host memory."""
+
+    tables: Mapping[str, FeatureTable]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that gathers rows."""
+        return torch.device("cpu")
+
+    def gathered_bytes(self, batch: HeteroBatch) -> int:
+        """Return the bytes of the rows that were gathered for a minibatch."""
+        return sum(len(batch.nodes[name]) * table.row_bytes for name, table in self.tables.items())
+
+
+@dataclass(frozen=True)
+class HeteroDataset:
+    """A heterogeneous graph, and what a run predicts on it.
+
+    Attributes:
+        graph: memory-mapped from `folder`.
+        target: the node type whose nodes are classified; empty in link prediction.
+        labels: of the nodes of the target, as in `gcnzc.Dataset`.
+        split: "train", "valid", "test": int64 ids of labelled nodes of the target.
+        num_classes: of each label column.
+        metric: selects the best model.
+        folder: of the graph.
+    """
+
+    graph: HeteroGraph
+    target: str
+    labels: Tensor
+    split: dict[str, Tensor]
+    num_classes: int
+    metric: str
+    folder: Path
+    edge_type: EdgeType | None = None
+    """in link prediction, of the edges to predict"""
+    best_accuracy: float | None = None
+    links: None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the graph."""
+        return self.graph.name
+
+    @property
+    def names(self) -> Names:
+        """Names of classes and features: none."""
+        return Names()
+
+    @cached_property
+    def table(self) -> TypedTables:
+        """The features by node type."""
+        found = {name: self.graph.nodes(name).table for name in self.graph.node_types}
+        return TypedTables({name: table for name, table in found.items() if table is not None})
+
+
+def load_data(config: TrainConfig, group: Group) -> Dataset | HeteroDataset:
+    """Load the graph of a run on all workers, as `load_shared` does.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: as `load_shared` does.
+        ValueError: the model is for graphs with another number of node types.
+    """
+    path = config.data
+    assert path is not None, "`train` has checked"
+    if not config.is_hetero:
+        if is_hetero(path):
+            raise ValueError(
+                f"--model {config.model} is for graphs of one node type, and {path} has several\n\n"
+                f"hint: use --model {' or '.join(HETERO_MODELS)}"
+            )
+        return load_shared(path, group, allow_nan=config.allow_nan)
+    group.set_status(0, "loading")
+    with joint_work(group):
+        return load_hetero(config, path)
+
+
+def load_graph(config: TrainConfig, path: Path) -> Dataset | HeteroDataset:
+    """Load a graph for the model of a run, in one process; see `load_data`."""
+    return load_hetero(config, path) if config.is_hetero else load(path, allow_nan=config.allow_nan)
+
+
+def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
+    """Memory-map the heterogeneous graph of a run.
+
+    Raises:
+        FileNotFoundError: there is no folder.
+        ValueError: the graph has one node type, or no labels for the task, or is damaged.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no folder {path}\n\nhint: HeteroGraph.save writes one")
+    if not is_hetero(path):
+        raise ValueError(
+            f"--model {config.model} is for graphs with several node types, and {path} has no "
+            "prepared graph of this kind\n\n"
+            "hint: HeteroGraph.save writes one; use --model sage for other graphs"
+        )
+    graph = HeteroGraph.load(path)
+    if config.task == "link":
+        edge_type = _find_edge_type(config, graph)
+        none = torch.full((1,), -1)
+        return HeteroDataset(graph, "", none, {}, 1, "mrr", path, edge_type)
+    target = _find_target(config, graph, path)
+    nodes = graph.nodes(target)
+    assert nodes.labels is not None, "`_find_target` has checked"
+    labels = nodes.labels
+    if labels.is_floating_point() and labels.ndim == 1:
+        raise ValueError(
+            f"the labels of node type {target!r} in {path} are floating-point numbers, and there "
+            "is no task of regression\n\nhint: integers are classes; (N, T) columns of 0 and 1 are "
+            "several labels"
+        )
+    split = {name: _labelled(nodes, labels, name) for name in ("train", "valid", "test")}
+    for name in ("valid", "test") if len(split["train"]) else ():
+        if not len(split[name]):
+            raise ValueError(
+                f"no node of type {target!r} in the {name} split of {path} has a label\n\n"
+                "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
+            )
+    num_classes = 2 if labels.ndim == 2 else max(int(labels.max()) + 1, 1)
+    metric = "accuracy" if labels.ndim == 1 else "rocauc"
+    return HeteroDataset(graph, target, labels, split, num_classes, metric, path)
+
+
+def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
+    """Return the node type to classify."""
+    labelled = [name for name in graph.node_types if graph.nodes(name).labels is not None]
+    if config.target:
+        if config.target not in graph.node_types:
+            raise ValueError(
+                f"--target {config.target}: {path} has no such node type\n\n"
+                f"hint: the node types are {', '.join(graph.node_types)}"
+            )
+        if config.target not in labelled:
+            raise ValueError(
+                f"--target {config.target}: these nodes of {path} have no labels\n\n"
+                f"hint: labels are of {', '.join(labelled) or 'no node type'}"
+            )
+        return config.target
+    if len(labelled) != 1:
+        raise ValueError(
+            f"{path} has {len(labelled)} node types with labels\n\n"
+            f"hint: --target {' or '.join(labelled)}"
+            if labelled
+            else f"no node type of {path} has labels to train on\n\n"
+            "hint: HeteroGraph.from_arrays takes labels and split of a node type"
+        )
+    return labelled[0]
+
+
+def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
+    """Return the type of the edges to predict."""
+    given = config.edge_type
+    if not given:
+        if len(graph.edge_types) != 1:
+            raise ValueError(
+                f"{graph.name} has {len(graph.edge_types)} edge types to predict\n\nhint: "
+                f"--edge-type {' or '.join(','.join(each) for each in graph.edge_types)}"
+            )
+        return graph.edge_types[0]
+    parts = tuple(part.strip() for part in given.split(","))
+    try:
+        return graph.edge_type(parts if len(parts) == 3 else given)
+    except ValueError as error:
+        raise ValueError(f"--edge-type {given}: {error}") from None
+
+
+def _labelled(nodes: NodeStore, labels: Tensor, name: str) -> Tensor:
+    """Return the nodes of a split that have a label."""
+    ids = nodes.split.get(name, torch.empty(0, dtype=torch.int64))
+    if labels.is_floating_point():
+        return ids[~torch.isnan(labels[ids]).all(dim=1)]
+    known = labels[ids] >= 0
+    return ids[known if labels.ndim == 1 else known.any(dim=1)]

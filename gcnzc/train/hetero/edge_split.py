@@ -1,0 +1,194 @@
+"""Hold out edges of one type of a heterogeneous graph for validation and test.
+
+Notation: E edges.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.loader.seeds import permutation
+from gcnzc.sampling.hetero_link import edge_times, find_reverse_types
+
+# stream of the random generator; stream 0 shuffles the seeds of an epoch
+SPLIT = 3
+
+
+@dataclass(frozen=True)
+class HeteroEdgeSplit:
+    """The edges of one type, divided into training, validation and test edges.
+
+    Attributes:
+        edge_type: of the edges.
+        edges: "train", "valid" and "test": (2, E of the split) int64 sources and destinations.
+        times: by split, (E of the split,); None if the edges have no times.
+        graph: for message passing: without the held-out edges and their reverses.
+        reverse_types: the edge types of the reverse edges; empty if held-out edges are kept.
+        kind: whether the latest or random edges are held out.
+    """
+
+    edge_type: EdgeType
+    edges: Mapping[str, Tensor]
+    times: Mapping[str, Tensor] | None
+    graph: HeteroGraph
+    reverse_types: list[EdgeType]
+    kind: Literal["time", "random"]
+
+
+def split_edges(
+    graph: HeteroGraph,
+    edge_type: EdgeType,
+    kind: Literal["auto", "time", "random"],
+    valid: float,
+    test: float,
+    seed: int,
+    *,
+    keep: bool,
+) -> HeteroEdgeSplit:
+    """Divide the edges of a type by time or at random.
+
+    In a random split, edges between the nodes of a held-out edge are no training edges.
+
+    Args:
+        graph: the graph.
+        edge_type: of the edges to predict.
+        kind: "time" holds out the latest edges, "random" random ones; "auto" is "time" if the edges
+            or their nodes have times.
+        valid, test: fractions of the edges to hold out.
+        seed: of the random split.
+        keep: keep held-out edges in the graph, because its sampler excludes later edges.
+
+    Raises:
+        ValueError: the edges have no times, or a split has no edges.
+    """
+    times, edges = find_times(graph, edge_type), graph.edges(edge_type).edge_index()
+    if kind == "auto":
+        kind = "random" if times is None else "time"
+    if kind == "time" and times is None:
+        raise ValueError(
+            f"--edge-split time: neither the edges {edge_type} nor their nodes have times\n\n"
+            "hint: --edge-split random"
+        )
+    count = edges.shape[1]
+    if kind == "time":
+        assert times is not None, "checked above"
+        order = times.argsort(stable=True)
+    else:
+        order = torch.from_numpy(permutation(count, seed, 0, SPLIT))
+    num_test, num_valid = int(count * test), int(count * valid)
+    num_train = count - num_test - num_valid
+    parts = dict(
+        zip(("train", "valid", "test"), order.split([num_train, num_valid, num_test]), strict=True)
+    )
+    held_out = order[num_train:]
+    if kind == "random":
+        width = graph.num_nodes(edge_type[2])
+        keys = edges[0] * width + edges[1]
+        own = parts["train"]
+        parts["train"] = own[torch.isin(keys[own], keys[held_out], invert=True)]
+    for name, ids in parts.items():
+        if not len(ids):
+            raise ValueError(
+                f"of the {count:,} edges {edge_type}, none is in the {name} split\n\n"
+                "hint: choose --valid-edges and --test-edges such that each split has edges"
+            )
+    reverses = [] if keep else find_reverse_types(graph, edge_type)
+    if not keep:
+        later = times if kind == "time" else None
+        graph = _without(graph, edge_type, reverses, edges[:, held_out], held_out, later)
+    return HeteroEdgeSplit(
+        edge_type,
+        {name: edges[:, ids] for name, ids in parts.items()},
+        None if times is None else {name: times[ids] for name, ids in parts.items()},
+        graph,
+        reverses,
+        kind,
+    )
+
+
+def find_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
+    """Return the (E,) times of the edges by edge id: their own, or the latest of their ends'."""
+    times = edge_times(graph, edge_type)
+    if times is not None:
+        return times
+    edges = graph.edges(edge_type).edge_index()
+    for end, ids in zip(edge_type[::2], edges, strict=True):
+        of_nodes = graph.nodes(end).time
+        if of_nodes is not None:
+            own = of_nodes[ids]
+            times = own if times is None else torch.maximum(times, own)
+    return times
+
+
+def _without(
+    graph: HeteroGraph,
+    edge_type: EdgeType,
+    reverses: Sequence[EdgeType],
+    pairs: Tensor,
+    held_out: Tensor,
+    times: Tensor | None,
+) -> HeteroGraph:
+    """Return the graph without the held-out edges and their reverses.
+
+    Args:
+        graph: the graph.
+        edge_type: of the held-out edges.
+        reverses: edge types of their reverses.
+        pairs: (2, E) the held-out edges.
+        held_out: (E,) their edge ids.
+        times: of all edges, if the latest are held out. An earlier edge between the nodes of a
+            held-out edge then remains.
+    """
+    stores = {each: graph.edges(each) for each in graph.edge_types}
+    if times is not None:
+        is_removed = torch.zeros(graph.num_edges(edge_type), dtype=torch.bool)
+        is_removed[held_out] = True
+        own = stores[edge_type]
+        stores[edge_type] = _select(
+            own, ~(is_removed if own.edge_ids is None else is_removed[own.edge_ids])
+        )
+        first = times[held_out].min()
+        for each in reverses:
+            if each != edge_type and (found := find_times(graph, each)) is not None:
+                own = stores[each]
+                stores[each] = _select(
+                    own, (found if own.edge_ids is None else found[own.edge_ids]) < first
+                )
+            else:
+                stores[each] = _drop_pairs(graph, each, stores[each], pairs.flip(0))
+    else:
+        stores[edge_type] = _drop_pairs(graph, edge_type, stores[edge_type], pairs)
+        for each in reverses:
+            stores[each] = _drop_pairs(graph, each, stores[each], pairs.flip(0))
+    nodes = {name: graph.nodes(name) for name in graph.node_types}
+    return HeteroGraph(nodes, stores, name=graph.name, check=False)
+
+
+def _drop_pairs(
+    graph: HeteroGraph, edge_type: EdgeType, store: EdgeStore, pairs: Tensor
+) -> EdgeStore:
+    """Return the edges that do not connect one of some pairs of nodes."""
+    width = graph.num_nodes(edge_type[2])
+    targets = torch.arange(width).repeat_interleave(store.indptr.diff())
+    keys = store.indices.long() * width + targets
+    return _select(store, torch.isin(keys, pairs[0] * width + pairs[1], invert=True))
+
+
+def _select(store: EdgeStore, is_kept: Tensor) -> EdgeStore:
+    """Return the edges at some positions, which get new edge ids, without features."""
+    before = torch.zeros(store.num_edges + 1, dtype=torch.int64)
+    torch.cumsum(is_kept, 0, out=before[1:])
+    return replace(
+        store,
+        indptr=before[store.indptr],
+        indices=store.indices[is_kept],
+        edge_ids=None,
+        features=None,
+        quantized=None,
+        time=None if store.time is None else store.time[is_kept],
+        weight=None if store.weight is None else store.weight[is_kept],
+    )

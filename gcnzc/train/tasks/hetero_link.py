@@ -1,0 +1,211 @@
+"""The task of link prediction in heterogeneous graphs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gcnzc.exchange import Group
+from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.loader.hetero_loader import HeteroLoader
+from gcnzc.models.link import Dot, HadamardMLP
+from gcnzc.models.metrics import score_pairs
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.edge_split import split_edges
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
+from gcnzc.train.hetero.link_model import HeteroLinkModel
+from gcnzc.train.tasks.base import (
+    EVALUATED,
+    Progress,
+    Scores,
+    broadcast_scores,
+    build_evaluator,
+)
+
+# pairs of a minibatch of an evaluation
+EVALUATED_PAIRS = 4096
+
+
+class HeteroLinkTask:
+    """Predict the edges of one type; a `Task`.
+
+    Each held-out edge is ranked among pairs of its source with random destinations.
+
+    Raises:
+        ValueError: the edges cannot be split as the options say.
+    """
+
+    has_accuracy: bool = False
+    best_accuracy: float | None = None
+    labels: Tensor | None = None
+    metric = "mrr"
+
+    def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
+        assert data.edge_type is not None, "`load_hetero` has found it"
+        if config.metric != "as-is":
+            raise ValueError(
+                f"--metric {config.metric} is of node classification\n\n"
+                "hint: omit --metric; edges of heterogeneous graphs are scored by mrr"
+            )
+        self.config, self.data = config, data
+        self.is_temporal = config.temporal != "none"
+        self.split = split_edges(
+            data.graph,
+            data.edge_type,
+            config.edge_split,
+            config.valid_edges,
+            config.test_edges,
+            config.seed,
+            keep=self.is_temporal,
+        )
+        if self.is_temporal and self.split.times is None:
+            raise ValueError(
+                f"--temporal {config.temporal}: neither the edges {data.edge_type} nor their nodes "
+                "have times, which limit the neighbours of an edge\n\nhint: omit --temporal"
+            )
+        self.sampler: Any = self._build_sampler(
+            "train", config.fanouts, config.num_negatives, exclude=config.exclude
+        )
+        self.evaluator = build_evaluator(config)
+        self.seeds = torch.arange(self.sampler.num_items)
+        # of the node types without features; set when the model is known
+        self.embeddings: Mapping[str, EmbeddingTable] = {}
+
+    def _build_sampler(
+        self, split: str, fanouts: Sequence[int], num_negatives: int, *, exclude: Any
+    ) -> HeteroLinkSampler:
+        times = self.split.times if self.is_temporal else None
+        return HeteroLinkSampler(
+            build_hetero_sampler(self.config, self.split.graph, fanouts),
+            self.split.edge_type,
+            self.split.edges[split],
+            times=None if times is None else times[split],
+            num_negatives=num_negatives,
+            strict=self.config.strict_negatives,
+            # temporal neighbourhoods are earlier than their edge
+            exclude="none" if self.is_temporal else exclude,
+            reverse_types=self.split.reverse_types,
+            known=self.data.graph,
+            seed=self.config.seed,
+        )
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        config, edge_type = self.config, self.split.edge_type
+        ends = list(dict.fromkeys(edge_type[::2]))
+        encoder = build_hetero_encoder(config, self.data, config.hidden, ends)
+        decoder: nn.Module = Dot()
+        if config.decoder == "mlp":
+            decoder = HadamardMLP(config.hidden, dropout=config.dropout)
+        return HeteroLinkModel(encoder, decoder, edge_type)
+
+    def logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
+        """See `Task`."""
+        logits: Tensor = model(batch.blocks, with_embeddings(batch, self.embeddings), batch.pairs)
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Task`."""
+        return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+    def build_loader(
+        self, device: torch.device, group: Group, loading: Mapping[str, Any]
+    ) -> HeteroLoader:
+        """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
+        config = self.config
+        assert isinstance(config.batch_size, int), "TrainConfig has checked"
+        return HeteroLoader(
+            self.sampler,
+            None,
+            config.batch_size,
+            tables=self.data.table.tables,
+            device=device,
+            seed=config.seed,
+            rank=group.rank,
+            world_size=group.world_size,
+            seed_order=config.seed_order,
+            **loading,
+        )
+
+    def evaluate(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+        *,
+        splits: Sequence[str] = EVALUATED,
+    ) -> Scores:
+        """See `Task`."""
+        result: Scores = {}
+        for split in (name for name in splits if name in EVALUATED):
+            rows = self._ranked(model, split, device, progress, group)
+            for name, value in score_pairs(rows[:, 0], rows[:, 1:], self.metric).items():
+                result.setdefault(name, {})[split] = value
+        return broadcast_scores(result, group)
+
+    def _ranked(
+        self,
+        model: nn.Module,
+        split: str,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None,
+    ) -> Tensor:
+        """Return the logits of each edge of a split, and then of its negatives."""
+        is_sampled = self.evaluator.method == "sampled"
+        fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
+        num_negatives = self.config.evaluate_negatives
+        loader = HeteroLoader(
+            self._build_sampler(split, fanouts, num_negatives, exclude="none"),
+            None,
+            max(1, EVALUATED_PAIRS // (1 + num_negatives)),
+            tables=self.data.table.tables,
+            device=device,
+            threads=self.config.threads or None,
+        )
+
+        def compute(own: nn.Module, batch: HeteroBatch) -> Tensor:
+            assert batch.items is not None, "set by the loader"
+            count = len(batch.items)
+            logits = self.logits(own, batch)
+            return torch.cat(
+                [logits[:count, None], logits[count:].view(count, num_negatives)], dim=1
+            )
+
+        return hetero_outputs(model, loader, compute, 1 + num_negatives, progress, group)
+
+    def choose_evaluation(
+        self,
+        model: Any,
+        table: Any,
+        group: Group,
+        say: Callable[[str], object],
+        *,
+        splits: Sequence[str] = EVALUATED,
+    ) -> None:
+        """See `Task`; there is no choice."""
+        counts = ", ".join(f"{ids.shape[1]:,} {name}" for name, ids in self.split.edges.items())
+        how = "latest" if self.split.kind == "time" else "random"
+        say(f"edges {self.split.edge_type}: {counts}; the {how} ones are held out")
+
+    def outputs(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """Raise a ValueError: a node has another embedding in the neighbourhood of each pair."""
+        raise ValueError(
+            "--predictions is not supported for link prediction in heterogeneous graphs\n\n"
+            "hint: omit --predictions"
+        )

@@ -1,0 +1,149 @@
+"""The task of node classification in heterogeneous graphs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gcnzc.exchange import Group
+from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.loader.hetero_loader import HeteroLoader
+from gcnzc.models.metrics import score
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.inference import (
+    SAMPLED_SEEDS,
+    WHOLE_SEEDS,
+    hetero_outputs,
+    with_embeddings,
+)
+from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
+from gcnzc.train.tasks.node import NodeTask
+
+
+class HeteroNodeTask(NodeTask):
+    """The classes of the nodes of one type; a `Task`."""
+
+    data: HeteroDataset
+    sampler: HeteroSampler
+
+    def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
+        if config.temporal != "none" and data.graph.nodes(data.target).time is None:
+            raise ValueError(
+                f"--temporal {config.temporal}: node type {data.target!r} of {data.name} has no "
+                "times, which limit the neighbours of its nodes\n\nhint: omit --temporal"
+            )
+        super().__init__(config, data)
+        # of the node types without features; set when the model is known
+        self.embeddings: Mapping[str, EmbeddingTable] = {}
+
+    def _build_sampler(self) -> HeteroSampler:
+        return build_hetero_sampler(self.config, self.data.graph, self.config.fanouts)
+
+    def model(self) -> nn.Module:
+        """See `Task`."""
+        return build_hetero_encoder(self.config, self.data, self.num_outputs, self.data.target)
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """See `Task`."""
+        return model(batch.blocks, with_embeddings(batch, self.embeddings))
+
+    def build_loader(
+        self, device: torch.device, group: Group, loading: Mapping[str, Any]
+    ) -> HeteroLoader:
+        """Build the loader of the training minibatches.
+
+        Args:
+            device: of the minibatches.
+            group: all workers, each of which loads its part of every minibatch.
+            loading: arguments of the loader that affect its speed.
+        """
+        config, data = self.config, self.data
+        assert isinstance(config.batch_size, int), "TrainConfig has checked"
+        return HeteroLoader(
+            self.sampler,
+            (data.target, self.seeds),
+            config.batch_size,
+            labels=data.labels[self.seeds],
+            tables=data.table.tables,
+            device=device,
+            seed=config.seed,
+            rank=group.rank,
+            world_size=group.world_size,
+            seed_order=config.seed_order,
+            **loading,
+        )
+
+    def evaluate(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+        *,
+        splits: Sequence[str] = EVALUATED,
+    ) -> Scores:
+        """See `Task`."""
+        data = self.data
+        sizes = [len(data.split[name]) for name in splits]
+        nodes = torch.cat([data.split[name] for name in splits])
+        rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
+        logits = self._outputs(model, nodes, device, progress, group)
+        return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
+
+    def choose_evaluation(
+        self,
+        model: Any,
+        table: Any,
+        group: Group,
+        say: Callable[[str], object],
+        *,
+        splits: Sequence[str] = EVALUATED,
+    ) -> None:
+        """See `Task`; there is no choice."""
+
+    def outputs(
+        self,
+        model: Any,
+        table: Any,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None = None,
+    ) -> tuple[Tensor, Scores]:
+        """See `Task`; the outputs are those of the nodes of the target."""
+        data = self.data
+        nodes = torch.arange(data.graph.num_nodes(data.target))
+        logits = self._outputs(model, nodes, device, progress, group)
+        scores = score(logits, data.labels, data.split, self.metric)
+        return logits, broadcast_scores(scores, group)
+
+    def _outputs(
+        self,
+        model: Any,
+        nodes: Tensor,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None,
+    ) -> Tensor:
+        """Return the logits of nodes of the target, with all or sampled neighbours."""
+        is_sampled = self.evaluator.method == "sampled"
+        fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
+        loader = HeteroLoader(
+            build_hetero_sampler(self.config, self.data.graph, fanouts),
+            (self.data.target, nodes),
+            SAMPLED_SEEDS if is_sampled else WHOLE_SEEDS,
+            tables=self.data.table.tables,
+            device=device,
+            threads=self.config.threads or None,
+            may_be_empty=True,
+        )
+        return hetero_outputs(
+            model, loader, self._evaluation_logits, self.num_outputs, progress, group
+        )
+
+    def _evaluation_logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
+        return self.logits(model, batch)

@@ -1,0 +1,283 @@
+"""The loader of heterogeneous graphs yields typed minibatches in order, and resumes."""
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hetero_graphs import assert_equal
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.loader import HeteroLoader
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_hetero_blocks
+from gcnzc.sampling.hetero_link import edge_times, find_reverse_types
+
+BUYS, BOUGHT, KNOWS = ("user", "buys", "item"), ("item", "bought", "user"), ("user", "k", "user")
+USERS, ITEMS = 90, 70
+
+
+@pytest.fixture(scope="module")
+def graph():
+    random = np.random.default_rng(4)
+    pairs = np.stack([random.integers(0, USERS, 600), random.integers(0, ITEMS, 600)])
+    times = random.integers(0, 50, 600)
+    return HeteroGraph.from_arrays(
+        {
+            "user": {"features": random.random((USERS, 5), np.float32)},
+            "item": {"num_nodes": ITEMS},
+        },
+        {
+            BUYS: {"edge_index": pairs, "time": times},
+            BOUGHT: {"edge_index": pairs[::-1], "time": times},
+            KNOWS: {"edge_index": random.integers(0, USERS, (2, 300))},
+        },
+    )
+
+
+@pytest.fixture
+def make(graph):
+    def make(sampler=None, seeds=None, batch_size=16, **options):
+        if sampler is None:
+            sampler = HeteroSampler(graph, [3, 2], seed=1)
+            seeds = ("user", torch.arange(0, USERS, 2)) if seeds is None else seeds
+            options = {"labels": torch.arange(45) % 3} | options
+        return HeteroLoader(sampler, seeds, batch_size, **{"threads": 2} | options)
+
+    return make
+
+
+@pytest.fixture
+def links(graph):
+    def links(fanouts=(4, 3), temporal=None, edges=None, **options):
+        sampler = HeteroSampler(graph, list(fanouts), seed=2, temporal=temporal, time="edge")
+        return HeteroLinkSampler(sampler, BUYS, edges, **options)
+
+    return links
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("gcnzc-loader")]
+
+
+def assert_same(mine, theirs):
+    """Whether two sequences of minibatches are equal bit for bit."""
+    mine, theirs = list(mine), list(theirs)
+    assert len(mine) == len(theirs)
+    for batch, other in zip(mine, theirs, strict=True):
+        assert_equal(batch, other)
+        assert torch.equal(batch.items, other.items)
+        for name in ("y", "pairs"):
+            own, its = getattr(batch, name), getattr(other, name)
+            assert (own is None and its is None) or torch.equal(own, its)
+        assert all(torch.equal(batch.x[name], other.x[name]) for name in other.x)
+        for block, its in zip(batch.blocks, other.blocks, strict=True):
+            assert torch.equal(block.indptr, its.indptr)
+            assert torch.equal(block.indices, its.indices)
+
+
+def test_every_seed_is_used_once_with_its_features_labels_and_blocks(make, graph):
+    loader, seen = make(shuffle=True), []
+    x = graph.nodes("user").features
+    for batch in loader:
+        seen += batch.items.tolist()
+        assert torch.equal(batch.nodes["user"][: len(batch.items)], batch.items * 2)
+        assert torch.equal(batch.y, batch.items % 3)
+        assert torch.equal(batch.x["user"], x[batch.nodes["user"]])
+        # items have no features
+        assert list(batch.x) == ["user"]
+        assert len(batch.blocks) == 2
+        assert batch.blocks[-1].num_dst == (len(batch.items), 0)
+        expected = build_hetero_blocks(batch)
+        assert all(
+            torch.equal(a.indices, b.indices) for a, b in zip(batch.blocks, expected, strict=True)
+        )
+        assert batch.times.keys() >= {"sample_s", "gather_s"}
+    assert sorted(seen) == list(range(45))
+    assert seen != sorted(seen)
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize("kind", ["nodes", "links", "temporal"])
+def test_minibatches_do_not_depend_on_threads(make, links, kind):
+    def batches(threads):
+        if kind == "nodes":
+            return make(threads=threads)
+        return make(links(temporal="uniform" if kind == "temporal" else None), threads=threads)
+
+    expected = list(batches(1))
+    for threads in (2, 8):
+        assert_same(batches(threads), expected)
+
+
+def test_epochs_differ_and_a_state_resumes_within_one(make):
+    loader = make()
+    first, second = list(loader), list(loader)
+    assert not torch.equal(first[0].items, second[0].items)
+    for steps in range(3):
+        stopped = make()
+        list(stopped)
+        iterator = iter(stopped)
+        for _ in range(steps):
+            next(iterator)
+        state = stopped.state_dict()
+        iterator.close()
+        resumed = make(threads=1)
+        resumed.load_state_dict(state)
+        assert_same(resumed, second[steps:])
+
+
+def test_a_copy_continues_at_the_same_position(make, links):
+    for loader in (make(), make(links())):
+        expected = list(loader)
+        for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert other.epoch == 1
+            other.set_epoch(0)
+            assert_same(other, expected)
+
+
+def test_ranks_share_each_step(make):
+    whole = [set(batch.items.tolist()) for batch in make(batch_size=20)]
+    ranks = [list(make(batch_size=10, rank=rank, world_size=2)) for rank in (0, 1)]
+    for step, expected in enumerate(whole):
+        parts = [set(own[step].items.tolist()) for own in ranks]
+        assert parts[0] | parts[1] == expected
+        assert not parts[0] & parts[1]
+
+
+def test_a_state_of_another_loader_is_rejected(make, graph):
+    state = make().state_dict()
+    other = HeteroSampler(graph, [3, 3], seed=1)
+    with pytest.raises(ValueError, match="num_neighbors"):
+        make(other, ("user", torch.arange(0, USERS, 2))).load_state_dict(state)
+    with pytest.raises(ValueError, match="seeds_crc32"):
+        make(seeds=("user", torch.arange(45))).load_state_dict(state)
+    items = make(seeds=("item", torch.arange(45)))
+    with pytest.raises(ValueError, match="seed_type"):
+        items.load_state_dict(state | {"seeds_crc32": items.state_dict()["seeds_crc32"]})
+
+
+def test_seed_times_bound_the_neighbourhoods(make, graph):
+    sampler = HeteroSampler(graph, [-1, -1], temporal="uniform", time="edge")
+    ids, times = torch.tensor([5, 5, 7, 9]), torch.tensor([10, 30, 20, 0])
+    loader = make(sampler, ("user", ids), 2, seed_times=times, labels=torch.eye(4), shuffle=False)
+    edge_time = edge_times(graph, BOUGHT)
+    for batch in loader:
+        assert torch.equal(batch.nodes["user"][:2], ids[batch.items])
+        assert torch.equal(batch.y, torch.eye(4)[batch.items])
+        seen = batch.subgraphs["user"][batch.col[BOUGHT]]
+        assert bool((edge_time[batch.edge_ids[BOUGHT]] <= times[batch.items][seen]).all())
+    # the first seed has earlier edges only
+    first, second = (
+        next(iter(make(sampler, ("user", ids[i : i + 1]), 1, seed_times=times[i : i + 1])))
+        for i in (0, 1)
+    )
+    assert 0 < len(first.row[BOUGHT]) < len(second.row[BOUGHT])
+
+
+@pytest.mark.parametrize("temporal", [None, "uniform", "last"])
+def test_pairs_are_seed_edges_and_negatives(links, make, graph, temporal):
+    edges = graph.edges(BUYS).edge_index()
+    known = {tuple(pair) for pair in edges.T.tolist()}
+    sampler = links(temporal=temporal, num_negatives=2)
+    for batch in make(sampler, batch_size=50):
+        rows = batch.nodes["user"][batch.pairs[0]], batch.nodes["item"][batch.pairs[1]]
+        pairs = torch.stack(rows)
+        count = len(batch.items)
+        assert torch.equal(pairs[:, :count], edges[:, batch.items])
+        assert batch.y.tolist() == [1.0] * count + [0.0] * (2 * count)
+        assert torch.equal(pairs[0, count:], edges[0, batch.items].repeat_interleave(2))
+        assert not known & {tuple(pair) for pair in pairs[:, count:].T.tolist()}
+        # the model returns rows of the seeds only
+        assert int(batch.pairs[0].max()) < len(batch.seeds["user"])
+        assert int(batch.pairs[1].max()) < len(batch.seeds["item"])
+
+
+def test_a_pair_of_one_type_has_positions_of_both_ends(graph, make):
+    sampler = HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS, num_negatives=1)
+    edges = graph.edges(KNOWS).edge_index()
+    for batch in make(sampler, batch_size=40):
+        pairs = batch.nodes["user"][batch.pairs]
+        assert torch.equal(pairs[:, : len(batch.items)], edges[:, batch.items])
+        # self loops are no negatives
+        assert bool((pairs[0, len(batch.items) :] != pairs[1, len(batch.items) :]).all())
+
+
+def test_a_negative_may_have_the_number_of_its_source():
+    # user 0 may only be paired with item 0: the others are edges
+    graph = HeteroGraph.from_arrays(
+        {"user": 1, "item": 3}, {BUYS: {"edge_index": np.array([[0, 0], [1, 2]])}}
+    )
+    sampler = HeteroLinkSampler(HeteroSampler(graph, [1]), BUYS)
+    batch = sampler.sample([0], 0)
+    assert batch.nodes["item"][batch.pairs[1]].tolist() == [1, 0]
+
+
+def test_seed_edges_and_their_reverses_are_not_in_the_neighbourhoods(links, make, graph):
+    assert find_reverse_types(graph, BUYS) == [BOUGHT]
+    edges = graph.edges(BUYS).edge_index()
+
+    def visible(exclude):
+        found = {BUYS: 0, BOUGHT: 0}
+        for batch in make(links((-1, -1), exclude=exclude), batch_size=60):
+            seeds = {tuple(pair) for pair in edges[:, batch.items].T.tolist()}
+            for edge_type in found:
+                row = batch.nodes[edge_type[0]][batch.row[edge_type]].tolist()
+                col = batch.nodes[edge_type[2]][batch.col[edge_type]].tolist()
+                ends = (row, col) if edge_type == BUYS else (col, row)
+                found[edge_type] += len(seeds & set(zip(*ends, strict=True)))
+                assert sum(batch.num_edges[edge_type]) == len(batch.row[edge_type])
+        return found
+
+    assert all(visible("none").values())
+    assert visible("self")[BUYS] == 0
+    assert visible("self")[BOUGHT] > 0
+    assert visible("reverse") == {BUYS: 0, BOUGHT: 0}
+
+
+def test_the_neighbourhood_of_an_edge_is_earlier_than_the_edge(links, make, graph):
+    time = edge_times(graph, BUYS)
+    for batch in make(links((-1, -1), temporal="uniform"), batch_size=50):
+        own = time[batch.items]
+        pair_times = torch.cat([own, own, own, own])
+        for edge_type in (BUYS, BOUGHT):
+            seen = batch.subgraphs[edge_type[2]][batch.col[edge_type]]
+            edge_time = edge_times(graph, edge_type)[batch.edge_ids[edge_type]]
+            assert bool((edge_time < pair_times[seen]).all())
+
+
+def test_bad_input_is_rejected_by_name(make, graph, links):
+    sampler = HeteroSampler(graph, [2])
+    with pytest.raises(TypeError, match="sampler is"):
+        HeteroLoader(graph, ("user", [0]), 1)
+    with pytest.raises(TypeError, match="pair of a node type and ids"):
+        HeteroLoader(sampler, torch.arange(3), 1)
+    with pytest.raises(ValueError, match="no node type 'shop'"):
+        HeteroLoader(sampler, ("shop", [0]), 1)
+    with pytest.raises(ValueError, match=r"from 0 to 70.*70 nodes"):
+        HeteroLoader(sampler, ("item", [0, 70]), 1)
+    with pytest.raises(ValueError, match="are empty"):
+        HeteroLoader(sampler, ("item", []), 1)
+    with pytest.raises(ValueError, match=r"labels of shape \(3,\) for 2 seeds"):
+        HeteroLoader(sampler, ("item", [0, 1]), 1, labels=torch.zeros(3))
+    with pytest.raises(ValueError, match="ignores times"):
+        HeteroLoader(sampler, ("item", [0, 1]), 1, seed_times=[1, 2])
+    with pytest.raises(ValueError, match="has 3 rows, but the type has 70"):
+        HeteroLoader(sampler, ("item", [0]), 1, tables={"item": FeatureTable(torch.zeros(3, 1))})
+    timed = HeteroSampler(graph, [2], temporal="last", time="edge")
+    with pytest.raises(ValueError, match="'item' have no times"):
+        HeteroLoader(timed, ("item", [0]), 1)
+    with pytest.raises(ValueError, match="labels are of seed nodes"):
+        HeteroLoader(links(), None, 1, labels=torch.zeros(600))
+    with pytest.raises(ValueError, match="occurs twice"):
+        HeteroLoader(links(), [3, 3], 1)
+    with pytest.raises(ValueError, match="from 99 to 99"):
+        links(edges=[[0], [99]])
+    with pytest.raises(ValueError, match="time of each seed edge"):
+        links(edges=[[0], [9]], temporal="last")
+    with pytest.raises(ValueError, match="does not go from 'item' to 'user'"):
+        links(reverse_types=[KNOWS])

@@ -1,0 +1,126 @@
+"""Runs on heterogeneous graphs: node classification, resuming, workers and evaluation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typed_papers import SIZES, assert_same_run, build, stop_after
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.prediction import predict
+from gcnzc.train.run import train
+from gcnzc.train.trainer import Interrupted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hetero") / "graph"
+    build().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return TrainConfig(data=folder, model="rgcn", **SIZES)
+
+
+@pytest.mark.parametrize("model", ["rgcn", "hetero-sage"])
+def test_a_model_learns_and_its_evaluation_agrees(model, config, tmp_path):
+    line = train(replace(config, model=model, epochs=6), tmp_path / "run")
+    # features of the paper alone suffice for 0.5
+    assert line["valid_accuracy"] > 0.6
+    assert line["data"] == "papers"
+    assert line["evaluation"] == "needed"
+    assert line["payload_bytes"] > 0
+    predictions = tmp_path / "logits.npy"
+    for options in ({}, {"predictions": predictions}):
+        again = evaluate(EvaluateConfig(run=tmp_path / "run", **options))
+        assert again["test_accuracy"] == line["test_accuracy"]
+    logits, graph = np.load(predictions), build()
+    test = graph.nodes("paper").split["test"]
+    right = logits.argmax(1)[test] == graph.nodes("paper").labels[test].numpy()
+    assert right.mean() == pytest.approx(line["test_accuracy"])
+    with pytest.raises(ValueError, match="do not support"):
+        predict(tmp_path / "run")
+
+
+def test_results_do_not_depend_on_threads(config, tmp_path):
+    train(config, tmp_path / "one")
+    train(replace(config, threads=4), tmp_path / "four")
+    assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+# an epoch has 7 steps
+@pytest.mark.parametrize("steps", [3, 7, 10])
+def test_a_stopped_run_resumes_bit_for_bit(steps, config, tmp_path, monkeypatch):
+    whole = train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(steps, patch)
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "stopped")
+    line = train(replace(config, resume=tmp_path / "stopped"), tmp_path / "stopped")
+    assert line["test_accuracy"] == whole["test_accuracy"]
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_run_does_not_resume_on_another_graph(config, tmp_path):
+    train(replace(config, epochs=1), tmp_path / "run")
+    build(seed=1).save(tmp_path / "other")
+    with pytest.raises(ValueError, match="is not the graph that the run"):
+        train(replace(config, data=tmp_path / "other", resume=tmp_path / "run"), tmp_path / "run")
+
+
+def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
+    for temporal in ("uniform", "last"):
+        own = replace(config, temporal=temporal, evaluate="sampled", epochs=2)
+        line = train(own, tmp_path / temporal)
+        assert line["evaluation"] == "sampled"
+        again = evaluate(EvaluateConfig(run=tmp_path / temporal, evaluate="sampled"))
+        assert again["test_accuracy"] == line["test_accuracy"]
+
+
+def test_early_stopping_and_averaged_weights(config, tmp_path):
+    line = train(replace(config, epochs=30, lr=0.1, patience=2, average="ema"), tmp_path / "run")
+    assert line["epochs"] < 30
+    assert line["best_epoch"] == line["epochs"] - 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": "all"}, "--batch-size all with --model rgcn"),
+        ({"sampler": "dgl"}, "--sampler dgl with --model rgcn"),
+        ({"seed_order": "local"}, "--seed-order local with --model rgcn"),
+        ({"features": "device"}, "--features device with --model rgcn"),
+        ({"label_inputs": 0.5}, r"--label-inputs 0\.5 with --model rgcn"),
+        ({"evaluate": "exact"}, "use --evaluate needed or sampled"),
+        ({"pre_norm": True, "norm": "batch"}, "--pre-norm with --model rgcn"),
+    ],
+)
+def test_options_of_other_graphs_are_rejected_by_name(config, options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(config, **options)
+
+
+def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
+    def rejected(message, **options):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            train(replace(config, **options), tmp_path / "run")
+
+    loop = {("a", "r", "a"): {"edge_index": np.zeros((2, 1), int)}}
+    rejected(r"--model sage is for graphs of one node type(?s:.*)hint: use --model", model="sage")
+    rejected("no folder", data=tmp_path / "absent")
+    rejected("has no such node type\n\nhint: the node types are paper, author", target="venue")
+    rejected("have no labels\n\nhint: labels are of paper", target="author")
+    HeteroGraph.from_arrays({"a": 3}, loop).save(tmp_path / "plain")
+    rejected("no node type of (?s:.*) has labels", data=tmp_path / "plain")
+    (tmp_path / "empty").mkdir()
+    rejected("prepared graph of this kind", data=tmp_path / "empty")
+    nodes = {"a": {"labels": np.zeros(3, int), "split": {"train": [0]}, "features": np.eye(3)}}
+    HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "unsplit")
+    rejected("in the valid split of (?s:.*) has a label", data=tmp_path / "unsplit")
+    nodes["a"]["split"] = {"train": [0], "valid": [1], "test": [2]}
+    HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "untimed")
+    rejected("has no times", data=tmp_path / "untimed", temporal="last")

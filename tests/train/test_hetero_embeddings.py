@@ -1,0 +1,118 @@
+"""Embeddings of node types without features: training, resuming, workers and evaluation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from processes import results
+from training import train_as_worker
+from typed_papers import AUTHORS, SIZES, assert_same_run, build, parameters, stop_after
+
+from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.evaluation import evaluate
+from gcnzc.train.mixed_seed import mixed_seed
+from gcnzc.train.run import train
+from gcnzc.train.trainer import Interrupted
+
+
+def embeddings(run):
+    last = max((run / "embeddings").glob("state-*.npz"))
+    return {name: value.copy() for name, value in np.load(last).items() if "/" in name}
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """The graph without the features of authors."""
+    path, graph = tmp_path_factory.mktemp("embedded") / "graph", build()
+    author = replace(graph.nodes("author"), features=None)
+    edges = {each: graph.edges(each) for each in graph.edge_types}
+    HeteroGraph({"paper": graph.nodes("paper"), "author": author}, edges).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(embedded):
+    return TrainConfig(data=embedded, model="rgcn", **SIZES, embedding_dim=8)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_embeddings_are_trained_resumed_and_evaluated(optimizer, config, tmp_path, monkeypatch):
+    config = replace(config, embedding_optimizer=optimizer, embedding_lr=0.1, epochs=4)
+    whole = train(config, tmp_path / "whole")
+    assert whole["valid_accuracy"] > 0.6
+    rows = embeddings(tmp_path / "whole")
+    first = EmbeddingTable(AUTHORS, 8, scale=8**-0.5, seed=mixed_seed(0, 1)).rows.numpy()
+    assert rows["author/rows"].shape == (AUTHORS, 8)
+    assert (rows["author/rows"] != first).any(axis=1).mean() > 0.9
+    again = evaluate(EvaluateConfig(run=tmp_path / "whole"))
+    assert again["test_accuracy"] == whole["test_accuracy"]
+    with monkeypatch.context() as patch:
+        stop_after(10, patch)
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "stopped")
+    train(replace(config, resume=tmp_path / "stopped"), tmp_path / "stopped")
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    for name, value in embeddings(tmp_path / "stopped").items():
+        assert np.array_equal(value, rows[name]), name
+    # the last two checkpoints, and the best model
+    assert len(list((tmp_path / "stopped" / "embeddings").iterdir())) <= 4
+
+
+def test_two_workers_compute_the_result_of_one(config, tmp_path):
+    # without dropout and sampling, the gradient does not depend on the division into minibatches
+    config = replace(config, dropout=0.0, fanouts=(-1, -1), optimizer="sgd", lr=0.05, epochs=2)
+    one = train(replace(config, batch_size=100), tmp_path / "one")
+    both = results(2, tmp_path, train_as_worker, replace(config, batch_size=50), tmp_path / "two")
+    assert both[0]["workers"] == 2
+    assert both[0]["test_accuracy"] == both[1]["test_accuracy"]
+    assert both[0]["test_accuracy"] == pytest.approx(one["test_accuracy"], abs=0.02)
+    for name, value in parameters(tmp_path / "one").items():
+        assert torch.allclose(parameters(tmp_path / "two")[name], value, atol=1e-3), name
+    found = embeddings(tmp_path / "two")
+    for name, value in embeddings(tmp_path / "one").items():
+        np.testing.assert_allclose(found[name], value, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "local-sgd", "local_steps": "2"},
+        {"strategy": "selsync"},
+        {"optimizer": "onebit-adam", "warmup": "2"},
+        {"accumulate": 2, "precision": "bf16"},
+        {"strategy": "dropcompute", "compute_threshold": "1000"},
+    ],
+)
+def test_optimizers_and_strategies_train_the_other_parameters(options, config, tmp_path):
+    config = replace(config, embedding_lr=0.1, epochs=4, **options)
+    if config.strategy == "dropcompute":
+        with pytest.raises(ValueError, match="--strategy dropcompute: node type author"):
+            train(config, tmp_path / "run")
+        return
+    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.5
+
+
+def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
+    config = replace(config, epochs=1)
+    train(config, tmp_path / "run")
+    nodes = {"author": {"num_nodes": AUTHORS + 1}}
+    graph = HeteroGraph.load(embedded)
+    paper = graph.nodes("paper")
+    nodes["paper"] = {"features": paper.features, "labels": paper.labels, "split": paper.split}
+    edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
+    HeteroGraph.from_arrays({name: nodes[name] for name in graph.node_types}, edges).save(
+        tmp_path / "more"
+    )
+    with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
+        evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
+    for path in (tmp_path / "run" / "embeddings").iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="embeddings of the best model"):
+        evaluate(EvaluateConfig(run=tmp_path / "run"))
+    with pytest.raises(FileNotFoundError, match="embeddings of the checkpoint"):
+        train(replace(config, epochs=2, resume=tmp_path / "run"), tmp_path / "run")
+    with pytest.raises(ValueError, match="--precision fp16: node type author without features"):
+        train(replace(config, precision="fp16"), tmp_path / "other")

@@ -1,0 +1,77 @@
+"""A heterogeneous graph of papers and authors, and runs on it, for tests."""
+
+import json
+
+import numpy as np
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.optim import Averaged
+
+PAPERS, AUTHORS, CLASSES = 600, 200, 3
+WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written_by", "author")
+CITES = ("paper", "cites", "paper")
+# options of small and fast runs
+SIZES = {"fanouts": (4, 4), "layers": 2, "hidden": 16, "batch_size": 64, "lr": 0.01}
+SIZES |= {"epochs": 3, "dropout": 0.2}
+
+
+def build(seed=0):
+    """Papers whose class is that of most of their authors; features of papers are noisy."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, CLASSES, PAPERS)
+    topic = np.arange(AUTHORS) % CLASSES
+    papers = np.repeat(np.arange(PAPERS), 3)
+    # two of three authors have the topic of the paper
+    authors = random.integers(0, AUTHORS // CLASSES, 3 * PAPERS) * CLASSES
+    authors += np.where(
+        np.arange(3 * PAPERS) % 3, labels[papers], random.integers(0, CLASSES, 3 * PAPERS)
+    )
+    authors %= AUTHORS
+    x = np.eye(CLASSES, dtype=np.float32)
+    order = random.permutation(PAPERS)
+    cites = random.integers(0, PAPERS, (2, 2 * PAPERS))
+    return HeteroGraph.from_arrays(
+        {
+            "paper": {
+                "features": x[labels] + 2 * random.normal(size=(PAPERS, CLASSES)),
+                "labels": labels,
+                "split": {"train": order[:400], "valid": order[400:500], "test": order[500:]},
+                "time": np.arange(PAPERS) // 10,
+            },
+            "author": {"features": x[topic] + random.normal(size=(AUTHORS, CLASSES))},
+        },
+        {
+            WRITES: {"edge_index": np.stack([authors, papers])},
+            WRITTEN: {"edge_index": np.stack([papers, authors])},
+            CITES: {"edge_index": cites},
+        },
+        name="papers",
+    )
+
+
+def parameters(run):
+    return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
+
+
+def assert_same_run(one, other):
+    assert all(torch.equal(parameters(other)[name], own) for name, own in parameters(one).items())
+    lines = [
+        [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+        for run in (one, other)
+    ]
+    for mine, theirs in zip(*lines, strict=True):
+        for name in ("loss", "valid_accuracy", "seeds_checksum", "payload_bytes"):
+            assert mine[name] == theirs[name]
+
+
+def stop_after(steps, monkeypatch):
+    """Let a run in this process receive a stop request in a step."""
+    step, taken = Averaged.step, []
+
+    def watched(self, closure=None):
+        taken.append(self)
+        self.signals[0] = len(taken) == steps
+        return step(self, closure)
+
+    monkeypatch.setattr(Averaged, "step", watched)
