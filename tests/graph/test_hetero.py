@@ -229,7 +229,7 @@ def test_from_tables():
 def test_rows_are_nodes_for_keys_of_any_type_and_any_index():
     customers = CUSTOMERS.assign(id=[f"c{key}" for key in CUSTOMERS["id"]])
     customers.index = range(100, 100 + len(customers))
-    orders = pd.DataFrame({"who": list(reversed(customers["id"]))}, index=[7] * len(customers))
+    orders = pd.DataFrame({"who": customers["id"].tolist()[::-1]}, index=[7] * len(customers))
     graph = HeteroGraph.from_tables(
         {
             "customer": Table(customers, "id", features=["age"]),
