@@ -37,6 +37,9 @@ from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, no_progress
 from gcnzc.datasets.source import SPLITS, check_ends, node_dtype
 
 JOIN = "___"
+# files that only heterogeneous datasets have
+_TEXT_FILES = ("triplet-type-list.csv.gz", "num-node-dict.csv.gz")
+_BINARY_FILES = ("edge_index_dict.npz", "num_nodes_dict.npz")
 # names of additional files with times, without `node_` and `edge_`
 TIMES = ("time", "year")
 _HINT = "hint: download or write the dataset again"
@@ -61,8 +64,7 @@ def is_hetero_name(name: str) -> bool:
 
 def is_hetero_layout(folder: Path) -> bool:
     """Whether `folder` looks like a heterogeneous node property dataset in OGB's layout."""
-    raw = folder / "raw"
-    return (raw / "triplet-type-list.csv.gz").is_file() or (raw / "edge_index_dict.npz").is_file()
+    return any((folder / "raw" / name).is_file() for name in (*_TEXT_FILES, *_BINARY_FILES))
 
 
 class OgbHetero:
@@ -89,7 +91,7 @@ class OgbHetero:
     def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
         self.folder = folder
         self._raw = folder / "raw"
-        self.binary = (self._raw / "edge_index_dict.npz").is_file()
+        self.binary = any((self._raw / name).is_file() for name in _BINARY_FILES)
         self.num_nodes, self.num_edges = self._read_sizes()
         self._task = self._find_task(name)
         self.name, self.num_classes = self._task.name, self._task.num_classes

@@ -408,10 +408,9 @@ def test_damaged_archives_are_named(written, tmp_path, file):
     own.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=rf"{file}\.npz.*\n\nhint: "):
         HeteroGraph.from_ogb(path)
-    if file != "edge_index_dict":
-        own.unlink()
-        with pytest.raises(FileNotFoundError, match=rf"{file}\.npz\n\nhint: "):
-            HeteroGraph.from_ogb(path)
+    own.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{file}\.npz\n\nhint: "):
+        HeteroGraph.from_ogb(path)
 
 
 EDGES = "raw/relations/paper___cites___paper/edge"
