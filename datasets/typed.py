@@ -15,7 +15,7 @@ happened until the time of its label:
     brand -makes->     item     an edge at time 0; some items get a second brand later
     user  -met->       user     edges at random, which contain no information
 
-Each user `u` has a class `c_u`, drawn uniformly from K classes, and a time of its label `t_u`. The
+Each user `u` has a class `c_u`, chosen uniformly from K classes, and a time of its label `t_u`. The
 label `y_u` is `c_u`, or, with probability `noise`, another class, each with equal probability. Each
 edge to a user is earlier than `t_u` with probability `PAST`. The edges of relation `r` before `t_u`
 come from a source of class `c_u` with probability `a_r`, and otherwise from a source of any class.
@@ -217,11 +217,11 @@ def draw_model(
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     classes = {}
     for number, each in enumerate(("user", "brand", "query")):
-        drawn = random_stream(seed, _CLASSES, number).integers(num_classes, size=sizes[each])
+        chosen = random_stream(seed, _CLASSES, number).integers(num_classes, size=sizes[each])
         if each != "user":
             # every class has a source
-            drawn[:num_classes] = np.arange(num_classes)
-        classes[each] = drawn
+            chosen[:num_classes] = np.arange(num_classes)
+        classes[each] = chosen
     brand = first_brands(seed, sizes)
     classes["item"] = classes["brand"][brand]
     members = {}

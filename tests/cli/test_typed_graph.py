@@ -52,6 +52,6 @@ def test_make_prepare_and_info(tmp_path, monkeypatch, capsys):
 def test_options_that_do_not_apply(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["make", "made", *MAKE]) == 0
-    assert main(words) == 1
+    assert main(words) != 0
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"made"}
