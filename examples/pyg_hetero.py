@@ -43,7 +43,7 @@ def main():
             input_time=data["user"].label_time[split[part]],
             time_attr="time",
             temporal_strategy="last",
-            batch_size=256,
+            batch_size=128,
             shuffle=shuffle,
         )
 
@@ -55,7 +55,7 @@ def main():
             logits = model(batch.x_dict, batch.edge_index_dict)[: batch["user"].batch_size]
             loss = F.cross_entropy(logits, batch["user"].y[: batch["user"].batch_size])
             # the first minibatch sets the sizes of the parameters
-            optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.003)
+            optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -50,7 +50,7 @@ def main():
             neg_sampling="binary",
             time_attr="time",
             temporal_strategy="last",
-            batch_size=512,
+            batch_size=256,
             shuffle=True,
         )
 
@@ -60,7 +60,7 @@ def main():
         for batch in train:
             loss = F.binary_cross_entropy_with_logits(model(batch), batch[BUYS].edge_label.float())
             # the first minibatch sets the sizes of the parameters
-            optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.003)
+            optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
