@@ -84,9 +84,10 @@ ENTRIES = (
 
 # prefix of link property datasets, which gcnzc.datasets.ogb_link reads
 _LINK_PREFIX = "ogbl-"
+# heterogeneous node property datasets, which gcnzc.datasets.ogb_hetero reads
+_HETERO_KIND = ("ogbn-mag", "heterogeneous: it has several node and edge types")
 # unsupported datasets, by prefixes of their names
 _OTHER_KINDS = (
-    ("ogbn-mag", "heterogeneous: it has several node and edge types"),
     ("mag240m", "heterogeneous: it has several node and edge types"),
     ("ogbl-wikikg", "a knowledge graph: it has several edge types"),
     ("ogbl-biokg", "a knowledge graph: it has several node and edge types"),
@@ -140,23 +141,25 @@ def suggest_names(name: str) -> str:
     return f"available datasets are {', '.join(known.values())}"
 
 
-def refuse_other_kinds(name: str, links: bool = False) -> None:
+def refuse_other_kinds(name: str, links: bool = False, hetero: bool = False) -> None:
     """Check that `name` is not the name of a dataset of an unsupported kind.
 
     Args:
         name: of the dataset.
         links: whether link property datasets are supported.
+        hetero: whether heterogeneous node property datasets are supported.
 
     Raises:
-        ValueError: the dataset is heterogeneous or graph-level, or is for link prediction and
-            `links` is False.
+        ValueError: the dataset is graph-level, or has a kind whose argument is False.
     """
     link_kinds = [] if links else [(_LINK_PREFIX, "a link property dataset")]
-    for prefix, kind in [*_OTHER_KINDS, *link_kinds]:
+    hetero_kinds = [] if hetero else [_HETERO_KIND]
+    for prefix, kind in [*_OTHER_KINDS, *hetero_kinds, *link_kinds]:
         if name.lower().replace("_", "-").startswith(prefix):
             raise ValueError(
                 f"{name} is {kind}\n\n"
                 "hint: homogeneous datasets are supported: ogbn-arxiv, ogbn-products, "
                 "ogbn-proteins, ogbn-papers100M, or your own; for link prediction ogbl-ppa, "
-                "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel"
+                "ogbl-collab, ogbl-citation2, ogbl-ddi, ogbl-vessel; `gcnzc prepare ogbn-mag` and "
+                "HeteroGraph.from_ogb read ogbn-mag"
             )

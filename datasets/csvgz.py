@@ -4,7 +4,9 @@ The files have no header line, and all lines have the same number of columns. Er
 the file.
 """
 
+import csv
 import gzip
+import io
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ def _readable(path: Path) -> Iterator[None]:
             f"{path} is not a gzip file, or is damaged: {error}\n\n"
             "hint: download it again, or compress it with gzip"
         ) from None
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, csv.Error) as error:
         if "\n\nhint: " in str(error):
             raise
         raise ValueError(
@@ -94,6 +96,64 @@ def read(
                 yield frame.to_numpy()
 
 
+def read_header(path: Path) -> dict[str, Array]:
+    """Read a csv.gz with a header line and columns of integers, as (N,) int64 by column.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or a cell is not an integer.
+    """
+    names, *rows = _lines(path)
+    with _readable(path):
+        table = np.array([[int(cell) for cell in row] for row in rows], np.int64)
+        table = table.reshape(len(rows), len(names))
+    return dict(zip(names, table.T, strict=True))
+
+
+def read_flags(path: Path) -> list[tuple[str, bool]]:
+    """Read a csv.gz with a header line and a line of True and False.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or has other lines.
+    """
+    lines = _lines(path)
+    if len(lines) != 2 or not set(lines[1]) <= {"True", "False"}:
+        raise ValueError(
+            f"{path} has {len(lines)} lines, not flags of names\n\n"
+            "hint: a line of names, and a line of True and False, separated by commas"
+        )
+    return [(name, flag == "True") for name, flag in zip(*lines, strict=True)]
+
+
+def read_words(path: Path, columns: int) -> list[list[str]]:
+    """Read a csv.gz of words without a header line, such as names of types.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or a line has another number of columns.
+    """
+    lines = _lines(path)
+    if lines and len(lines[0]) != columns:
+        raise ValueError(
+            f"{path} has {len(lines[0])} columns, not {columns}\n\n"
+            "hint: download or write it again in OGB's layout"
+        )
+    return lines
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """Read a small table of words with equally many in each line, and at least one line."""
+    with _readable(path), gzip.open(path, "rt", newline="") as file:
+        lines = [line for line in csv.reader(file) if line]
+    if not lines or any(len(line) != len(lines[0]) for line in lines):
+        raise ValueError(
+            f"{path} is empty, or its lines have different numbers of columns\n\n"
+            "hint: download or write it again in OGB's layout"
+        )
+    return lines
+
+
 def read_table(path: Path) -> Array:
     """Read a csv.gz as (N, columns) float64; an empty cell or line is NaN."""
     chunks = read(path, np.float64, blank_is_nan=True)
@@ -149,3 +209,11 @@ def write(path: Path, chunks: Iterable[Array]) -> None:
                 header=False, index=False, na_rep="nan", float_format="%.9g", lineterminator="\n"
             )
             file.write(text.encode())
+
+
+def write_lines(path: Path, lines: Iterable[Iterable[object]]) -> None:
+    """Write lines of words, numbers or flags, which may begin with a header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    with gzip.GzipFile(path, "wb", compresslevel=6, mtime=0) as file:
+        file.write(text.getvalue().encode())

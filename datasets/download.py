@@ -27,6 +27,7 @@ from typing import IO
 
 from gcnzc._files import lock, other_process, write_text
 from gcnzc.datasets import catalog
+from gcnzc.datasets.ogb_hetero import is_hetero_name
 from gcnzc.datasets.rows import Progress, no_progress
 from gcnzc.datasets.store import NO_SPACE, atomic_folder
 
@@ -51,7 +52,7 @@ class Remote:
 
 
 def table() -> dict[str, Remote]:
-    """Return OGB's homogeneous node and link property datasets, by name.
+    """Return OGB's node and link property datasets, except knowledge graphs, by name.
 
     Raises:
         RuntimeError: the `ogb` package is not installed.
@@ -70,7 +71,8 @@ def table() -> dict[str, Remote]:
         for column, name in enumerate(lines[""]):
             fields = {key: line[column] for key, line in lines.items()}
             # a knowledge graph may have one node type, but has several edge types
-            if fields["is hetero"] != "True" and fields["task type"] != "KG completion":
+            is_supported = fields["is hetero"] != "True" or is_hetero_name(name)
+            if is_supported and fields["task type"] != "KG completion":
                 datasets[name] = Remote(name, fields["url"], fields["version"])
     return datasets
 
@@ -81,7 +83,7 @@ def lookup(name: str) -> Remote:
     Raises:
         ValueError: OGB has no such dataset, or it is of an unsupported kind.
     """
-    catalog.refuse_other_kinds(name, links=True)
+    catalog.refuse_other_kinds(name, links=True, hetero=True)
     datasets = table()
     for known, remote in datasets.items():
         if known.lower() == name.lower().replace("_", "-"):

@@ -2,6 +2,7 @@
 
 The kinds are `planted`, communities with a known upper bound for the accuracy; `rmat`, power-law
 degrees at any scale; and `digits`, small real data. Sizes can be those of a public dataset, scaled.
+`make_typed` writes a heterogeneous graph with times.
 """
 
 from collections.abc import Mapping
@@ -9,14 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from gcnzc.datasets import catalog, ogb
+from gcnzc.datasets import catalog, ogb, ogb_hetero_write
 from gcnzc.datasets.digits import digits
 from gcnzc.datasets.generated import SPLIT_SHARES, Generated
+from gcnzc.datasets.hetero_arrays import HeteroArrays
 from gcnzc.datasets.planted import planted
 from gcnzc.datasets.rmat import rmat
 from gcnzc.datasets.rows import Progress, no_progress
+from gcnzc.datasets.typed import typed
 
-__all__ = ["SHAPES", "Generated", "Shape", "digits", "generate", "like", "make", "planted", "rmat"]
+__all__ = [
+    *("SHAPES", "Generated", "Shape", "digits", "generate", "like", "make", "make_typed"),
+    *("planted", "rmat", "typed"),
+]
 
 Kind: TypeAlias = Literal["planted", "rmat", "digits"]
 
@@ -143,4 +149,38 @@ def make(
     name = Path(path).absolute().name
     graph = generate(kind, shape, seed=seed, name=name, threads=threads, progress=progress)
     ogb.write_source(path, graph, binary=binary, progress=progress)
+    return graph
+
+
+def make_typed(
+    path: str | Path,
+    shape: Shape | None = None,
+    *,
+    seed: int = 0,
+    binary: bool = True,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> HeteroArrays:
+    """Generate a typed graph with times and write it in OGB's layout; see `typed`.
+
+    Args:
+        path: the folder; must not exist. Its name becomes the name of the dataset.
+        shape: size of the graph; the shares of the splits are those of `typed`.
+        seed: of all random choices.
+        binary: write npz files instead of csv.gz, which is much slower.
+        threads: number of threads; None uses all cores.
+        progress: called with counts of edges and feature rows.
+
+    Returns:
+        The graph.
+
+    Raises:
+        FileExistsError: `path` exists.
+        RuntimeError: the disk is full.
+        ValueError: the graph cannot have this size.
+    """
+    shape, name = shape or Shape(), Path(path).absolute().name
+    sizes = shape.num_nodes, shape.num_edges, shape.num_features, shape.num_classes
+    graph = typed(*sizes, seed=seed, name=name, threads=threads, progress=progress)
+    ogb_hetero_write.write(path, graph, binary=binary, progress=progress)
     return graph

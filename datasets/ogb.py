@@ -17,20 +17,19 @@ Notation: N nodes, E edges as stored, D columns of features, T tasks.
 """
 
 import json
-import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from gcnzc.datasets import catalog, csvgz, pickled
 from gcnzc.datasets.member import Archive
 from gcnzc.datasets.names import Names
+from gcnzc.datasets.ogb_layout import Task, choose_split, find_task, npz_member, release_names
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
     Allocate,
@@ -42,7 +41,6 @@ from gcnzc.datasets.rows import (
     rows_from_array,
 )
 from gcnzc.datasets.source import (
-    METRICS,
     SPLITS,
     EdgeDefaults,
     Metric,
@@ -65,19 +63,6 @@ OTHER_KINDS = {
     "raw/graph-label.csv.gz": "a graph-level dataset",
     "raw/graph-label.npz": "a graph-level dataset",
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """Metadata of a dataset that OGB has in its `master.csv`."""
-
-    name: str
-    num_classes: int | None = None  # of each task
-    metric: Metric = "accuracy"
-    add_inverse_edge: bool | None = None  # None: not stated
-    split: str | None = None
-    best_accuracy: float | None = None
-    origin: dict[str, Any] | None = None
 
 
 def is_layout(folder: Path) -> bool:
@@ -116,7 +101,7 @@ class OgbGraph:
         self.num_classes = self._task.num_classes
         self.metric = self._task.metric
         self.best_accuracy = self._task.best_accuracy
-        self.split_name = self._choose_split(split)
+        self.split_name = choose_split(folder, split, self._task.split)
         self.features = self._features()
 
     @property
@@ -193,7 +178,8 @@ class OgbGraph:
             if (self.folder / path).exists():
                 raise ValueError(
                     f"{self.folder} is {kind}: it has {path}\n\n"
-                    "hint: homogeneous node property datasets are supported"
+                    "hint: homogeneous node property datasets are supported; gcnzc prepare and "
+                    "gcnzc.graph.hetero.HeteroGraph.from_ogb read heterogeneous ones"
                 )
         labelled = any(
             (self._raw / f"node-label.{suffix}").is_file() for suffix in ("csv.gz", "npz")
@@ -223,15 +209,10 @@ class OgbGraph:
     def _find_task(self, name: str | None) -> Task:
         # an explicit name is trusted; a name in the files must match the sizes in the catalogue
         sizes = None if name else (self.num_nodes, self.num_edges)
-        for known_as in [name] if name else [self.folder.name, *self._release_names()]:
+        for known_as in [name] if name else [self.folder.name, *release_names(self.folder)]:
             self._known = self._known or catalog.find(known_as, sizes)
-        for path in (
-            self.folder / "task.json",
-            self.folder / "meta_dict.pt",
-            self.folder.parent / "meta_dict.pt",
-        ):
-            if path.is_file() and (task := _read_task(path, self.folder.name, name)):
-                return task
+        if task := find_task(self.folder, name):
+            return task
         known = self._known
         if known is None:
             return Task(name or self.folder.name)
@@ -242,35 +223,6 @@ class OgbGraph:
             known.stored == "once",
             known.split,
         )
-
-    def _release_names(self) -> list[str]:
-        """Return dataset names in the release files, which begin `# Release note for NAME`."""
-        notes = [path.read_text(errors="replace") for path in self.folder.glob("RELEASE_v*.txt")]
-        return [
-            found[1] for note in notes if (found := re.match(r"# Release note for (\S+)", note))
-        ]
-
-    def _choose_split(self, wanted: str | None) -> str:
-        names = sorted(path.name for path in self.folder.glob("split/*") if path.is_dir())
-        if not names:
-            raise FileNotFoundError(
-                f"no split in {self.folder / 'split'}\n\n"
-                "hint: add split/<type>/train.csv.gz, valid.csv.gz and test.csv.gz, or "
-                "split/<type>/split_dict.pt"
-            )
-        if wanted is None:
-            wanted = self._task.split if self._task.split in names else None
-        if wanted is None:
-            if len(names) > 1:
-                raise ValueError(
-                    f"{self.folder} has several splits\n\nhint: choose one of {', '.join(names)}"
-                )
-            return names[0]
-        if wanted not in names:
-            raise ValueError(
-                f"{self.folder} has no split {wanted}\n\nhint: it has {', '.join(names)}"
-            )
-        return wanted
 
     def _features(self) -> Rows | None:
         if self._archive:
@@ -301,36 +253,6 @@ def _read_split_dict(path: Path) -> dict[str, Array]:
             "hint: homogeneous node property datasets are supported"
         )
     return {part: np.asarray(split[part]) for part in SPLITS}
-
-
-def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
-    """Read a task from `task.json` or `meta_dict.pt`; None if it is of another dataset."""
-    try:
-        fields = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
-        if path.suffix == ".pt" and Path(str(fields["dir_path"])).name != folder:
-            return None
-        kind, metric = str(fields["task type"]), str(fields["eval metric"])
-        num_classes, inverse = int(fields["num classes"]), str(fields["add_inverse_edge"]) == "True"
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} does not describe a task: {error!r}\n\n"
-            "hint: download or write the dataset again, or remove the file"
-        ) from None
-    if "classification" not in kind:
-        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is supported")
-    if metric not in METRICS:
-        raise ValueError(
-            f"{path}: unknown metric {metric}\n\nhint: supported are {', '.join(METRICS)}"
-        )
-    return Task(
-        name or fields.get("name") or folder,
-        num_classes,
-        METRICS[metric],
-        inverse,
-        fields.get("split"),
-        fields.get("best_accuracy"),
-        fields.get("origin"),
-    )
 
 
 @dataclass(frozen=True)
@@ -505,31 +427,20 @@ def _write_binary(
 ) -> None:
     num_edges = len(ends[0])
     with zipfile.ZipFile(raw / "data.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        with _member(archive, "edge_index", (2, num_edges), np.dtype(np.int64)) as file:
+        with npz_member(archive, "edge_index", (2, num_edges), np.dtype(np.int64)) as file:
             for end in ends:
                 for begin in range(0, num_edges, CHUNK_BYTES // 8):
                     ids = np.asarray(end[begin : begin + CHUNK_BYTES // 8], np.int64)
                     file.write(as_bytes(ids))
         for key, count in (("num_nodes_list", len(labels)), ("num_edges_list", num_edges)):
-            with _member(archive, key, (1,), np.dtype(np.int64)) as file:
+            with npz_member(archive, key, (1,), np.dtype(np.int64)) as file:
                 file.write(np.int64(count).tobytes())
         if features is not None and chunks is not None:
             shape = features.num_rows, features.num_columns
-            with _member(archive, "node_feat", shape, features.dtype) as file:
+            with npz_member(archive, "node_feat", shape, features.dtype) as file:
                 for chunk in chunks:
                     file.write(as_bytes(chunk))
     np.savez_compressed(raw / "node-label.npz", node_label=labels)
-
-
-@contextmanager
-def _member(
-    archive: zipfile.ZipFile, key: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Iterator[IO[bytes]]:
-    """Open an array member of an uncompressed npz for writing, after its header."""
-    with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as file:
-        fields = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, fields)
-        yield file
 
 
 def _check_row_count(features: Rows, allocate: Allocate, progress: Progress) -> Iterator[Array]:

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from gcnzc.datasets import csvgz, pickled
-from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph, Task
+from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph
+from gcnzc.datasets.ogb_layout import Task, release_names
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
 from gcnzc.datasets.store import atomic_folder
@@ -145,7 +146,7 @@ class OgbLinkGraph(OgbGraph):
             name,
             fields.get("name"),
             self.folder.name.replace("_", "-"),
-            *self._release_names(),
+            *release_names(self.folder),
         ]
         known_name = next((candidate for candidate in names if candidate in KNOWN), None)
         known = KNOWN.get(known_name or "")

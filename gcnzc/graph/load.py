@@ -12,6 +12,7 @@ from gcnzc.datasets import catalog, download, hetero_store, ogb, store
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
+from gcnzc.datasets.ogb_hetero import is_hetero_layout
 from gcnzc.datasets.ogb_link import OgbLinkGraph, is_link_layout
 from gcnzc.datasets.rows import (
     Allocate,
@@ -45,6 +46,7 @@ from gcnzc.graph.edge_split import with_sorted_columns
 from gcnzc.graph.edge_values import note_of_values
 from gcnzc.graph.graph import Duplicates, Graph, Loops, mapped_graph
 from gcnzc.graph.hetero import folder as hetero_folder
+from gcnzc.graph.hetero import ogb as hetero_ogb
 from gcnzc.graph.pyg_file import read_pyg_file
 from gcnzc.graph.stored_features import (
     feature_rows,
@@ -175,7 +177,8 @@ def info(path: str | Path) -> dict[str, Any]:
         kind, columns, dtype, ...), split, origin and links (whether there is an edge split; for
         prepared folders its description). For prepared folders also num_tasks, num_labelled,
         options, disk_bytes, feature_bytes and version. For a prepared folder of a heterogeneous
-        graph, kind is "hetero"; see `gcnzc.graph.hetero.folder.info`.
+        graph, kind is "hetero", and for one in OGB's layout "ogb-hetero"; see
+        `gcnzc.graph.hetero.folder.info` and `gcnzc.graph.hetero.ogb.info`.
 
     Raises:
         FileNotFoundError: the folder or one of its files does not exist.
@@ -184,6 +187,8 @@ def info(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if hetero_store.is_hetero(path):
         return hetero_folder.info(path)
+    if is_hetero_layout(path):
+        return hetero_ogb.info(path)
     source = open_source(path, None, None)
     if source is None:
         raise FileNotFoundError(f"no folder {path}\n\nhint: is the path right?")
@@ -233,6 +238,9 @@ def verify(path: str | Path, progress: Progress = no_progress) -> None:
     path = Path(path)
     if hetero_store.is_hetero(path):
         hetero_folder.verify(path, progress)
+        return
+    if is_hetero_layout(path):
+        hetero_ogb.from_ogb(path, progress=progress)
         return
     source = open_source(path, None, None)
     if source is None:
@@ -331,7 +339,13 @@ def open_source(
 def open_named(
     name: str, folder: Path, may_download: bool, split: str | int | None, progress: Progress
 ) -> Source:
-    """Open an OGB dataset by its name, and download it if `may_download`."""
+    """Open a homogeneous OGB dataset by its name, and download it if `may_download`."""
+    unpacked = find_named(name, folder, may_download, progress)
+    return _open_ogb(unpacked, download.lookup(name).name, None if split is None else str(split))
+
+
+def find_named(name: str, folder: Path, may_download: bool, progress: Progress) -> Path:
+    """Return the folder of the OGB dataset of a name, and download it if `may_download`."""
     if "/" in name:
         raise FileNotFoundError(
             f"no folder {name}\n\nhint: is the path right? OGB datasets have names like ogbn-arxiv"
@@ -345,8 +359,7 @@ def open_named(
             f"no folder {name}, and {remote.name} is not in {folder}\n\n"
             f"hint: --download gets {size} from {remote.url}"
         )
-    unpacked = download.fetch(remote, folder, progress)
-    return _open_ogb(unpacked, remote.name, None if split is None else str(split))
+    return download.fetch(remote, folder, progress)
 
 
 def _open_file(path: Path, name: str | None, split: str | None, progress: Progress) -> Source:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import names, store
+from gcnzc.datasets.ogb_hetero import is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
     SPLITS,
@@ -21,9 +22,11 @@ from gcnzc.datasets.store import Prepared
 from gcnzc.graph.arrays import from_arrays
 from gcnzc.graph.edge_split import EdgeShares, split_edges, with_sorted_columns
 from gcnzc.graph.graph import Duplicates, Graph, Loops
+from gcnzc.graph.hetero.prepare import is_hetero_source, prepare_hetero
 from gcnzc.graph.load import (
     GraphOptions,
     LoadedGraph,
+    find_named,
     log_notes,
     open_named,
     open_source,
@@ -75,15 +78,18 @@ def prepare(
 
         gcnzc.prepare(dest="data/mine", edges=edge_index, features=x, labels=y, splits=splits)
 
+    A heterogeneous graph in OGB's layout becomes a folder for `HeteroGraph.load`. It is read into
+    memory, and `bidirected` adds the reverse of every edge type; the default is not to.
+
     Dense features are converted in chunks, so that peak memory does not depend on their size.
     Sparse features and `.pt` files are read into memory. Edges are buffered in unlinked temporary
     files on the disk of `dest`; the graph itself is built in memory.
 
     Args:
-        source: a folder in OGB's layout, an `.npz` archive, a `.toml` file that describes csv or
-            parquet tables, a `.pt` file of PyG, a prepared folder, or the name of an OGB dataset,
-            which is looked up in the folder `downloads` next to `dest`; or a graph in memory, as
-            for `edges`.
+        source: a folder in OGB's layout, also a heterogeneous one like ogbn-mag, an `.npz` archive,
+            a `.toml` file that describes csv or parquet tables, a `.pt` file of PyG, a prepared
+            folder, or the name of an OGB dataset, which is looked up in the folder `downloads` next
+            to `dest`; or a graph in memory, as for `edges`.
         dest: the folder to write; must not exist. It appears atomically when it is complete.
         edges: a graph in memory: a tensor, an array, a pandas table, a SciPy matrix, or a graph of
             networkx, PyG or DGL. `gcnzc.graph.arrays.from_arrays` describes this argument,
@@ -145,6 +151,30 @@ def prepare(
             "labels, splits and num_nodes apply to a graph in memory, but the source is "
             f"{source}\n\nhint: pass the graph as edges= instead, or write the arrays into an .npz"
         )
+    hetero = _find_hetero(source, dest, download, progress)
+    if hetero is not None:
+        _refuse_for_hetero(
+            hetero,
+            self_loops=(self_loops, (None, "keep")),
+            duplicates=(duplicates, (None, "keep")),
+            edge_split=(edge_split, (None,)),
+            features=(features, (None,)),
+            metric=(metric, (None,)),
+            normalize_features=(normalize_features, (False,)),
+            sparse_features=(sparse_features, (False,)),
+        )
+        prepare_hetero(
+            hetero,
+            dest,
+            # the folder of a download need not have the name of the dataset
+            name=name if name is not None or hetero == Path(source) else str(source),
+            split=None if split is None else str(split),
+            reverse=bool(bidirected),
+            layout=FeatureLayout(feature_dtype, scales, False, pitch_bytes),
+            allow_nan=allow_nan,
+            progress=progress,
+        )
+        return
     dataset = source
     if isinstance(source, str | Path):
         dataset = _open(source, dest, name, split, download, progress)
@@ -161,6 +191,27 @@ def prepare(
         edge_split,
         progress,
     )
+
+
+def _find_hetero(source: Any, dest: Path, download: bool, progress: Progress) -> Path | None:
+    """Return the folder of a heterogeneous graph; None for any other source."""
+    if not isinstance(source, str | Path):
+        return None
+    path = Path(source)
+    if not path.exists() and is_hetero_name(str(source)):
+        return find_named(str(source), dest.parent / "downloads", download, progress)
+    return path if is_hetero_source(path) else None
+
+
+def _refuse_for_hetero(source: Path, **options: tuple[Any, tuple[Any, ...]]) -> None:
+    """Check that options, given with their defaults, are not set for a heterogeneous graph."""
+    for name, (value, defaults) in options.items():
+        if not any(value is default or value == default for default in defaults):
+            raise ValueError(
+                f"{name} is {value!r:.100}, but {source} has a heterogeneous graph\n\n"
+                f"hint: leave it out; name, split, feature_dtype, scales, pitch_bytes, allow_nan "
+                "and bidirected, which adds reverse edge types, apply to heterogeneous graphs"
+            )
 
 
 @dataclass(frozen=True)

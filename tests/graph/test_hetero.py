@@ -226,6 +226,32 @@ def test_from_tables():
     assert HeteroGraph.from_tables(tables(), reverse=False).edge_types == [forward]
 
 
+def test_rows_are_nodes_for_keys_of_any_type_and_any_index():
+    customers = CUSTOMERS.assign(id=[f"c{key}" for key in CUSTOMERS["id"]])
+    customers.index = range(100, 100 + len(customers))
+    orders = pd.DataFrame({"who": customers["id"].tolist()[::-1]}, index=[7] * len(customers))
+    graph = HeteroGraph.from_tables(
+        {
+            "customer": Table(customers, "id", features=["age"]),
+            "order": Table(orders, foreign_keys={"who": "customer"}),
+        }
+    )
+    assert graph.nodes("customer").features[:, 0].tolist() == customers["age"].tolist()
+    pairs = graph.edges("f2p_who").edge_index()
+    assert pairs.tolist() == [[0, 1, 2], [2, 1, 0]]
+    index = pd.Index(customers["id"])
+    assert index.get_indexer(orders["who"]).tolist() == pairs[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [([1, 2, 1], "1 twice"), (["a", "b", "b"], "'b' twice"), ([1, None, 2], "missing values")],
+)
+def test_a_primary_key_is_checked_without_rows_that_refer_to_it(ids, wrong):
+    with pytest.raises(ValueError, match=f"'id' of table 'item' has {wrong}\n\nhint: "):
+        HeteroGraph.from_tables({"item": Table(pd.DataFrame({"id": ids}), "id")})
+
+
 def test_from_tables_of_relbench():
     class RelTable:
         def __init__(self, df, pkey_col, fkeys, time_col):

@@ -13,6 +13,7 @@ from gcnzc.datasets import generate
 from gcnzc.graph import load, prepare
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.graph import Graph
+from gcnzc.graph.hetero.prepare import is_hetero_source
 from gcnzc.train.options import at_least, at_most, check_options
 from gcnzc.train.progress import Reporter
 
@@ -26,17 +27,18 @@ class MakeConfig:
 
     path: tyro.conf.Positional[Path]
     """folder to write"""
-    kind: Literal["planted", "rmat", "digits"] = "planted"
-    """planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; or a
-    nearest-neighbour graph of handwritten digits"""
+    kind: Literal["planted", "rmat", "digits", "typed"] = "planted"
+    """planted communities, with a known best accuracy; an R-MAT graph with power-law degrees; a
+    nearest-neighbour graph of handwritten digits; or a heterogeneous graph with times, 4 node types
+    and 6 edge types, with a known best accuracy"""
     like: Literal["ogbn-arxiv", "ogbn-products", "ogbn-papers100M", "reddit"] | None = None
     """use the numbers of nodes, edges, features and classes of this graph"""
     scale: float = 1.0
     """with --like: multiply the numbers of nodes and edges by this"""
     nodes: int = 100_000
-    """number of nodes"""
+    """number of nodes, of all types"""
     edges: int = 1_000_000
-    """number of undirected edges"""
+    """number of undirected edges; with --kind typed, of edges of all types"""
     num_features: int = 100
     """features per node"""
     classes: int = 10
@@ -50,6 +52,11 @@ class MakeConfig:
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
         at_most(MAX_SCALE, "scale", self.scale)
+        if self.kind == "typed" and self.like is not None:
+            raise ValueError(
+                f"--like {self.like} is a homogeneous graph, but --kind is typed\n\n"
+                "hint: --nodes and --edges"
+            )
         if not self.scale > 0:
             raise ValueError(f"--scale must be above 0, got {self.scale}\n\nhint: 0.1 is a tenth")
 
@@ -89,7 +96,8 @@ class PrepareConfig:
     padding; the most efficient pitch for the PCIe bus if not given"""
     bidirected: Literal["auto", "yes", "no"] = "auto"
     """add the reverse of every edge; auto uses the setting of SOURCE; if SOURCE has none, it adds
-    them if all edges go from lower to higher node ids, or all from higher to lower"""
+    them if all edges go from lower to higher node ids, or all from higher to lower. For a
+    heterogeneous graph, yes adds the reverse of every edge type"""
     self_loops: Literal["keep", "add", "remove"] = "keep"
     """keep self loops as they are, leave exactly one at every node (add), or remove all"""
     duplicates: Literal["auto", "keep", "remove"] = "auto"
@@ -155,7 +163,10 @@ def make_command(config: MakeConfig, reporter: Reporter) -> None:
     if config.like is not None:
         shape = generate.like(config.like, config.scale)
     with reporter.stages(f"make {config.path}") as progress:
-        generate.make(config.path, config.kind, shape, seed=config.seed, progress=progress)
+        if config.kind == "typed":
+            generate.make_typed(config.path, shape, seed=config.seed, progress=progress)
+        else:
+            generate.make(config.path, config.kind, shape, seed=config.seed, progress=progress)
     reporter.say(f"wrote {config.path}")
     print_json(load.info(config.path))
 
@@ -185,6 +196,9 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
             progress=progress,
         )
     reporter.say(f"wrote {config.dest}")
+    if is_hetero_source(config.dest):
+        print_json(load.info(config.dest))
+        return
     loaded = load.load(config.dest, allow_nan=True)
     if unused := _unused_columns(loaded.origin):
         reporter.say(f"columns that are not used: {unused}")

@@ -1,5 +1,6 @@
 """Write heterogeneous graphs to prepared folders, and memory-map them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def save(
     scales: ScaleKind = "row",
     pitch_bytes: int | None = None,
     allow_nan: bool = False,
+    origin: Mapping[str, Any] | None = None,
     progress: Progress = no_progress,
 ) -> None:
     """Write a prepared folder, which `load` memory-maps.
@@ -57,6 +59,7 @@ def save(
         scales: see `gcnzc.prepare`.
         pitch_bytes: see `gcnzc.prepare`.
         allow_nan: accept features that are not finite.
+        origin: provenance of the graph, for `meta.json`.
         progress: called as `progress(what, done, total)`.
 
     Raises:
@@ -76,7 +79,8 @@ def save(
         for number, edge_type in enumerate(graph.edge_types):
             own = writer.within(front_of("edges", number))
             edges.append(_save_edges(own, edge_type, graph.edges(edge_type), allow_nan, allocate))
-        meta = {"name": graph.name, "nodes": nodes, "edges": edges, "origin": {"format": "hetero"}}
+        about = {"format": "hetero"} | dict(origin or {})
+        meta = {"name": graph.name, "nodes": nodes, "edges": edges, "origin": about}
         writer.finish(meta, HETERO_VERSION)
 
 
@@ -105,7 +109,7 @@ def _save_nodes(
         writer.save(f"split_{part}.npy", ids.numpy())
     if nodes.time is not None:
         writer.save("time.npy", nodes.time.numpy())
-    rows = _rows(nodes.features, nodes.quantized, f"features of node type {name!r}")
+    rows = rows_of(nodes.features, nodes.quantized, f"features of node type {name!r}")
     return {
         "type": name,
         "num_nodes": nodes.num_nodes,
@@ -127,7 +131,7 @@ def _save_edges(
         array = getattr(edges, what)
         if array is not None:
             writer.save(f"{what}.npy", array.numpy())
-    rows = _rows(edges.features, edges.quantized, f"features of edge type {edge_type}")
+    rows = rows_of(edges.features, edges.quantized, f"features of edge type {edge_type}")
     return {
         "type": list(edge_type),
         "num_edges": edges.num_edges,
@@ -138,7 +142,8 @@ def _save_edges(
     }
 
 
-def _rows(features: Tensor | None, quantized: FeatureTable | None, where: str) -> Rows | None:
+def rows_of(features: Tensor | None, quantized: FeatureTable | None, where: str) -> Rows | None:
+    """Return the features of a type as `Rows`; None without features."""
     if quantized is not None:
         scales = None if quantized.scales is None else quantized.scales.numpy()
         return _coded(quantized.rows, scales, quantized.scale_columns, where)

@@ -310,6 +310,13 @@ class HeteroGraph:
         return from_tables(tables, **options)
 
     @classmethod
+    def from_ogb(cls, folder: str | Path, **options: Any) -> "HeteroGraph":
+        """Read a dataset in OGB's layout; see `gcnzc.graph.hetero.ogb.from_ogb`."""
+        from gcnzc.graph.hetero.ogb import from_ogb
+
+        return from_ogb(folder, **options)
+
+    @classmethod
     def load(cls, folder: str | Path) -> "HeteroGraph":
         """Memory-map a prepared folder; see `gcnzc.graph.hetero.folder.load`."""
         from gcnzc.graph.hetero.folder import load
@@ -321,6 +328,12 @@ class HeteroGraph:
         from gcnzc.graph.hetero.folder import save
 
         save(self, dest, **options)
+
+    def to_ogb(self, path: str | Path, **options: Any) -> None:
+        """Write a folder in OGB's layout; see `gcnzc.graph.hetero.ogb.to_ogb`."""
+        from gcnzc.graph.hetero.ogb import to_ogb
+
+        to_ogb(self, path, **options)
 
 
 def _permuted(store: EdgeStore, indices: Any, order: Tensor) -> EdgeStore:

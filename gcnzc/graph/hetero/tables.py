@@ -54,6 +54,10 @@ def from_tables(
     This graph has the edge types ("order", "f2p_customer_id", "customer") and ("customer",
     "rev_f2p_customer_id", "order"). A row without a key (None or NaN) has no edge.
 
+    Row `i` of a table is node `i` of its type, for keys of any type: the index of the table is
+    ignored, and features, times, labels and predictions have the order of the rows. The node of a
+    key is its position in the column, `pandas.Index(frame[primary_key]).get_indexer([key])[0]`.
+
     Args:
         tables: for each node type a `Table`, or a table of RelBench, such as
             `database.table_dict`.
@@ -72,6 +76,7 @@ def from_tables(
     if not isinstance(tables, Mapping) or not tables:
         raise TypeError(f"tables is {describe(tables)}\n\nhint: a dict of tables by name")
     known = {each: _as_table(each, table) for each, table in tables.items()}
+    keys = {each: _primary_keys(each, table) for each, table in known.items()}
     nodes: dict[str, Any] = {}
     for each, table in known.items():
         nodes[each] = {"num_nodes": len(table.frame), "features": _features(each, table)}
@@ -85,7 +90,8 @@ def from_tables(
                     f"foreign key {key!r} of table {each!r} refers to the table {other!r:.100}, "
                     f"which is not given\n\nhint: the tables are {', '.join(known)}"
                 )
-            rows, targets = _resolve(each, table, key, other, known[other])
+            primary_key = known[other].primary_key
+            rows, targets = _resolve(each, table, key, other, primary_key, keys[other])
             edges[each, f"f2p_{key}", other] = rows, targets
             if reverse:
                 edges[other, f"rev_f2p_{key}", each] = targets, rows
@@ -134,26 +140,35 @@ def _features(name: str, table: Table) -> NDArray[np.float32] | None:
     return found
 
 
-def _resolve(
-    name: str, table: Table, key: str, other: str, target: Table
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that have a foreign key, and the rows that they refer to."""
+def _primary_keys(name: str, table: Table) -> Any:
+    """Return the primary keys of a table as a `pandas.Index`; None if it has no primary key."""
+    if table.primary_key is None:
+        return None
     import pandas
 
-    given = _column(name, table, key, "foreign key")
-    if target.primary_key is None:
-        raise ValueError(
-            f"foreign key {key!r} of table {name!r} refers to table {other!r}, which has no "
-            "primary key\n\nhint: primary_key="
-        )
-    index = pandas.Index(_column(other, target, target.primary_key, "primary key"))
+    index = pandas.Index(_column(name, table, table.primary_key, "primary key"))
     if index.hasnans or not index.is_unique:
         wrong = "missing values"
         if not index.hasnans:
             wrong = f"{_plain(index[index.duplicated()][0])!r} twice"
         raise ValueError(
-            f"primary key {target.primary_key!r} of table {other!r} has {wrong}\n\n"
+            f"primary key {table.primary_key!r} of table {name!r} has {wrong}\n\n"
             "hint: each row has a key of its own"
+        )
+    return index
+
+
+def _resolve(
+    name: str, table: Table, key: str, other: str, primary_key: str | None, index: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that have a foreign key, and the rows that they refer to."""
+    import pandas
+
+    given = _column(name, table, key, "foreign key")
+    if index is None:
+        raise ValueError(
+            f"foreign key {key!r} of table {name!r} refers to table {other!r}, which has no "
+            "primary key\n\nhint: primary_key="
         )
     rows = np.flatnonzero(given.notna().to_numpy())
     values = given.iloc[rows]
@@ -165,7 +180,7 @@ def _resolve(
         place = int((targets < 0).argmax())
         raise ValueError(
             f"foreign key {key!r} of table {name!r} is {_plain(values.iloc[place])!r} in row "
-            f"{rows[place]}, but table {other!r} has no such {target.primary_key!r}\n\n"
+            f"{rows[place]}, but table {other!r} has no such {primary_key!r}\n\n"
             "hint: remove these rows, or set the key to None"
         )
     return rows, targets

@@ -1,0 +1,495 @@
+"""Heterogeneous graphs in OGB's layout, against the `ogb` package in both directions."""
+
+import gzip
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gcnzc.datasets import ogb_hetero_write
+from gcnzc.datasets.ogb_hetero import OgbHetero
+from gcnzc.graph import load
+from gcnzc.graph.hetero import HeteroGraph
+
+WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
+SIZES = {"author": 7, "paper": 30}
+PARTS = ("train", "valid", "test")
+
+
+def drawn(seed=0, num_edges=50):
+    """A graph with everything that the layout can hold, its arrays by id, and its split."""
+    random = np.random.default_rng(seed)
+    sources = {
+        each: np.stack([random.integers(SIZES[end], size=num_edges) for end in (each[0], each[2])])
+        for each in (WRITES, CITES)
+    }
+    order = random.permutation(SIZES["paper"])
+    return {
+        "edges": sources,
+        "features": random.standard_normal((SIZES["paper"], 5)).astype(np.float32),
+        "edge_features": random.standard_normal((num_edges, 2)).astype(np.float32),
+        "labels": random.integers(4, size=SIZES["paper"]),
+        "year": random.integers(2010, 2020, size=SIZES["paper"]),
+        "time": random.integers(2**60, 2**61, size=num_edges),
+        "weight": random.random(num_edges).astype(np.float32),
+        "split": dict(zip(PARTS, np.split(order[:24], [12, 18]), strict=True)),
+    }
+
+
+def build(given):
+    paper = {
+        "features": given["features"],
+        "labels": given["labels"],
+        "split": given["split"],
+        "time": given["year"],
+    }
+    return HeteroGraph.from_arrays(
+        {"author": 7, "paper": paper},
+        {
+            WRITES: {"edge_index": given["edges"][WRITES], "weight": given["weight"]},
+            CITES: {
+                "edge_index": given["edges"][CITES],
+                "time": given["time"],
+                "features": given["edge_features"],
+            },
+        },
+        name="mine",
+    )
+
+
+def assert_same(found, graph):
+    assert found.metadata() == graph.metadata()
+    for each in graph.node_types:
+        mine, theirs = graph.nodes(each), found.nodes(each)
+        assert mine.num_nodes == theirs.num_nodes
+        assert mine.split.keys() == theirs.split.keys()
+        for what in ("features", "labels", "time"):
+            one, other = getattr(mine, what), getattr(theirs, what)
+            assert (one is None) == (other is None), what
+            assert one is None or torch.equal(one, other), what
+        assert all(torch.equal(mine.split[part], theirs.split[part]) for part in mine.split)
+    for each in graph.edge_types:
+        mine, theirs = graph.edges(each), found.edges(each)
+        assert torch.equal(mine.edge_index(), theirs.edge_index())
+        for what in ("indptr", "indices", "features", "time", "weight"):
+            one, other = getattr(mine, what), getattr(theirs, what)
+            assert (one is None) == (other is None), what
+            assert one is None or torch.equal(one, other), what
+
+
+BOTH_FORMS = pytest.mark.parametrize("binary", [False, True], ids=["csv", "binary"])
+
+
+@BOTH_FORMS
+def test_a_graph_is_read_back(tmp_path, binary):
+    graph = build(drawn())
+    graph.to_ogb(tmp_path / "a", binary=binary, split_name="time", num_classes=9)
+    assert_same(HeteroGraph.from_ogb(tmp_path / "a"), graph)
+    opened = OgbHetero(tmp_path / "a")
+    assert (opened.name, opened.num_classes, opened.split_name) == ("mine", 9, "time")
+    with pytest.raises(FileExistsError, match="already exists"):
+        graph.to_ogb(tmp_path / "a")
+
+
+def test_nodes_without_labels_leave_the_split(tmp_path):
+    given = drawn()
+    given["labels"][given["split"]["valid"][:2]] = -1
+    build(given).to_ogb(tmp_path / "a", binary=False)
+    paper = HeteroGraph.from_ogb(tmp_path / "a").nodes("paper")
+    assert (paper.labels.numpy() == given["labels"]).all()
+    assert paper.split["valid"].tolist() == given["split"]["valid"][2:].tolist()
+
+
+def test_reverse_edge_types(tmp_path):
+    build(drawn()).to_ogb(tmp_path / "a")
+    graph = HeteroGraph.from_ogb(tmp_path / "a", reverse=True)
+    assert set(graph.edge_types) == {
+        *(WRITES, CITES),
+        *(("paper", "rev_writes", "author"), ("paper", "rev_cites", "paper")),
+    }
+    for name in ("writes", "cites"):
+        forward, back = graph.edges(name), graph.edges(f"rev_{name}")
+        assert torch.equal(forward.edge_index().flip(0), back.edge_index())
+        ids = torch.arange(50) if back.edge_ids is None else back.edge_ids
+        values = "weight" if name == "writes" else "time"
+        by_id = torch.empty_like(getattr(back, values))
+        by_id[ids] = getattr(back, values)
+        assert (by_id.numpy() == drawn()[values]).all()
+
+
+# against the package
+
+THEIRS = """
+import json, os, sys, types
+# else the import asks the network for a newer version
+sys.modules["outdated"] = types.ModuleType("outdated")
+sys.modules["outdated"].check_outdated = lambda *_: (False, None)
+import numpy as np
+import torch
+# graphs are pickled, in the packages' own cache
+plain = torch.load
+torch.load = lambda *args, **how: plain(*args, **(how | {"weights_only": False}))
+from pathlib import Path
+from ogb.io import DatasetSaver
+from ogb.nodeproppred import NodePropPredDataset
+
+here = Path(sys.argv[1])
+os.chdir(here)
+for path in sorted(here.glob("ours-*")) + [here / "mag"]:
+    read = NodePropPredDataset("x", meta_dict=json.loads((path / "meta_dict.json").read_text()))
+    graph, labels = read[0]
+    arrays = {}
+    for name, by_type in graph.items():
+        for key, value in (by_type or {}).items():
+            key = key if isinstance(key, str) else "___".join(key)
+            arrays[f"{name}:{key}"] = np.asarray(value)
+    arrays |= {f"label:{key}": value for key, value in labels.items()}
+    for part, by_type in read.get_idx_split().items():
+        arrays |= {f"{part}:{key}": value for key, value in by_type.items()}
+    np.savez(here / f"read-{path.name}.npz", num_classes=read.num_classes, **arrays)
+given = dict(np.load(here / "given.npz"))
+saver = DatasetSaver("ogbn-theirs", is_hetero=True, version=1)
+of_edges = [key for key in given if key.startswith("edge:")]
+types_of = {tuple(key[5:].split("___")): given[key] for key in of_edges}
+saver.save_graph_list([{
+    "edge_index_dict": types_of,
+    "num_nodes_dict": {"author": 7, "paper": 30},
+    "node_feat_dict": {"paper": given["features"]},
+    "node_year_dict": {"paper": given["year"][:, None]},
+    "edge_time_dict": {("paper", "cites", "paper"): given["time"][:, None]},
+}])
+saver.save_target_labels({"paper": given["labels"][:, None]})
+saver.save_split({part: {"paper": given[part]} for part in ("train", "valid", "test")}, "time")
+Path("mapping").mkdir()
+Path("mapping/README.md").write_text("Papers.")
+saver.copy_mapping_dir("mapping")
+saver.save_task_info("multiclass classification", "acc", num_classes=6)
+saver.get_meta_dict()
+"""
+
+
+def write_mag(path, given):
+    """Write files as those of ogbn-mag, with pandas."""
+
+    def table(name, values, header=False):
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(values).to_csv(file, header=header, index=False, compression="gzip")
+
+    table("raw/num-node-dict.csv.gz", {each: [size] for each, size in SIZES.items()}, True)
+    table("raw/triplet-type-list.csv.gz", [WRITES, CITES])
+    for number, (each, ends) in enumerate(given["edges"].items()):
+        folder = f"raw/relations/{'___'.join(each)}"
+        table(f"{folder}/edge.csv.gz", ends.T)
+        table(f"{folder}/num-edge-list.csv.gz", [[ends.shape[1]]])
+        table(f"{folder}/edge_reltype.csv.gz", np.full((ends.shape[1], 1), number))
+    table("raw/node-feat/paper/node-feat.csv.gz", given["features"])
+    table("raw/node-feat/paper/node_year.csv.gz", given["year"][:, None])
+    table("raw/nodetype-has-label.csv.gz", {"author": [False], "paper": [True]}, True)
+    table("raw/node-label/paper/node-label.csv.gz", given["labels"][:, None])
+    table("split/time/nodetype-has-split.csv.gz", {"author": [False], "paper": [True]}, True)
+    for part, ids in given["split"].items():
+        table(f"split/time/paper/{part}.csv.gz", ids[:, None])
+    (path / "processed").mkdir()
+    (path / "RELEASE_v2.txt").write_text("# Release note for ogbn-mag\n\n### v2\n")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    if importlib.util.find_spec("ogb") is None:
+        pytest.skip("ogb is not installed")
+    here = tmp_path_factory.mktemp("ogb")
+    for name, binary in (("csv", False), ("binary", True)):
+        path = here / f"ours-{name}"
+        build(drawn(1)).to_ogb(path, binary=binary, split_name="time", num_classes=6)
+        told = ogb_hetero_write.meta_dict(path)
+        (path / "meta_dict.json").write_text(json.dumps(told))
+    write_mag(here / "mag", drawn(2))
+    told |= {
+        "binary": "False",
+        "version": 2,
+        "dir_path": str(here / "mag"),
+        "additional node files": "node_year",
+        "additional edge files": "edge_reltype",
+    }
+    (here / "mag/meta_dict.json").write_text(json.dumps(told))
+    given = drawn(3)
+    arrays = {f"edge:{'___'.join(each)}": ends for each, ends in given["edges"].items()}
+    arrays |= {each: given[each] for each in ("features", "labels", "year", "time")}
+    np.savez(here / "given.npz", **arrays, **given["split"])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", THEIRS, str(here)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return here
+
+
+def assert_read(read, given):
+    for each, ends in given["edges"].items():
+        assert (read[f"edge_index_dict:{'___'.join(each)}"] == ends).all()
+    for each, size in SIZES.items():
+        assert read[f"num_nodes_dict:{each}"] == size
+    assert (read["node_feat_dict:paper"] == given["features"]).all()
+    assert (read["label:paper"][:, 0] == given["labels"]).all()
+    for part, ids in given["split"].items():
+        assert (read[f"{part}:paper"] == ids).all()
+
+
+@pytest.mark.parametrize("form", ["csv", "binary"])
+def test_ogb_reads_what_is_written(theirs, form):
+    given = drawn(1)
+    with np.load(theirs / f"read-ours-{form}.npz") as read:
+        assert_read(read, given)
+        # OGB keys additional files of csv datasets by the name of the file
+        suffix = "_dict" if form == "binary" else ""
+        assert read["num_classes"] == 6
+        assert (read[f"node_time{suffix}:paper"][:, 0] == given["year"]).all()
+        cites, writes = "___".join(CITES), "___".join(WRITES)
+        assert (read[f"edge_time{suffix}:{cites}"][:, 0] == given["time"]).all()
+        assert (read[f"edge_weight{suffix}:{writes}"][:, 0] == given["weight"]).all()
+        # from csv, OGB 1.3.6 takes the rows of edge features from the number of edges on: none
+        if form == "binary":
+            assert (read[f"edge_feat_dict:{cites}"] == given["edge_features"]).all()
+
+
+def test_files_like_those_of_ogbn_mag_are_read_as_ogb_reads_them(theirs):
+    given = drawn(2)
+    graph = HeteroGraph.from_ogb(theirs / "mag")
+    with np.load(theirs / "read-mag.npz") as read:
+        assert_read(read, given)
+        for each in (WRITES, CITES):
+            own = graph.edges(each).edge_index().numpy()
+            assert (own == read[f"edge_index_dict:{'___'.join(each)}"]).all()
+        paper = graph.nodes("paper")
+        assert (paper.features.numpy() == read["node_feat_dict:paper"]).all()
+        assert (paper.time.numpy() == read["node_year:paper"][:, 0]).all()
+        assert (paper.labels.numpy() == read["label:paper"][:, 0]).all()
+        assert all((paper.split[part].numpy() == read[f"{part}:paper"]).all() for part in PARTS)
+    opened = OgbHetero(theirs / "mag", "ogbn-mag")
+    assert (opened.name, opened.num_classes, opened.split_name) == ("ogbn-mag", 349, "time")
+    # the name in the release file is that of another dataset, with other sizes
+    assert OgbHetero(theirs / "mag").num_classes is None
+
+
+def test_what_ogb_writes_is_read(theirs):
+    given = drawn(3)
+    path = theirs / "submission_ogbn_theirs/theirs"
+    graph = HeteroGraph.from_ogb(path)
+    paper, cites = graph.nodes("paper"), graph.edges(CITES)
+    for each in (WRITES, CITES):
+        assert (graph.edges(each).edge_index().numpy() == given["edges"][each]).all()
+    assert (paper.features.numpy() == given["features"]).all()
+    assert (paper.labels.numpy() == given["labels"]).all()
+    assert (paper.time.numpy() == given["year"]).all()
+    assert all((paper.split[part].numpy() == given["split"][part]).all() for part in PARTS)
+    order = torch.arange(50) if cites.edge_ids is None else cites.edge_ids
+    assert (cites.time.numpy() == given["time"][order.numpy()]).all()
+    assert OgbHetero(path).num_classes == 6
+
+
+# prepared folders
+
+
+def test_prepare_and_info(tmp_path):
+    from gcnzc.graph.prepare import prepare
+
+    graph = build(drawn())
+    graph.to_ogb(tmp_path / "raw", split_name="time")
+    about = load.info(tmp_path / "raw")
+    assert about["kind"] == "ogb-hetero"
+    assert (about["num_nodes"], about["num_edges"]) == (37, 100)
+    assert about["nodes"] == [
+        {"type": "author", "num_nodes": 7},
+        {"type": "paper", "num_nodes": 30},
+    ]
+    load.verify(tmp_path / "raw")
+    prepare(tmp_path / "raw", tmp_path / "a", feature_dtype="float16")
+    found = HeteroGraph.load(tmp_path / "a")
+    half = graph.nodes("paper").features.half()
+    assert torch.equal(found.nodes("paper").features, half)
+    about = load.info(tmp_path / "a")
+    assert about["kind"] == "hetero"
+    assert about["origin"]["format"] == "ogb"
+    load.verify(tmp_path / "a")
+    # a prepared folder is prepared again
+    prepare(tmp_path / "a", tmp_path / "b", feature_dtype="float32")
+    again = HeteroGraph.load(tmp_path / "b")
+    assert torch.equal(again.nodes("paper").features, half.float())
+    assert load.info(tmp_path / "b")["origin"]["source"] == str(tmp_path / "raw")
+    prepare(tmp_path / "raw", tmp_path / "c", bidirected=True)
+    assert len(HeteroGraph.load(tmp_path / "c").edge_types) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"self_loops": "add"}, "self_loops"),
+        ({"duplicates": "remove"}, "duplicates"),
+        ({"normalize_features": True}, "normalize_features"),
+        ({"sparse_features": True}, "sparse_features"),
+        ({"metric": "rocauc"}, "metric"),
+        ({"features": "x.npy"}, "features"),
+    ],
+)
+def test_options_of_homogeneous_graphs_are_rejected(tmp_path, options, word):
+    from gcnzc.graph.prepare import prepare
+
+    build(drawn()).to_ogb(tmp_path / "raw")
+    with pytest.raises(ValueError, match=rf"{word} is .*heterogeneous.*\n\nhint: "):
+        prepare(tmp_path / "raw", tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+def test_load_names_the_functions_for_heterogeneous_graphs(tmp_path):
+    build(drawn()).to_ogb(tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"is heterogeneous(.|\n)*hint: .*HeteroGraph.from_ogb"):
+        load.load(tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"not a heterogeneous dataset(.|\n)*hint: gcnzc.load"):
+        HeteroGraph.from_ogb(tmp_path)
+
+
+# damaged and missing files
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    here = tmp_path_factory.mktemp("written")
+    for name, binary in (("csv", False), ("binary", True)):
+        build(drawn()).to_ogb(here / name, binary=binary)
+    return here
+
+
+NEEDED = [
+    *("raw/num-node-dict", "raw/triplet-type-list", "raw/nodetype-has-label"),
+    *("raw/relations/paper___cites___paper/edge", "raw/node-label/paper/node-label"),
+    *("raw/relations/paper___cites___paper/num-edge-list", "split/random/paper/valid"),
+    "split/random/nodetype-has-split",
+]
+OPTIONAL = [
+    *("raw/node-feat/paper/node-feat", "raw/node-feat/paper/node_time"),
+    *("raw/relations/paper___cites___paper/edge_time",),
+    *("raw/relations/author___writes___paper/edge_weight",),
+]
+
+
+@pytest.mark.parametrize("file", [*NEEDED, *OPTIONAL])
+def test_damaged_and_missing_csv_files_are_named(written, tmp_path, file):
+    path = tmp_path / "a"
+    shutil.copytree(written / "csv", path)
+    own = path / f"{file}.csv.gz"
+    whole = own.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"words"):
+        own.write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"{file}\.csv\.gz.*\n\nhint: "):
+            HeteroGraph.from_ogb(path)
+    own.unlink()
+    if file in NEEDED:
+        with pytest.raises(FileNotFoundError, match=rf"no file .*{file}\.csv\.gz\n\nhint: "):
+            HeteroGraph.from_ogb(path)
+    else:
+        HeteroGraph.from_ogb(path)
+
+
+@pytest.mark.parametrize("file", ["num_nodes_dict", "num_edges_dict", "edge_index_dict"])
+def test_damaged_archives_are_named(written, tmp_path, file):
+    path = tmp_path / "a"
+    shutil.copytree(written / "binary", path)
+    own = path / f"raw/{file}.npz"
+    whole = own.read_bytes()
+    own.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"{file}\.npz.*\n\nhint: "):
+        HeteroGraph.from_ogb(path)
+    own.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{file}\.npz\n\nhint: "):
+        HeteroGraph.from_ogb(path)
+
+
+EDGES = "raw/relations/paper___cites___paper/edge"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("raw/num-node-dict", "author,paper\n7,many\n", "num-node-dict"),
+        ("raw/num-node-dict", "author,paper\n7,30\n8,31\n", r"has the numbers \[7, 8\]"),
+        ("raw/num-node-dict", "author\n7\n", "'paper', which has no number of nodes"),
+        ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes|has 30 labels"),
+        ("raw/num-node-dict", "author,paper\n7,-3\n", r"has the numbers \[-3\]"),
+        ("raw/triplet-type-list", "paper,cites\n", "has 2 columns, not 3"),
+        ("raw/triplet-type-list", "paper,cites,paper,x\n", "has 4 columns, not 3"),
+        ("raw/triplet-type-list", "paper,cites,book\n", "no file|'book'"),
+        (EDGES, "0,1\n", "has 1 edges of type .*'cites'.* stored number of edges is 50"),
+        (EDGES, "0,30\n" * 50, "'cites'.* edge 0 has the node 30, but nodes are 0 to 29"),
+        (EDGES, "-1,3\n" * 50, "edge 0 has the node -1"),
+        (EDGES, "0,1.5\n" * 50, "has 1.5 in line 1"),
+        ("raw/nodetype-has-label", "author,paper\nFalse,7\n", "has 2 lines"),
+        ("raw/nodetype-has-label", "author,book\nFalse,True\n", "node type 'author|'book'"),
+        ("raw/node-label/paper/node-label", "1\n" * 29, "29 labels for 30 nodes"),
+        ("raw/node-label/paper/node-label", "1.5\n" * 30, "label 1.5, which is not a class"),
+        ("raw/node-feat/paper/node-feat", "1,2\n" * 29, "29 rows of features for 30"),
+        ("raw/node-feat/paper/node-feat", "1,nan\n" * 30, "nan in row 0, column 1"),
+        ("raw/node-feat/paper/node_time", "1\n" * 29, r"shape \(29,\)"),
+        ("raw/node-feat/paper/node_time", "1.5\n" * 30, "has 1.5 in line 1"),
+        ("split/random/paper/valid", "30\n", "contains node 30, but nodes are 0 to 29"),
+        ("split/random/paper/valid", "-1\n", "contains node -1"),
+    ],
+)
+def test_wrong_contents_are_named(written, tmp_path, file, text, words):
+    path = tmp_path / "a"
+    shutil.copytree(written / "csv", path)
+    (path / f"{file}.csv.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises((ValueError, FileNotFoundError), match=f"({words})(.|\n)*\n\nhint: "):
+        HeteroGraph.from_ogb(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "arrays", "words"),
+    [
+        ("edge_index_dict", {"paper___cites___paper": np.zeros((3, 50), int)}, r"shape \(3, 50\)"),
+        ("edge_index_dict", {"paper___cites___paper": np.zeros((2, 50))}, "float64"),
+        ("num_edges_dict", {"paper_cites": np.array([50])}, "the edge type 'paper_cites'"),
+        ("num_nodes_dict", {"paper": np.array([30])}, "'author', which has no number"),
+        ("node_feat_dict", {"book": np.zeros((3, 2))}, "has the node type 'book'"),
+        ("node_time_dict", {"paper": np.full((30, 1), np.nan)}, "has the time nan"),
+        ("edge_time_dict", {"paper___reads___paper": np.zeros((3, 1))}, "has the edge type"),
+        ("node-label", {"paper": np.zeros((29, 1))}, "29 labels for 30 nodes"),
+    ],
+)
+def test_wrong_arrays_are_named(written, tmp_path, file, arrays, words):
+    path = tmp_path / "a"
+    shutil.copytree(written / "binary", path)
+    if file == "edge_index_dict":
+        with np.load(path / "raw/edge_index_dict.npz") as whole:
+            arrays = dict(whole) | arrays
+    np.savez(path / f"raw/{file}.npz", **arrays)
+    with pytest.raises(ValueError, match=f"{words}(.|\n)*\n\nhint: "):
+        HeteroGraph.from_ogb(path)
+
+
+def test_graphs_that_the_layout_cannot_hold(tmp_path):
+    labelled = {"features": np.zeros((9, 1)), "labels": np.arange(9) % 3}
+    split = {part: [i, i + 3] for i, part in enumerate(PARTS)}
+    split_less = HeteroGraph.from_arrays({"a": labelled}, {})
+    with pytest.raises(ValueError, match=r"requires train, valid and test"):
+        split_less.to_ogb(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"no node type has labels\n\nhint: "):
+        HeteroGraph.from_arrays({"a": 3}, {}).to_ogb(tmp_path / "a")
+    whole = labelled | {"split": split}
+    with pytest.raises(ValueError, match=r"the type 'a/b' cannot be part of .*\n\nhint: "):
+        HeteroGraph.from_arrays({"a/b": whole}, {}).to_ogb(tmp_path / "a")
+    nothing = np.zeros((2, 0), int)
+    graph = HeteroGraph.from_arrays({"a": whole}, {("a", "to", "a"): {"edge_index": nothing}})
+    with pytest.raises(ValueError, match=r"'to'.* has no edges.*\n\nhint: binary=True"):
+        graph.to_ogb(tmp_path / "a", binary=False)
+    assert not list(tmp_path.iterdir())
+    graph.to_ogb(tmp_path / "a")
+    assert HeteroGraph.from_ogb(tmp_path / "a").num_edges("to") == 0
