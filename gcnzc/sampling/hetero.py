@@ -251,7 +251,8 @@ class HeteroSampler:
         Raises:
             TypeError: an argument has the wrong type.
             ValueError: a type is unknown, a seed is not a node of its type, an excluded edge is not
-                an edge of its type, there are no seeds or no times, or the graph has offsets or sources out of range.
+                an edge of its type, there are no seeds or no times, or the graph has offsets or
+                sources out of range.
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)

@@ -407,8 +407,8 @@ def sample_hetero(
             occurs twice refer to its first position. Seeds are not checked.
         epoch: in [0, 2**32); the random choices differ between epochs.
         seed_times: (S,) int64 times of all seeds, in the order of `seeds`; for temporal sampling.
-        excluded: for edge types by their number, (K,) int64 positions of edges that are not sampled:
-            ascending, different, on the host.
+        excluded: by the number of the edge type (K,) int64 positions of edges that are not sampled,
+            ascending, without duplicates, on the host.
         workspace: reused between calls for the same graph by one thread at a time.
         empty: allocates the tensors of the result.
 
