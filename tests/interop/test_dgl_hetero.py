@@ -187,8 +187,8 @@ def test_fanouts_by_edge_type(graph, fanouts, replace):
     assert len(seen["author"]) == len(seen["paper"]) == 3
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_neighbours_of_each_type_are_uniform(replace):
+@pytest.mark.parametrize(("replace", "prob"), [(False, None), (True, None), (True, "p")])
+def test_neighbours_of_each_type_are_uniform_or_by_weight(replace, prob):
     rounds, fanout, degrees = 3000, 3, {"a": 7, "b": 12}
     graph = dgl.heterograph(
         {
@@ -199,16 +199,44 @@ def test_neighbours_of_each_type_are_uniform(replace):
             for name, count in degrees.items()
         }
     )
-    sampler = loading.NeighborSampler([fanout], replace=replace)
+    # types without weights are sampled uniformly
+    graph.edges["ra"].data["p"] = torch.arange(7.0).repeat(rounds) / 21
+    sampler = loading.NeighborSampler([fanout], replace=replace, prob=prob)
     loader = DataLoader(graph, {"x": torch.arange(rounds)}, sampler, batch_size=rounds, seed=5)
     ((_, _, (block,)),) = loader
     for name, count in degrees.items():
         src, _ = block.edges(etype="r" + name)
         chosen = block.srcnodes[name].data[dgl.NID][src]
         counts = np.bincount(chosen.numpy(), minlength=count)
-        expected = rounds * fanout / count
+        expected = np.full(count, rounds * fanout / count)
+        if prob is not None and name == "a":
+            expected = rounds * fanout * np.arange(7) / 21
+        assert not counts[expected == 0].any()
+        counts, expected = counts[expected > 0], expected[expected > 0]
         # without replacement, the variance of the counts is smaller
-        assert ((counts - expected) ** 2 / expected).sum() < chi2.isf(1e-6, count - 1)
+        assert ((counts - expected) ** 2 / expected).sum() < chi2.isf(1e-6, len(counts) - 1)
+
+
+@NOT_PINNED
+@pytest.mark.parametrize("argument", ["prob", "mask"])
+def test_edges_of_weight_0_are_those_that_dgl_does_not_sample(argument):
+    graph = make_graph()
+    for each in (CITES, WRITES):
+        is_kept = torch.rand(graph.num_edges(each)) < 0.5
+        graph.edges[each].data["kept"] = is_kept if argument == "mask" else is_kept.float()
+    sampler = loading.NeighborSampler([-1, -1], **{argument: "kept"})
+    loader = DataLoader(graph, SEEDS, sampler, batch_size=16)
+    assert loader.sampler_library == "gcnzc"
+    for _ in range(2):
+        theirs = loading.DataLoader(graph, SEEDS, sampler, batch_size=16)
+        for mine, other in zip(loader, theirs, strict=True):
+            for each in TYPES:
+                assert ids_of(mine[2], each) == ids_of(other[2], each)
+        # weights are read when an epoch begins
+        graph.edges[CITES].data["kept"].fill_(0)
+    graph.edges[CITES].data["kept"] = torch.full((800,), float("nan"))
+    with pytest.raises(ValueError, match=r"'kept' of \('paper', 'cites', 'paper'\)\[0\] is nan"):
+        iter(loader)
 
 
 EDGES = {"writes": torch.arange(0, 500, 5), CITES: torch.arange(350, 450), "in": torch.arange(40)}
@@ -432,7 +460,7 @@ SAMPLERS = {
         EDGES,
         edge_sampler("reverse_types", (3, 2), negative_sampler=loading.negative_sampler.Uniform(2)),
     ),
-    "sampled by dgl": (SEEDS, loading.NeighborSampler([4, 3], prob="weight")),
+    "weighted": (SEEDS, loading.NeighborSampler([4, 3], prob="weight")),
     "labor": (SEEDS, loading.LaborSampler([4, 3])),
     "edges sampled by dgl": (EDGES, edge_sampler(lambda edges: edges, (3, 2))),
 }
@@ -450,7 +478,8 @@ def test_minibatches_are_reproducible_and_a_loader_resumes(name):
         return DataLoader(graph, indices, sampler, threads=threads, **kwargs)
 
     whole = make(1)
-    assert whole.sampler_library == ("gcnzc" if name in ("nodes", "edges") else "dgl")
+    is_ours = name in ("nodes", "edges", "weighted")
+    assert whole.sampler_library == ("gcnzc" if is_ours else "dgl")
     first, second = drawn(whole), drawn(whole)
     assert first != second
     assert drawn(make(3)) == first
@@ -560,6 +589,7 @@ def wrong_negatives(result):
         ({"fanouts": [{**BY_TYPE, "likes": 2}]}, r"fanouts\[0\] has the edge type 'likes'"),
         ({"fanouts": [2, {WRITES: 2}]}, r"fanouts\[1\] has no edge type \('paper', 'cites'"),
         ({"fanouts": [{**BY_TYPE, CITES: -2}]}, r"fanouts of \('paper', 'cites', 'paper'\)\[0\]"),
+        ({"prob": "p"}, "prob or mask is 'p', which no edge type of the graph has"),
         ({"feats": ["feat"]}, "prefetch_node_feats is .*the graph has several node types"),
         ({"feats": {"topic": ["feat"]}}, "prefetch_node_feats has the node type 'topic'"),
         (
@@ -591,7 +621,9 @@ def wrong_negatives(result):
 def test_wrong_arguments_are_rejected_by_name(graph, change, message):
     indices, edges = change.get("indices", SEEDS), {CITES: torch.arange(5)}
     feats = change.get("feats")
-    inner = loading.NeighborSampler(change.get("fanouts", [2]), prefetch_node_feats=feats)
+    inner = loading.NeighborSampler(
+        change.get("fanouts", [2]), prob=change.get("prob"), prefetch_node_feats=feats
+    )
     sampler = inner
     if "sampler" in change:
         indices, sampler = edges, change["sampler"]

@@ -184,10 +184,15 @@ def is_native(graph_sampler: Any, is_typed: bool) -> bool:
     return (
         type(graph_sampler) in (loading.NeighborSampler, loading.MultiLayerFullNeighborSampler)
         and graph_sampler.edge_dir == "in"
-        and graph_sampler.prob is None
-        and (is_typed or not graph_sampler.replace)
-        # they may be dictionaries by edge type
-        and (is_typed or all(isinstance(fanout, int) for fanout in graph_sampler.fanouts))
+        and (
+            is_typed
+            or (
+                graph_sampler.prob is None
+                and not graph_sampler.replace
+                # by edge type they may be dictionaries
+                and all(isinstance(fanout, int) for fanout in graph_sampler.fanouts)
+            )
+        )
     )
 
 

@@ -5,7 +5,7 @@ As in `gcnzc.interop.dgl.blocks`, DGL's graph index is constructed from our tens
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.dgl.blocks import FORMATS, convert_ids
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.kernels.structure.bipartite import column_offsets
@@ -63,6 +64,33 @@ def to_typed_csc(graph: Any) -> TypedCsc:
         tensors = tuple(part for own in arrays.values() for part in own)
         found = _cache[key] = TypedCsc(HeteroGraph(nodes, edges, check=False), tensors)
     return found
+
+
+def read_weights(graph: Any, csc: TypedCsc, name: str) -> HeteroGraph:
+    """Return the edges with sampling weights, for the edge types that have them.
+
+    Args:
+        graph: a DGL graph.
+        csc: its edges.
+        name: of the edge data with the weights, which may be a mask.
+
+    Raises:
+        ValueError: no edge type has the data, or a weight is negative or not finite.
+    """
+    found, edges = csc.graph, {}
+    for each in found.edge_types:
+        store, data = found.edges(each), graph.edges[each].data
+        if name in data:
+            weights = as_weights(f"{name!r} of {each}", data[name], store.num_edges)
+            weights = weights if store.edge_ids is None else weights[store.edge_ids]
+            store = replace(store, weight=weights)
+        edges[each] = store
+    if all(store.weight is None for store in edges.values()):
+        raise ValueError(
+            f"the sampler's prob or mask is {name!r}, which no edge type of the graph has\n\n"
+            f"hint: graph.edges[{found.edge_types[0]!r}].data[{name!r}] = ..."
+        )
+    return HeteroGraph({each: found.nodes(each) for each in found.node_types}, edges, check=False)
 
 
 class HeteroBlockBuilder:

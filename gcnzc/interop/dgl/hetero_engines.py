@@ -14,7 +14,7 @@ from gcnzc.graph.hetero.graph import EdgeType
 from gcnzc.interop.dgl.blocks import convert_ids
 from gcnzc.interop.dgl.engines import Result, sample_with_dgl
 from gcnzc.interop.dgl.hetero_arguments import fanouts_by_type, find_edge_type
-from gcnzc.interop.dgl.hetero_blocks import Ends, HeteroBlockBuilder
+from gcnzc.interop.dgl.hetero_blocks import Ends, HeteroBlockBuilder, read_weights
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.interop.options import generator, unique_with_inverse
 from gcnzc.sampling.hetero import HeteroSampler
@@ -25,11 +25,13 @@ EdgeItems: TypeAlias = Mapping[EdgeType, Tensor]
 def _make_sampler(blocks: HeteroBlockBuilder, neighbor_sampler: Any, seed: int) -> HeteroSampler:
     # DGL's fanouts begin with the input layer
     by_type = fanouts_by_type(blocks.graph, neighbor_sampler.fanouts)
+    weights = neighbor_sampler.prob
     return HeteroSampler(
-        blocks.csc.graph,
+        blocks.csc.graph if weights is None else read_weights(blocks.graph, blocks.csc, weights),
         {each: own[::-1] for each, own in by_type.items()},
         seed=seed,
         replace=neighbor_sampler.replace,
+        weighted=weights is not None,
         once=False,
     )
 
@@ -132,23 +134,14 @@ class HeteroEdgeEngine:
 
     def _excluded_edges(self, items: EdgeItems, ends: Ends) -> dict[EdgeType, Tensor]:
         """Return DGL's ids of the excluded edges by edge type."""
-        exclude = self._graph_sampler.exclude
-        if exclude is None:
+        if self._graph_sampler.exclude is None:
             return {}
         excluded = {each: [ids] for each, ids in items.items()}
         for each, ids in items.items():
-            other, reverse = each, ids
-            if exclude == "reverse_types":
-                if each not in self._reverse_types:
-                    # as in DGL, edges of this type have no reverse edges
-                    continue
-                other = self._reverse_types[each]
-            elif exclude == "reverse_id":
-                by_type = isinstance(self._reverse_ids, Mapping)
-                own = self._reverse_ids[each] if by_type else self._reverse_ids
-                reverse = own[ids].long()
-            else:
+            found = self._reverse_edges(each, ids)
+            if found is None:
                 continue
+            other, reverse = found
             # as in DGL, ids that are not edges exclude nothing
             is_edge = (reverse >= 0) & (reverse < self._blocks.graph.num_edges(other))
             reverse = reverse[is_edge]
@@ -156,18 +149,33 @@ class HeteroEdgeEngine:
             is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])
             if not bool(is_reverse.all()):
                 place = int((~is_reverse).nonzero()[0])
-                name = "reverse_eids" if exclude == "reverse_id" else "reverse_etypes"
+                argument, hint = _REVERSE_HINTS[self._graph_sampler.exclude]
                 raise ValueError(
-                    f"{name}: edge {int(reverse[place])} of type {other} is not the reverse of "
-                    f"edge {int(ids[is_edge][place])} of type {each}\n\nhint: "
-                    + (
-                        "reverse_eids[e] is the id of the edge from e's destination to e's source"
-                        if exclude == "reverse_id"
-                        else "an edge and its reverse edge have the same id"
-                    )
+                    f"{argument}: edge {int(reverse[place])} of type {other} is not the reverse of "
+                    f"edge {int(ids[is_edge][place])} of type {each}\n\nhint: {hint}"
                 )
             excluded.setdefault(other, []).append(reverse)
         return {each: torch.cat(parts) for each, parts in excluded.items()}
+
+    def _reverse_edges(self, edge_type: EdgeType, ids: Tensor) -> tuple[EdgeType, Tensor] | None:
+        """Return the type and DGL's ids of the reverses of edges; None if the type has none."""
+        exclude = self._graph_sampler.exclude
+        if exclude == "reverse_types" and edge_type in self._reverse_types:
+            return self._reverse_types[edge_type], ids
+        if exclude == "reverse_id":
+            own = self._reverse_ids
+            own = own[edge_type] if isinstance(own, Mapping) else own
+            return edge_type, own[ids].long()
+        return None
+
+
+_REVERSE_HINTS = {
+    "reverse_id": (
+        "reverse_eids",
+        "reverse_eids[e] is the id of the edge from e's destination to e's source",
+    ),
+    "reverse_types": ("reverse_etypes", "an edge and its reverse edge have the same id"),
+}
 
 
 def _check_negatives(name: str, found: Any, graph: Any) -> dict[EdgeType, tuple[Tensor, Tensor]]:

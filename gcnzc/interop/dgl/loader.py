@@ -37,6 +37,21 @@ class _Dgl:
         return import_dgl, ()
 
 
+class _Version:
+    """A tensor as it is now: equal until it is replaced, or changed in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.number = 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Version)
+            and self.tensor is other.tensor
+            and self.number == other.number
+        )
+
+
 class DataLoader(DropInLoader):
     """Drop-in replacement of `dgl.dataloading.DataLoader`.
 
@@ -57,8 +72,8 @@ class DataLoader(DropInLoader):
         ddp_seed: the random seed with `use_ddp`, if `seed` is None.
         use_uva: the default of `device` is "cuda"; features are read in place with or without it.
         sampler_library: "gcnzc" samples with gcnzc's sampler if it can replace `graph_sampler`
-            (uniform in-neighbours without replacement; with several types also with replacement),
-            else with DGL; "dgl" always samples with DGL.
+            (uniform in-neighbours without replacement; with several types also with replacement and
+            by weight), else with DGL; "dgl" always samples with DGL.
         seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
             torch's random generator, or 0 if `world_size` is above 1.
         rank, world_size: ranks share the items. By default, without `use_ddp`, all items are
@@ -198,6 +213,8 @@ class DataLoader(DropInLoader):
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
         self._blocks.refresh_data()
+        if self._weights != self._current_weights():
+            self._engine = self._create_engine()
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
             has_table = (kind, name) in self._tables
@@ -251,14 +268,25 @@ class DataLoader(DropInLoader):
             types = self._items.by_type.items()
             settings["types"] = [f"{kind}: {len(ids)}" for kind, ids in types]
             settings["fanouts_by_type"] = [str(fanout) for fanout in fanouts]
-            settings["replace"] = int(getattr(_block_sampler(self.graph_sampler), "replace", False))
+            inner = _block_sampler(self.graph_sampler)
+            settings["replace"] = int(getattr(inner, "replace", False))
+            settings["prob"] = str(getattr(inner, "prob", None))
         return settings | {"graph_sampler": type(self.graph_sampler).__name__}
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
         self._engine = self._create_engine()
 
+    def _current_weights(self) -> dict[Kind, Any]:
+        """Return the sampling weights that an engine of gcnzc's reads, by edge type."""
+        name = getattr(_block_sampler(self.graph_sampler), "prob", None)
+        if self.sampler_library == "dgl" or name is None:
+            return {}
+        data = {each: self._data(each) for each in self.graph.canonical_etypes}
+        return {each: _Version(own[name]) for each, own in data.items() if name in own}
+
     def _create_engine(self) -> Engine:
+        self._weights = self._current_weights()
         engine: Callable[..., Engine] = EdgeEngine if self._is_edges else NodeEngine
         if self._is_typed:
             engine = HeteroEdgeEngine if self._is_edges else HeteroNodeEngine
