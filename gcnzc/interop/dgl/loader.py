@@ -118,7 +118,7 @@ class DataLoader(DropInLoader):
         world_size: int | None = None,
         threads: int | None = None,
         ahead: int | None = None,
-        tables: Mapping[str, FeatureTable] | None = None,
+        tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
         check_graph(graph)
