@@ -37,6 +37,9 @@ from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind, check_seed
 
+# `gcnzc.Loader` requires a graph, and uses it only for minibatches of its own samplers
+NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
+
 
 @dataclass
 class LibraryBatch(Batch):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,10 @@ from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
 from gcnzc.sampling.bidirectional import to_bidirectional
 from gcnzc.sampling.hetero_block import HeteroBlock
 from gcnzc.sampling.hetero_fanouts import Fanouts, check_num_neighbors
-from gcnzc.sampling.neighbor import check_seeds
+from gcnzc.sampling.neighbor import check_range, check_seeds
 from gcnzc.system.arguments import (
     IdsLike,
+    as_ids,
     check_choice,
     check_epoch,
     check_flag,
@@ -260,6 +262,8 @@ class HeteroSampler:
         seeds: Mapping[str, IdsLike] | tuple[str, IdsLike],
         epoch: int,
         seed_times: Any = None,
+        *,
+        exclude: Mapping[EdgeType, IdsLike] | None = None,
     ) -> HeteroBatch:
         """Sample the neighbourhood of seeds.
 
@@ -271,11 +275,15 @@ class HeteroSampler:
             seed_times: for temporal sampling a dict like `seeds`, or (S,) times of all seeds in
                 their order: integers in the unit of the graph's times. None uses the times of the
                 seed nodes.
+            exclude: for each edge type ids of edges that are not sampled at any hop, such as
+                the edges whose existence is to be predicted. Neighbours are sampled among the other
+                edges.
 
         Raises:
             TypeError: an argument has the wrong type.
-            ValueError: a type is unknown, a seed is not a node of its type, there are no seeds or
-                no times, or the graph has offsets or sources out of range.
+            ValueError: a type is unknown, a seed is not a node of its type, an excluded edge is not
+                an edge of its type, there are no seeds or no times, or the graph has offsets or
+                sources out of range.
         """
         begin_s = time.perf_counter()
         epoch = check_epoch("epoch", epoch)
@@ -287,7 +295,7 @@ class HeteroSampler:
             raise ValueError(
                 "seed_times are given, but the sampler ignores times\n\nhint: temporal='uniform'"
             )
-        numbers = self.graph.node_types
+        numbers, excluded = self.graph.node_types, self._positions(exclude or {})
         try:
             workspace = self._idle.pop()
         except IndexError:
@@ -299,6 +307,7 @@ class HeteroSampler:
                 [(numbers.index(name), ids) for name, ids in given.items()],
                 epoch,
                 seed_times=times,
+                excluded=excluded,
                 workspace=workspace,
                 empty=self.pool.empty,
             )
@@ -327,6 +336,26 @@ class HeteroSampler:
             ).contiguous()
             for name, ids in seeds.items()
         }
+
+    def _positions(self, exclude: Mapping[EdgeType, IdsLike]) -> dict[int, Tensor]:
+        """Return the ascending positions of excluded edges, by the number of their edge type."""
+        check_kind("exclude", exclude, Mapping, "a dict of edge ids by edge type")
+        found: dict[int, Tensor] = {}
+        for key, given in exclude.items():
+            edge_type = self.graph.edge_type(key)
+            edges, name = self.graph.edges(edge_type), f"edge ids of exclude[{edge_type}]"
+            ids = as_ids(name, given, "edge ids; convert a mask with .nonzero().flatten()").cpu()
+            reason = "there are {} edges of this type"
+            check_range(name, ids, edges.num_edges, reason, "ids of edges of the graph")
+            if edges.positions is not None:
+                ids = edges.positions[ids]
+            number = self.graph.edge_types.index(edge_type)
+            if number in found:
+                # given by its triple and by the name of its relation
+                ids = torch.cat([found[number], ids])
+            # NumPy's sort is several times as fast as torch's in one thread
+            found[number] = torch.from_numpy(np.unique(ids.numpy()))
+        return {number: positions for number, positions in found.items() if len(positions)}
 
     def _seed_times(self, seeds: Mapping[str, Tensor], given: Any) -> Tensor:
         """Return the times of all seeds in their order."""

@@ -8,7 +8,7 @@ minibatch, on the thread, or on edges that are not eligible.
 Notation: T node types, R edge types, L hops, S seeds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -29,12 +29,14 @@ from gcnzc.kernels.sample.hetero_layout import (
     EDGE,
     END,
     EPOCH,
+    EXCLUDED,
     FIRST_KEY,
     HOP,
     IS_DISJOINT,
     IS_TEMPORAL,
     LAST,
     NODES,
+    NUM_EXCLUDED,
     NUM_OPTIONS,
     NUM_OUT_COLUMNS,
     NUM_SAMPLED,
@@ -178,6 +180,7 @@ class _Run:
         seeds: Sequence[tuple[int, Tensor]],
         seed_times: Tensor | None,
         epoch: int,
+        excluded: Mapping[int, Tensor],
         workspace: HeteroWorkspace,
         empty: Allocate,
     ) -> None:
@@ -205,6 +208,13 @@ class _Run:
         self.edges = list(zip(*columns, strict=True))
         _allocate([*self.nodes, *self.subgraphs, *chain(*columns)], empty)
         self.seed_times = np.zeros(0, np.int64) if seed_times is None else seed_times.numpy()
+        self.relations = tables.table
+        if excluded:
+            # the tables are those of all batches
+            self.relations = tables.table.copy()
+            for r, positions in excluded.items():
+                own = positions.data_ptr(), len(positions)
+                self.relations[r, [EXCLUDED, NUM_EXCLUDED]] = own
         self.tree_keys = np.zeros((1, 2), np.int64)
         workspace.start(tables.num_keys, options.disjoint)
         self._insert_seeds(seeds)
@@ -260,7 +270,7 @@ class _Run:
         totals = np.zeros(len(tables.relations), np.int64)
         self._check(
             find_columns(
-                tables.table,
+                self.relations,
                 self.types,
                 self.flags,
                 fanouts,
@@ -274,7 +284,7 @@ class _Run:
         self._reserve(totals)
         self._check(
             sample_columns(
-                tables.table,
+                self.relations,
                 self.types,
                 self.flags,
                 fanouts,
@@ -324,7 +334,7 @@ class _Run:
             self.workspace.direct_table,
             self.workspace.hash_table,
         )
-        tables = (self.tables.table, self.types, self.flags, self.seed_times)
+        tables = (self.relations, self.types, self.flags, self.seed_times)
         # count, then write
         self.outputs[:] = 0
         self._check(induce_edges(*tables, self.outputs, *arguments))
@@ -383,6 +393,7 @@ def sample_hetero(
     epoch: int,
     *,
     seed_times: Tensor | None = None,
+    excluded: Mapping[int, Tensor] | None = None,
     workspace: HeteroWorkspace | None = None,
     empty: Allocate = _empty,
 ) -> HeteroSample:
@@ -396,6 +407,8 @@ def sample_hetero(
             occurs twice refer to its first position. Seeds are not checked.
         epoch: in [0, 2**32); the random choices differ between epochs.
         seed_times: (S,) int64 times of all seeds, in the order of `seeds`; for temporal sampling.
+        excluded: by the number of the edge type (K,) int64 positions of edges that are not sampled,
+            ascending, without duplicates, on the host.
         workspace: reused between calls for the same graph by one thread at a time.
         empty: allocates the tensors of the result.
 
@@ -425,6 +438,7 @@ def sample_hetero(
         seeds,
         seed_times if options.temporal is not None else None,
         epoch,
+        excluded or {},
         workspace or HeteroWorkspace(),
         empty,
     )

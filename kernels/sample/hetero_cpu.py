@@ -15,6 +15,12 @@ from gcnzc.kernels.sample.hetero_choice import (
     sample_weighted,
     take_all,
 )
+from gcnzc.kernels.sample.hetero_exclude import (
+    copy_remaining,
+    num_before,
+    num_remaining,
+    remaining_position,
+)
 from gcnzc.kernels.sample.hetero_layout import (
     ALWAYS,
     BEGIN,
@@ -25,6 +31,7 @@ from gcnzc.kernels.sample.hetero_layout import (
     EDGE_IDS,
     EDGE_TIME,
     END,
+    EXCLUDED,
     FIRST_KEY,
     HAS_WIDE_INDICES,
     INDICES,
@@ -38,6 +45,7 @@ from gcnzc.kernels.sample.hetero_layout import (
     NODES,
     NUM_DST,
     NUM_EDGES,
+    NUM_EXCLUDED,
     NUM_SAMPLED,
     NUM_SRC,
     REPLACE,
@@ -119,7 +127,7 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
         seed_times: (S,) int64 times of the subgraphs; empty unless the sampling is temporal.
         first: (R,) int64: position in `begins` of the first destination of each edge type.
         begins: (F,) int64, receives the first eligible position of each destination.
-        sizes: (F,) int64, receives the number of eligible edges.
+        sizes: (F,) int64, receives the number of eligible edges that are not excluded.
         totals: (R,) int64, receives upper bounds for the number of sampled edges.
 
     Returns:
@@ -134,6 +142,7 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
         has_times = relation[EDGE_TIME] != 0 or relation[NODE_TIME] != 0
         own = types[relation[DST]]
         indptr = int64s(relation[INDPTR], relation[NUM_DST] + 1)
+        excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
         nodes = int64s(own[NODES], own[END])
         subgraphs = int64s(own[SUBGRAPHS], own[END])
         for i in range(own[BEGIN], own[END]):
@@ -143,9 +152,11 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
             begin, end = _column(relation, indptr, nodes[i], is_temporal, time)
             if begin < 0:
                 return r, nodes[i]
-            if options[LAST] and has_times and fanout > 0:
-                begin = max(begin, end - fanout)
-            size = end - begin
+            size = num_remaining(excluded, begin, end)
+            if options[LAST] and has_times and 0 < fanout < size:
+                before = num_before(excluded, begin)
+                begin = remaining_position(excluded, before, begin, size - fanout)
+                size = fanout
             place = first[r] + i - own[BEGIN]
             begins[place], sizes[place] = begin, size
             total += _num_sampled(size, fanout, options[REPLACE])
@@ -193,6 +204,7 @@ def sample_columns(
     positions = np.empty(CHUNK_EDGES, np.int64)
     scratch = np.empty(CHUNK_EDGES, np.float64)
     bits = np.zeros(1, np.uint64)
+    remaining_weights = np.empty(1, np.float32)
     is_disjoint = options[IS_DISJOINT] != 0
     for r in range(len(relations)):
         fanout, relation = fanouts[r], relations[r]
@@ -204,6 +216,7 @@ def sample_columns(
         narrow, wide = indices_of(relation)
         weights = float32s(relation[WEIGHT], relation[NUM_EDGES])
         ids = int64s(relation[EDGE_IDS], relation[NUM_EDGES])
+        excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
         index_bytes = 8 if relation[HAS_WIDE_INDICES] else 4
         begin = own[BEGIN]
         while begin < own[END]:
@@ -218,6 +231,8 @@ def sample_columns(
                 positions = np.empty(2 * total, np.int64)
             if len(weights) and longest > len(scratch):
                 scratch = np.empty(2 * longest, np.float64)
+            if len(weights) and len(excluded) and longest > len(remaining_weights):
+                remaining_weights = np.empty(2 * longest, np.float32)
             if fanout > MAX_COMPARED and longest > 64 * len(bits):
                 bits = np.zeros((longest + 63) // 64, np.uint64)
             known = outputs[r, NUM_SAMPLED]
@@ -232,6 +247,10 @@ def sample_columns(
                 key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
                 key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
                 own_weights = weights[start : start + size] if len(weights) else weights
+                before = num_before(excluded, start)
+                if len(weights) and len(excluded):
+                    copy_remaining(weights, excluded, before, start, size, remaining_weights)
+                    own_weights = remaining_weights[:size]
                 count = fanout
                 if fanout < 0 or (size <= fanout and not options[REPLACE]):
                     count = take_all(own_weights, size, positions, filled)
@@ -252,7 +271,11 @@ def sample_columns(
                         size, fanout, nodes[i], options, key_0, key_1, bits, positions, filled
                     )
                 for k in range(filled, filled + count):
-                    positions[k] += start
+                    positions[k] = (
+                        remaining_position(excluded, before, start, positions[k])
+                        if len(excluded)
+                        else start + positions[k]
+                    )
                     prefetch(relation[INDICES] + index_bytes * positions[k])
                     col[known + k] = i
                 filled += count
@@ -384,7 +407,7 @@ def _relabel(
 def induce_edges(
     relations, types, options, seed_times, outputs, num_keys, base, direct_table, hash_table
 ):  # fmt: skip
-    """Find all eligible edges among the sampled nodes of the same subgraph.
+    """Find all eligible edges among the sampled nodes of the same subgraph, but excluded ones.
 
     Outputs with address 0 are counted and not written.
 
@@ -400,6 +423,7 @@ def induce_edges(
         subgraphs = int64s(own[SUBGRAPHS], own[COUNT])
         narrow, wide = indices_of(relation)
         ids = int64s(relation[EDGE_IDS], relation[NUM_EDGES])
+        excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
         capacity = outputs[r, NUM_SAMPLED]
         row, col = int64s(outputs[r, ROW], capacity), int64s(outputs[r, COL], capacity)
         edge = int64s(outputs[r, EDGE], capacity)
@@ -410,6 +434,8 @@ def induce_edges(
             if begin < 0:
                 return r, nodes[i]
             for position in range(begin, end):
+                if num_remaining(excluded, position, position + 1) == 0:
+                    continue
                 source = source_at(narrow, wide, position)
                 if source < 0 or source >= relation[NUM_SRC]:
                     return r, nodes[i]

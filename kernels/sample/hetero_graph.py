@@ -85,6 +85,7 @@ class HeteroTables:
                 _address(relation.weight),
                 _address(relation.edge_ids),
                 *derive_key(seed, RELATION_KEY, *names),
+                *(0, 0),  # no excluded edges
             )
 
 

@@ -14,7 +14,8 @@ from numba import carray, int64, njit, uint64  # type: ignore[attr-defined]
 
 from gcnzc.kernels.memory import pointer
 
-# columns of the table of edge types: addresses (0 for an array that is absent), sizes and types
+# columns of the table of edge types: addresses (0 for an array that is absent), sizes and types;
+# EXCLUDED has the positions of excluded edges, see `gcnzc.kernels.sample.hetero_exclude`
 (
     INDPTR,
     INDICES,
@@ -30,8 +31,10 @@ from gcnzc.kernels.memory import pointer
     EDGE_IDS,
     KEY_0,
     KEY_1,
+    EXCLUDED,
+    NUM_EXCLUDED,
     NUM_COLUMNS,
-) = range(15)
+) = range(17)
 
 
 # columns of the table of node types: addresses of the sampled nodes and of their subgraphs, the

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +24,7 @@ def sample_hetero_reference(
     epoch: int,
     seed: int,
     seed_times: Tensor | None = None,
+    excluded: Mapping[int, Sequence[int]] | None = None,
 ) -> HeteroSample:
     """Return what `sample_hetero` returns with `HeteroTables` of the same graph and seed."""
     types, times = range(len(num_nodes)), [] if seed_times is None else seed_times.tolist()
@@ -53,7 +54,7 @@ def sample_hetero_reference(
             for col in range(begins[relation.dst], ends[relation.dst]):
                 subgraph, node = nodes[relation.dst][col]
                 time = times[subgraph] if options.temporal else None
-                column = eligible_edges(relation, node, time)
+                column = eligible_edges(relation, node, time, (excluded or {}).get(r, ()))
                 is_dated = relation.edge_time is not None or relation.node_time is not None
                 if options.temporal == "last" and is_dated and fanouts[r] > 0:
                     column = column[-fanouts[r] :]
@@ -72,7 +73,10 @@ def sample_hetero_reference(
         for r in range(len(relations)):
             num_edges[r].append(len(edges[r]) - before[r])
     if options.induced:
-        edges = [_induced(relation, nodes, local, times, options) for relation in relations]
+        edges = [
+            _induced(relation, nodes, local, times, options, (excluded or {}).get(r, ()))
+            for r, relation in enumerate(relations)
+        ]
     columns = [
         [torch.tensor([e[i] for e in own], dtype=torch.int64) for own in edges] for i in range(3)
     ]
@@ -89,11 +93,13 @@ def sample_hetero_reference(
     )
 
 
-def eligible_edges(relation: Relation, node: int, time: int | None) -> list[int]:
-    """Return the positions of the in-edges of a node that are not later than `time`."""
-    column = range(*relation.indptr[node : node + 2].tolist())
+def eligible_edges(
+    relation: Relation, node: int, time: int | None, excluded: Sequence[int] = ()
+) -> list[int]:
+    """Return the positions of the in-edges of a node that are not excluded or later than `time`."""
+    column = [p for p in range(*relation.indptr[node : node + 2].tolist()) if p not in excluded]
     if time is None:
-        return list(column)
+        return column
     found = []
     for position in column:
         is_late = relation.edge_time is not None and int(relation.edge_time[position]) > time
@@ -114,11 +120,12 @@ def _induced(
     local: Sequence[dict[tuple[int, int], int]],
     times: Sequence[int],
     options: HeteroOptions,
+    excluded: Sequence[int],
 ) -> list[tuple[int, int, int]]:
     edges = []
     for col, (subgraph, node) in enumerate(nodes[relation.dst]):
         time = times[subgraph] if options.temporal else None
-        for position in eligible_edges(relation, node, time):
+        for position in eligible_edges(relation, node, time, excluded):
             row = local[relation.src].get((subgraph, int(relation.indices[position])))
             if row is not None:
                 edges.append((row, col, _edge_id(relation, position)))

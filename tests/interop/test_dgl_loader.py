@@ -534,7 +534,7 @@ NEIGHBORS = loading.NeighborSampler([3])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"graph": hetero}, r"several types: nodes \['a', 'b'\], edges \['x', 'y'\]"),
+        ({"graph": hetero}, r"indices is a tensor(.|\n)*the graph has several node types"),
         ({"graph": lambda: 5}, r"graph: DataLoader does not support 5\n\nhint: a dgl\.DGLGraph"),
         ({"graph_sampler": loading.ShaDowKHopSampler([3])}, "does not support a ShaDowKHopSampler"),
         ({"graph_sampler": loading.SAINTSampler("node", 9)}, "does not support a SAINTSampler"),
@@ -570,7 +570,7 @@ NEIGHBORS = loading.NeighborSampler([3])
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
         ({"rank": 0}, "rank 0 and world_size None"),
         ({"num_workers": -1}, "num_workers is -1"),
-        ({"indices": {"_U": torch.arange(3)}}, r"indices is a dict with the types \['_U'\]"),
+        ({"indices": {"_U": torch.arange(3)}}, "indices has the node type '_U'"),
         ({"indices": torch.ones(NODES, dtype=torch.bool)}, "torch.bool(.|\n)*nonzero"),
         ({"indices": torch.rand(5)}, "torch.float32"),
         ({"indices": torch.tensor([1, NODES])}, "reach from 1 to 400, but the graph has 400 nodes"),

@@ -459,3 +459,32 @@ def test_columns_that_are_not_sorted_by_time_are_an_error_and_can_be_sorted():
         HeteroSampler(graph, [1], temporal="uniform")
     found = HeteroSampler(graph.sort_by_time(), [-1], temporal="uniform")
     assert found.sample(("v", [0]), 0, [4]).edge_ids["u", "r", "v"].tolist() == [1]
+
+
+def test_excluded_edges_are_ids_by_edge_type():
+    graph = HeteroGraph.from_arrays(
+        {"u": 4, "v": 3},
+        {
+            # edges that are not in the order of their destinations
+            ("u", "r", "v"): {"edge_index": [[0, 1, 2, 3, 1], [2, 0, 2, 0, 2]]},
+            ("v", "s", "u"): {"edge_index": [[0, 1, 2], [0, 1, 2]]},
+        },
+    )
+    sampler = HeteroSampler(graph, [-1, -1], once=False)
+    seeds = {"v": [0, 1, 2], "u": [2]}
+
+    def edges(exclude):
+        found = sampler.sample(seeds, 0, exclude=exclude).edge_ids
+        return [set(found[each].tolist()) for each in graph.edge_types]
+
+    assert edges(None) == [{0, 1, 2, 3, 4}, {0, 1, 2}]
+    assert edges({("u", "r", "v"): [4, 2, 4]}) == [{0, 1, 3}, {0, 1, 2}]
+    # node 0 of "u" is not reached, either
+    assert edges({"r": [0], ("u", "r", "v"): [3], "s": np.array([1])}) == [{1, 2, 4}, {2}]
+    assert edges({"r": []}) == edges({}) == edges(None)
+    with pytest.raises(ValueError, match=r"edge ids of exclude\[.*are from 5 to 5.*5 edges"):
+        edges({"r": [5]})
+    with pytest.raises(ValueError, match="there is no edge type with the name 'q'"):
+        edges({"q": [0]})
+    with pytest.raises(TypeError, match="exclude is"):
+        edges([0])

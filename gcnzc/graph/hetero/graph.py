@@ -86,6 +86,15 @@ class EdgeStore:
         """The features as a `FeatureTable`, quantized or not; None without features."""
         return self.quantized if self.features is None else FeatureTable(self.features)
 
+    @cached_property
+    def positions(self) -> Tensor | None:
+        """(E,) int64 positions in `indices` by edge id; None if the ids are the positions."""
+        if self.edge_ids is None:
+            return None
+        positions = torch.empty_like(self.edge_ids)
+        positions[self.edge_ids] = torch.arange(self.num_edges)
+        return positions
+
     def edge_index(self) -> Tensor:
         """Return the (2, E) int64 sources and destinations in the order of the edge ids."""
         targets = torch.arange(len(self.indptr) - 1).repeat_interleave(self.indptr.diff())

@@ -1,31 +1,32 @@
 """Check the arguments of the DGL loader, and reject unsupported ones by name."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gcnzc.interop.dgl.importing import import_dgl
-from gcnzc.system.arguments import as_ids, describe
+from gcnzc.system.arguments import describe
 
 
 def check_graph(graph: Any) -> None:
-    """Check that `graph` is a DGL graph on the host, with one node type and one edge type.
+    """Check that `graph` is a DGL graph on the host, with edge types and no type without nodes.
 
     Raises:
         ValueError: it is not.
     """
     dgl = import_dgl()
-    if not isinstance(graph, dgl.DGLGraph):
+    if not isinstance(graph, dgl.DGLGraph) or graph.is_block:
         raise ValueError(
             f"graph: DataLoader does not support {describe(graph)}\n\nhint: a dgl.DGLGraph"
         )
-    if len(graph.ntypes) != 1 or len(graph.etypes) != 1:
-        raise ValueError(
-            f"DataLoader does not support graphs with several types: nodes {graph.ntypes}, edges "
-            f"{graph.etypes}\n\nhint: use dgl.dataloading.DataLoader for such graphs"
-        )
+    if not graph.canonical_etypes:
+        raise ValueError("the graph has no edge types to sample from\n\nhint: add edges")
+    for kind in graph.ntypes if is_typed(graph) else ():
+        if graph.num_nodes(kind) == 0:
+            raise ValueError(
+                f"DataLoader does not support node types without nodes, as {kind!r}\n\n"
+                "hint: dgl.edge_type_subgraph(graph, ...) without its edge types"
+            )
     if graph.device.type != "cpu":
         raise ValueError(
             f"the graph is on {graph.device}, but neighbours are sampled on the host\n\n"
@@ -33,8 +34,13 @@ def check_graph(graph: Any) -> None:
         )
 
 
-def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
-    """Check that a DGL sampler returns blocks and uses no edge types, and check `sampler_library`.
+def is_typed(graph: Any) -> bool:
+    """Whether a DGL graph has several types of nodes or edges."""
+    return len(graph.ntypes) != 1 or len(graph.canonical_etypes) != 1
+
+
+def check_sampler(graph: Any, graph_sampler: Any, sampler_library: Any) -> None:
+    """Check that a DGL sampler returns blocks and fits the graph, and check `sampler_library`.
 
     Raises:
         ValueError: the sampler is not supported, or `sampler_library` is unknown.
@@ -47,9 +53,10 @@ def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
     inner = graph_sampler
     if isinstance(graph_sampler, loading.EdgePredictionSampler):
         inner = graph_sampler.sampler
-        if graph_sampler.reverse_etypes is not None or graph_sampler.exclude == "reverse_types":
+        uses_types = graph_sampler.reverse_etypes is not None
+        if not is_typed(graph) and (uses_types or graph_sampler.exclude == "reverse_types"):
             raise ValueError(
-                "DataLoader does not support reverse_etypes, which need edge types\n\n"
+                "DataLoader does not support reverse_etypes for graphs with one edge type\n\n"
                 "hint: exclude='reverse_id' with reverse_eids"
             )
     if not isinstance(inner, loading.BlockSampler):
@@ -63,36 +70,3 @@ def check_sampler(graph_sampler: Any, sampler_library: Any) -> None:
             f"DataLoader does not support a sampler's output_device {inner.output_device}\n\n"
             "hint: DataLoader(..., device=...)"
         )
-
-
-def check_items(indices: Any, graph: Any, is_edges: bool) -> Tensor:
-    """Return `indices` as int64 on the host; they may be a dictionary with the graph's one type.
-
-    Raises:
-        TypeError: `indices` is not a tensor of ids.
-        ValueError: an id is out of range or occurs twice, or the type is not the graph's.
-    """
-    if isinstance(indices, Mapping):
-        names = [*graph.etypes, *graph.canonical_etypes] if is_edges else graph.ntypes
-        if len(indices) != 1 or next(iter(indices)) not in names:
-            raise ValueError(
-                f"indices is a dict with the types {list(indices)}, but the graph has the types "
-                f"{names}\n\nhint: a tensor of ids"
-            )
-        (indices,) = indices.values()
-    items = as_ids("indices", indices, "a mask becomes ids with .nonzero().flatten()").cpu()
-    count, kind = (graph.num_edges(), "edges") if is_edges else (graph.num_nodes(), "nodes")
-    if len(items):
-        ordered = items.sort().values
-        if ordered[0] < 0 or ordered[-1] >= count:
-            raise ValueError(
-                f"indices reach from {int(ordered[0])} to {int(ordered[-1])}, but the graph has "
-                f"{count} {kind}\n\nhint: {kind} are counted from 0"
-            )
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(twice) > 0:
-            raise ValueError(
-                f"index {int(twice[0])} occurs twice ({len(twice)} duplicates in all)\n\n"
-                "hint: indices.unique()"
-            )
-    return items

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.batch import Batch, Block
 
 FORMATS = ["coo", "csr", "csc"]
-
+# a node type, or an edge type with its source and destination types
+Kind: TypeAlias = str | tuple[str, str, str]
 
 _pool = Pool()
 
@@ -154,33 +155,39 @@ class BlockBuilder:
         return subgraph
 
     def _to_idtype(self, ids: Tensor) -> Tensor:
-        if ids.dtype == self.dtype:
-            return ids
-        out = _pool.empty(len(ids), self.dtype)
-        # NumPy copies in this thread; torch would start more threads
-        np.copyto(out.numpy(), ids.numpy())
-        return out
+        return convert_ids(ids, self.dtype)
 
 
-def fill_lazy_features(subgraph: Any, gather: Callable[[bool, str, Tensor], Tensor | None]) -> None:
+def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ids on the host with another dtype, in memory that is reused."""
+    if ids.dtype == dtype:
+        return ids
+    out = _pool.empty(len(ids), dtype)
+    # NumPy copies in this thread; torch would start more threads
+    np.copyto(out.numpy(), ids.numpy())
+    return out
+
+
+def fill_lazy_features(subgraph: Any, gather: Callable[[Kind, str, Tensor], Tensor | None]) -> None:
     """Replace DGL's `LazyFeature`s by rows, and let other data be gathered by our gather when read.
 
     Args:
         subgraph: a DGL block or graph.
-        gather: called with whether the data is of nodes, its name, and the ids; returns the rows,
-            or None to keep the `LazyFeature`.
+        gather: called with the node type or edge type of the data, its name, and the ids; returns
+            the rows, or None to keep the `LazyFeature`.
     """
     dgl = import_dgl()
     column_class, lazy_class = dgl.frame.Column, _column_class()
-    for frames, is_nodes, id_name in (
-        (subgraph._node_frames, True, dgl.NID),
-        (subgraph._edge_frames, False, dgl.EID),
+    for kinds, frames, id_name in (
+        # of a block first the sources' types, then the destinations'
+        (subgraph.ntypes, subgraph._node_frames, dgl.NID),
+        (subgraph.canonical_etypes, subgraph._edge_frames, dgl.EID),
     ):
-        for frame in frames:
+        for kind, frame in zip(kinds, frames, strict=True):
             for name, column in list(frame._columns.items()):
                 if isinstance(column, dgl.frame.LazyFeature):
                     ids = frame[id_name] if column.id_ is None else column.id_
-                    rows = gather(is_nodes, column.name or name, ids)
+                    rows = gather(kind, column.name or name, ids)
                     if rows is not None:
                         frame[name] = rows
                 elif type(column) is column_class and column.index is not None:

@@ -7,7 +7,7 @@ sample at once. DGL samples in one thread, whose random generator is seeded for 
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,8 +28,13 @@ Result = tuple[Any, ...]
 class Engine(Protocol):
     """Samples minibatches."""
 
-    def sample(self, items: Tensor, epoch: int) -> Result:
-        """Return the DGL sampler's output for `items`, ids of nodes or edges, on the host."""
+    def sample(self, items: Any, epoch: int) -> Result:
+        """Return the DGL sampler's output for `items`, on the host.
+
+        Args:
+            items: int64 ids of nodes or edges; a dict by type if the graph has several types.
+            epoch: in [0, 2**32).
+        """
 
 
 class NodeEngine:
@@ -139,41 +144,55 @@ class DglEngine:
     """Samples minibatches with a DGL sampler, in the one thread in which DGL samples.
 
     Args:
-        blocks: holds the graph.
+        blocks: a `BlockBuilder` or `HeteroBlockBuilder`, which holds the graph.
         graph_sampler: any DGL sampler.
         seed: seeds DGL's random generator, together with the epoch and the items.
     """
 
-    def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
+    def __init__(self, blocks: Any, graph_sampler: Any, seed: int) -> None:
         self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._labor = _independent_labor_sampler(graph_sampler)
 
-    def sample(self, items: Tensor, epoch: int) -> Result:
+    def sample(self, items: Any, epoch: int) -> Result:
         """See `Engine`."""
-        items = items.to(self._blocks.dtype)
+        if isinstance(items, Mapping):
+            items = {kind: ids.to(self._blocks.dtype) for kind, ids in items.items()}
+            flat = torch.cat([*items.values()])
+        else:
+            flat = items = items.to(self._blocks.dtype)
 
         def sample() -> Result:
             if self._labor is not None:
                 # it has its own random generator, whose state would depend on earlier minibatches
-                self._labor.set_seed(_dgl_seed(self._seed, epoch, items))
+                self._labor.set_seed(_dgl_seed(self._seed, epoch, flat))
             return self._graph_sampler.sample(self._blocks.graph, items)
 
-        return sample_with_dgl(sample, self._seed, epoch, items)
+        return sample_with_dgl(sample, self._seed, epoch, flat)
 
 
-def is_native(graph_sampler: Any) -> bool:
-    """Whether gcnzc's sampler can replace this DGL sampler."""
+def is_native(graph_sampler: Any, is_typed: bool) -> bool:
+    """Whether gcnzc's sampler can replace this DGL sampler.
+
+    Args:
+        graph_sampler: a DGL sampler.
+        is_typed: whether the graph has several types of nodes or edges.
+    """
     loading = import_dgl().dataloading
     if type(graph_sampler) is loading.EdgePredictionSampler:
-        is_supported = graph_sampler.exclude in (None, "self", "reverse_id")
-        return is_supported and is_native(graph_sampler.sampler)
+        is_supported = graph_sampler.exclude in (None, "self", "reverse_id", "reverse_types")
+        return is_supported and is_native(graph_sampler.sampler, is_typed)
     return (
         type(graph_sampler) in (loading.NeighborSampler, loading.MultiLayerFullNeighborSampler)
         and graph_sampler.edge_dir == "in"
-        and graph_sampler.prob is None
-        and not graph_sampler.replace
-        # by edge type they may be dictionaries
-        and all(isinstance(fanout, int) for fanout in graph_sampler.fanouts)
+        and (
+            is_typed
+            or (
+                graph_sampler.prob is None
+                and not graph_sampler.replace
+                # by edge type they may be dictionaries
+                and all(isinstance(fanout, int) for fanout in graph_sampler.fanouts)
+            )
+        )
     )
 
 

@@ -5,6 +5,7 @@ or input nodes, pair graphs and blocks. Blocks and graphs are DGL's classes.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,12 +15,16 @@ from torch import Tensor
 from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
-from gcnzc.interop.dgl.arguments import check_graph, check_items, check_sampler
-from gcnzc.interop.dgl.blocks import BlockBuilder, fill_lazy_features
+from gcnzc.interop.dgl.arguments import check_graph, check_sampler, is_typed
+from gcnzc.interop.dgl.blocks import BlockBuilder, Kind, fill_lazy_features
 from gcnzc.interop.dgl.engines import DglEngine, EdgeEngine, Engine, NodeEngine, is_native
+from gcnzc.interop.dgl.hetero_arguments import check_kinds, check_reverse_edges, find_type
+from gcnzc.interop.dgl.hetero_blocks import HeteroBlockBuilder
+from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
-from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
-from gcnzc.interop.options import Options, check_tables, split_options
+from gcnzc.interop.dgl.items import check_items
+from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch
+from gcnzc.interop.options import CPU, Options, check_tables, split_options
 from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block
 from gcnzc.system.arguments import check_device, check_flag, check_seed
@@ -32,6 +37,21 @@ class _Dgl:
         return import_dgl, ()
 
 
+class _Version:
+    """A tensor as it is now: equal until it is replaced, or changed in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.number = 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Version)
+            and self.tensor is other.tensor
+            and self.number == other.number
+        )
+
+
 class DataLoader(DropInLoader):
     """Drop-in replacement of `dgl.dataloading.DataLoader`.
 
@@ -41,9 +61,10 @@ class DataLoader(DropInLoader):
     with its name.
 
     Args:
-        graph: a `dgl.DGLGraph` with one node type and one edge type, on the host.
+        graph: a `dgl.DGLGraph` on the host, with any number of node types and edge types.
         indices: ids of the nodes to iterate over, or of the edges, if `graph_sampler` is an edge
-            prediction sampler; without duplicates.
+            prediction sampler; without duplicates. With several types, a dict of ids by type:
+            minibatches are of the ids of all types together, so that one has several types.
         graph_sampler: a DGL sampler of blocks, or `as_edge_prediction_sampler` around one.
         device: device of the minibatches. Default: the host. A GPU reads the first of
             `prefetch_node_feats` in place in host memory; it needs a build of DGL with CUDA.
@@ -51,8 +72,8 @@ class DataLoader(DropInLoader):
         ddp_seed: the random seed with `use_ddp`, if `seed` is None.
         use_uva: the default of `device` is "cuda"; features are read in place with or without it.
         sampler_library: "gcnzc" samples with gcnzc's sampler if it can replace `graph_sampler`
-            (uniform in-neighbours without replacement), else with DGL; "dgl" always samples with
-            DGL.
+            (uniform in-neighbours without replacement; with several types also with replacement and
+            by weight), else with DGL; "dgl" always samples with DGL.
         seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
             torch's random generator, or 0 if `world_size` is above 1.
         rank, world_size: ranks share the items. By default, without `use_ddp`, all items are
@@ -60,7 +81,8 @@ class DataLoader(DropInLoader):
         threads: number of threads that prepare minibatches. Default: `num_workers` if above 0, else
             one per core up to four; ranks on one machine share its cores.
         ahead: maximum number of prefetched minibatches.
-        tables: feature tables by name, which replace node data of the graph.
+        tables: feature tables by name, which replace node data of the graph. With several types, by
+            type and name, such as `("paper", "feat")`, also of edge types.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -96,11 +118,11 @@ class DataLoader(DropInLoader):
         world_size: int | None = None,
         threads: int | None = None,
         ahead: int | None = None,
-        tables: Mapping[str, FeatureTable] | None = None,
+        tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
         check_graph(graph)
-        check_sampler(graph_sampler, sampler_library)
+        check_sampler(graph, graph_sampler, sampler_library)
         use_ddp, use_uva = check_flag("use_ddp", use_ddp), check_flag("use_uva", use_uva)
         ddp_seed = check_seed("ddp_seed", ddp_seed)
         check_tables(tables)
@@ -149,53 +171,69 @@ class DataLoader(DropInLoader):
         )
         if options.device.type == "cuda":
             check_cuda(options.device)
-        self._tables = tables or {}
-        self._blocks = BlockBuilder(graph)
+        self._tables = _tables_by_type(graph, tables)
+        self._is_typed = is_typed(graph)
         self._is_edges = isinstance(graph_sampler, import_dgl().dataloading.EdgePredictionSampler)
         self._items = check_items(indices, graph, self._is_edges)
-        super().__init__(self._blocks.csc.graph, self._items, len(self._items), options)
-        self.sampler_library: str = (
-            "gcnzc" if sampler_library == "gcnzc" and is_native(graph_sampler) else "dgl"
-        )
+        ids = self._items.ids
+        is_ours = sampler_library == "gcnzc" and is_native(graph_sampler, self._is_typed)
+        self.sampler_library: str = "gcnzc" if is_ours else "dgl"
+        self._blocks: BlockBuilder | HeteroBlockBuilder
+        if self._is_typed:
+            if self._is_edges:
+                check_reverse_edges(graph, graph_sampler, self._items.by_type)
+            self._blocks = HeteroBlockBuilder(graph)
+            # the threads prepare minibatches on the host; `_finish_minibatch` copies them
+            super().__init__(NO_GRAPH, ids, len(ids), replace(options, device=CPU))
+            self.device = options.device
+        else:
+            self._blocks = BlockBuilder(graph)
+            super().__init__(self._blocks.csc.graph, ids, len(ids), options)
         self._engine = self._create_engine()
-        self._columns: dict[tuple[bool, str], Column] = {}
+        self._columns: dict[tuple[Kind, str], Column] = {}
         self._refresh_attributes()
 
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the items with indices `seeds`, on the host."""
-        result = self._engine.sample(self._items[seeds], epoch)
+        ids = self._items.select(seeds) if self._is_typed else self._items.ids[seeds]
+        result = self._engine.sample(ids, epoch)
         blocks = result[-1]
         prefetched = self._prefetched
         for layer, block in enumerate(blocks):
             # the loader gathers the prefetched column for the input nodes, in the first block
             exclude = prefetched if layer == 0 else None
             fill_lazy_features(block, partial(self._gather_lazy, exclude))
-        for nodes_or_graph in result[1:-1]:
-            if not isinstance(nodes_or_graph, Tensor):
-                fill_lazy_features(nodes_or_graph, partial(self._gather_lazy, None))
+        for pair_graph in result[1:-1] if self._is_edges else ():
+            fill_lazy_features(pair_graph, partial(self._gather_lazy, None))
+        if self._is_typed:
+            return LibraryBatch(seeds[:0], seeds[:0], (), parts=result)
         nodes = result[0].long()
         return LibraryBatch(nodes, nodes[:0], (_empty_block(nodes),), parts=result)
 
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
         self._blocks.refresh_data()
-        for (is_nodes, name), column in list(self._columns.items()):
-            data = self._data(is_nodes)
-            has_table = is_nodes and name in self._tables
+        if self._weights != self._current_weights():
+            self._engine = self._create_engine()
+        for (kind, name), column in list(self._columns.items()):
+            data = self._data(kind)
+            has_table = (kind, name) in self._tables
             if not has_table and not (name in data and column.rows is data[name]):
-                del self._columns[is_nodes, name]
+                del self._columns[kind, name]
         # created before the threads start, since DGL's data cannot be read by several threads
-        for is_nodes, name in names:
-            self._column(is_nodes, name)
-        node_names = _names(_block_sampler(self.graph_sampler).prefetch_node_feats)
-        columns = (self._column(True, name) for name in node_names)
-        self._prefetched = next((column for column in columns if column.is_prefetched), None)
-        self._set_prefetched_column(self._prefetched)
+        for argument_names in names.values():
+            for kind, name in argument_names:
+                self._column(kind, name)
+        self._prefetched: Column | None = None
+        if not self._is_typed:
+            columns = (self._column(*key) for key in names["prefetch_node_feats"])
+            self._prefetched = next((column for column in columns if column.is_prefetched), None)
+            self._set_prefetched_column(self._prefetched)
 
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
         if self.device.type != "cpu":
             *parts, blocks = batch.parts
-            parts = [part.to(self.device) for part in parts]
+            parts = [_to_device(part, self.device) for part in parts]
             batch.parts = (*parts, [block.to(self.device) for block in blocks])
         return self._finish(batch)
 
@@ -208,10 +246,13 @@ class DataLoader(DropInLoader):
 
     def _finish(self, batch: LibraryBatch) -> Any:
         *parts, blocks = batch.parts
-        if isinstance(self.indices, Mapping) and not self._is_edges:
+        if not self._is_edges and isinstance(self.indices, Mapping) != self._is_typed:
             # as in DGL, output nodes are a dictionary if the indices were given as one
-            (name,) = self.indices
-            parts[1] = {name: parts[1]}
+            if self._is_typed:
+                (parts[1],) = parts[1].values()
+            else:
+                (name,) = self.indices
+                parts[1] = {name: parts[1]}
         prefetched = self._prefetched
         if prefetched is not None:
             assert batch.x is not None, "the loader has its table"
@@ -223,66 +264,91 @@ class DataLoader(DropInLoader):
         # fanouts may be dictionaries by edge type
         are_plain = all(isinstance(fanout, int) for fanout in fanouts)
         settings: dict[str, Any] = {"fanouts": list(fanouts)} if fanouts and are_plain else {}
+        if self._is_typed:
+            types = self._items.by_type.items()
+            settings["types"] = [f"{kind}: {len(ids)}" for kind, ids in types]
+            settings["fanouts_by_type"] = [str(fanout) for fanout in fanouts]
+            inner = _block_sampler(self.graph_sampler)
+            settings["replace"] = int(getattr(inner, "replace", False))
+            settings["prob"] = str(getattr(inner, "prob", None))
         return settings | {"graph_sampler": type(self.graph_sampler).__name__}
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
         self._engine = self._create_engine()
 
+    def _current_weights(self) -> dict[Kind, Any]:
+        """Return the sampling weights that an engine of gcnzc's reads, by edge type."""
+        name = getattr(_block_sampler(self.graph_sampler), "prob", None)
+        if self.sampler_library == "dgl" or name is None:
+            return {}
+        data = {each: self._data(each) for each in self.graph.canonical_etypes}
+        return {each: _Version(own[name]) for each, own in data.items() if name in own}
+
     def _create_engine(self) -> Engine:
+        self._weights = self._current_weights()
         engine: Callable[..., Engine] = EdgeEngine if self._is_edges else NodeEngine
+        if self._is_typed:
+            engine = HeteroEdgeEngine if self._is_edges else HeteroNodeEngine
         if self.sampler_library == "dgl":
             engine = DglEngine
         return engine(self._blocks, self.graph_sampler, self._seed)
 
     def _gather_lazy(
-        self, exclude: Column | None, is_nodes: bool, name: str, ids: Tensor
+        self, exclude: Column | None, kind: Kind, name: str, ids: Tensor
     ) -> Tensor | None:
-        if exclude is not None and is_nodes and name == exclude.name:
+        if exclude is not None and isinstance(kind, str) and name == exclude.name:
             return None
-        return self._column(is_nodes, name).gather_on_device(ids)
+        return self._column(kind, name).gather_on_device(ids)
 
-    def _column(self, is_nodes: bool, name: str) -> Column:
-        found = self._columns.get((is_nodes, name))
+    def _column(self, kind: Kind, name: str) -> Column:
+        found = self._columns.get((kind, name))
         if found is None:
-            rows = self._tables.get(name) if is_nodes else None
+            rows = self._tables.get((kind, name))
             if rows is None:
-                rows = self._data(is_nodes)[name]
-            count = self.graph.num_nodes() if is_nodes else self.graph.num_edges()
+                rows = self._data(kind)[name]
+            is_nodes = isinstance(kind, str)
+            count = self.graph.num_nodes(kind) if is_nodes else self.graph.num_edges(kind)
             found = Column(name, rows, count, self.device, self._locks)
-            self._columns[is_nodes, name] = found
+            self._columns[kind, name] = found
         return found
 
-    def _data(self, is_nodes: bool) -> Any:
-        return self.graph.ndata if is_nodes else self.graph.edata
+    def _data(self, kind: Kind) -> Any:
+        return (self.graph.nodes if isinstance(kind, str) else self.graph.edges)[kind].data
 
-    def _prefetch_names(self) -> list[tuple[bool, str]]:
-        """Return the names of the data that the sampler prefetches, and check that they exist.
+    def _prefetch_names(self) -> dict[str, list[tuple[Kind, str]]]:
+        """Return the types and names of the data that each argument of the sampler prefetches.
 
-        Returns:
-            For each name whether it is of nodes, and the name.
+        Raises:
+            ValueError: the graph does not have the data.
         """
-        inner = _block_sampler(self.graph_sampler)
-        node_names = [*self.graph.ndata, *self._tables]
-        edge_names = list(self.graph.edata)
-        arguments: list[tuple[str, Any, list[str]]] = [
-            ("prefetch_node_feats", inner.prefetch_node_feats, node_names),
-            ("prefetch_labels", inner.prefetch_labels, node_names),
-            ("prefetch_edge_feats", inner.prefetch_edge_feats, edge_names),
-        ]
+        inner, graph = _block_sampler(self.graph_sampler), self.graph
+        found = {
+            argument: check_kinds(argument, graph, getattr(inner, argument), is_edges)
+            for argument, is_edges in (
+                ("prefetch_node_feats", False),
+                ("prefetch_labels", False),
+                ("prefetch_edge_feats", True),
+            )
+        }
         if self._is_edges:
-            arguments.append(("prefetch_labels", self.graph_sampler.prefetch_labels, edge_names))
-        found = []
-        for argument, names, existing in arguments:
-            for name in _names(names):
-                found.append((existing is node_names, name))
-                if name not in existing:
-                    kind = "node" if existing is node_names else "edge"
-                    raise ValueError(
-                        f"{argument} has {name!r}, but the graph's {kind} data has "
-                        f"{', '.join(map(repr, existing)) or 'nothing'}\n\n"
-                        f"hint: graph.{kind[0]}data[{name!r}] = ..."
-                    )
+            names = self.graph_sampler.prefetch_labels
+            found["prefetch_labels"] += check_kinds("prefetch_labels", graph, names, True)
+        for argument, keys in found.items():
+            for kind, name in keys:
+                of_tables = [table for own, table in self._tables if own == kind]
+                existing = [*self._data(kind), *of_tables]
+                if name in existing:
+                    continue
+                what, letter = ("node", "n") if isinstance(kind, str) else ("edge", "e")
+                where = f"{letter}data"
+                if self._is_typed:
+                    what, where = f"{what} type {kind!r}", f"{what}s[{kind!r}].data"
+                raise ValueError(
+                    f"{argument} has {name!r}, but the graph's {what} data has "
+                    f"{', '.join(map(repr, existing)) or 'nothing'}\n\n"
+                    f"hint: graph.{where}[{name!r}] = ..."
+                )
         return found
 
 
@@ -295,11 +361,28 @@ def _block_sampler(graph_sampler: Any) -> Any:
     return getattr(graph_sampler, "sampler", graph_sampler)
 
 
-def _names(argument: Any) -> list[str]:
-    """Return the names of data in a sampler's argument, a list or a dictionary by type."""
-    if isinstance(argument, Mapping):
-        return [name for names in argument.values() for name in names]
-    return list(argument or [])
+def _tables_by_type(graph: Any, tables: Any) -> dict[tuple[Kind, str], FeatureTable]:
+    """Return tables by type and name; by name if the graph has one type of nodes and of edges."""
+    found: dict[tuple[Kind, str], FeatureTable] = {}
+    for key, table in (tables or {}).items():
+        if not is_typed(graph):
+            found[graph.ntypes[0], key] = table
+            continue
+        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[1], str):
+            raise ValueError(
+                f"tables has the key {key!r:.200}\n\n"
+                "hint: a type and the name of data, such as ('paper', 'feat')"
+            )
+        kind, name = key
+        found[find_type("tables", graph, kind, kind not in graph.ntypes), name] = table
+    return found
+
+
+def _to_device(part: Any, device: torch.device) -> Any:
+    """Copy ids, a dict of ids by type, or a graph to a device."""
+    if isinstance(part, Mapping):
+        return {kind: ids.to(device) for kind, ids in part.items()}
+    return part.to(device)
 
 
 def _empty_block(nodes: Tensor) -> Block:

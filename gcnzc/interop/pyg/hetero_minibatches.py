@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.graph import Graph
-from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
+from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch
 from gcnzc.interop.options import CPU, Options
 from gcnzc.interop.pyg.hetero_arguments import Sampling
 from gcnzc.interop.pyg.hetero_graph import (
@@ -28,11 +27,6 @@ from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.loader.checks import check_loader_device
 from gcnzc.loader.state import plain_settings
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
-
-# `gcnzc.Loader` requires a graph, and uses it only for minibatches of its own samplers
-_NO_GRAPH = Graph.from_edges(
-    torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 1
-)
 
 
 @dataclass
@@ -81,7 +75,7 @@ class HeteroPygLoader(PygLoader):
         self._typed, self._sampling, self._given_settings = typed, sampling, settings
         device = check_loader_device(options.device, None, 0.0)
         # the threads prepare minibatches on the host; `_assemble` copies them
-        DropInLoader.__init__(self, _NO_GRAPH, items, num_items, replace(options, device=CPU))
+        DropInLoader.__init__(self, NO_GRAPH, items, num_items, replace(options, device=CPU))
         self.device = device
         self._sampler = self._make_sampler()  # type: ignore[assignment]
         self._last_values: dict[Key, Any] | None = None

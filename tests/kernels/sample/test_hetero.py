@@ -50,11 +50,17 @@ def assert_same(drawn, expected):
             assert torch.equal(a, b), name
 
 
-def check(relations, options, seeds, times=None, workspace=None, epoch=1):
+def check(relations, options, seeds, times=None, workspace=None, epoch=1, excluded=None):
     tables = HeteroTables(NUM_NODES, NODE_TYPES, relations, EDGE_TYPES, 2**64 - 3)
-    drawn = sample_hetero(tables, options, seeds, epoch, seed_times=times, workspace=workspace)
+    drawn = sample_hetero(
+        *(tables, options, seeds, epoch),
+        seed_times=times,
+        excluded=excluded,
+        workspace=workspace,
+    )
     expected = sample_hetero_reference(
-        NUM_NODES, NODE_TYPES, relations, EDGE_TYPES, options, seeds, epoch, 2**64 - 3, times
+        *(NUM_NODES, NODE_TYPES, relations, EDGE_TYPES, options, seeds, epoch, 2**64 - 3, times),
+        {r: set(positions.tolist()) for r, positions in (excluded or {}).items()},
     )
     assert_same(drawn, expected)
     return drawn
@@ -74,6 +80,42 @@ def test_long_columns_and_many_chunks(relations, fanouts, replace, weighted):
 def test_long_columns_with_times(relations, temporal):
     options = HeteroOptions(((66, 66), (3, 3)), temporal=temporal, disjoint=True)
     check(without_weights(relations), options, [(1, torch.arange(12))], torch.arange(12) * 5)
+
+
+@pytest.fixture(scope="module", params=["some", "few", "all of a column"])
+def excluded(relations, request):
+    random = np.random.default_rng(2)
+    found = {}
+    for r, relation in enumerate(relations[:1] if request.param == "few" else relations):
+        share = 0.02 if request.param == "few" else 0.4
+        is_excluded = random.random(len(relation.indices)) < share
+        if request.param == "all of a column":
+            is_excluded[: int(relation.indptr[5])] = True
+        found[r] = torch.from_numpy(np.flatnonzero(is_excluded))
+    return found
+
+
+@pytest.mark.parametrize("fanouts", [((5, 64),), ((3, 3), (130, 2)), ((-1, -1), (1, 0))])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_excluded_edges_are_as_if_they_did_not_exist(
+    relations, excluded, fanouts, replace, weighted
+):
+    graph = relations if weighted else without_weights(relations)
+    seeds = [(1, torch.arange(0, 300, 5)), (0, torch.arange(0, 700, 70))]
+    options = HeteroOptions(fanouts, replace=replace, once=False)
+    drawn = check(graph, options, seeds, excluded=excluded)
+    for r, positions in excluded.items():
+        ids = graph[r].edge_ids[positions]
+        assert not bool(torch.isin(drawn.edge_ids[r], ids).any())
+
+
+@pytest.mark.parametrize("temporal", ["uniform", "last"])
+@pytest.mark.parametrize("induced", [False, True])
+def test_excluded_edges_with_times_and_induced_subgraphs(relations, excluded, temporal, induced):
+    options = HeteroOptions(((6, 66), (3, 3)), temporal=temporal, disjoint=True, induced=induced)
+    seeds, times = [(1, torch.arange(12))], torch.arange(12) * 5
+    check(without_weights(relations), options, seeds, times, excluded=excluded)
 
 
 @pytest.mark.parametrize("direct", [True, False])

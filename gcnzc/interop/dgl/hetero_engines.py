@@ -1,0 +1,232 @@
+"""Sampling engines of the DGL loader for heterogeneous graphs, with gcnzc's sampler.
+
+See `gcnzc.interop.dgl.engines`. Items are dicts of ids: by node type, or by edge type.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeType
+from gcnzc.interop.dgl.blocks import convert_ids
+from gcnzc.interop.dgl.engines import Result, sample_with_dgl
+from gcnzc.interop.dgl.hetero_arguments import fanouts_by_type, find_edge_type
+from gcnzc.interop.dgl.hetero_blocks import Ends, HeteroBlockBuilder, read_weights
+from gcnzc.interop.dgl.importing import import_dgl
+from gcnzc.interop.options import generator, unique_with_inverse
+from gcnzc.sampling.hetero import HeteroSampler
+
+EdgeItems: TypeAlias = Mapping[EdgeType, Tensor]
+
+
+def _make_sampler(blocks: HeteroBlockBuilder, neighbor_sampler: Any, seed: int) -> HeteroSampler:
+    # DGL's fanouts begin with the input layer
+    by_type = fanouts_by_type(blocks.graph, neighbor_sampler.fanouts)
+    weights = neighbor_sampler.prob
+    return HeteroSampler(
+        blocks.csc.graph if weights is None else read_weights(blocks.graph, blocks.csc, weights),
+        {each: own[::-1] for each, own in by_type.items()},
+        seed=seed,
+        replace=neighbor_sampler.replace,
+        weighted=weights is not None,
+        once=False,
+    )
+
+
+class HeteroNodeEngine:
+    """Samples neighbourhoods of nodes with gcnzc's sampler.
+
+    Args:
+        blocks: builds the blocks of the graph.
+        graph_sampler: a `dgl.dataloading.NeighborSampler` for which `is_native` is true.
+        seed: determines all random choices.
+    """
+
+    def __init__(self, blocks: HeteroBlockBuilder, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler = blocks, graph_sampler
+        self._sampler = _make_sampler(blocks, graph_sampler, seed)
+
+    def sample(self, items: Mapping[str, Tensor], epoch: int) -> Result:
+        """See `Engine`."""
+        batch = self._sampler.sample(items, epoch)
+        blocks = self._blocks.build(batch)
+        outputs = {each: convert_ids(ids, self._blocks.dtype) for each, ids in items.items()}
+        # a tensor if the graph has one node type, as in DGL
+        inputs = blocks[0].srcdata[import_dgl().NID]
+        return self._graph_sampler.assign_lazy_features((inputs, outputs, blocks))
+
+
+class HeteroEdgeEngine:
+    """Samples negative edges, and the neighbourhoods of all end points, with gcnzc's sampler.
+
+    Excluded edges are never sampled. DGL removes them after sampling, so it returns fewer edges.
+
+    Args:
+        blocks: builds the blocks of the graph.
+        graph_sampler: a `dgl.dataloading.EdgePredictionSampler` for which `is_native` is true.
+        seed: determines all random choices.
+    """
+
+    def __init__(self, blocks: HeteroBlockBuilder, graph_sampler: Any, seed: int) -> None:
+        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        self._sampler = _make_sampler(blocks, graph_sampler.sampler, seed)
+        self._reverse_ids: Any = graph_sampler.reverse_eids
+        if isinstance(self._reverse_ids, Mapping):
+            self._reverse_ids = {
+                find_edge_type("reverse_eids", blocks.graph, each): own
+                for each, own in self._reverse_ids.items()
+            }
+        self._reverse_types = {
+            find_edge_type("reverse_etypes", blocks.graph, each): find_edge_type(
+                "reverse_etypes", blocks.graph, own
+            )
+            for each, own in (graph_sampler.reverse_etypes or {}).items()
+        }
+
+    def sample(self, items: EdgeItems, epoch: int) -> Result:
+        """See `Engine`."""
+        ends = {each: self._ends_of(each, ids) for each, ids in items.items()}
+        given = [ends]
+        if self._graph_sampler.negative_sampler is not None:
+            given.append(self._negatives(items, ends, epoch))
+        nodes, local = _compact(self._blocks.graph.ntypes, given)
+        excluded = self._excluded_edges(items, ends)
+        batch = self._sampler.sample(nodes, epoch, exclude=excluded)
+        blocks = self._blocks.build(batch)
+        inputs = blocks[0].srcdata[import_dgl().NID]
+        _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
+        graphs = [
+            self._blocks.build_pair_graph(nodes, own, edges)
+            for own, edges in zip(local, (items, None), strict=False)
+        ]
+        return self._graph_sampler.assign_lazy_features((inputs, *graphs, blocks))
+
+    def _ends_of(self, edge_type: EdgeType, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sources and destinations, int64, of edges given by DGL's ids."""
+        edges = self._blocks.csc.graph.edges(edge_type)
+        positions = ids if edges.positions is None else edges.positions[ids]
+        dst = np.searchsorted(edges.indptr.numpy(), positions.numpy(), side="right") - 1
+        return edges.indices[positions].long(), torch.from_numpy(dst)
+
+    def _negatives(
+        self, items: EdgeItems, ends: Ends, epoch: int
+    ) -> dict[EdgeType, tuple[Tensor, Tensor]]:
+        """Return sources and destinations of the negative edges by edge type."""
+        sampler, graph = self._graph_sampler.negative_sampler, self._blocks.graph
+        flat = torch.cat([*items.values()])
+        if type(sampler) is import_dgl().dataloading.negative_sampler.Uniform:
+            random = generator(self._seed, epoch, flat)
+            return {
+                each: (
+                    src.repeat_interleave(sampler.k),
+                    torch.randint(
+                        graph.num_nodes(each[2]), (len(src) * sampler.k,), generator=random
+                    ),
+                )
+                for each, (src, _) in ends.items()
+            }
+        given = {each: convert_ids(ids, self._blocks.dtype) for each, ids in items.items()}
+        found = sample_with_dgl(lambda: sampler(graph, given), self._seed, epoch, flat)
+        return _check_negatives(type(sampler).__name__, found, graph)
+
+    def _excluded_edges(self, items: EdgeItems, ends: Ends) -> dict[EdgeType, Tensor]:
+        """Return DGL's ids of the excluded edges by edge type."""
+        if self._graph_sampler.exclude is None:
+            return {}
+        excluded = {each: [ids] for each, ids in items.items()}
+        for each, ids in items.items():
+            found = self._reverse_edges(each, ids)
+            if found is None:
+                continue
+            other, reverse = found
+            # as in DGL, ids that are not edges exclude nothing
+            is_edge = (reverse >= 0) & (reverse < self._blocks.graph.num_edges(other))
+            reverse = reverse[is_edge]
+            src, dst = self._ends_of(other, reverse)
+            is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])
+            if not bool(is_reverse.all()):
+                place = int((~is_reverse).nonzero()[0])
+                argument, hint = _REVERSE_HINTS[self._graph_sampler.exclude]
+                raise ValueError(
+                    f"{argument}: edge {int(reverse[place])} of type {other} is not the reverse of "
+                    f"edge {int(ids[is_edge][place])} of type {each}\n\nhint: {hint}"
+                )
+            excluded.setdefault(other, []).append(reverse)
+        return {each: torch.cat(parts) for each, parts in excluded.items()}
+
+    def _reverse_edges(self, edge_type: EdgeType, ids: Tensor) -> tuple[EdgeType, Tensor] | None:
+        """Return the type and DGL's ids of the reverses of edges; None if the type has none."""
+        exclude = self._graph_sampler.exclude
+        if exclude == "reverse_types" and edge_type in self._reverse_types:
+            return self._reverse_types[edge_type], ids
+        if exclude == "reverse_id":
+            own = self._reverse_ids
+            own = own[edge_type] if isinstance(own, Mapping) else own
+            return edge_type, own[ids].long()
+        return None
+
+
+_REVERSE_HINTS = {
+    "reverse_id": (
+        "reverse_eids",
+        "reverse_eids[e] is the id of the edge from e's destination to e's source",
+    ),
+    "reverse_types": ("reverse_etypes", "an edge and its reverse edge have the same id"),
+}
+
+
+def _check_negatives(name: str, found: Any, graph: Any) -> dict[EdgeType, tuple[Tensor, Tensor]]:
+    """Return the pairs of a negative sampler by edge type.
+
+    Raises:
+        ValueError: they are not sources and destinations by edge type, or not nodes.
+    """
+    hint = "hint: a negative sampler returns a dict of sources and destinations by edge type"
+    if not isinstance(found, Mapping) and len(graph.canonical_etypes) == 1:
+        found = {graph.canonical_etypes[0]: found}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} returned a {type(found).__name__}\n\n{hint}")
+    negatives = {}
+    for key, ends in found.items():
+        each = find_edge_type(f"the result of {name}", graph, key)
+        if not isinstance(ends, tuple) or len(ends) != 2 or len(ends[0]) != len(ends[1]):
+            raise ValueError(f"{name} returned {type(ends).__name__} for {each}\n\n{hint}")
+        negatives[each] = (ends[0].long(), ends[1].long())
+        for ids, kind in zip(negatives[each], (each[0], each[2]), strict=True):
+            count = graph.num_nodes(kind)
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+                raise ValueError(
+                    f"{name} returned nodes from {int(ids.min())} to {int(ids.max())} for {each}, "
+                    f"but {kind!r} has {count} nodes\n\n{hint}"
+                )
+    return negatives
+
+
+def _compact(
+    ntypes: Sequence[str], given: Sequence[Ends]
+) -> tuple[dict[str, Tensor], list[dict[EdgeType, tuple[Tensor, Tensor]]]]:
+    """Number the nodes of edges from 0.
+
+    Args:
+        ntypes: all node types.
+        given: sources and destinations by edge type.
+
+    Returns:
+        The ids of the different nodes of each type, ascending, and the edges with indices of these
+        in place of ids.
+    """
+    parts: dict[str, list[Tensor]] = {kind: [torch.empty(0, dtype=torch.int64)] for kind in ntypes}
+    for edges in given:
+        for each, ends in edges.items():
+            for kind, ids in zip((each[0], each[2]), ends, strict=True):
+                parts[kind].append(ids)
+    nodes, local = {}, {}
+    for kind, own in parts.items():
+        nodes[kind], inverse = unique_with_inverse(torch.cat(own))
+        local[kind] = iter(inverse.split([len(part) for part in own])[1:])
+    return nodes, [
+        {each: (next(local[each[0]]), next(local[each[2]])) for each in edges} for edges in given
+    ]

@@ -1,0 +1,660 @@
+"""The drop-in loader for DGL with heterogeneous graphs, compared with DGL's own loader."""
+
+import copy
+import importlib.util
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from gcnzc import FeatureTable
+from gcnzc.interop.dgl import DataLoader, import_dgl
+
+if importlib.util.find_spec("dgl") is None:
+    pytest.skip("DGL is not installed", allow_module_level=True)
+
+dgl = import_dgl()
+loading = dgl.dataloading
+# DGL's own loader advises to
+NOT_PINNED = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
+NUM_NODES = {"author": 50, "paper": 150, "venue": 6}
+WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written-by", "author")
+CITES, IN, HAS = ("paper", "cites", "paper"), ("paper", "in", "venue"), ("venue", "has", "paper")
+TYPES = [WRITES, WRITTEN, CITES, IN, HAS]
+SEEDS = {"paper": torch.randperm(150)[:40], "author": torch.arange(20, 35)}
+PREFETCH = {
+    "prefetch_node_feats": {"paper": ["feat", "cube"], "author": ["feat"]},
+    "prefetch_labels": {"paper": ["label"]},
+    "prefetch_edge_feats": {"cites": ["weight"], WRITES: ["weight"]},
+}
+REVERSE_TYPES = {"writes": "written-by", "written-by": "writes", IN: HAS, HAS: IN}
+
+
+def make_graph(idtype=torch.int64):
+    numbers = torch.Generator().manual_seed(1)
+
+    def edges(src, dst, count):
+        return tuple(
+            torch.randint(NUM_NODES[kind], (count,), generator=numbers) for kind in (src, dst)
+        )
+
+    writes, cites = edges("author", "paper", 500), edges("paper", "paper", 400)
+    # edge e of CITES has the reverse e + 400 or e - 400
+    cites = torch.cat(cites), torch.cat(cites[::-1])
+    has = edges("venue", "paper", 150)
+    graph = dgl.heterograph(
+        {WRITES: writes, WRITTEN: writes[::-1], CITES: cites, IN: has[::-1], HAS: has},
+        num_nodes_dict=NUM_NODES,
+        idtype=idtype,
+    )
+    for kind, count in NUM_NODES.items():
+        width = 3 + len(kind)
+        graph.nodes[kind].data["feat"] = torch.randn(count, width, generator=numbers)
+    graph.nodes["paper"].data["cube"] = torch.randn(150, 2, 3, generator=numbers)
+    graph.nodes["paper"].data["label"] = torch.randint(3, (150,), generator=numbers)
+    for each in TYPES:
+        rows = torch.rand(graph.num_edges(each), generator=numbers)
+        graph.edges[each].data["weight"] = rows
+    return graph
+
+
+REVERSE_IDS = {"cites": torch.cat([torch.arange(400, 800), torch.arange(400)])}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return make_graph()
+
+
+def check_data(graph, subgraph):
+    """All data of a subgraph is that of its nodes and edges."""
+    nodes = [subgraph.nodes] if not subgraph.is_block else [subgraph.srcnodes, subgraph.dstnodes]
+    for view in nodes:
+        for kind in graph.ntypes:
+            data, whole = view[kind].data, graph.nodes[kind].data
+            assert set(data) == {*whole, dgl.NID}
+            for name, rows in whole.items():
+                assert torch.equal(data[name], rows[data[dgl.NID].long()])
+    for each in graph.canonical_etypes:
+        data, whole = subgraph.edges[each].data, graph.edges[each].data
+        assert set(data) == {*whole, dgl.EID}
+        for name, rows in whole.items():
+            assert torch.equal(data[name], rows[data[dgl.EID].long()])
+
+
+def check_edges(graph, block, each):
+    """The edges of a block connect the nodes that they connect in the graph."""
+    src, dst = block.edges(etype=each, order="eid")
+    ends = graph.find_edges(block.edges[each].data[dgl.EID], etype=each)
+    assert torch.equal(block.srcnodes[each[0]].data[dgl.NID][src.long()], ends[0])
+    assert torch.equal(block.dstnodes[each[2]].data[dgl.NID][dst.long()], ends[1])
+
+
+def check_blocks(graph, blocks, fanouts, replace=False):
+    """Every edge is one of the graph, in the number of the fanouts, and every node is reached."""
+    for outer, inner in itertools.pairwise(blocks):
+        for kind in graph.ntypes:
+            ids = outer.dstnodes[kind].data[dgl.NID]
+            assert torch.equal(ids, inner.srcnodes[kind].data[dgl.NID])
+    for block, fanout in zip(blocks, fanouts, strict=True):
+        assert block.is_block
+        assert (block.idtype, block.canonical_etypes) == (graph.idtype, graph.canonical_etypes)
+        reached = {kind: [torch.arange(block.num_dst_nodes(kind))] for kind in graph.ntypes}
+        for each in graph.canonical_etypes:
+            check_edges(graph, block, each)
+            own = fanout if isinstance(fanout, int) else fanout[each]
+            degrees = graph.in_degrees(block.dstnodes[each[2]].data[dgl.NID], etype=each)
+            kept = degrees if own == -1 else degrees.clamp(max=own)
+            if replace and own >= 0:
+                kept = torch.where(degrees > 0, own, 0)
+            found = block.in_degrees(etype=each)
+            assert torch.equal(found.long(), kept.long()), each
+            ids = block.edges[each].data[dgl.EID]
+            assert replace or len(ids.unique()) == len(ids)
+            reached[each[0]].append(block.edges(etype=each)[0].long())
+        for kind, parts in reached.items():
+            sources = block.srcnodes[kind].data[dgl.NID]
+            assert len(sources.unique()) == len(sources) == len(torch.cat(parts).unique())
+            targets = block.dstnodes[kind].data[dgl.NID]
+            assert torch.equal(sources[: len(targets)], targets)
+
+
+def ids_of(blocks, each):
+    return [block.edges[each].data[dgl.EID].sort().values.tolist() for block in blocks]
+
+
+@NOT_PINNED
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("prefetch", [PREFETCH, {}], ids=["prefetched", "lazy"])
+def test_full_neighbourhoods_equal_those_of_dgls_loader(idtype, prefetch):
+    graph = make_graph(idtype)
+    seeds = {kind: ids.to(idtype) for kind, ids in SEEDS.items()}
+    sampler = loading.MultiLayerFullNeighborSampler(2, **prefetch)
+    kwargs = {"batch_size": 16, "shuffle": False, "drop_last": True}
+    loader = DataLoader(graph, seeds, sampler, **kwargs)
+    theirs = loading.DataLoader(graph, seeds, sampler, **kwargs)
+    assert loader.sampler_library == "gcnzc"
+    assert len(loader) == len(theirs) == 3
+    for mine, other in zip(loader, theirs, strict=True):
+        assert list(mine[1]) == list(other[1])
+        for kind, ids in mine[1].items():
+            assert torch.equal(ids, other[1][kind])
+            assert ids.dtype == idtype
+        assert set(mine[0]) == set(other[0]) == set(graph.ntypes)
+        for kind, ids in mine[0].items():
+            assert torch.equal(ids.sort().values, other[0][kind].sort().values)
+            assert torch.equal(ids, mine[2][0].srcnodes[kind].data[dgl.NID])
+        check_blocks(graph, mine[2], [-1, -1])
+        for each in TYPES:
+            assert ids_of(mine[2], each) == ids_of(other[2], each)
+        for block, wanted in zip(mine[2], other[2], strict=True):
+            check_data(graph, block)
+            for data in ("srcdata", "dstdata", "edata"):
+                own, whole = getattr(block, data), getattr(wanted, data)
+                assert {name: list(rows) for name, rows in own.items()} == {
+                    name: list(rows) for name, rows in whole.items()
+                }
+    # paper 32 to 39 and authors are in one minibatch
+    assert {kind: len(ids) for kind, ids in mine[1].items()} == {"paper": 8, "author": 8}
+
+
+BY_TYPE = {WRITES: 2, WRITTEN: -1, CITES: 3, IN: 0, HAS: 1}
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("fanouts", [[3, 2], [BY_TYPE, 4], [BY_TYPE, BY_TYPE, BY_TYPE]])
+def test_fanouts_by_edge_type(graph, fanouts, replace):
+    # the names of relations are the keys, too
+    given = [
+        {each[1]: own for each, own in layer.items()} if isinstance(layer, dict) else layer
+        for layer in fanouts
+    ]
+    sampler = loading.NeighborSampler(given, replace=replace)
+    loader = DataLoader(graph, SEEDS, sampler, batch_size=20, shuffle=True)
+    assert loader.sampler_library == "gcnzc"
+    seen = {kind: [] for kind in SEEDS}
+    for _, outputs, blocks in loader:
+        check_blocks(graph, blocks, fanouts, replace)
+        for kind, ids in outputs.items():
+            assert torch.equal(ids, blocks[-1].dstnodes[kind].data[dgl.NID])
+            seen[kind].append(ids)
+    for kind, parts in seen.items():
+        assert torch.equal(torch.cat(parts).sort().values, SEEDS[kind].sort().values)
+    # types are shuffled together
+    assert len(seen["author"]) == len(seen["paper"]) == 3
+
+
+@pytest.mark.parametrize(("replace", "prob"), [(False, None), (True, None), (True, "p")])
+def test_neighbours_of_each_type_are_uniform_or_by_weight(replace, prob):
+    rounds, fanout, degrees = 3000, 3, {"a": 7, "b": 12}
+    graph = dgl.heterograph(
+        {
+            (name, "r" + name, "x"): (
+                torch.arange(count).repeat(rounds),
+                torch.arange(rounds).repeat_interleave(count),
+            )
+            for name, count in degrees.items()
+        }
+    )
+    # types without weights are sampled uniformly
+    graph.edges["ra"].data["p"] = torch.arange(7.0).repeat(rounds) / 21
+    sampler = loading.NeighborSampler([fanout], replace=replace, prob=prob)
+    loader = DataLoader(graph, {"x": torch.arange(rounds)}, sampler, batch_size=rounds, seed=5)
+    ((_, _, (block,)),) = loader
+    for name, count in degrees.items():
+        src, _ = block.edges(etype="r" + name)
+        chosen = block.srcnodes[name].data[dgl.NID][src]
+        counts = np.bincount(chosen.numpy(), minlength=count)
+        expected = np.full(count, rounds * fanout / count)
+        if prob is not None and name == "a":
+            expected = rounds * fanout * np.arange(7) / 21
+        assert not counts[expected == 0].any()
+        counts, expected = counts[expected > 0], expected[expected > 0]
+        # without replacement, the variance of the counts is smaller
+        assert ((counts - expected) ** 2 / expected).sum() < chi2.isf(1e-6, len(counts) - 1)
+
+
+@NOT_PINNED
+@pytest.mark.parametrize("argument", ["prob", "mask"])
+def test_edges_of_weight_0_are_those_that_dgl_does_not_sample(argument):
+    graph = make_graph()
+    for each in (CITES, WRITES):
+        is_kept = torch.rand(graph.num_edges(each)) < 0.5
+        graph.edges[each].data["kept"] = is_kept if argument == "mask" else is_kept.float()
+    sampler = loading.NeighborSampler([-1, -1], **{argument: "kept"})
+    loader = DataLoader(graph, SEEDS, sampler, batch_size=16)
+    assert loader.sampler_library == "gcnzc"
+    for _ in range(2):
+        theirs = loading.DataLoader(graph, SEEDS, sampler, batch_size=16)
+        for mine, other in zip(loader, theirs, strict=True):
+            for each in TYPES:
+                assert ids_of(mine[2], each) == ids_of(other[2], each)
+        # weights are read when an epoch begins
+        graph.edges[CITES].data["kept"].fill_(0)
+    graph.edges[CITES].data["kept"] = torch.full((800,), float("nan"))
+    with pytest.raises(ValueError, match=r"'kept' of \('paper', 'cites', 'paper'\)\[0\] is nan"):
+        iter(loader)
+
+
+EDGES = {"writes": torch.arange(0, 500, 5), CITES: torch.arange(350, 450), "in": torch.arange(40)}
+
+
+def edge_sampler(exclude, fanouts=(-1, -1), **kwargs):
+    inner = loading.NeighborSampler(list(fanouts), **PREFETCH)
+    names = {"reverse_types": "reverse_etypes", "reverse_id": "reverse_eids"}
+    if exclude in names:
+        reverse = REVERSE_TYPES if exclude == "reverse_types" else REVERSE_IDS
+        kwargs[names[exclude]] = reverse
+    return loading.as_edge_prediction_sampler(inner, exclude=exclude, **kwargs)
+
+
+def excluded_edges(exclude, pairs):
+    """What is excluded, by DGL's documentation."""
+    own = {each: pairs.edges[each].data[dgl.EID].long() for each in TYPES}
+    gone = {each: set(ids.tolist()) for each, ids in own.items()}
+    if exclude is None:
+        return {each: set() for each in TYPES}
+    if exclude == "reverse_id":
+        gone[CITES] |= set(REVERSE_IDS["cites"][own[CITES]].tolist())
+    if exclude == "reverse_types":
+        for each, other in ((WRITES, WRITTEN), (WRITTEN, WRITES), (IN, HAS), (HAS, IN)):
+            gone[other] |= set(own[each].tolist())
+    return gone
+
+
+@NOT_PINNED
+@pytest.mark.parametrize("exclude", [None, "self", "reverse_types", "reverse_id"])
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+def test_minibatches_of_edges_equal_those_of_dgls_loader(exclude, idtype):
+    graph = make_graph(idtype)
+    edges = {key: ids.to(idtype) for key, ids in EDGES.items()}
+    if exclude == "reverse_id":
+        edges, reverse = {CITES: edges[CITES]}, {CITES: REVERSE_IDS["cites"].to(idtype)}
+        sampler = loading.as_edge_prediction_sampler(
+            loading.NeighborSampler([-1, -1], **PREFETCH), "reverse_id", reverse_eids=reverse
+        )
+    else:
+        sampler = edge_sampler(exclude, prefetch_labels={"writes": ["weight"]})
+    loader = DataLoader(graph, edges, sampler, batch_size=48)
+    theirs = loading.DataLoader(graph, edges, sampler, batch_size=48)
+    assert loader.sampler_library == "gcnzc"
+    for mine, other in zip(loader, theirs, strict=True):
+        (inputs, pairs, blocks), (wanted_inputs, wanted, wanted_blocks) = mine, other
+        check_data(graph, pairs)
+        for kind, ids in inputs.items():
+            assert torch.equal(ids.sort().values, wanted_inputs[kind].sort().values)
+        gone = excluded_edges(exclude, pairs)
+        for each in TYPES:
+            assert torch.equal(pairs.edges[each].data[dgl.EID], wanted.edges[each].data[dgl.EID])
+            ends = graph.find_edges(pairs.edges[each].data[dgl.EID], etype=each)
+            found = pairs.edges(etype=each, order="eid")
+            for ids, kind, local in zip(ends, each[::2], found, strict=True):
+                assert torch.equal(pairs.nodes[kind].data[dgl.NID][local.long()], ids)
+            assert ids_of(blocks, each) == ids_of(wanted_blocks, each)
+            assert not any(gone[each].intersection(ids) for ids in ids_of(blocks, each))
+        for block in blocks:
+            check_data(graph, block)
+            for each in TYPES:
+                check_edges(graph, block, each)
+        for kind in graph.ntypes:
+            nodes = pairs.nodes[kind].data[dgl.NID]
+            assert torch.equal(nodes, blocks[-1].dstnodes[kind].data[dgl.NID])
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_nodes_get_their_fanout_of_the_edges_that_are_not_excluded(graph, replace):
+    sampler = edge_sampler("reverse_types", fanouts=(2, 3))
+    sampler.sampler.replace = replace
+    num_excluded = 0
+    for _, pairs, blocks in DataLoader(graph, EDGES, sampler, batch_size=60, shuffle=True):
+        gone = excluded_edges("reverse_types", pairs)
+        for block, fanout in zip(blocks, (2, 3), strict=True):
+            for each in TYPES:
+                ids = block.edges[each].data[dgl.EID].tolist()
+                assert not gone[each].intersection(ids)
+                num_excluded += len(gone[each])
+                is_gone = torch.zeros(graph.num_edges(each), dtype=torch.bool)
+                is_gone[[*gone[each]]] = True
+                targets = graph.edges(etype=each, order="eid")[1][~is_gone]
+                degrees = torch.bincount(targets, minlength=graph.num_nodes(each[2]))
+                degrees = degrees[block.dstnodes[each[2]].data[dgl.NID]]
+                kept = (degrees > 0) * fanout if replace else degrees.clamp(max=fanout)
+                assert torch.equal(block.in_degrees(etype=each), kept)
+    assert num_excluded
+
+
+@NOT_PINNED
+@pytest.mark.parametrize("negative", ["uniform", "global", "own"])
+def test_negatives_have_the_types_of_their_edges(graph, negative):
+    def own(g, edges):
+        return {
+            each: (g.find_edges(ids, etype=each)[0], ids % g.num_nodes(each[2]))
+            for each, ids in edges.items()
+        }
+
+    drawn = {
+        "uniform": loading.negative_sampler.Uniform(3),
+        "global": loading.negative_sampler.GlobalUniform(2),
+        "own": own,
+    }[negative]
+    sampler = edge_sampler("self", negative_sampler=drawn)
+    loader = DataLoader(graph, EDGES, sampler, batch_size=50, shuffle=True)
+    assert loader.sampler_library == "gcnzc"
+    theirs = next(iter(loading.DataLoader(graph, EDGES, sampler, batch_size=50)))
+    for _, pairs, negatives, blocks in loader:
+        assert set(negatives.edata) == set(theirs[2].edata) == set()
+        assert set(negatives.ndata) == set(theirs[2].ndata) == {dgl.NID}
+        assert negatives.canonical_etypes == graph.canonical_etypes
+        for kind in graph.ntypes:
+            nodes = negatives.nodes[kind].data[dgl.NID]
+            assert torch.equal(nodes, pairs.nodes[kind].data[dgl.NID])
+            assert torch.equal(nodes, blocks[-1].dstnodes[kind].data[dgl.NID])
+        for each in TYPES:
+            src, dst = (
+                negatives.nodes[kind].data[dgl.NID][ids]
+                for kind, ids in zip(
+                    each[::2], negatives.edges(etype=each, order="eid"), strict=True
+                )
+            )
+            edges = pairs.edges[each].data[dgl.EID]
+            heads = graph.find_edges(edges, etype=each)[0]
+            if negative == "uniform":
+                assert torch.equal(src, heads.repeat_interleave(3))
+            if negative == "own":
+                assert torch.equal(src, heads)
+                assert torch.equal(dst, edges % graph.num_nodes(each[2]))
+            if negative == "global" and len(edges):
+                assert not bool(graph.has_edges_between(src, dst, etype=each).any())
+
+
+def test_uniform_negatives_are_uniform_by_type(graph):
+    sampler = edge_sampler(None, (0,), negative_sampler=loading.negative_sampler.Uniform(40))
+    edges = {"in": torch.arange(150), "writes": torch.arange(500)}
+    ((_, _, negatives, _),) = DataLoader(graph, edges, sampler, batch_size=650, seed=3)
+    for each in (IN, WRITES):
+        dst = negatives.edges(etype=each)[1]
+        count = graph.num_nodes(each[2])
+        counts = np.bincount(negatives.nodes[each[2]].data[dgl.NID][dst], minlength=count)
+        assert counts.sum() == 40 * len(edges[each[1]])
+        expected = counts.sum() / count
+        assert ((counts - expected) ** 2 / expected).sum() < chi2.isf(1e-6, count - 1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, graph, hidden=8, out=3):
+        super().__init__()
+        widths = {kind: graph.nodes[kind].data["feat"].shape[1] for kind in graph.ntypes}
+        sizes = [widths, dict.fromkeys(widths, hidden)]
+        self.layers = torch.nn.ModuleList(
+            dgl.nn.HeteroGraphConv(
+                {
+                    each[1]: dgl.nn.SAGEConv((own[each[0]], own[each[2]]), width, "mean")
+                    for each in graph.canonical_etypes
+                }
+            )
+            for own, width in zip(sizes, (hidden, out), strict=True)
+        )
+
+    def forward(self, blocks, x):
+        for layer, block in zip(self.layers, blocks, strict=True):
+            own = {kind: rows[: block.num_dst_nodes(kind)] for kind, rows in x.items()}
+            x = layer(block, (x, own) if block.is_block else (x, x))
+        return x
+
+
+def test_a_heterograph_conv_has_the_outputs_of_the_whole_graph(graph):
+    torch.manual_seed(0)
+    model = Model(graph).double()
+    wanted = model([graph, graph], {k: graph.nodes[k].data["feat"].double() for k in graph.ntypes})
+    sampler = loading.MultiLayerFullNeighborSampler(2)
+    for _, outputs, blocks in DataLoader(graph, SEEDS, sampler, batch_size=13, shuffle=True):
+        x = {kind: rows.double() for kind, rows in blocks[0].srcdata["feat"].items()}
+        found = model(blocks, x)
+        for kind, ids in outputs.items():
+            torch.testing.assert_close(found[kind], wanted[kind][ids], rtol=1e-12, atol=1e-12)
+
+
+def test_a_heterograph_conv_learns():
+    torch.manual_seed(0)
+    graph = make_graph()
+    graph.nodes["paper"].data["label"] = (graph.nodes["paper"].data["feat"][:, 0] > 0).long()
+    model = Model(graph, out=2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    sampler = loading.NeighborSampler([3, 3], **PREFETCH)
+    loader = DataLoader(graph, {"paper": torch.arange(150)}, sampler, batch_size=30, shuffle=True)
+    losses = []
+    for _ in range(8):
+        for _, _, blocks in loader:
+            out = model(blocks, blocks[0].srcdata["feat"])["paper"]
+            loss = torch.nn.functional.cross_entropy(out, blocks[-1].dstdata["label"]["paper"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
+
+
+def drawn(loader, count=None):
+    found = []
+    for number, (inputs, *parts, blocks) in enumerate(loader):
+        if number == count:
+            break
+        features = {kind: rows.tolist() for kind, rows in blocks[0].srcdata["feat"].items()}
+        pairs = [
+            [torch.stack(part.edges(etype=each)).tolist() for each in TYPES]
+            for part in parts
+            if not isinstance(part, dict)
+        ]
+        ids = [[block.edges[each].data[dgl.EID].tolist() for each in TYPES] for block in blocks]
+        found.append([{k: own.tolist() for k, own in inputs.items()}, pairs, ids, features])
+    return found
+
+
+NODE_SAMPLER = loading.NeighborSampler([4, 3], **PREFETCH)
+SAMPLERS = {
+    "nodes": (SEEDS, NODE_SAMPLER),
+    "edges": (
+        EDGES,
+        edge_sampler("reverse_types", (3, 2), negative_sampler=loading.negative_sampler.Uniform(2)),
+    ),
+    "weighted": (SEEDS, loading.NeighborSampler([4, 3], prob="weight")),
+    "labor": (SEEDS, loading.LaborSampler([4, 3])),
+    "edges sampled by dgl": (EDGES, edge_sampler(lambda edges: edges, (3, 2))),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_minibatches_are_reproducible_and_a_loader_resumes(name):
+    # a graph of its own: DGL sorts the edges of a graph when it searches them, and copies of the
+    # graph then have another order than loaders that were constructed before
+    graph = make_graph()
+    indices, sampler = SAMPLERS[name]
+
+    def make(threads, **other):
+        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9} | other
+        return DataLoader(graph, indices, sampler, threads=threads, **kwargs)
+
+    whole = make(1)
+    is_ours = name in ("nodes", "edges", "weighted")
+    assert whole.sampler_library == ("gcnzc" if is_ours else "dgl")
+    first, second = drawn(whole), drawn(whole)
+    assert first != second
+    assert drawn(make(3)) == first
+    loader = make(2)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    for other in (make(3, seed=None), copy.deepcopy(loader)):
+        other.load_state_dict(loader.state_dict())
+        assert drawn(other) == first[2:]
+        assert drawn(other) == second
+    assert drawn(make(1, seed=10), 2) != first[:2]
+
+
+def test_a_state_of_other_items_or_fanouts_is_rejected(graph):
+    state = DataLoader(graph, SEEDS, NODE_SAMPLER, seed=1).state_dict()
+    with pytest.raises(ValueError, match="other nodes or edges"):
+        DataLoader(graph, {"paper": SEEDS["paper"]}, NODE_SAMPLER).load_state_dict(state)
+    authors = {"author": SEEDS["author"]}
+    state = DataLoader(graph, authors, NODE_SAMPLER, seed=1).state_dict()
+    # the same ids of another type
+    papers = DataLoader(graph, {"paper": SEEDS["author"]}, NODE_SAMPLER)
+    with pytest.raises(ValueError, match="loader with types"):
+        papers.load_state_dict(state)
+    other = DataLoader(graph, authors, loading.NeighborSampler([BY_TYPE, 3], **PREFETCH))
+    with pytest.raises(ValueError, match="loader with fanouts"):
+        other.load_state_dict(state)
+
+
+def test_a_loader_can_be_pickled():
+    loader = DataLoader(make_graph(), SEEDS, NODE_SAMPLER, batch_size=20, seed=4)
+    other = pickle.loads(pickle.dumps(loader))
+    assert drawn(other) == drawn(loader)
+
+
+@NOT_PINNED
+def test_a_graph_with_one_node_type_takes_tensors():
+    edges = torch.randint(30, (2, 2, 100), generator=torch.Generator().manual_seed(0))
+    graph = dgl.heterograph(
+        {("n", name, "n"): tuple(own) for name, own in zip("ab", edges, strict=True)}
+    )
+    graph.ndata["feat"] = torch.randn(30, 4)
+    sampler = loading.NeighborSampler([-1], prefetch_node_feats=["feat"])
+    for indices in (torch.arange(20), {"n": torch.arange(20)}):
+        mine, theirs = (
+            next(iter(Loader(graph, indices, sampler, batch_size=8)))
+            for Loader in (DataLoader, loading.DataLoader)
+        )
+        for own, other in zip(mine[:2], theirs[:2], strict=True):
+            assert type(own) is type(other)
+        found = mine[1]["n"] if isinstance(mine[1], dict) else mine[1]
+        assert found.tolist() == list(range(8))
+        assert torch.equal(mine[0].sort().values, theirs[0].sort().values)
+        assert torch.equal(mine[2][0].srcdata["feat"], graph.ndata["feat"][mine[0]])
+
+
+def test_tables_replace_data_by_type(graph):
+    table = FeatureTable.quantized(graph.nodes["paper"].data["feat"])
+    more = FeatureTable(torch.arange(50.0).view(-1, 1))
+    sampler = loading.NeighborSampler(
+        [2], prefetch_node_feats={"paper": ["feat"], "author": ["more", "feat"]}
+    )
+    tables = {("paper", "feat"): table, ("author", "more"): more}
+    for inputs, _, blocks in DataLoader(graph, SEEDS, sampler, batch_size=20, tables=tables):
+        found = blocks[0].srcdata
+        assert torch.equal(found["feat"]["paper"], table.gather(inputs["paper"]))
+        author = graph.nodes["author"].data["feat"][inputs["author"]]
+        assert torch.equal(found["feat"]["author"], author)
+        assert torch.equal(found["more"]["author"], inputs["author"].float().view(-1, 1))
+
+
+def test_data_may_change_between_epochs():
+    graph = make_graph()
+    loader = DataLoader(graph, SEEDS, NODE_SAMPLER, batch_size=20)
+    for scale in (1, 2):
+        graph.nodes["paper"].data["feat"] = graph.nodes["paper"].data["feat"] * scale
+        for _, _, blocks in loader:
+            check_data(graph, blocks[0])
+    del graph.nodes["author"].data["feat"]
+    with pytest.raises(ValueError, match="'feat', but the graph's node type 'author' data has"):
+        iter(loader)
+
+
+def test_types_that_a_minibatch_does_not_reach_have_no_nodes(graph):
+    sampler = loading.NeighborSampler([dict.fromkeys(TYPES, 0)])
+    inputs, outputs, (block,) = next(iter(DataLoader(graph, SEEDS, sampler, batch_size=8)))
+    assert {kind: len(ids) for kind, ids in inputs.items()} == {"author": 0, "paper": 8, "venue": 0}
+    assert list(outputs) == ["paper"]
+    assert block.num_edges() == 0
+
+
+def wrong_negatives(result):
+    def sample(g, edges):
+        return result
+
+    return edge_sampler(None, (2,), negative_sampler=sample)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"indices": torch.arange(3)}, "a tensor.*, but the graph has several node types"),
+        ({"indices": {"topic": torch.arange(3)}}, "indices has the node type 'topic'"),
+        ({"indices": {}}, "indices is a dict without types"),
+        ({"indices": {"venue": torch.arange(7)}}, "has 6 nodes of type venue"),
+        ({"indices": {"venue": torch.tensor([2, 2])}}, "index 2 occurs twice"),
+        ({"fanouts": [{**BY_TYPE, "likes": 2}]}, r"fanouts\[0\] has the edge type 'likes'"),
+        ({"fanouts": [2, {WRITES: 2}]}, r"fanouts\[1\] has no edge type \('paper', 'cites'"),
+        ({"fanouts": [{**BY_TYPE, CITES: -2}]}, r"fanouts of \('paper', 'cites', 'paper'\)\[0\]"),
+        ({"prob": "p"}, "prob or mask is 'p', which no edge type of the graph has"),
+        ({"feats": ["feat"]}, "prefetch_node_feats is .*the graph has several node types"),
+        ({"feats": {"topic": ["feat"]}}, "prefetch_node_feats has the node type 'topic'"),
+        (
+            {"feats": {"venue": ["x"]}},
+            r"has 'x', but the graph's node type 'venue' data has 'feat'(.|\n)*"
+            r"graph\.nodes\['venue'\]\.data\['x'\]",
+        ),
+        ({"tables": {"feat": FeatureTable(torch.zeros(6, 1))}}, "tables has the key 'feat'"),
+        ({"edges": {"likes": torch.arange(2)}}, "indices has the edge type 'likes'"),
+        ({"edges": torch.arange(2)}, "the graph has several edge types"),
+        ({"edges": {"in": torch.tensor([150])}}, r"has 150 edges of type \('paper', 'in'"),
+        ({"edges": {"in": [1], IN: [2]}}, r"indices has the type .* twice"),
+        ({"reverse": None}, "exclude is 'reverse_types', but reverse_etypes is None"),
+        ({"reverse": {"in": "likes"}}, "reverse_etypes has the edge type 'likes'"),
+        ({"reverse": {"in": "writes"}}, "is not the reverse of .*other types of nodes"),
+        ({"reverse": {"cites": "cites"}}, "edge .* of type .* is not the reverse of edge"),
+        ({"eids": {"in": torch.arange(150)}}, "reverse_eids has nothing for the 800 edges"),
+        ({"eids": {CITES: torch.arange(9)}}, "reverse_eids has 9 ids for the 800 edges"),
+        ({"eids": {CITES: torch.arange(800)}}, "edge .* is not the reverse of edge"),
+        ({"eids": torch.arange(800)}, "exclude is 'reverse_id', but reverse_eids is a tensor"),
+        ({"sampler": wrong_negatives(5)}, "returned a int(.|\n)*by edge type"),
+        ({"sampler": wrong_negatives({"likes": ([], [])})}, "has the edge type 'likes'"),
+        (
+            {"sampler": wrong_negatives({IN: (torch.tensor([3]), torch.tensor([6]))})},
+            "returned nodes from 6 to 6 for .*but 'venue' has 6 nodes",
+        ),
+    ],
+)
+def test_wrong_arguments_are_rejected_by_name(graph, change, message):
+    indices, edges = change.get("indices", SEEDS), {CITES: torch.arange(5)}
+    feats = change.get("feats")
+    inner = loading.NeighborSampler(
+        change.get("fanouts", [2]), prob=change.get("prob"), prefetch_node_feats=feats
+    )
+    sampler = inner
+    if "sampler" in change:
+        indices, sampler = edges, change["sampler"]
+    if "edges" in change:
+        indices, sampler = change["edges"], loading.as_edge_prediction_sampler(inner)
+    if "reverse" in change:
+        indices = edges
+        sampler = loading.as_edge_prediction_sampler(
+            inner, "reverse_types", reverse_etypes=change["reverse"]
+        )
+    if "eids" in change:
+        indices = edges
+        sampler = loading.as_edge_prediction_sampler(
+            inner, "reverse_id", reverse_eids=change["eids"]
+        )
+    with pytest.raises(ValueError, match=message):
+        next(iter(DataLoader(graph, indices, sampler, tables=change.get("tables"))))
+
+
+def test_reverse_types_need_as_many_edges():
+    graph = make_graph()
+    graph.add_edges([0], [0], etype="writes")
+    sampler = edge_sampler("reverse_types", (2,))
+    with pytest.raises(ValueError, match=r"has 501 edges, but .* has 500"):
+        DataLoader(graph, {"writes": torch.arange(3)}, sampler)
+
+
+def test_graphs_that_cannot_be_sampled_are_rejected():
+    empty = dgl.heterograph({("a", "x", "b"): ([], [])}, num_nodes_dict={"a": 3, "b": 0})
+    with pytest.raises(ValueError, match="node types without nodes, as 'b'"):
+        DataLoader(empty, {"a": [0]}, NODE_SAMPLER)
+    block = dgl.to_block(make_graph(), {"paper": torch.arange(3)})
+    with pytest.raises(ValueError, match="DataLoader does not support a DGLBlock"):
+        DataLoader(block, {"paper": [0]}, NODE_SAMPLER)
