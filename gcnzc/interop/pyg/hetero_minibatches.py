@@ -25,6 +25,7 @@ from gcnzc.interop.pyg.hetero_graph import (
     read_typed_attributes,
 )
 from gcnzc.interop.pyg.minibatches import PygLoader
+from gcnzc.interop.pyg.sampler import make_sampler
 from gcnzc.loader.checks import check_loader_device
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 
@@ -61,6 +62,9 @@ class HeteroPygLoader(PygLoader):
         options: see `Options`.
     """
 
+    _typed: TypedGraph
+    _sampling: Sampling
+
     def __init__(
         self,
         data: Any,
@@ -82,33 +86,12 @@ class HeteroPygLoader(PygLoader):
         # the threads prepare minibatches on the host; `_assemble` copies them
         DropInLoader.__init__(self, _NO_GRAPH, items, num_items, replace(options, device=CPU))
         self.device = device
-        self._sampler = self._make_sampler()  # type: ignore[assignment]
+        self._sampler = self._make_sampler()
         self._last_values: dict[Key, Any] | None = None
         self._refresh_attributes()
 
     def _make_sampler(self) -> HeteroSampler:
-        return HeteroSampler(
-            self._typed.graph,
-            self._sampling.num_neighbors,
-            seed=self._seed,
-            replace=self._sampling.replace,
-            weighted=self._sampling.weighted,
-            disjoint=self._sampling.disjoint,
-            temporal=self._sampling.temporal,
-            time=self._typed.time or "both",
-            subgraph_type=self._sampling.subgraph_type,
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        sampler: Any = self._sampler
-        found = {name: _plain(value) for name, value in sampler.settings.items()}
-        # the seed is a setting of the loader
-        del found["sampler_seed"]
-        return found | dict(self._given_settings)
-
-    def _set_seed(self, seed: int) -> None:
-        DropInLoader._set_seed(self, seed)
-        self._sampler = self._make_sampler()  # type: ignore[assignment]
+        return make_sampler(self._typed, self._sampling, self._seed)
 
     def _refresh_attributes(self) -> None:
         stores = (*self.data.node_stores, *self.data.edge_stores)
@@ -195,10 +178,3 @@ class HeteroPygLoader(PygLoader):
         for (kind, name), value in values.items():
             data[kind][name] = value
         return data if self.transform is None else self.transform(data)
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting of a sampler as an integer, a string, or a list of strings."""
-    if isinstance(value, Mapping):
-        return [f"{name}: {own}" for name, own in value.items()]
-    return int(value) if isinstance(value, bool | int) else str(value)
