@@ -117,7 +117,7 @@ def _fanouts(graph: HeteroGraph, given: Any) -> tuple[Any, int]:
     if isinstance(given, Mapping):
         given = {_edge_type(key): own for key, own in given.items()}
     found = check_num_neighbors(graph, given)
-    return given, len(next(iter(found.values())))
+    return given, len(next(iter(found.values()), ()))
 
 
 def _edge_type(key: Any) -> Any:
