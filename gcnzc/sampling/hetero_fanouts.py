@@ -52,6 +52,7 @@ def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
         if len(own) != num_hops:
             raise ValueError(
                 f"num_neighbors has {num_hops} hops for edge type {first}, but {len(own)} for "
-                f"{each}\n\nhint: one number for each hop; 0 samples no edges"
+                f"{each}: the number of hops must be the same across all edge types\n\n"
+                "hint: one number for each hop; 0 samples no edges"
             )
     return found

@@ -408,7 +408,7 @@ def test_times_of_items_are_checked(data):
         with pytest.raises(ValueError, match=message):
             NeighborLoader(data, [2], **options)
     for options, message in (
-        ({"time_attr": "at"}, "time_attr was given without edge_label_time"),
+        ({"time_attr": "at"}, "time_attr was given, but .edge_label_time. is not set"),
         ({"edge_label_time": torch.arange(EDGES)}, "edge_label_time was given without time_attr"),
         ({"time_attr": "at", "edge_label_time": torch.arange(3)}, r"edge_label_time has shape"),
     ):

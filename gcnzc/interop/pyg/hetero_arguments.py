@@ -231,12 +231,12 @@ def check_label_time(given: Any, typed: TypedGraph | None, num_items: int) -> Te
     Raises:
         ValueError: there are times but no `time_attr`, or the reverse, or the times are wrong.
     """
-    if (given is None) != (typed is None or typed.time is None):
-        names = ("edge_label_time", "time_attr")
-        missing, other = names if given is None else names[::-1]
-        raise ValueError(
-            f"{other} was given without {missing}\n\nhint: temporal sampling requires both"
-        )
+    hint = "hint: temporal sampling requires both"
+    is_temporal = typed is not None and typed.time is not None
+    if is_temporal and given is None:
+        raise ValueError(f"time_attr was given, but 'edge_label_time' is not set\n\n{hint}")
+    if given is not None and not is_temporal:
+        raise ValueError(f"edge_label_time was given without time_attr\n\n{hint}")
     return None if given is None else as_times("edge_label_time", given, num_items)
 
 

@@ -27,6 +27,7 @@ from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.link_loader import LinkNeighborLoader, cast_negative_sampling
 from gcnzc.interop.pyg.link_seeds import LinkSeeds
 from gcnzc.interop.pyg.minibatches import PygLoader
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind
 
 
@@ -85,6 +86,7 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
         tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
+        custom_cls = kwargs.pop("custom_cls", None)
         check_common(
             "LinkNeighborLoader",
             transform=transform,
@@ -93,9 +95,8 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_kind("data", data, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
         self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.edge_label_index, self.edge_label = edge_label_index, edge_label
@@ -110,9 +111,10 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
             time_attr,
             weight_attr,
         )
-        arguments.keep_in(self)
-        typed = to_typed_graph(data, time_attr, weight_attr)
-        self._edge_type, self._edges = check_typed_edges(edge_label_index, data, typed.graph)
+        source = self._open(data, custom_cls, arguments)
+        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
+        typed = to_typed_graph(source, time_attr, weight_attr)
+        self._edge_type, self._edges = check_typed_edges(edge_label_index, source, typed.graph)
         num_items = self._edges.shape[1]
         self._labels = self._check_labels(edge_label)
         check_input_id(input_id, num_items)

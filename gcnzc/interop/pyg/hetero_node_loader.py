@@ -22,6 +22,7 @@ from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.interop.pyg.node_loader import NeighborLoader
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind
 
 
@@ -90,6 +91,7 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
         tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
+        custom_cls = kwargs.pop("custom_cls", None)
         check_common(
             "NeighborLoader",
             transform=transform,
@@ -98,9 +100,8 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_kind("data", data, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.input_nodes, self.input_id, self.input_time = input_nodes, input_id, input_time
         self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
@@ -113,8 +114,9 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             time_attr,
             weight_attr,
         )
-        arguments.keep_in(self)
-        typed = to_typed_graph(data, time_attr, weight_attr)
+        source = self._open(data, custom_cls, arguments)
+        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
+        typed = to_typed_graph(source, time_attr, weight_attr)
         self._node_type, self._nodes, self._ids = check_typed_nodes(
             input_nodes, input_id, typed.graph
         )

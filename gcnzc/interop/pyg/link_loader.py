@@ -29,6 +29,7 @@ from gcnzc.interop.pyg.link_seeds import LinkSeeds, link_seeds
 from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
 from gcnzc.interop.pyg.negatives import NegativeNodes
 from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind, check_number, describe
 
 # maximum of `neg_sampling_ratio`
@@ -103,6 +104,7 @@ class LinkNeighborLoader(
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
+        custom_cls = kwargs.pop("custom_cls", None)
         check_common(
             "LinkNeighborLoader",
             transform=transform,
@@ -111,7 +113,7 @@ class LinkNeighborLoader(
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
         arguments = SamplingArguments(
             replace,
@@ -122,14 +124,14 @@ class LinkNeighborLoader(
             time_attr,
             weight_attr,
         )
-        arguments.keep_in(self)
+        source = self._open(data, custom_cls, arguments)
         self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
         # `data` may have these attributes from a split of its edges
         self._own_fields += ("edge_label_index", "edge_label_time")
         self._own_fields += ("seed_time",) if self._is_triplet else ("edge_label",)
-        csc = to_csc(data, is_sorted)
+        csc = to_csc(source, is_sorted and self._stores is None)
         self.edge_label_index = edge_label_index
         edges = strip_type("edge_label_index", edge_label_index)
         self._edges = check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
@@ -137,7 +139,7 @@ class LinkNeighborLoader(
         num_items = self._edges.shape[1]
         check_input_id(self.input_id, num_items)
         hops = check_num_neighbors(num_neighbors, "LinkNeighborLoader")
-        typed = None if arguments.is_plain else to_one_type(data, csc, time_attr, weight_attr)
+        typed = None if arguments.is_plain else to_one_type(source, csc, time_attr, weight_attr)
         self.edge_label_time = edge_label_time
         self._set_times(edge_label_time, check_label_time(edge_label_time, typed, num_items))
         nodes = NodeStore(csc.graph.num_nodes) if typed is None else typed.graph.nodes(NODE)

@@ -25,11 +25,12 @@ from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
 from gcnzc.interop.items import as_items
 from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
-from gcnzc.interop.pyg.hetero_arguments import Sampling
+from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
 from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.one_type import sample_one_type
 from gcnzc.interop.pyg.sampler import PygSampler, make_sampler, settings_of
+from gcnzc.interop.pyg.stores import StoredAttributes, has_types, is_store_pair, open_stores
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample
 from gcnzc.kernels.structure.coo import csc_to_coo
@@ -50,7 +51,8 @@ class PygLoader(DropInLoader):
     attributes, and replace the ids of the sampled nodes and edges.
 
     Args:
-        data: a `Data` with `edge_index`. Its attributes are read when an epoch begins.
+        data: a `Data` with `edge_index`, or a pair of stores. Its attributes are read when an epoch
+            begins.
         csc: the edges of `data` as CSC.
         items: the nodes or edges to iterate over.
         num_items: the number of items.
@@ -70,6 +72,8 @@ class PygLoader(DropInLoader):
         "num_sampled_nodes",
         "num_sampled_edges",
     )
+    # the attributes that a feature store gathers; None if `data` is no pair of stores
+    _stored: StoredAttributes | None = None
     # the classes for `HeteroData`, by the classes of which they are the replacements
     _hetero_classes: ClassVar[dict[type, type]] = {}
 
@@ -77,6 +81,7 @@ class PygLoader(DropInLoader):
         """Select the class by the type of the data, except for the subclasses of users."""
         data = args[0] if args else kwargs.get("data")
         is_hetero = isinstance(data, import_pyg().data.HeteroData)
+        is_hetero = is_hetero or (is_store_pair(data) and has_types(data))
         selected = cls._hetero_classes.get(cls, cls) if is_hetero else cls
         return cast(Self, super().__new__(selected, *args, **kwargs))
 
@@ -128,6 +133,19 @@ class PygLoader(DropInLoader):
         """Do nothing: there are no worker processes whose number of threads could be set."""
         yield
 
+    def _open(self, data: Any, custom_cls: Any, arguments: SamplingArguments) -> Any:
+        """Return the data with the graph: `data`, or that of a pair of stores."""
+        arguments.keep_in(self)
+        self.custom_cls = custom_cls
+        names = (arguments.time_attr, arguments.weight_attr)
+        self._stores = open_stores(data, custom_cls, names)
+        return data if self._stores is None else self._stores.structure
+
+    @property
+    def _sliced(self) -> Any:
+        """The data whose attributes are sliced to minibatches, besides those of a feature store."""
+        return self.data if self._stores is None else self._stores.structure
+
     def _make_sampler(self) -> PygSampler | HeteroSampler:
         if self._typed is None or self._sampling is None:
             return PygSampler(self._graph, self.num_neighbors, self._seed)
@@ -157,13 +175,15 @@ class PygLoader(DropInLoader):
         self._sampler = self._make_sampler()
 
     def _refresh_attributes(self) -> None:
-        current, last = self.data.to_dict(), self._last_attributes
+        if self._stores is not None:
+            self._stored = self._stores.attributes({*(self.tables or ()), *self._own_fields})
+        current, last = self._sliced.to_dict(), self._last_attributes
         same = last is not None and current.keys() == last.keys()
         if same and all(current[name] is value for name, value in (last or {}).items()):
             return
         self._last_attributes = current
         self._attributes: Attributes = read_attributes(
-            self.data,
+            self._sliced,
             self._graph,
             self.tables or {},
             self._own_fields,
@@ -214,6 +234,8 @@ class PygLoader(DropInLoader):
         """Add the attributes on the host of the nodes and of the edges `e_id`."""
         edges = fields["e_id"]
         fields |= self._attributes.slice_on_host(nodes, edges)
+        if self._stored is not None:
+            fields |= self._stored.gather({None: nodes})
         if fields["e_id"] is not edges:
             # attributes on GPUs are sliced later, by the ids of the sampled edges
             fields[_SAMPLED_EDGES] = edges

@@ -24,6 +24,7 @@ from gcnzc.interop.pyg.hetero_arguments import (
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
 from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.stores import is_store_pair
 
 
 class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
@@ -104,6 +105,7 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
+        custom_cls = kwargs.pop("custom_cls", None)
         check_common(
             "NeighborLoader",
             transform=transform,
@@ -112,7 +114,7 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
             tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
         arguments = SamplingArguments(
             replace,
@@ -123,14 +125,14 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
             time_attr,
             weight_attr,
         )
-        arguments.keep_in(self)
+        source = self._open(data, custom_cls, arguments)
         self._own_fields += ("batch_size", "seed_time")
-        csc = to_csc(data, is_sorted)
+        csc = to_csc(source, is_sorted and self._stores is None)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self.filter_per_worker = filter_per_worker
         self._nodes, self._ids = check_nodes(input_nodes, input_id, csc.graph.num_nodes)
         hops = check_num_neighbors(num_neighbors, "NeighborLoader")
-        typed = None if arguments.is_plain else to_one_type(data, csc, time_attr, weight_attr)
+        typed = None if arguments.is_plain else to_one_type(source, csc, time_attr, weight_attr)
         self.input_time = input_time
         self._times = check_input_time(input_time, typed, NODE, len(self._nodes))
         # a tensor keeps its dtype, as in PyG
