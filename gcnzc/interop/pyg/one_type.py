@@ -38,13 +38,12 @@ def to_one_type(
     Raises:
         ValueError: there is no such attribute, or its values are wrong.
     """
-    time, kind = _attribute(data, "time_attr", time_attr)
-    weight, of = _attribute(data, "weight_attr", weight_attr)
-    if of == "node":
-        raise ValueError(
-            f"weight_attr is {weight_attr!r:.100}, an attribute of nodes\n\n"
-            "hint: weights are of edges, one for each edge of edge_index"
-        )
+    time = _attribute(data, "time_attr", time_attr)
+    weight = _attribute(data, "weight_attr", weight_attr)
+    kind: TimeKind | None = None
+    if time_attr is not None:
+        # as in PyG, if the data has as many edges as nodes
+        kind = "node" if data.is_node_attr(time_attr) else "edge"
 
     def build() -> TypedGraph:
         graph, order = csc.graph, None if csc.order is None else csc.order.rows
@@ -70,15 +69,12 @@ def to_one_type(
     return cached_graph((NODE, id(csc), kind), (time, weight), build)
 
 
-def _attribute(data: Any, argument: str, name: str | None) -> tuple[Any, TimeKind | None]:
-    """Return the values of an attribute, and whether it is of nodes or of edges."""
+def _attribute(data: Any, argument: str, name: str | None) -> Any:
+    """Return the values of an attribute of nodes or edges."""
     if name is None:
-        return None, None
-    if name in data:
-        if data.is_node_attr(name):
-            return data[name], "node"
-        if data.is_edge_attr(name):
-            return data[name], "edge"
+        return None
+    if name in data and (data.is_node_attr(name) or data.is_edge_attr(name)):
+        return data[name]
     raise ValueError(
         f"{argument} is {name!r:.100}, which is no attribute of nodes or edges of the data\n\n"
         f"hint: data.{name} = ..., with one value for each edge or each node"
