@@ -1,6 +1,6 @@
 """Measure the seeds per second of gcnzc's loader of heterogeneous graphs compared with PyG's.
 
-    python -m bench.loading.hetero --rivals FOLDER [--rounds 5] [--cache data/bench]
+    python -m bench.loading.hetero --rivals FOLDER [--rounds 5] [--cache data/bench] [--sequential]
 
 The graph has 4 node types and 6 edge types with power-law degree distributions, 1 M nodes with 64
 float32 features and a time each, and 20 M edges. Minibatches have 1024 seeds of one type and
@@ -11,18 +11,23 @@ disjoint. Each system gets the same arrays as a PyG `HeteroData`, runs in its ow
 with torch-sparse, which has no temporal sampling.
 
 The measurements are interleaved, see bench/loading/loader.py. The speed-up is the median over the
-rounds of the ratio between the fastest configurations.
+rounds of the ratio between the fastest configurations. With `--sequential`, only one thread and no
+workers are measured, for machines on which other programs run: there, more threads get a larger
+share of the cores.
 """
 
 import argparse
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from bench import harness
 from bench.loading.loader import BATCH_SIZE, EXPONENT, ROOT, Rival
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 
 NODES = {"paper": 550_000, "author": 400_000, "institution": 10_000, "field": 40_000}
 EDGES = {
@@ -35,7 +40,8 @@ EDGES = {
 }
 COLUMNS, LATEST, SEED = 64, 1000, 0
 # batches timed per round, and untimed batches before them
-TIMED, SKIPPED = {"hetero_ours": 40, "hetero_pyg": 6}, 4
+TIMED, SKIPPED = {"hetero_ours": 40, "hetero_pyg": 10}, 4
+SEQUENTIAL = ("1 threads", "0 workers")
 PROMISED = 10.0
 
 
@@ -53,15 +59,22 @@ def generated_graph(cache: Path) -> Path:
             features = random.standard_normal((count, COLUMNS), np.float32)
             np.save(folder / f"{name}.x.npy", features)
             np.save(folder / f"{name}.time.npy", random.integers(LATEST, size=count))
-        for (source, relation, target), count in EDGES.items():
+        for edge_type, count in EDGES.items():
             pair = [
                 np.searchsorted(ends[name], random.random(count)).clip(0, NODES[name] - 1)
-                for name in (source, target)
+                for name in edge_type[::2]
             ]
-            edges = np.stack(pair)
-            np.save(folder / f"{source}.{relation}.{target}.npy", edges)
+            np.save(folder / f"{'.'.join(edge_type)}.npy", sorted_edges(folder, edge_type, pair))
         np.save(folder / "seeds.npy", random.permutation(NODES["paper"]))
     return folder
+
+
+def sorted_edges(folder: Path, edge_type: EdgeType, pair: list[Any]) -> Any:
+    """Return edges sorted by destination and by the time of the source, as PyG's sampler needs."""
+    nodes = {name: {"time": np.load(folder / f"{name}.time.npy")} for name in edge_type[::2]}
+    edges = HeteroGraph.from_arrays(nodes, {edge_type: pair}).edges(edge_type)
+    targets = torch.arange(len(edges.indptr) - 1).repeat_interleave(edges.indptr.diff())
+    return torch.stack([edges.indices.long(), targets]).numpy()
 
 
 def main() -> None:
@@ -74,13 +87,20 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
     )
+    parser.add_argument(
+        "--sequential", action="store_true", help="measure only one thread and no workers"
+    )
     options = parser.parse_args()
     folder = generated_graph(options.cache)
     python = str(options.rivals.resolve() / "pyg" / "bin" / "python")
     rivals = [
-        Rival.start("hetero_ours", sys.executable, folder),
-        Rival.start("hetero_pyg", python, folder),
+        Rival.start("hetero_ours", sys.executable, folder, threads=1),
+        Rival.start("hetero_pyg", python, folder, threads=1),
     ]
+    if options.sequential:
+        for rival in rivals:
+            names = rival.configurations
+            rival.configurations = [name for name in names if name.endswith(SEQUENTIAL)]
     cases = [(rival, name) for rival in rivals for name in rival.configurations]
     nodes = {
         (rival.name, name): rival.measure(name, folder / "seeds.npy", 0, 1, 1)["nodes"]
@@ -91,10 +111,11 @@ def main() -> None:
     for round_ in range(options.rounds):
         first = round_ % len(cases)
         for rival, name in cases[first:] + cases[:first]:
-            batches = TIMED[rival.name]
-            limit = NODES["paper"] - (batches + SKIPPED) * BATCH_SIZE
-            begin = int(random.integers(limit))
-            found = rival.measure(name, folder / "seeds.npy", begin, batches, SKIPPED)
+            # without prefetching, few batches suffice
+            batches = TIMED[rival.name] // (2 if options.sequential else 1)
+            skipped = 1 if options.sequential else SKIPPED
+            begin = int(random.integers(NODES["paper"] - (batches + skipped) * BATCH_SIZE))
+            found = rival.measure(name, folder / "seeds.npy", begin, batches, skipped)
             seconds[rival.name, name].append(found["seconds"] / found["batches"])
     record(rivals, seconds, nodes)
 
@@ -126,7 +147,7 @@ def record(
                 best[rival.name] = way, times[way]
         if len(best) < len(rivals):
             continue
-        (_, ours), (way, theirs) = best["hetero_ours"], best["hetero_pyg"]
+        (_, ours), (_, theirs) = best["hetero_ours"], best["hetero_pyg"]
         ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
         harness.record(
             "hetero_loader",
@@ -134,7 +155,7 @@ def record(
             times=statistics.median(ratios),
             least=min(ratios),
             greatest=max(ratios),
-            pyg_way=way,
+            ways=[way for way, _ in best.values()],
         )
 
 

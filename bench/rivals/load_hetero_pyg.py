@@ -9,8 +9,8 @@ from torch_geometric.sampler import NeighborSampler
 
 
 def prepare(data, time_attr):
-    """Return the sampler, in shared memory for the workers."""
-    sampler = NeighborSampler(data, FANOUTS, time_attr=time_attr, share_memory=True)
+    """Return the sampler; the edges of the folder are sorted."""
+    sampler = NeighborSampler(data, FANOUTS, time_attr=time_attr, is_sorted=True)
     return {"neighbor_sampler": sampler}
 
 
