@@ -93,9 +93,10 @@ def main() -> None:
     options = parser.parse_args()
     folder = generated_graph(options.cache)
     python = str(options.rivals.resolve() / "pyg" / "bin" / "python")
+    threads = 1 if options.sequential else None
     rivals = [
-        Rival.start("hetero_ours", sys.executable, folder, threads=1),
-        Rival.start("hetero_pyg", python, folder, threads=1),
+        Rival.start("hetero_ours", sys.executable, folder, threads),
+        Rival.start("hetero_pyg", python, folder, threads),
     ]
     if options.sequential:
         for rival in rivals:
