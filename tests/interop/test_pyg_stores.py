@@ -293,6 +293,9 @@ def test_a_store_without_a_tensor_is_reported(data):
     features.tensors["user", "x"] = None
     with pytest.raises(ValueError, match="the feature store returned None for user, x"):
         next(iter(loader))
+    features._get_tensor = lambda attr: torch.rand(9, 2)
+    with pytest.raises(ValueError, match=r"the feature store returned .* for user, x"):
+        next(iter(loader))
 
 
 def test_edges_out_of_range_are_reported(data):

@@ -4,7 +4,6 @@ Importing this module imports PyG.
 """
 
 import copy
-import threading
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.interop.pyg.importing import import_pyg
+from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import check_kind, describe
 
 _pyg = import_pyg()
@@ -71,7 +71,7 @@ class StoredData:
         custom_cls: Any,
         names: Collection[str | None],
     ) -> None:
-        self._features, self._lock = feature_store, threading.Lock()
+        self._features, self._lock = feature_store, ForkSafeLock()
         self._is_typed = has_types((feature_store, graph_store))
         base = _pyg.data.HeteroData if self._is_typed else _pyg.data.Data
         self.structure = base() if custom_cls is None else custom_cls()
@@ -158,7 +158,7 @@ class StoredAttributes:
             ids: (B,) ids on the host, by type; the type is None without types.
 
         Raises:
-            ValueError: the feature store does not have a tensor.
+            ValueError: the feature store does not have a tensor, or returns another number of rows.
         """
         found = []
         for attr in self._attrs:
@@ -193,12 +193,12 @@ def _indexed(attr: Any, index: Tensor | None) -> Any:
 
 def _to_tensor(attr: Any, rows: Any) -> Tensor:
     if isinstance(rows, np.ndarray):
-        return torch.from_numpy(rows)
-    if isinstance(rows, Tensor):
+        rows = torch.from_numpy(rows)
+    if isinstance(rows, Tensor) and (attr.index is None or len(rows) == len(attr.index)):
         return rows
     raise ValueError(
         f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}\n\n"
-        "hint: get_tensor returns a tensor or an array for each of get_all_tensor_attrs()"
+        "hint: get_tensor returns a tensor or an array with one row for each index"
     )
 
 
