@@ -512,9 +512,7 @@ def traffic() -> str:
         "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
     }
     lines = [
-        line
-        for line in read("traffic")
-        if line["times_fewer"] != 1 and line["part"] != "methods"
+        line for line in read("traffic") if line["times_fewer"] != 1 and line["part"] != "methods"
     ]
     sizes = sorted({line["elements"] for line in lines})
     for line in lines:

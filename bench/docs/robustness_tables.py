@@ -6,6 +6,9 @@ from pathlib import Path
 
 from bench.docs.result_tables import markdown, newest, read, table, with_caption
 
+# of a chi-square statistic, below which two distributions differ
+PYG_SAMPLER_LEAST_P = 1e-5
+
 
 @table
 def fuzz() -> str:
@@ -67,6 +70,43 @@ def peer_tests() -> str:
         text += f"\nUnsupported features in {peer}'s tests: {'; '.join(features) or 'none'}.\n"
     return with_caption(
         text, lines.values(), "python -m bench.robustness.peer_tests --pyg FOLDER --dgl FOLDER"
+    )
+
+
+@table
+def pyg_sampler() -> str:
+    """Return the table of minibatches compared with those of PyG's own sampler."""
+    lines = newest(read("pyg_sampler"), "case", "library")
+    rows = []
+    for library in dict.fromkeys(library for _, library in lines):
+        own = [line for (_, other), line in lines.items() if other == library]
+        exact = [line for line in own if "different" in line]
+        sampled = [line for line in own if "p_values" in line]
+        tests = [p for line in sampled for by in line["p_values"].values() for p in by.values()]
+        name = f"{library} {own[0]['versions'][library.replace('-', '_')]}"
+        rows += [
+            [
+                name,
+                "nothing is random: every field is equal",
+                len(exact),
+                sum(line["minibatches"] for line in exact),
+                sum(bool(line["different"]) for line in exact),
+                None,
+            ],
+            [
+                name,
+                f"fan-outs: {len(tests)} chi-square statistics",
+                len(sampled),
+                None,
+                sum(p < PYG_SAMPLER_LEAST_P for p in tests),
+                f"{min(tests):.2g}",
+            ],
+        ]
+    heads = ["PyG samples with", "compared", "cases", "minibatches", "different", "least p-value"]
+    return with_caption(
+        markdown(heads, rows),
+        lines.values(),
+        "python -m bench.interop.pyg_sampler --rivals FOLDER",
     )
 
 

@@ -77,6 +77,7 @@ class Rival:
         threads: int | None = None,
         *,
         work: str = "load",
+        root: Path = ROOT,
     ) -> "Rival":
         """Start the process and wait until it has loaded the graph.
 
@@ -85,13 +86,14 @@ class Rival:
             python: the interpreter of its environment.
             folder: of the graph.
             threads: OMP_NUM_THREADS of the process; not set if None.
-            work: what the process measures, "load" or "train".
+            work: what the process measures, the first part of the program's name.
+            root: checkout of gcnzc that the process imports in this environment.
         """
         program = ROOT / "bench" / "rivals" / f"{work}_{name}.py"
         # PYTHONPATH of this environment must not leak into the rival's environment
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if python == sys.executable:
-            env["PYTHONPATH"] = str(ROOT)
+            env["PYTHONPATH"] = str(root)
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         process = subprocess.Popen(

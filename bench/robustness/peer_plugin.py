@@ -66,7 +66,9 @@ def swap_loaders(peer: str, loaders: str) -> None:
     holder, names, ours = _pyg() if peer == "pyg" else _dgl()
     for name in names:
         loader = getattr(ours if loaders == "gcnzc" else holder, name)
-        _count_constructions(loader)
+        # gcnzc's loaders of HeteroData are subclasses that do not call the constructor of the base
+        for each in (loader, *loader.__subclasses__()):
+            _count_constructions(each)
         setattr(holder, name, loader)
     _swap_in_spawned_processes(peer, loaders)
 

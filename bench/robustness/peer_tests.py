@@ -40,6 +40,8 @@ SUITES = {
         "test/loader/test_cache.py",
         "test/loader/test_imbalanced_sampler.py",
         "test/loader/test_mixin.py",
+        "test/loader/test_prefetch.py",
+        "test/nn/conv/test_hgt_conv.py",
         "test/nn/conv/test_pna_conv.py",
         "test/nn/models/test_basic_gnn.py",
         "test/utils/test_trim_to_layer.py",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,3 +63,26 @@ def to_bidirectional(batch: HasEdges) -> None:
             if batch.edge_ids is not None:
                 batch.edge_ids.pop(each, None)
     batch.row, batch.col, batch.num_edges = row, col, None
+
+
+def merge_reverses(
+    row: Tensor, col: Tensor, edge_ids: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the edges between nodes of one type together with their reverses.
+
+    Duplicate edges are merged, and edges are sorted by destination and source. An edge has the id
+    of the first edge in its own direction, or else of the first edge that it is the reverse of.
+
+    Args:
+        row: (E,) int64 positions of the sources in [0, num_nodes).
+        col: (E,) positions of the destinations.
+        edge_ids: (E,) ids.
+        num_nodes: number of nodes.
+
+    Returns:
+        Rows, columns and ids of the merged edges.
+    """
+    keys = torch.cat([col, row]) * max(num_nodes, 1) + torch.cat([row, col])
+    found, first = np.unique(keys.numpy(), return_index=True)
+    merged, ids = torch.from_numpy(found), torch.cat([edge_ids, edge_ids])[torch.from_numpy(first)]
+    return merged % max(num_nodes, 1), merged // max(num_nodes, 1), ids

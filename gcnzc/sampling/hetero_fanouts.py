@@ -14,7 +14,7 @@ def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
     """Return the fanouts of each edge type of `graph`, from the seeds outward.
 
     Args:
-        graph: has at least one edge type.
+        graph: without edge types, there are no fanouts, and minibatches have only the seeds.
         value: a list for all edge types, or a dict by edge type: a triple, the name of a relation,
             or the names joined by "__". The key "default" is for edge types that are not in it.
 
@@ -22,8 +22,6 @@ def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
         TypeError: fanouts are not integers.
         ValueError: an edge type is unknown, missing or given twice, or the numbers of hops differ.
     """
-    if not graph.edge_types:
-        raise ValueError(f"{graph} has no edge types to sample from\n\nhint: add edges")
     if not isinstance(value, Mapping):
         fanouts = check_fanouts("num_neighbors", value)
         return dict.fromkeys(graph.edge_types, fanouts)
@@ -49,11 +47,12 @@ def check_num_neighbors(graph: HeteroGraph, value: Any) -> Fanouts:
             "'default' is for all others"
         )
     found = {each: given.get(each, default or ()) for each in graph.edge_types}
-    first, num_hops = graph.edge_types[0], len(found[graph.edge_types[0]])
+    first, num_hops = next(((each, len(own)) for each, own in found.items()), (None, 0))
     for each, own in found.items():
         if len(own) != num_hops:
             raise ValueError(
                 f"num_neighbors has {num_hops} hops for edge type {first}, but {len(own)} for "
-                f"{each}\n\nhint: one number for each hop; 0 samples no edges"
+                f"{each}: the number of hops must be the same across all edge types\n\n"
+                "hint: one number for each hop; 0 samples no edges"
             )
     return found

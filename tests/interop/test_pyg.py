@@ -388,9 +388,8 @@ def test_negatives_are_sampled_by_weight(data):
     src, dst = batch.n_id[batch.edge_label_index][:, 50:]
     assert (set(src.tolist()), set(dst.tolist())) == ({5, 6}, {6, 7})
     sampling = NegativeSampling("binary", 4, src_weight=only[:9], dst_weight=only)
-    loader = LinkNeighborLoader(data, [2], neg_sampling=sampling)
     with pytest.raises(ValueError, match="neg_sampling has 9 weights for 300 nodes"):
-        next(iter(loader))
+        LinkNeighborLoader(data, [2], neg_sampling=sampling)
 
 
 def test_negatives_are_uniform(data):
@@ -487,7 +486,7 @@ EDGE = torch.tensor([[0], [1]])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": (None, None)}, "does not support a pair of stores(.|\n)*tables="),
+        ({"data": (None, None)}, "does not support a tuple that is no pair of stores"),
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
         ({"data": Data(edge_index=EDGE.T[:, :1], num_nodes=3)}, r"shape \(1, 1\)"),
@@ -506,17 +505,9 @@ EDGE = torch.tensor([[0], [1]])
         ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors by edge type"),
         ({"num_neighbors": 5}, "num_neighbors is 5, not a list or tuple"),
         ({"num_neighbors": [-2]}, "fanouts"),
-        ({"replace": True}, "does not support replace=True, but only False"),
-        ({"subgraph_type": "induced"}, "subgraph_type='induced', but only 'directional'"),
-        ({"subgraph_type": "bidirectional"}, "subgraph_type='bidirectional'"),
-        ({"disjoint": True}, "disjoint=True"),
-        ({"directed": False}, "directed=False"),
-        ({"temporal_strategy": "last"}, "temporal_strategy='last'"),
-        ({"time_attr": "time"}, "does not support time_attr='time'(.|\n)*pyg-lib"),
-        ({"weight_attr": "weight"}, "weight_attr='weight'"),
-        ({"transform_sampler_output": print}, "transform_sampler_output"),
-        ({"neighbor_sampler": object()}, "neighbor_sampler"),
-        ({"custom_cls": Data}, "custom_cls"),
+        ({"transform_sampler_output": print}, "does not support transform_sampler_output"),
+        ({"neighbor_sampler": object()}, "does not support neighbor_sampler(.|\n)*pyg-lib"),
+        ({"custom_cls": Data}, "does not support custom_cls"),
         ({"sampler": [1], "shuffle": True}, "mutually exclusive with shuffle"),
         ({"batch_sampler": [[1]], "batch_size": 5}, "mutually exclusive"),
         ({"sampler": [1], "rank": 0, "world_size": 2}, "a sampler was given as well"),
@@ -541,7 +532,7 @@ def test_unsupported_arguments_are_rejected_by_name(data, Loader, change, messag
         ({"input_nodes": torch.rand(5)}, "torch.float32"),
         ({"input_nodes": torch.ones(2, 2).long()}, r"shape \(2, 2\)"),
         ({"input_id": torch.arange(3)}, "input_id is .* for 300 items"),
-        ({"input_time": torch.arange(NODES)}, "does not support input_time"),
+        ({"input_time": torch.arange(NODES)}, "input_time was given without time_attr"),
     ],
 )
 def test_invalid_input_nodes_are_rejected(data, change, message):
@@ -566,7 +557,7 @@ def test_nodes_out_of_range_are_rejected(data):
         ({"edge_label": torch.ones(5)}, "edge_label is .* for 3000 edges"),
         ({"edge_label": torch.ones(EDGES), "neg_sampling": "triplet"}, "triplets have no labels"),
         ({"input_id": torch.arange(3)}, "input_id is .* for 3000 items"),
-        ({"edge_label_time": torch.ones(EDGES)}, "does not support edge_label_time"),
+        ({"edge_label_time": torch.ones(EDGES)}, "edge_label_time was given without time_attr"),
     ],
 )
 def test_invalid_links_are_rejected(data, change, message):

@@ -474,6 +474,17 @@ def test_without_hops_minibatches_have_only_the_seeds(data):
     assert batch["item"].x.shape == (0, 7)
 
 
+@pytest.mark.parametrize("num_neighbors", [[], [2, 1]])
+def test_minibatches_of_data_without_edges_have_only_the_seeds(num_neighbors):
+    data = HeteroData({"user": {"x": torch.rand(3, 2)}, "item": {"num_nodes": 4}})
+    for sampling in ({}, {"disjoint": True}, {"subgraph_type": "induced"}):
+        first, second = NeighborLoader(data, num_neighbors, "user", batch_size=2, **sampling)
+        assert first["user"].n_id.tolist() == [0, 1]
+        assert second["user"].n_id.tolist() == [2]
+        assert torch.equal(first["user"].x, data["user"].x[:2])
+        assert (first["item"].num_nodes, first.edge_types) == (0, [])
+
+
 def test_tables_replace_attributes(data):
     tables = {
         ("user", "x"): FeatureTable.quantized(data["user"].x),
@@ -662,10 +673,6 @@ def test_a_model_is_trained_and_full_neighbourhoods_give_the_outputs_of_the_whol
     assert loss_of(batch).item() < before.item()
 
 
-def no_edges():
-    return HeteroData({"user": {"num_nodes": 3}})
-
-
 def changed(kind, **values):
     data = make_data()
     for name, value in values.items():
@@ -717,7 +724,6 @@ NONE = torch.empty(2, 0, dtype=torch.int64)
         ({"batch_size": None}, "does not support batch_size=None"),
         ({"batchsize": 5}, "NeighborLoader has no argument batchsize"),
         ({"rank": 0}, "rank 0 and world_size None"),
-        ({"data": no_edges()}, "no edge types"),
         ({"data": HeteroData()}, "no node types"),
         ({"data": changed(BUYS, edge_index=NONE[:1])}, r"shape \(1, 0\)"),
         ({"data": changed(BUYS, edge_index=torch.full((2, 300), USERS))}, "goes from 60 to 60"),

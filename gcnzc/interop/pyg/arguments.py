@@ -20,35 +20,6 @@ from gcnzc.system.arguments import (
     describe,
 )
 
-# the only supported value of each argument; unlisted arguments support only None
-_SUPPORTED = {
-    "directed": True,
-    "disjoint": False,
-    "replace": False,
-    "subgraph_type": "directional",
-    "temporal_strategy": "uniform",
-}
-
-
-def check_supported(loader_name: str, **arguments: Any) -> None:
-    """Check that PyG's arguments have their only supported values.
-
-    Raises:
-        ValueError: an argument has another value; the message names it.
-    """
-    for name, value in arguments.items():
-        supported = _SUPPORTED.get(name)
-        is_plain = isinstance(value, bool | str)
-        if value is supported or (is_plain and value == supported):
-            continue
-        # the value of a tensor or a function would not fit a message
-        text = f"{name}={value!r}" if is_plain else name
-        suffix = "" if supported is None else f", but only {supported!r}"
-        raise ValueError(
-            f"{loader_name} does not support {text}{suffix}\n\n"
-            f"hint: use torch_geometric.loader.{loader_name}, which needs pyg-lib or torch-sparse"
-        )
-
 
 def check_num_neighbors(num_neighbors: Any, loader_name: str) -> list[int]:
     """Return the number of neighbours of each hop, from a list or PyG's `NumNeighbors`.
@@ -90,12 +61,33 @@ def check_input_id(input_id: Tensor | None, num_items: int) -> None:
         )
 
 
-def check_common(transform: Any, is_sorted: Any, filter_per_worker: Any, tables: Any) -> None:
-    """Check the arguments that the node loader and the link loader share.
+def check_common(
+    loader_name: str,
+    *,
+    transform: Any,
+    is_sorted: Any,
+    filter_per_worker: Any,
+    tables: Any,
+    **unsupported: Any,
+) -> None:
+    """Check the arguments that the loaders share.
+
+    Args:
+        loader_name: the name of the loader, for error messages.
+        transform, is_sorted, filter_per_worker, tables: as given by the user.
+        unsupported: arguments of PyG's loader of which only None is supported.
 
     Raises:
         TypeError: an argument has a wrong type.
+        ValueError: an argument is not supported; the message names it.
     """
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(
+                f"{loader_name} does not support {name}\n\n"
+                f"hint: use torch_geometric.loader.{loader_name}, which needs pyg-lib or "
+                "torch-sparse"
+            )
     check_callable("transform", transform)
     check_flag("is_sorted", is_sorted)
     if filter_per_worker is not None:
@@ -200,6 +192,30 @@ def check_node_ids(
         nodes = as_ids("input_nodes", input_nodes, "ids of nodes, or a mask of all nodes").cpu()
     check_input_id(input_id, len(nodes))
     return check_seeds("input_nodes", nodes, num_nodes), input_id
+
+
+def check_edges(edges: Any, num_nodes: int) -> Tensor:
+    """Return the edges to iterate over, (2, E) int64 on the host.
+
+    Raises:
+        TypeError: `edges` is not a tensor.
+        ValueError: it has another shape or dtype, or ids that are not below `num_nodes`.
+    """
+    hint = "an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
+    check_kind("edge_label_index", edges, Tensor, hint)
+    if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"edge_label_index is of {edges.dtype} and shape {tuple(edges.shape)}\n\n"
+            "hint: (2, E) and int64, with sources in row 0 and destinations in row 1"
+        )
+    if edges.shape[1]:
+        least, greatest = (int(bound) for bound in edges.aminmax())
+        if least < 0 or greatest >= num_nodes:
+            raise ValueError(
+                f"edge_label_index reaches from {least} to {greatest}, but the data has "
+                f"{num_nodes} nodes\n\nhint: nodes are counted from 0"
+            )
+    return edges.cpu().long()
 
 
 def _as_mask(given: Any) -> Tensor | None:

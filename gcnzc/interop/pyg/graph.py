@@ -179,8 +179,8 @@ def _check_edges(data: Any) -> Tensor:
             what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
             hint = "derive classes from HeteroNeighborLoader or HeteroLinkNeighborLoader"
         elif isinstance(data, tuple):
-            what = "a pair of stores"
-            hint += "; a feature store's tables go into tables={'x': table}"
+            what = "a tuple that is no pair of stores"
+            hint += ", a HeteroData, or a pair (FeatureStore, GraphStore)"
         raise ValueError(f"data: gcnzc's loader does not support {what}\n\nhint: {hint}")
     edge_index = getattr(data, "edge_index", None)
     if isinstance(edge_index, import_pyg().EdgeIndex):

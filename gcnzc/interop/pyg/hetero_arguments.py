@@ -1,7 +1,8 @@
 """Check the arguments of the PyG loaders that concern heterogeneous graphs."""
 
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,10 +11,9 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.values import as_times
 from gcnzc.interop.options import check_tables
-from gcnzc.interop.pyg.arguments import check_node_ids
+from gcnzc.interop.pyg.arguments import check_edges, check_node_ids
 from gcnzc.interop.pyg.hetero_graph import Key, TypedGraph
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.link_loader import check_edges
 from gcnzc.sampling.hetero import Strategy, SubgraphType
 from gcnzc.sampling.hetero_fanouts import DEFAULT, check_num_neighbors
 from gcnzc.system.arguments import check_choice, check_flag, describe
@@ -40,39 +40,68 @@ class Sampling:
     subgraph_type: SubgraphType
 
 
-def check_sampling(
-    typed: TypedGraph,
-    num_neighbors: Any,
-    *,
-    replace: Any,
-    subgraph_type: Any,
-    directed: Any,
-    disjoint: Any,
-    temporal_strategy: Any,
-    weight_attr: str | None,
-) -> Sampling:
-    """Check PyG's arguments about sampling.
+@dataclass(frozen=True)
+class SamplingArguments:
+    """PyG's arguments about sampling, which its node loader and its link loader share.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an argument has an unknown value, or `num_neighbors` does not fit the graph.
+        ValueError: an argument has an unknown value.
     """
-    subgraph_type = getattr(subgraph_type, "value", subgraph_type)
-    check_choice("subgraph_type", subgraph_type, SUBGRAPH_TYPES)
-    if not check_flag("directed", directed):
-        # PyG's older form of this argument
-        subgraph_type = "induced"
-    check_choice("temporal_strategy", temporal_strategy, STRATEGIES)
-    fanouts, num_hops = _fanouts(typed.graph, num_neighbors)
-    return Sampling(
-        fanouts,
-        num_hops,
-        replace=check_flag("replace", replace),
-        weighted=weight_attr is not None,
-        disjoint=check_flag("disjoint", disjoint),
-        temporal=None if typed.time is None else cast(Strategy, temporal_strategy),
-        subgraph_type=cast(SubgraphType, subgraph_type),
-    )
+
+    replace: bool = False
+    subgraph_type: str = "directional"
+    directed: bool = True
+    disjoint: bool = False
+    temporal_strategy: str = "uniform"
+    time_attr: str | None = None
+    weight_attr: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types and values."""
+        # a member of PyG's enumeration, or its value
+        subgraph_type = getattr(self.subgraph_type, "value", self.subgraph_type)
+        object.__setattr__(self, "subgraph_type", subgraph_type)
+        check_choice("subgraph_type", subgraph_type, SUBGRAPH_TYPES)
+        check_choice("temporal_strategy", self.temporal_strategy, STRATEGIES)
+        for name in ("replace", "directed", "disjoint"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
+        for name in ("time_attr", "weight_attr"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} is {describe(value)}\n\nhint: the name of an attribute")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all neighbours are sampled alike, without replacement, in one subgraph."""
+        return replace(self, temporal_strategy="uniform") == SamplingArguments()
+
+    def keep_in(self, loader: Any) -> None:
+        """Set attributes of a loader that are named like the arguments.
+
+        Lightning reads them to reconstruct the loader.
+        """
+        for own in fields(self):
+            setattr(loader, own.name, getattr(self, own.name))
+
+    def sampling(self, typed: TypedGraph, num_neighbors: Any) -> Sampling:
+        """Return how to sample from a graph.
+
+        Raises:
+            TypeError: `num_neighbors` has a wrong type.
+            ValueError: `num_neighbors` does not fit the graph.
+        """
+        fanouts, num_hops = _fanouts(typed.graph, num_neighbors)
+        return Sampling(
+            fanouts,
+            num_hops,
+            replace=self.replace,
+            weighted=self.weight_attr is not None,
+            disjoint=self.disjoint,
+            temporal=None if typed.time is None else cast(Strategy, self.temporal_strategy),
+            # `directed=False` is PyG's older form of this argument
+            subgraph_type=cast(SubgraphType, self.subgraph_type if self.directed else "induced"),
+        )
 
 
 def _fanouts(graph: HeteroGraph, given: Any) -> tuple[Any, int]:
@@ -88,7 +117,7 @@ def _fanouts(graph: HeteroGraph, given: Any) -> tuple[Any, int]:
     if isinstance(given, Mapping):
         given = {_edge_type(key): own for key, own in given.items()}
     found = check_num_neighbors(graph, given)
-    return given, len(next(iter(found.values())))
+    return given, len(next(iter(found.values()), ()))
 
 
 def _edge_type(key: Any) -> Any:
@@ -122,18 +151,24 @@ def check_typed_nodes(
 
 
 def check_input_time(
-    input_time: Any, typed: TypedGraph, node_type: str, num_items: int
+    input_time: Any, typed: TypedGraph | None, node_type: str, num_items: int
 ) -> Tensor | None:
     """Return the times of the items, int64; None if those of the nodes are used.
+
+    Args:
+        input_time: as given by the user.
+        typed: the graph; None if sampling is not temporal.
+        node_type: the type of the items.
+        num_items: the number of items.
 
     Raises:
         ValueError: there are times but no `time_attr`, or the reverse, or the times are wrong.
     """
     if input_time is not None:
-        if typed.time is None:
+        if typed is None or typed.time is None:
             raise ValueError("input_time was given without time_attr\n\nhint: time_attr='time'")
         return as_times("input_time", input_time, num_items)
-    if typed.time is not None and typed.graph.nodes(node_type).time is None:
+    if typed is not None and typed.time and typed.graph.nodes(node_type).time is None:
         raise ValueError(
             f"the nodes of type {node_type!r} have no times, and input_time was not given\n\n"
             "hint: input_time=, with one time for each of the input nodes"
@@ -185,19 +220,29 @@ def _canonical_type(names: tuple[str, ...], graph: HeteroGraph) -> EdgeType:
     return found[0] if len(found) == 1 else (names[0], "to", names[1])
 
 
-def check_label_time(given: Any, typed: TypedGraph, num_items: int) -> Tensor | None:
+def check_label_time(given: Any, typed: TypedGraph | None, num_items: int) -> Tensor | None:
     """Return the times of the edges, int64; None without temporal sampling.
+
+    Args:
+        given: as given by the user.
+        typed: the graph; None if sampling is not temporal.
+        num_items: the number of edges.
 
     Raises:
         ValueError: there are times but no `time_attr`, or the reverse, or the times are wrong.
     """
-    if (given is None) != (typed.time is None):
-        names = ("edge_label_time", "time_attr")
-        missing, other = names if given is None else names[::-1]
-        raise ValueError(
-            f"{other} was given without {missing}\n\nhint: temporal sampling requires both"
-        )
+    hint = "hint: temporal sampling requires both"
+    is_temporal = typed is not None and typed.time is not None
+    if is_temporal and given is None:
+        raise ValueError(f"time_attr was given, but 'edge_label_time' is not set\n\n{hint}")
+    if given is not None and not is_temporal:
+        raise ValueError(f"edge_label_time was given without time_attr\n\n{hint}")
     return None if given is None else as_times("edge_label_time", given, num_items)
+
+
+def times_crc32(times: Tensor | None) -> int:
+    """Return a number that identifies the times of items, for a loader's state."""
+    return zlib.crc32(b"" if times is None else times.numpy().tobytes())
 
 
 def check_typed_tables(tables: Any, graph: HeteroGraph) -> Mapping[Key, FeatureTable] | None:

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.loader.checks import is_copied
-from gcnzc.system.arguments import describe
 
 # a node type or an edge type, and the name of an attribute
 Key: TypeAlias = tuple[Any, str]
@@ -29,8 +28,8 @@ class TypedGraph:
 
     graph: HeteroGraph
     time: TimeKind | None  # the types that have the times; None without `time_attr`
-    # keeps the tensors alive, since their addresses are in the cache's key
-    tensors: tuple[Any, ...]
+    # keeps the values alive, since the addresses of tensors are in the cache's key
+    values: tuple[Any, ...]
 
 
 # The loaders of training and evaluation share one sorted graph.
@@ -46,15 +45,14 @@ def to_typed_graph(data: Any, time_attr: str | None, weight_attr: str | None) ->
         weight_attr: attribute of edge types with sampling weights.
 
     Raises:
-        TypeError: an attribute's name is not a string.
         ValueError: no type has the attribute, an edge type has no `edge_index`, or values are
             wrong, see `gcnzc.graph.hetero.build.from_arrays`.
     """
-    of_nodes = _has_attribute("time_attr", time_attr, data.node_stores)
-    of_edges = _has_attribute("time_attr", time_attr, data.edge_stores)
+    of_nodes = any(time_attr in store for store in data.node_stores)
+    of_edges = any(time_attr in store for store in data.edge_stores)
     if time_attr is not None and not (of_nodes or of_edges):
         raise _missing("time_attr", time_attr)
-    if weight_attr is not None and not _has_attribute("weight_attr", weight_attr, data.edge_stores):
+    if weight_attr is not None and not any(weight_attr in store for store in data.edge_stores):
         raise _missing("weight_attr", weight_attr)
     nodes = {
         each: {"num_nodes": _num_nodes(each, data[each]), "time": _get(data[each], time_attr)}
@@ -68,17 +66,37 @@ def to_typed_graph(data: Any, time_attr: str | None, weight_attr: str | None) ->
         }
         for each in data.edge_types
     }
-    values = [(kind, *own.items()) for kind, own in (*nodes.items(), *edges.items())]
-    tensors = tuple(value for own in (*nodes.values(), *edges.values()) for value in own.values())
-    is_cacheable = all(value is None or isinstance(value, Tensor | int) for value in tensors)
-    key = tuple((kind, *((name, _identity(value)) for name, value in own)) for kind, *own in values)
-    found = _cache.get(key) if is_cacheable else None
-    if found is None:
+    values = [
+        (kind, name, value)
+        for kind, own in (*nodes.items(), *edges.items())
+        for name, value in own.items()
+    ]
+
+    def build() -> TypedGraph:
         time: TimeKind = "both" if of_nodes and of_edges else "node" if of_nodes else "edge"
         graph = HeteroGraph.from_arrays(nodes, edges)
-        found = TypedGraph(graph, None if time_attr is None else time, tensors)
-        if is_cacheable:
-            _cache[key] = found
+        kept = tuple(value for *_, value in values)
+        return TypedGraph(graph, None if time_attr is None else time, kept)
+
+    return cached_graph(
+        tuple((kind, name) for kind, name, _ in values), [value for *_, value in values], build
+    )
+
+
+def cached_graph(key: Any, values: Sequence[Any], build: Callable[[], TypedGraph]) -> TypedGraph:
+    """Return the graph that `build` returned for the same values, as long as it is in use.
+
+    Args:
+        key: tells graphs apart that are built from the same values.
+        values: from which the graph is built; it is cached if they are tensors, integers or None.
+        build: builds the graph, which keeps a reference to the values.
+    """
+    if not all(value is None or isinstance(value, Tensor | int) for value in values):
+        return build()
+    key = (key, *map(_identity, values))
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = build()
     return found
 
 
@@ -230,12 +248,6 @@ def _identity(value: Any) -> Any:
 
 def _get(store: Any, name: str | None) -> Any:
     return store[name] if name is not None and name in store else None
-
-
-def _has_attribute(argument: str, name: Any, stores: list[Any]) -> bool:
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"{argument} is {describe(name)}\n\nhint: the name of an attribute")
-    return name is not None and any(name in store for store in stores)
 
 
 def _missing(argument: str, name: str) -> ValueError:

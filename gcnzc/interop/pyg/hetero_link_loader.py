@@ -1,6 +1,5 @@
 """Drop-in replacement of PyG's `LinkNeighborLoader` for heterogeneous graphs."""
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,25 +8,26 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.drop_in import LibraryBatch
-from gcnzc.interop.options import CPU, generator, unique_with_inverse
+from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import (
     check_common,
     check_input_id,
-    check_supported,
     make_options,
 )
 from gcnzc.interop.pyg.hetero_arguments import (
+    SamplingArguments,
     check_label_time,
-    check_sampling,
     check_typed_edges,
     check_typed_tables,
+    times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import Key, to_typed_graph
 from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.link_loader import LinkNeighborLoader, cast_negative_sampling
+from gcnzc.interop.pyg.link_seeds import LinkSeeds
 from gcnzc.interop.pyg.minibatches import PygLoader
-from gcnzc.interop.pyg.negatives import NegativeNodes
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind
 
 
@@ -86,51 +86,41 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
         tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_supported(
+        custom_cls = kwargs.pop("custom_cls", None)
+        check_common(
             "LinkNeighborLoader",
+            transform=transform,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_common(transform, is_sorted, filter_per_worker, tables)
-        check_kind("data", data, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
         self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.edge_label_index, self.edge_label = edge_label_index, edge_label
         self.edge_label_time, self.input_id = edge_label_time, input_id
-        self.replace, self.subgraph_type, self.directed = replace, subgraph_type, directed
-        self.disjoint, self.temporal_strategy = disjoint, temporal_strategy
-        self.time_attr, self.weight_attr = time_attr, weight_attr
         self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
-        typed = to_typed_graph(data, time_attr, weight_attr)
-        sampling = check_sampling(
-            typed,
-            num_neighbors,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            directed=directed,
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            weight_attr=weight_attr,
+        arguments = SamplingArguments(
+            replace,
+            subgraph_type,
+            directed,
+            disjoint,
+            temporal_strategy,
+            time_attr,
+            weight_attr,
         )
-        self._edge_type, self._edges = check_typed_edges(edge_label_index, data, typed.graph)
+        source = self._open(data, custom_cls, arguments)
+        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
+        typed = to_typed_graph(source, time_attr, weight_attr)
+        self._edge_type, self._edges = check_typed_edges(edge_label_index, source, typed.graph)
         num_items = self._edges.shape[1]
         self._labels = self._check_labels(edge_label)
         check_input_id(input_id, num_items)
-        self._times = check_label_time(edge_label_time, typed, num_items)
-        # a tensor keeps its dtype, as in PyG
-        self._label_time = self._times
-        if isinstance(edge_label_time, Tensor):
-            self._label_time = edge_label_time.cpu()
-        self._candidates = [
-            NegativeNodes(
-                typed.graph.num_nodes(node_type),
-                weight,
-                typed.graph.nodes(node_type).time if self._times is not None else None,
-            )
-            for node_type, weight in zip(self._edge_type[::2], self._weights(), strict=True)
-        ]
-        times = b"" if self._times is None else self._times.numpy().tobytes()
+        self._set_times(edge_label_time, check_label_time(edge_label_time, typed, num_items))
+        ends = [typed.graph.nodes(node_type) for node_type in self._edge_type[::2]]
+        self._candidates = self._negative_nodes(ends)
         HeteroPygLoader.__init__(
             self,
             data,
@@ -138,8 +128,11 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
             self._edges,
             num_items,
             num_neighbors,
-            sampling,
-            {"input_type": "__".join(self._edge_type), "input_time_crc32": zlib.crc32(times)},
+            arguments.sampling(typed, num_neighbors),
+            {
+                "input_type": "__".join(self._edge_type),
+                "input_time_crc32": times_crc32(self._times),
+            },
             transform,
             check_typed_tables(tables, typed.graph),
             make_options(
@@ -164,83 +157,40 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
 
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the edges with indices `seeds`, on the host."""
-        num_pairs, edge_type = len(seeds), self._edge_type
-        negatives = self._negatives_by_end(seeds, epoch)
-        ends = [
-            torch.cat([own, *(() if others is None else (others,))])
-            for own, others in zip(self._edges[:, seeds], negatives, strict=True)
-        ]
-        is_one_type = edge_type[0] == edge_type[2]
-        by_type = (
-            {edge_type[0]: torch.cat(ends)}
-            if is_one_type
-            else dict(zip(edge_type[::2], ends, strict=True))
-        )
-        # the number of the edge that each endpoint or negative node belongs to
-        edges = [torch.arange(len(own)) % max(num_pairs, 1) for own in ends]
-        times = None if self._times is None else self._times[seeds][torch.cat(edges)]
-        is_disjoint = self._sampling.disjoint or times is not None
-        if is_disjoint:
-            nodes = by_type
-            local = [torch.arange(len(own)) for own in by_type.values()]
-        else:
-            unique = {kind: unique_with_inverse(own) for kind, own in by_type.items()}
-            nodes = {kind: found for kind, (found, _) in unique.items()}
-            local = [inverse for _, inverse in unique.values()]
-        batch, parts = self._sample_typed(nodes, times, epoch)
+        edge_type = self._edge_type
+        links = self._sample_links(seeds, epoch, (edge_type[0], edge_type[2]))
+        batch, parts = self._sample_typed(links.nodes, links.times, epoch)
         for kind, numbers in (batch.subgraphs or {}).items():
-            parts.values[kind, "batch"] = torch.cat(edges)[numbers]
-        src, dst = local[0].split([len(own) for own in ends]) if is_one_type else local
+            parts.values[kind, "batch"] = links.edges[numbers]
         input_id = seeds if self.input_id is None else self.input_id[seeds]
         parts.values[edge_type, "input_id"] = input_id
         label_time = None if self._label_time is None else self._label_time[seeds]
         if self._is_triplet:
-            parts.values |= self._typed_triplets(src, dst, num_pairs, is_disjoint, label_time)
+            parts.values |= self._typed_triplets(links, label_time)
         else:
-            given = [own for own in negatives if own is not None]
             parts.values |= {
-                (edge_type, "edge_label_index"): torch.stack([src, dst]),
-                (edge_type, "edge_label"): self._labels_of(seeds, given),
+                (edge_type, "edge_label_index"): torch.stack([links.src, links.dst]),
+                (edge_type, "edge_label"): self._labels_of(seeds, len(links.src) - len(seeds)),
                 # negatives have the times of their edges
                 (edge_type, "edge_label_time"): (
-                    None if label_time is None else label_time[edges[0]]
+                    None if label_time is None else label_time[links.edges[: len(links.src)]]
                 ),
             }
         first = edge_type[0]
-        return LibraryBatch(batch.nodes[first], nodes[first], (), parts=parts)
+        return LibraryBatch(batch.nodes[first], links.nodes[first], (), parts=parts)
 
-    def _typed_triplets(
-        self, src: Tensor, dst: Tensor, num_pairs: int, is_disjoint: bool, times: Tensor | None
-    ) -> dict[Key, Any]:
-        positive, negative = dst[:num_pairs], dst[num_pairs:]
-        # in disjoint subgraphs node i is a negative of edge i % num_pairs, as in PyG
-        by_edge = negative.view(-1, num_pairs).t() if is_disjoint else negative.view(num_pairs, -1)
+    def _typed_triplets(self, links: LinkSeeds, times: Tensor | None) -> dict[Key, Any]:
         first, _, last = edge_type = self._edge_type
         return {
-            (first, "src_index"): src,
-            (last, "dst_pos_index"): positive,
-            (last, "dst_neg_index"): by_edge.reshape(num_pairs, -1).squeeze(-1),
+            (first, "src_index"): links.src,
+            (last, "dst_pos_index"): links.positive,
+            (last, "dst_neg_index"): links.negative_by_edge,
             (first, "seed_time"): times,
             (last, "seed_time"): times,
             # attributes of the data, from a split of its edges
             (edge_type, "edge_label_index"): None,
             (edge_type, "edge_label_time"): None,
         }
-
-    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
-        sampling = self.neg_sampling
-        return (None, None) if sampling is None else (sampling.src_weight, sampling.dst_weight)
-
-    def _negatives_by_end(self, indices: Tensor, epoch: int) -> tuple[Tensor | None, Tensor | None]:
-        """Sample the negative sources, None for triplets, and the negative destinations."""
-        if self.neg_sampling is None:
-            return None, None
-        random = generator(self._seed, epoch, indices)
-        times = None if self._times is None else self._times[indices]
-        amount = self.neg_sampling.amount
-        src, dst = self._candidates
-        sources = None if self._is_triplet else src.sample(len(indices), amount, times, random)
-        return sources, dst.sample(len(indices), amount, times, random)
 
 
 PygLoader._hetero_classes[LinkNeighborLoader] = HeteroLinkNeighborLoader

@@ -24,8 +24,8 @@ from gcnzc.interop.pyg.hetero_graph import (
     read_typed_attributes,
 )
 from gcnzc.interop.pyg.minibatches import PygLoader
+from gcnzc.interop.pyg.sampler import make_sampler
 from gcnzc.loader.checks import check_loader_device
-from gcnzc.loader.state import plain_settings
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 
 
@@ -44,7 +44,7 @@ class HeteroPygLoader(PygLoader):
     `n_id` and `e_id`, which are sliced, as in PyG.
 
     Args:
-        data: a `HeteroData`. Its attributes are read when an epoch begins.
+        data: a `HeteroData`, or a pair of stores. Its attributes are read when an epoch begins.
         typed: the graph of `data`.
         items: values that identify the items; a state of other values is rejected.
         num_items: the number of items.
@@ -55,6 +55,9 @@ class HeteroPygLoader(PygLoader):
         tables: feature tables by type and name, which replace attributes of `data`.
         options: see `Options`.
     """
+
+    _typed: TypedGraph
+    _sampling: Sampling
 
     def __init__(
         self,
@@ -77,47 +80,34 @@ class HeteroPygLoader(PygLoader):
         # the threads prepare minibatches on the host; `_assemble` copies them
         DropInLoader.__init__(self, NO_GRAPH, items, num_items, replace(options, device=CPU))
         self.device = device
-        self._sampler = self._make_sampler()  # type: ignore[assignment]
+        self._sampler = self._make_sampler()
         self._last_values: dict[Key, Any] | None = None
         self._refresh_attributes()
 
+    def __repr__(self) -> str:
+        # as PyG's loader, whose name users know
+        names = {own: base.__name__ for base, own in self._hetero_classes.items()}
+        return f"{names.get(type(self), type(self).__name__)}()"
+
     def _make_sampler(self) -> HeteroSampler:
-        return HeteroSampler(
-            self._typed.graph,
-            self._sampling.num_neighbors,
-            seed=self._seed,
-            replace=self._sampling.replace,
-            weighted=self._sampling.weighted,
-            disjoint=self._sampling.disjoint,
-            temporal=self._sampling.temporal,
-            time=self._typed.time or "both",
-            subgraph_type=self._sampling.subgraph_type,
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        sampler: Any = self._sampler
-        found: dict[str, Any] = dict(plain_settings(sampler.settings))
-        # the seed is a setting of the loader
-        del found["sampler_seed"]
-        return found | dict(self._given_settings)
-
-    def _set_seed(self, seed: int) -> None:
-        DropInLoader._set_seed(self, seed)
-        self._sampler = self._make_sampler()  # type: ignore[assignment]
+        return make_sampler(self._typed, self._sampling, self._seed)
 
     def _refresh_attributes(self) -> None:
-        stores = (*self.data.node_stores, *self.data.edge_stores)
+        if self._stores is not None:
+            self._stored = self._stores.attributes(self._typed_tables.keys())
+        data = self._sliced
+        stores = (*data.node_stores, *data.edge_stores)
         current: dict[Key, Any] = {
             (s._key, name): value for s in stores for name, value in s.items()
         }
-        current |= {("", name): value for name, value in self.data._global_store.items()}
+        current |= {("", name): value for name, value in data._global_store.items()}
         last = self._last_values
         same = last is not None and current.keys() == last.keys()
         if same and all(current[name] is value for name, value in (last or {}).items()):
             return
         self._last_values = current
         self._found: TypedAttributes = read_typed_attributes(
-            self.data, self._typed.graph, self._typed_tables, self.device, self._locks
+            data, self._typed.graph, self._typed_tables, self.device, self._locks
         )
 
     @property
@@ -150,15 +140,17 @@ class HeteroPygLoader(PygLoader):
         # bidirectional subgraphs have no edge ids
         ids = batch.nodes | {each: edge_ids.get(each) for each in batch.row}
         values = found.slice_on_host(ids)
+        if self._stored is not None:
+            values |= self._stored.gather(ids)
         for node_type, nodes in batch.nodes.items():
             if node_type in found.has_num_nodes:
                 values[node_type, "num_nodes"] = len(nodes)
             if (node_type, "n_id") not in found:
-                values[node_type, "n_id"] = nodes
+                values.setdefault((node_type, "n_id"), nodes)
         for edge_type in batch.row:
             values[edge_type, "edge_index"] = batch.edge_index(edge_type)
             if ids[edge_type] is not None and (edge_type, "e_id") not in found:
-                values[edge_type, "e_id"] = ids[edge_type]
+                values.setdefault((edge_type, "e_id"), ids[edge_type])
         for node_type, numbers in (batch.subgraphs or {}).items():
             values[node_type, "batch"] = numbers
         if batch.num_edges is not None:

@@ -1,6 +1,5 @@
 """Drop-in replacement of PyG's `NeighborLoader` for heterogeneous graphs."""
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,18 +9,20 @@ from torch import Tensor
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.drop_in import LibraryBatch
 from gcnzc.interop.options import CPU
-from gcnzc.interop.pyg.arguments import check_common, check_supported, make_options
+from gcnzc.interop.pyg.arguments import check_common, make_options
 from gcnzc.interop.pyg.hetero_arguments import (
+    SamplingArguments,
     check_input_time,
-    check_sampling,
     check_typed_nodes,
     check_typed_tables,
+    times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import to_typed_graph
 from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.interop.pyg.node_loader import NeighborLoader
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind
 
 
@@ -90,38 +91,38 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
         tables: Mapping[Any, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_supported(
+        custom_cls = kwargs.pop("custom_cls", None)
+        check_common(
             "NeighborLoader",
+            transform=transform,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_common(transform, is_sorted, filter_per_worker, tables)
-        check_kind("data", data, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.input_nodes, self.input_id, self.input_time = input_nodes, input_id, input_time
-        self.replace, self.subgraph_type, self.directed = replace, subgraph_type, directed
-        self.disjoint, self.temporal_strategy = disjoint, temporal_strategy
-        self.time_attr, self.weight_attr = time_attr, weight_attr
         self.is_sorted, self.filter_per_worker = is_sorted, filter_per_worker
-        typed = to_typed_graph(data, time_attr, weight_attr)
-        sampling = check_sampling(
-            typed,
-            num_neighbors,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            directed=directed,
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            weight_attr=weight_attr,
+        arguments = SamplingArguments(
+            replace,
+            subgraph_type,
+            directed,
+            disjoint,
+            temporal_strategy,
+            time_attr,
+            weight_attr,
         )
+        source = self._open(data, custom_cls, arguments)
+        check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
+        typed = to_typed_graph(source, time_attr, weight_attr)
         self._node_type, self._nodes, self._ids = check_typed_nodes(
             input_nodes, input_id, typed.graph
         )
         self._times = check_input_time(input_time, typed, self._node_type, len(self._nodes))
         # a tensor keeps its dtype, as in PyG
         self._seed_time = input_time.cpu() if isinstance(input_time, Tensor) else self._times
-        times = b"" if self._times is None else self._times.numpy().tobytes()
         HeteroPygLoader.__init__(
             self,
             data,
@@ -129,8 +130,8 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             self._nodes,
             len(self._nodes),
             num_neighbors,
-            sampling,
-            {"input_type": self._node_type, "input_time_crc32": zlib.crc32(times)},
+            arguments.sampling(typed, num_neighbors),
+            {"input_type": self._node_type, "input_time_crc32": times_crc32(self._times)},
             transform,
             check_typed_tables(tables, typed.graph),
             make_options(

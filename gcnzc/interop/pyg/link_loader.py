@@ -1,26 +1,35 @@
 """Drop-in replacement of PyG's `LinkNeighborLoader`."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.graph import NodeStore
 from gcnzc.interop.drop_in import LibraryBatch
-from gcnzc.interop.options import CPU, generator, unique_with_inverse
+from gcnzc.interop.options import CPU, generator
 from gcnzc.interop.pyg.arguments import (
     check_common,
+    check_edges,
     check_input_id,
     check_num_neighbors,
-    check_supported,
     make_options,
     strip_type,
 )
 from gcnzc.interop.pyg.graph import to_csc
+from gcnzc.interop.pyg.hetero_arguments import (
+    SamplingArguments,
+    check_label_time,
+    times_crc32,
+)
 from gcnzc.interop.pyg.importing import import_pyg
+from gcnzc.interop.pyg.link_seeds import LinkSeeds, link_seeds
 from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
+from gcnzc.interop.pyg.negatives import NegativeNodes
+from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.stores import is_store_pair
 from gcnzc.system.arguments import check_kind, check_number, describe
 
 # maximum of `neg_sampling_ratio`
@@ -47,6 +56,11 @@ class LinkNeighborLoader(
             edges' endpoints; -1 for all.
         edge_label_index: (2, E) the edges to iterate over. Default: the edges of `data`.
         edge_label: (E, ...) labels of these edges.
+        edge_label_time: (E,) times of the edges, integers; required with `time_attr`. Neither a
+            neighbourhood nor, if `time_attr` is of nodes, a negative node has later times. If all
+            nodes are later, the earliest is the negative one, as in PyG.
+        disjoint: sample a separate subgraph for each endpoint. The endpoints of an edge, and of its
+            negatives, have the same number in `batch`. Temporal sampling always does.
         neg_sampling: a `torch_geometric.sampler.NegativeSampling`, or a value from which PyG
             constructs one, such as "binary".
         neg_sampling_ratio: number of negative edges for each edge; PyG's older form of
@@ -90,39 +104,52 @@ class LinkNeighborLoader(
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_supported(
+        custom_cls = kwargs.pop("custom_cls", None)
+        check_common(
             "LinkNeighborLoader",
-            edge_label_time=edge_label_time,
-            replace=replace,
-            subgraph_type=getattr(subgraph_type, "value", subgraph_type),
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
+            transform=transform,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            directed=directed,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_common(transform, is_sorted, filter_per_worker, tables)
+        arguments = SamplingArguments(
+            replace,
+            subgraph_type,
+            directed,
+            disjoint,
+            temporal_strategy,
+            time_attr,
+            weight_attr,
+        )
+        source = self._open(data, custom_cls, arguments)
         self.neg_sampling = cast_negative_sampling(neg_sampling, neg_sampling_ratio)
         self.input_id, self.is_sorted, self.edge_label = input_id, is_sorted, edge_label
         self.filter_per_worker = filter_per_worker
         # `data` may have these attributes from a split of its edges
         self._own_fields += ("edge_label_index", "edge_label_time")
         self._own_fields += ("seed_time",) if self._is_triplet else ("edge_label",)
-        csc = to_csc(data, is_sorted)
+        csc = to_csc(source, is_sorted and self._stores is None)
         self.edge_label_index = edge_label_index
         edges = strip_type("edge_label_index", edge_label_index)
         self._edges = check_edges(csc.edge_index if edges is None else edges, csc.graph.num_nodes)
         self._labels = self._check_labels(edge_label)
-        check_input_id(self.input_id, self._edges.shape[1])
+        num_items = self._edges.shape[1]
+        check_input_id(self.input_id, num_items)
+        hops = check_num_neighbors(num_neighbors, "LinkNeighborLoader")
+        typed = None if arguments.is_plain else to_one_type(source, csc, time_attr, weight_attr)
+        self.edge_label_time = edge_label_time
+        self._set_times(edge_label_time, check_label_time(edge_label_time, typed, num_items))
+        nodes = NodeStore(csc.graph.num_nodes) if typed is None else typed.graph.nodes(NODE)
+        self._candidates = self._negative_nodes([nodes, nodes])
         super().__init__(
             data,
             csc,
             self._edges,
-            self._edges.shape[1],
-            check_num_neighbors(num_neighbors, "LinkNeighborLoader"),
+            num_items,
+            hops,
             transform,
             tables,
             make_options(
@@ -135,13 +162,18 @@ class LinkNeighborLoader(
                 threads=threads,
                 ahead=ahead,
             ),
+            typed,
+            None if typed is None else arguments.sampling(typed, hops),
+            {} if typed is None else {"input_time_crc32": times_crc32(self._times)},
         )
 
     @property
     def input_data(self) -> Any:
         """The edges to iterate over, as PyG's `EdgeSamplerInput`."""
         src, dst = self._edges
-        return import_pyg().sampler.EdgeSamplerInput(self.input_id, src, dst, self._labels)
+        return import_pyg().sampler.EdgeSamplerInput(
+            self.input_id, src, dst, self._labels, self._label_time
+        )
 
     @property
     def link_sampler(self) -> NumNeighborsStub:
@@ -154,66 +186,77 @@ class LinkNeighborLoader(
 
     def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
         """Sample the minibatch of the edges with indices `seeds`, on the host."""
-        src, dst = self._edges[:, seeds]
-        negatives = self._sample_negatives(seeds, epoch)
-        endpoints = torch.cat([src, *negatives[:-1], dst, *negatives[-1:]])
-        nodes, local_ids = unique_with_inverse(endpoints)
-        if self._is_triplet:
-            fields = self._triplets(local_ids, len(seeds))
-        else:
-            fields = self._pairs(local_ids)
-        fields |= {
+        links = self._sample_links(seeds, epoch, (NODE, NODE))
+        label_time = None if self._label_time is None else self._label_time[seeds]
+        fields: dict[str, Any] = {
             "input_id": seeds if self.input_id is None else self.input_id[seeds],
             "batch": None,
         }
-        if not self._is_triplet:
-            fields |= {"edge_label": self._labels_of(seeds, negatives), "edge_label_time": None}
-        return self._sample_batch(nodes, epoch, fields)
+        if self._is_triplet:
+            fields |= {
+                "src_index": links.src,
+                "dst_pos_index": links.positive,
+                "dst_neg_index": links.negative_by_edge,
+                "seed_time": label_time,
+            }
+        else:
+            if label_time is not None:
+                # negatives have the times of their edges
+                label_time = label_time[links.edges[: len(links.src)]]
+            fields |= {
+                "edge_label_index": torch.stack([links.src, links.dst]),
+                "edge_label": self._labels_of(seeds, len(links.src) - len(seeds)),
+                "edge_label_time": label_time,
+            }
+        batch = self._sample_batch(links.nodes[NODE], epoch, fields, links.times)
+        if links.disjoint:
+            fields["batch"] = links.edges[fields["batch"]]
+        return batch
 
-    def _sample_negatives(self, indices: Tensor, epoch: int) -> list[Tensor]:
-        """Sample negative edges: sources and destinations, or only destinations for triplets."""
-        sampling, random = self.neg_sampling, generator(self._seed, epoch, indices)
-        if sampling is None:
-            return []
-        count = math.ceil(len(indices) * sampling.amount)
-        weights = [sampling.dst_weight]
-        if not sampling.is_triplet():
-            weights.insert(0, sampling.src_weight)
-        return [self._sample_nodes(count, weight, random) for weight in weights]
+    def _sample_links(self, indices: Tensor, epoch: int, node_types: tuple[str, str]) -> LinkSeeds:
+        """Sample the negatives of the edges with some indices, and return the seeds.
 
-    def _sample_nodes(self, count: int, weight: Tensor | None, random: torch.Generator) -> Tensor:
-        num_nodes = self._graph.num_nodes
-        if weight is None:
-            return torch.randint(num_nodes, (count,), generator=random)
-        if len(weight) != num_nodes:
-            raise ValueError(
-                f"neg_sampling has {len(weight)} weights for {num_nodes} nodes\n\n"
-                "hint: one weight for each node"
-            )
-        return torch.multinomial(weight.cpu(), count, replacement=True, generator=random)
+        Args:
+            indices: (S,) int64 on the host.
+            epoch: in [0, 2**32).
+            node_types: types of the sources and of the destinations.
+        """
+        times = None if self._times is None else self._times[indices]
+        negatives: list[Tensor | None] = [None, None]
+        if self.neg_sampling is not None:
+            random = generator(self._seed, epoch, indices)
+            # triplets have only negative destinations
+            for end, nodes in enumerate(self._candidates):
+                if end == 1 or not self._is_triplet:
+                    negatives[end] = nodes.sample(
+                        len(indices), self.neg_sampling.amount, times, random
+                    )
+        disjoint = times is not None or (self._sampling is not None and self._sampling.disjoint)
+        return link_seeds(self._edges[:, indices], negatives, node_types, times, disjoint)
 
-    @staticmethod
-    def _pairs(local_ids: Tensor) -> dict[str, Any]:
-        return {"edge_label_index": local_ids.view(2, -1)}
+    def _set_times(self, given: Any, times: Tensor | None) -> None:
+        self._times = times
+        # a tensor keeps its dtype, as in PyG
+        self._label_time = given.cpu() if isinstance(given, Tensor) else times
 
-    @staticmethod
-    def _triplets(local_ids: Tensor, num_pairs: int) -> dict[str, Any]:
-        src, positive, negative = local_ids.tensor_split([num_pairs, 2 * num_pairs])
-        return {
-            "src_index": src,
-            "dst_pos_index": positive,
-            "dst_neg_index": negative.view(num_pairs, -1).squeeze(-1),
-            "seed_time": None,
-        }
+    def _negative_nodes(self, ends: Sequence[NodeStore]) -> list[NegativeNodes]:
+        """Return the nodes from which negative sources and destinations are sampled."""
+        sampling = self.neg_sampling
+        weights = [None, None] if sampling is None else [sampling.src_weight, sampling.dst_weight]
+        if self._is_triplet:
+            weights[0] = None
+        return [
+            NegativeNodes(own.num_nodes, weight, own.time if self._times is not None else None)
+            for own, weight in zip(ends, weights, strict=True)
+        ]
 
-    def _labels_of(self, indices: Tensor, negatives: list[Tensor]) -> Tensor | None:
+    def _labels_of(self, indices: Tensor, num_negatives: int) -> Tensor | None:
         """Return the given labels of the edges (default 1), followed by 0 for each negative."""
-        if self._labels is None and not negatives:
+        if self._labels is None and self.neg_sampling is None:
             return None
         labels = torch.ones(len(indices)) if self._labels is None else self._labels[indices]
-        if negatives:
-            zeros = labels.new_zeros((len(negatives[0]), *labels.shape[1:]))
-            labels = torch.cat([labels, zeros])
+        if num_negatives:
+            labels = torch.cat([labels, labels.new_zeros((num_negatives, *labels.shape[1:]))])
         return labels
 
     def _check_labels(self, edge_label: Tensor | None) -> Tensor | None:
@@ -252,27 +295,3 @@ def cast_negative_sampling(given: Any, ratio: Any) -> Any:
             f"neg_sampling is {describe(given)}: {error or type(error).__name__}\n\n"
             "hint: 'binary', 'triplet', or a torch_geometric.sampler.NegativeSampling"
         ) from error
-
-
-def check_edges(edges: Any, num_nodes: int) -> Tensor:
-    """Return the edges to iterate over, (2, E) int64 on the host.
-
-    Raises:
-        TypeError: `edges` is not a tensor.
-        ValueError: it has another shape or dtype, or ids that are not below `num_nodes`.
-    """
-    hint = "an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
-    check_kind("edge_label_index", edges, Tensor, hint)
-    if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"edge_label_index is of {edges.dtype} and shape {tuple(edges.shape)}\n\n"
-            "hint: (2, E) and int64, with sources in row 0 and destinations in row 1"
-        )
-    if edges.shape[1]:
-        least, greatest = (int(bound) for bound in edges.aminmax())
-        if least < 0 or greatest >= num_nodes:
-            raise ValueError(
-                f"edge_label_index reaches from {least} to {greatest}, but the data has "
-                f"{num_nodes} nodes\n\nhint: nodes are counted from 0"
-            )
-    return edges.cpu().long()

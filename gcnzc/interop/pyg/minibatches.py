@@ -1,12 +1,15 @@
 """Sampled subgraphs as PyG's `Data`, for the node loader and the link loader.
 
-As in PyG, each node occurs once in a minibatch, and the seeds come first. The neighbours are
-sampled by gcnzc's sampler, whose choices depend on seed, epoch, hop and node only.
+As in PyG, each node occurs once in a minibatch or in a disjoint subgraph, and the seeds come first.
+`PygSampler` samples the neighbours, or `HeteroSampler` with the options that only that has. The
+choices of both depend on seed, epoch, hop and node, and in disjoint subgraphs on the subgraph's
+seed.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -22,12 +25,17 @@ from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
 from gcnzc.interop.items import as_items
 from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
+from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments
+from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.interop.pyg.importing import import_pyg
-from gcnzc.interop.pyg.sampler import PygSampler
+from gcnzc.interop.pyg.one_type import sample_one_type
+from gcnzc.interop.pyg.sampler import PygSampler, make_sampler, settings_of
+from gcnzc.interop.pyg.stores import StoredAttributes, has_types, is_store_pair, open_stores
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample
 from gcnzc.kernels.structure.coo import csc_to_coo
 from gcnzc.sampling.batch import Block
+from gcnzc.sampling.hetero import HeteroSampler
 
 _pool = Pool()
 
@@ -43,7 +51,8 @@ class PygLoader(DropInLoader):
     attributes, and replace the ids of the sampled nodes and edges.
 
     Args:
-        data: a `Data` with `edge_index`. Its attributes are read when an epoch begins.
+        data: a `Data` with `edge_index`, or a pair of stores. Its attributes are read when an epoch
+            begins.
         csc: the edges of `data` as CSC.
         items: the nodes or edges to iterate over.
         num_items: the number of items.
@@ -51,6 +60,9 @@ class PygLoader(DropInLoader):
         transform: function that is applied to each minibatch.
         tables: feature tables by name, which replace attributes of `data`.
         options: see `Options`.
+        typed: the graph that `HeteroSampler` samples from; None for `PygSampler`.
+        sampling: how to sample from `typed`.
+        settings: other settings that a state must have in common, as plain values.
     """
 
     _replaceable = ("data", "transform")
@@ -60,6 +72,8 @@ class PygLoader(DropInLoader):
         "num_sampled_nodes",
         "num_sampled_edges",
     )
+    # the attributes that a feature store gathers; None if `data` is no pair of stores
+    _stored: StoredAttributes | None = None
     # the classes for `HeteroData`, by the classes of which they are the replacements
     _hetero_classes: ClassVar[dict[type, type]] = {}
 
@@ -67,6 +81,7 @@ class PygLoader(DropInLoader):
         """Select the class by the type of the data, except for the subclasses of users."""
         data = args[0] if args else kwargs.get("data")
         is_hetero = isinstance(data, import_pyg().data.HeteroData)
+        is_hetero = is_hetero or (is_store_pair(data) and has_types(data))
         selected = cls._hetero_classes.get(cls, cls) if is_hetero else cls
         return cast(Self, super().__new__(selected, *args, **kwargs))
 
@@ -80,13 +95,17 @@ class PygLoader(DropInLoader):
         transform: Callable[[Any], Any] | None,
         tables: Mapping[str, FeatureTable] | None,
         options: Options,
+        typed: TypedGraph | None,
+        sampling: Sampling | None,
+        settings: Mapping[str, int | str],
     ) -> None:
         # named like the arguments: Lightning reads these attributes to reconstruct the loader
         self.data, self.num_neighbors, self.transform = data, num_neighbors, transform
         self.tables = tables
+        self._typed, self._sampling, self._given_settings = typed, sampling, settings
         super().__init__(csc.graph, items, num_items, options)
         self._csc = csc
-        self._sampler = PygSampler(csc.graph, num_neighbors, self._seed)
+        self._sampler = self._make_sampler()
         self._last_attributes: dict[str, Any] | None = None
         self._refresh_attributes()
 
@@ -114,7 +133,31 @@ class PygLoader(DropInLoader):
         """Do nothing: there are no worker processes whose number of threads could be set."""
         yield
 
+    def _open(self, data: Any, custom_cls: Any, arguments: SamplingArguments) -> Any:
+        """Return the data with the graph: `data`, or that of a pair of stores."""
+        arguments.keep_in(self)
+        self.custom_cls = custom_cls
+        names = (arguments.time_attr, arguments.weight_attr)
+        self._stores = open_stores(data, custom_cls, names)
+        return data if self._stores is None else self._stores.structure
+
+    @property
+    def _sliced(self) -> Any:
+        """The data whose attributes are sliced to minibatches, besides those of a feature store."""
+        return self.data if self._stores is None else self._stores.structure
+
+    def _make_sampler(self) -> PygSampler | HeteroSampler:
+        if self._typed is None or self._sampling is None:
+            return PygSampler(self._graph, self.num_neighbors, self._seed)
+        sampling = self._sampling
+        if sampling.subgraph_type == "bidirectional":
+            # `sample_one_type` adds the reverses, with the ids of their edges
+            sampling = replace(sampling, subgraph_type="directional")
+        return make_sampler(self._typed, sampling, self._seed)
+
     def _settings(self) -> dict[str, Any]:
+        if isinstance(self._sampler, HeteroSampler) and self._sampling is not None:
+            return settings_of(self._sampler, self._sampling) | dict(self._given_settings)
         return {"num_neighbors": list(self.num_neighbors)}
 
     def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
@@ -129,16 +172,18 @@ class PygLoader(DropInLoader):
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
-        self._sampler = PygSampler(self._graph, self.num_neighbors, seed)
+        self._sampler = self._make_sampler()
 
     def _refresh_attributes(self) -> None:
-        current, last = self.data.to_dict(), self._last_attributes
+        if self._stores is not None:
+            self._stored = self._stores.attributes({*(self.tables or ()), *self._own_fields})
+        current, last = self._sliced.to_dict(), self._last_attributes
         same = last is not None and current.keys() == last.keys()
         if same and all(current[name] is value for name, value in (last or {}).items()):
             return
         self._last_attributes = current
         self._attributes: Attributes = read_attributes(
-            self.data,
+            self._sliced,
             self._graph,
             self.tables or {},
             self._own_fields,
@@ -147,23 +192,37 @@ class PygLoader(DropInLoader):
         )
         self._set_prefetched_column(self._attributes.prefetched)
 
-    def _sample_batch(self, seeds: Tensor, epoch: int, fields: dict[str, Any]) -> LibraryBatch:
-        """Sample the subgraph of `seeds`, with the attributes that `Loader` does not gather."""
+    def _sample_batch(
+        self, seeds: Tensor, epoch: int, fields: dict[str, Any], times: Tensor | None = None
+    ) -> LibraryBatch:
+        """Sample the subgraph of `seeds`, with the attributes that `Loader` does not gather.
+
+        Args:
+            seeds: (S,) node ids on the host.
+            epoch: in [0, 2**32).
+            fields: of the minibatch.
+            times: (S,) times of the seeds, for temporal sampling.
+        """
+        if isinstance(self._sampler, HeteroSampler):
+            assert self._sampling is not None, "`_make_sampler` uses it"
+            nodes, found = sample_one_type(self._sampler, self._sampling, seeds, times, epoch)
+            fields |= found
+            self._add_attributes(fields, nodes)
+            return LibraryBatch(nodes, nodes[: len(seeds)], (), parts=fields)
         subgraph = self._sampler(seeds, epoch, self.pool)
         assert subgraph.edge_ids is not None, "requested by PygSampler"
-        nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
+        num_nodes = list(subgraph.num_nodes)[: self._sampler.num_hops + 1]
         num_edges = [len(indices) for indices in subgraph.indices][: self._sampler.num_hops]
         positions = [ids.numpy() for ids in subgraph.edge_ids]
-        edges = _original_edge_ids(torch.from_numpy(np.concatenate(positions)), self._csc.order)
+        new_nodes = [num_nodes[0], *(after - before for before, after in pairwise(num_nodes))]
         fields |= {
-            "num_sampled_nodes": [nodes[0], *(after - before for before, after in pairwise(nodes))],
+            "num_sampled_nodes": new_nodes,
             "num_sampled_edges": num_edges,
-            "e_id": edges,
+            "e_id": _original_edge_ids(
+                torch.from_numpy(np.concatenate(positions)), self._csc.order
+            ),
         }
-        fields |= self._attributes.slice_on_host(subgraph.nodes, edges)
-        if fields["e_id"] is not edges:
-            # attributes on GPUs are sliced later, by the ids of the sampled edges
-            fields[_SAMPLED_EDGES] = edges
+        self._add_attributes(fields, subgraph.nodes)
         blocks = _to_blocks(subgraph)
         if self.device.type == "cpu":
             # blocks have less than half the bytes of `edge_index`, so a GPU gets them, and converts
@@ -171,8 +230,18 @@ class PygLoader(DropInLoader):
             fields["edge_index"] = edge_index_of(blocks)
         return LibraryBatch(subgraph.nodes, subgraph.nodes[: len(seeds)], blocks, parts=fields)
 
+    def _add_attributes(self, fields: dict[str, Any], nodes: Tensor) -> None:
+        """Add the attributes on the host of the nodes and of the edges `e_id`."""
+        edges = fields["e_id"]
+        fields |= self._attributes.slice_on_host(nodes, edges)
+        if self._stored is not None:
+            fields |= self._stored.gather({None: nodes})
+        if fields["e_id"] is not edges:
+            # attributes on GPUs are sliced later, by the ids of the sampled edges
+            fields[_SAMPLED_EDGES] = edges
+
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
-        if "edge_index" not in batch.parts:
+        if self.device.type != "cpu":
             self._copy_to_device(batch)
         return self._finish(batch)
 
@@ -182,7 +251,8 @@ class PygLoader(DropInLoader):
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 fields[name] = value.to(device)
-        fields["edge_index"] = edge_index_of(batch.blocks)
+        if "edge_index" not in fields:
+            fields["edge_index"] = edge_index_of(batch.blocks)
 
     def _finish(self, batch: LibraryBatch) -> Any:
         found, prefetched = self._attributes, self._attributes.prefetched

@@ -13,12 +13,18 @@ from gcnzc.interop.pyg.arguments import (
     check_common,
     check_nodes,
     check_num_neighbors,
-    check_supported,
     make_options,
 )
 from gcnzc.interop.pyg.graph import to_csc
+from gcnzc.interop.pyg.hetero_arguments import (
+    SamplingArguments,
+    check_input_time,
+    times_crc32,
+)
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import NumNeighborsStub, PygLoader
+from gcnzc.interop.pyg.one_type import NODE, to_one_type
+from gcnzc.interop.pyg.stores import is_store_pair
 
 
 class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ignore[misc]
@@ -37,8 +43,21 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         num_neighbors: number of neighbours to sample at each hop, beginning with the hop from
             the seed nodes; -1 for all.
         input_nodes: ids or a mask of the nodes to iterate over. Default: all nodes.
+        input_time: (S,) times of the input nodes, integers. Default: `time_attr` of the nodes.
+        replace: sample with replacement.
+        subgraph_type: "directional" has the sampled edges; "bidirectional" also their reverses,
+            with the ids and attributes of the edges that they are the reverses of; "induced" all
+            edges among the sampled nodes.
+        disjoint: sample a separate subgraph for each seed node, whose number is in `batch`.
+            Temporal sampling always does.
+        temporal_strategy: "uniform" samples from the edges that are not later than the time of
+            the seed node, "last" takes the latest of them.
+        time_attr: attribute of the nodes, or of the edges, with times, which are integers.
+        weight_attr: attribute of the edges with weights, in proportion to which neighbours are
+            sampled.
         transform: function that is applied to each minibatch.
         is_sorted: assume that `edge_index[1]` is ascending, without a check.
+        directed: False is the same as `subgraph_type="induced"`.
         seed: random seed of the shuffling and the sampling; a 64-bit integer. Default: drawn from
             torch's random generator, or 0 if `world_size` is above 1.
         device: device of the minibatches. For a GPU, the loader page-locks `data.x` until
@@ -86,32 +105,44 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
         tables: Mapping[str, FeatureTable] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_supported(
+        custom_cls = kwargs.pop("custom_cls", None)
+        check_common(
             "NeighborLoader",
-            input_time=input_time,
-            replace=replace,
-            subgraph_type=getattr(subgraph_type, "value", subgraph_type),
-            disjoint=disjoint,
-            temporal_strategy=temporal_strategy,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
+            transform=transform,
+            is_sorted=is_sorted,
+            filter_per_worker=filter_per_worker,
+            tables=tables,
             transform_sampler_output=transform_sampler_output,
             neighbor_sampler=neighbor_sampler,
-            directed=directed,
-            custom_cls=kwargs.pop("custom_cls", None),
+            custom_cls=None if is_store_pair(data) else custom_cls,
         )
-        check_common(transform, is_sorted, filter_per_worker, tables)
+        arguments = SamplingArguments(
+            replace,
+            subgraph_type,
+            directed,
+            disjoint,
+            temporal_strategy,
+            time_attr,
+            weight_attr,
+        )
+        source = self._open(data, custom_cls, arguments)
         self._own_fields += ("batch_size", "seed_time")
-        csc = to_csc(data, is_sorted)
+        csc = to_csc(source, is_sorted and self._stores is None)
         self.input_nodes, self.input_id, self.is_sorted = input_nodes, input_id, is_sorted
         self.filter_per_worker = filter_per_worker
         self._nodes, self._ids = check_nodes(input_nodes, input_id, csc.graph.num_nodes)
+        hops = check_num_neighbors(num_neighbors, "NeighborLoader")
+        typed = None if arguments.is_plain else to_one_type(source, csc, time_attr, weight_attr)
+        self.input_time = input_time
+        self._times = check_input_time(input_time, typed, NODE, len(self._nodes))
+        # a tensor keeps its dtype, as in PyG
+        self._seed_time = input_time.cpu() if isinstance(input_time, Tensor) else self._times
         super().__init__(
             data,
             csc,
             self._nodes,
             len(self._nodes),
-            check_num_neighbors(num_neighbors, "NeighborLoader"),
+            hops,
             transform,
             tables,
             make_options(
@@ -124,12 +155,15 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
                 threads=threads,
                 ahead=ahead,
             ),
+            typed,
+            None if typed is None else arguments.sampling(typed, hops),
+            {} if typed is None else {"input_time_crc32": times_crc32(self._times)},
         )
 
     @property
     def input_data(self) -> Any:
         """The nodes to iterate over, as PyG's `NodeSamplerInput`."""
-        return import_pyg().sampler.NodeSamplerInput(self._ids, self._nodes)
+        return import_pyg().sampler.NodeSamplerInput(self._ids, self._nodes, self._seed_time)
 
     @property
     def node_sampler(self) -> NumNeighborsStub:
@@ -142,6 +176,7 @@ class NeighborLoader(PygLoader, import_pyg().loader.NeighborLoader):  # type: ig
             "input_id": seeds if self._ids is None else self._ids[seeds],
             "batch_size": len(seeds),
             "batch": None,
-            "seed_time": None,
+            "seed_time": None if self._seed_time is None else self._seed_time[seeds],
         }
-        return self._sample_batch(self._nodes[seeds], epoch, fields)
+        times = None if self._times is None else self._times[seeds]
+        return self._sample_batch(self._nodes[seeds], epoch, fields, times)

@@ -1,12 +1,17 @@
 """Neighbour sampling with PyG's semantics: the neighbours of each node are sampled once."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from gcnzc.graph.graph import Graph
+from gcnzc.interop.pyg.hetero_arguments import Sampling
+from gcnzc.interop.pyg.hetero_graph import TypedGraph
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample import Sample, Workspace, sample
+from gcnzc.loader.state import plain_settings
+from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.sampling.neighbor import check_seeds, invalid_graph_errors
 from gcnzc.system.arguments import check_fanouts, check_seed
 
@@ -60,3 +65,26 @@ class PygSampler:
             )
         self._idle.append(workspace)
         return subgraph
+
+
+def make_sampler(typed: TypedGraph, sampling: Sampling, seed: int) -> HeteroSampler:
+    """Return the sampler of a heterogeneous graph."""
+    return HeteroSampler(
+        typed.graph,
+        sampling.num_neighbors,
+        seed=seed,
+        replace=sampling.replace,
+        weighted=sampling.weighted,
+        disjoint=sampling.disjoint,
+        temporal=sampling.temporal,
+        time=typed.time or "both",
+        subgraph_type=sampling.subgraph_type,
+    )
+
+
+def settings_of(sampler: HeteroSampler, sampling: Sampling) -> dict[str, Any]:
+    """Return the settings of a sampler for a loader's state, except the seed, as plain values."""
+    settings = sampler.settings | {"subgraph_type": sampling.subgraph_type}
+    # the seed is a setting of the loader
+    del settings["sampler_seed"]
+    return dict(plain_settings(settings))

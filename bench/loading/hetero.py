@@ -1,0 +1,164 @@
+"""Measure the seeds per second of gcnzc's loader of heterogeneous graphs compared with PyG's.
+
+    python -m bench.loading.hetero --rivals FOLDER [--rounds 5] [--cache data/bench] [--sequential]
+
+The graph has 4 node types and 6 edge types with power-law degree distributions, 1 M nodes with 64
+float32 features and a time each, and 20 M edges. Minibatches have 1024 seeds of one type and
+fan-outs 15, 10 for every edge type; also with temporal sampling by the times of the nodes, which is
+disjoint. Each system gets the same arrays as a PyG `HeteroData`, runs in its own process
+(`bench/rivals/`), and yields minibatches with features. PyG's environment is created by
+`bench/rivals/make_environments.sh`. PyG samples with pyg-lib where that is installed, and otherwise
+with torch-sparse, which has no temporal sampling.
+
+The measurements are interleaved, see bench/loading/loader.py. The speed-up is the median over the
+rounds of the ratio between the fastest configurations. With `--sequential`, only one thread and no
+workers are measured, for machines on which other programs run: there, more threads get a larger
+share of the cores.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import harness
+from bench.loading.loader import BATCH_SIZE, EXPONENT, ROOT, Rival
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+
+NODES = {"paper": 550_000, "author": 400_000, "institution": 10_000, "field": 40_000}
+EDGES = {
+    ("author", "writes", "paper"): 5_000_000,
+    ("paper", "rev_writes", "author"): 5_000_000,
+    ("paper", "cites", "paper"): 5_000_000,
+    ("institution", "employs", "author"): 1_000_000,
+    ("field", "of", "paper"): 2_000_000,
+    ("paper", "rev_of", "field"): 2_000_000,
+}
+COLUMNS, LATEST, SEED = 64, 1000, 0
+# batches timed per round, and untimed batches before them
+TIMED, SKIPPED = {"hetero_ours": 40, "hetero_pyg": 10}, 4
+SEQUENTIAL = ("1 threads", "0 workers")
+PROMISED = 10.0
+
+
+def generated_graph(cache: Path) -> Path:
+    """Return the folder of the graph, which is generated if it is missing."""
+    folder = cache / f"hetero-{sum(NODES.values())}-{sum(EDGES.values())}-{SEED}"
+    if not (folder / "seeds.npy").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        random = np.random.default_rng(SEED)
+        ends = {}
+        for name, count in NODES.items():
+            shares = np.arange(1, count + 1) ** -EXPONENT
+            random.shuffle(shares)
+            ends[name] = np.cumsum(shares / shares.sum())
+            features = random.standard_normal((count, COLUMNS), np.float32)
+            np.save(folder / f"{name}.x.npy", features)
+            np.save(folder / f"{name}.time.npy", random.integers(LATEST, size=count))
+        for edge_type, count in EDGES.items():
+            pair = [
+                np.searchsorted(ends[name], random.random(count)).clip(0, NODES[name] - 1)
+                for name in edge_type[::2]
+            ]
+            np.save(folder / f"{'.'.join(edge_type)}.npy", sorted_edges(folder, edge_type, pair))
+        np.save(folder / "seeds.npy", random.permutation(NODES["paper"]))
+    return folder
+
+
+def sorted_edges(folder: Path, edge_type: EdgeType, pair: list[Any]) -> Any:
+    """Return edges sorted by destination and by the time of the source, as PyG's sampler needs."""
+    nodes = {name: {"time": np.load(folder / f"{name}.time.npy")} for name in edge_type[::2]}
+    edges = HeteroGraph.from_arrays(nodes, {edge_type: pair}).edges(edge_type)
+    targets = torch.arange(len(edges.indptr) - 1).repeat_interleave(edges.indptr.diff())
+    return torch.stack([edges.indices.long(), targets]).numpy()
+
+
+def main() -> None:
+    """Measure both systems and record their times."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rivals", type=Path, required=True, help="folder of make_environments.sh")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
+    )
+    parser.add_argument(
+        "--sequential", action="store_true", help="measure only one thread and no workers"
+    )
+    options = parser.parse_args()
+    folder = generated_graph(options.cache)
+    python = str(options.rivals.resolve() / "pyg" / "bin" / "python")
+    threads = 1 if options.sequential else None
+    rivals = [
+        Rival.start("hetero_ours", sys.executable, folder, threads),
+        Rival.start("hetero_pyg", python, folder, threads),
+    ]
+    if options.sequential:
+        for rival in rivals:
+            names = rival.configurations
+            rival.configurations = [name for name in names if name.endswith(SEQUENTIAL)]
+    cases = [(rival, name) for rival in rivals for name in rival.configurations]
+    nodes = {
+        (rival.name, name): rival.measure(name, folder / "seeds.npy", 0, 1, 1)["nodes"]
+        for rival, name in cases
+    }
+    random = np.random.default_rng()
+    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in nodes}
+    for round_ in range(options.rounds):
+        first = round_ % len(cases)
+        for rival, name in cases[first:] + cases[:first]:
+            # without prefetching, few batches suffice
+            batches = TIMED[rival.name] // (2 if options.sequential else 1)
+            skipped = 1 if options.sequential else SKIPPED
+            begin = int(random.integers(NODES["paper"] - (batches + skipped) * BATCH_SIZE))
+            found = rival.measure(name, folder / "seeds.npy", begin, batches, skipped)
+            seconds[rival.name, name].append(found["seconds"] / found["batches"])
+    record(rivals, seconds, nodes)
+
+
+def record(
+    rivals: list[Rival],
+    seconds: dict[tuple[str, str], list[float]],
+    nodes: dict[tuple[str, str], float],
+) -> None:
+    """Record a line for each configuration, and one for the speed-up of each way of sampling."""
+    versions = {name: f"{own}" for rival in rivals for name, own in rival.versions.items()}
+    for (system, name), own in seconds.items():
+        timing = harness.timing_of(own)
+        harness.record(
+            "hetero_loader",
+            {"system": system, "way": name, "batch_size": BATCH_SIZE},
+            timing,
+            seeds_per_s=BATCH_SIZE / timing.median_s,
+            nodes=nodes[system, name],
+            **{f"rival_{name}": version for name, version in versions.items()},
+        )
+    for kind in ("uniform", "temporal"):
+        best = {}
+        for rival in rivals:
+            ways = [way for way in rival.configurations if way.startswith(kind)]
+            if ways:
+                times = {way: seconds[rival.name, way] for way in ways}
+                way = min(times, key=lambda way: statistics.median(times[way]))
+                best[rival.name] = way, times[way]
+        if len(best) < len(rivals):
+            continue
+        (_, ours), (_, theirs) = best["hetero_ours"], best["hetero_pyg"]
+        ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
+        harness.record(
+            "hetero_loader",
+            {"ratio": f"pyg / ours, {kind}", "promised": PROMISED},
+            times=statistics.median(ratios),
+            least=min(ratios),
+            greatest=max(ratios),
+            ways=[way for way, _ in best.values()],
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Read a pair of PyG's `FeatureStore` and `GraphStore`, and give a `HeteroGraph` as such a pair.
+
+Importing this module imports PyG.
+"""
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.interop.pyg.importing import import_pyg
+from gcnzc.kernels.threads import ForkSafeLock
+from gcnzc.system.arguments import check_kind, describe
+
+_pyg = import_pyg()
+
+# layouts of edges, from the one that costs the least to sample from; as PyG chooses
+_LAYOUTS = ("csc", "coo", "csr")
+
+
+def is_store_pair(data: Any) -> bool:
+    """Whether `data` is a pair of a feature store and a graph store."""
+    return (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and isinstance(data[0], _pyg.data.FeatureStore)
+        and isinstance(data[1], _pyg.data.GraphStore)
+    )
+
+
+def has_types(data: Any) -> bool:
+    """Whether the edges of a pair of stores have types, as those of a `HeteroData`."""
+    return all(attr.edge_type is not None for attr in data[1].get_all_edge_attrs())
+
+
+def open_stores(data: Any, custom_cls: Any, names: Collection[str | None]) -> "StoredData | None":
+    """Return the data of a pair of stores, see `StoredData`; None if `data` is no such pair."""
+    return StoredData(data[0], data[1], custom_cls, names) if is_store_pair(data) else None
+
+
+class StoredData:
+    """The graph of a pair of stores, and a view of the features that the feature store gathers.
+
+    Threads of a loader call the feature store, one at a time.
+
+    Args:
+        feature_store: has tensors of node types. Tensors whose group is an edge type are of its
+            edges. Without types, all tensors are of the nodes.
+        graph_store: has the edges, in any layout. Edge ids are positions in the layout of the
+            store; of several layouts CSC, COO or CSR is read.
+        custom_cls: class of the minibatches. Default: `Data` or `HeteroData`.
+        names: attributes that are read now, such as times.
+
+    Raises:
+        TypeError: `custom_cls` does not construct the data.
+        ValueError: the number of nodes is unknown, or a tensor is missing.
+
+    Attributes:
+        structure: a `Data` or `HeteroData` with the numbers of nodes, `edge_index` and `names`.
+    """
+
+    def __init__(
+        self,
+        feature_store: Any,
+        graph_store: Any,
+        custom_cls: Any,
+        names: Collection[str | None],
+    ) -> None:
+        self._features, self._lock = feature_store, ForkSafeLock()
+        self._is_typed = has_types((feature_store, graph_store))
+        base = _pyg.data.HeteroData if self._is_typed else _pyg.data.Data
+        self.structure = base() if custom_cls is None else custom_cls()
+        check_kind("custom_cls()", self.structure, base, f"a subclass of {base.__name__}")
+        attrs = graph_store.get_all_edge_attrs()
+        chosen: dict[Any, Any] = {}
+        for attr in sorted(attrs, key=lambda attr: _LAYOUTS.index(attr.layout.value)):
+            chosen.setdefault(attr.edge_type, attr)
+        tensors = feature_store.get_all_tensor_attrs()
+        if self._is_typed:
+            self._read_types(graph_store, {each.edge_type: None for each in attrs}, chosen, tensors)
+        else:
+            attr = chosen[None]
+            self.structure.edge_index = _to_coo(graph_store.get_edge_index(attr), attr.layout.value)
+            self.structure.num_nodes = self._num_nodes(attr, tensors)
+        for attr in tensors:
+            if attr.attr_name in names:
+                store = self._store_of(attr.group_name)
+                if store is not None:
+                    attr = _indexed(attr, None)
+                    store[attr.attr_name] = _to_tensor(attr, feature_store.get_tensor(attr))
+
+    def _read_types(
+        self,
+        graph_store: Any,
+        edge_types: Mapping[EdgeType, None],
+        chosen: Mapping[EdgeType, Any],
+        tensors: list[Any],
+    ) -> None:
+        groups = [attr.group_name for attr in tensors if isinstance(attr.group_name, str)]
+        ends = [name for each in edge_types for name in (each[0], each[2])]
+        for name in dict.fromkeys([*groups, *ends]):
+            try:
+                number = _pyg.data.remote_backend_utils.num_nodes(self._features, graph_store, name)
+            except ValueError:
+                raise _unknown_size(f"node type {name!r}") from None
+            self.structure[name].num_nodes = int(number)
+        for each in edge_types:
+            attr = chosen[each]
+            edges = _to_coo(graph_store.get_edge_index(attr), attr.layout.value)
+            self.structure[each].edge_index = edges
+
+    def _num_nodes(self, edge_attr: Any, tensors: list[Any]) -> int:
+        if edge_attr.size is not None:
+            return max(edge_attr.size)
+        for attr in tensors:
+            size = self._features.get_tensor_size(_indexed(attr, None))
+            if size is not None:
+                return int(size[0])
+        raise _unknown_size("the graph")
+
+    def _store_of(self, group: Any) -> Any:
+        """Return the part of `structure` of a group of the feature store, or None."""
+        if not self._is_typed:
+            return self.structure
+        known = group in self.structure.node_types or group in self.structure.edge_types
+        return self.structure[group] if known else None
+
+    def attributes(self, excluded: Collection[Any]) -> "StoredAttributes":
+        """Return the tensors that the feature store has now, except those read before.
+
+        Args:
+            excluded: names, or pairs of a type and a name, to leave out.
+        """
+        attrs = []
+        for attr in self._features.get_all_tensor_attrs():
+            key = (attr.group_name, attr.attr_name) if self._is_typed else attr.attr_name
+            store = self._store_of(attr.group_name)
+            if store is not None and attr.attr_name not in store and key not in excluded:
+                attrs.append(attr)
+        return StoredAttributes(self._features, attrs, self._is_typed, self._lock)
+
+
+class StoredAttributes:
+    """Tensors of a feature store, of which minibatches get some rows."""
+
+    def __init__(self, store: Any, attrs: list[Any], is_typed: bool, lock: Any) -> None:
+        self._store, self._attrs, self._is_typed, self._lock = store, attrs, is_typed, lock
+
+    def gather(self, ids: Mapping[Any, Tensor | None]) -> dict[Any, Tensor]:
+        """Return the rows of nodes or edges, by type and name, or by name without types.
+
+        Args:
+            ids: (B,) ids on the host, by type; the type is None without types.
+
+        Raises:
+            ValueError: the feature store does not have a tensor, or returns another number of rows.
+        """
+        found = []
+        for attr in self._attrs:
+            own = ids.get(attr.group_name if self._is_typed else None)
+            if own is not None:
+                found.append(_indexed(attr, own))
+        with self._lock:
+            rows = self._store.multi_get_tensor(found)
+        return {
+            (attr.group_name, attr.attr_name) if self._is_typed else attr.attr_name: _to_tensor(
+                attr, own
+            )
+            for attr, own in zip(found, rows, strict=True)
+        }
+
+
+def _to_coo(edges: Any, layout: str) -> Tensor:
+    """Return edges of a layout as (2, E) sources and destinations."""
+    row, col = (torch.as_tensor(ids).cpu() for ids in edges)
+    if layout == "csr":
+        row = torch.arange(len(row) - 1).repeat_interleave(row.diff())
+    elif layout == "csc":
+        col = torch.arange(len(col) - 1).repeat_interleave(col.diff())
+    return torch.stack([row.long(), col.long()])
+
+
+def _indexed(attr: Any, index: Tensor | None) -> Any:
+    attr = copy.copy(attr)
+    attr.index = index
+    return attr
+
+
+def _to_tensor(attr: Any, rows: Any) -> Tensor:
+    if isinstance(rows, np.ndarray):
+        rows = torch.from_numpy(rows)
+    if isinstance(rows, Tensor) and (attr.index is None or len(rows) == len(attr.index)):
+        return rows
+    raise ValueError(
+        f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}\n\n"
+        "hint: get_tensor returns a tensor or an array with one row for each index"
+    )
+
+
+def _unknown_size(what: str) -> ValueError:
+    return ValueError(
+        f"the number of nodes of {what} is unknown\n\n"
+        "hint: put_edge_index(..., size=(num_src, num_dst)), or a tensor with a row for each node"
+    )
+
+
+class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-defined]
+    """The features, labels and times of a `HeteroGraph` as a PyG `FeatureStore`.
+
+    Node types have the attributes `x`, `y` and `time`, edge types `edge_attr`, `time` and `weight`,
+    as far as the graph has them. Rows of edges are in the order of the columns of the graph, which
+    is the order of the edges of `HeteroGraphStore`. The store is read-only.
+
+    Args:
+        graph: the graph; its values are not copied.
+
+    Raises:
+        TypeError: `graph` is no `HeteroGraph`.
+    """
+
+    def __init__(self, graph: HeteroGraph) -> None:
+        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
+        super().__init__()
+        found: dict[tuple[Any, str], tuple[FeatureTable | Tensor, Tensor | None]] = {}
+        for node_type in graph.node_types:
+            nodes = graph.nodes(node_type)
+            for name, values in (("x", nodes.table), ("y", nodes.labels), ("time", nodes.time)):
+                if values is not None:
+                    found[node_type, name] = values, None
+        for edge_type in graph.edge_types:
+            edges = graph.edges(edge_type)
+            if edges.table is not None:
+                # features are in the order of the edge ids
+                found[edge_type, "edge_attr"] = edges.table, edges.edge_ids
+            for name, values in (("time", edges.time), ("weight", edges.weight)):
+                if values is not None:
+                    found[edge_type, name] = values, None
+        self.__dict__["_values"] = found
+
+    def _get_tensor(self, attr: Any) -> Tensor | None:
+        values, order = self._values.get((attr.group_name, attr.attr_name), (None, None))
+        if values is None:
+            return None
+        index = slice(None) if attr.index is None else attr.index
+        num_rows = values.num_rows if isinstance(values, FeatureTable) else len(values)
+        if isinstance(index, slice):
+            index = torch.arange(*index.indices(num_rows))
+        index = torch.as_tensor([index] if isinstance(index, int) else index)
+        if order is not None:
+            index = order[index]
+        if isinstance(values, FeatureTable):
+            return values.gather(index)
+        return values.index_select(0, index)
+
+    def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
+        values, _ = self._values.get((attr.group_name, attr.attr_name), (None, None))
+        if isinstance(values, FeatureTable):
+            return values.num_rows, values.num_columns
+        return None if values is None else tuple(values.shape)
+
+    def get_all_tensor_attrs(self) -> list[Any]:
+        """Return the type and the name of each attribute."""
+        return [_pyg.data.TensorAttr(*key) for key in self._values]
+
+    def _put_tensor(self, tensor: Any, attr: Any) -> NoReturn:
+        raise _read_only(f"{attr.group_name}, {attr.attr_name}")
+
+    def _remove_tensor(self, attr: Any) -> NoReturn:
+        raise _read_only(f"{attr.group_name}, {attr.attr_name}")
+
+
+class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined]
+    """The edges of a `HeteroGraph` as a PyG `GraphStore`, in CSC layout; it is read-only.
+
+    Args:
+        graph: the graph. Offsets are not copied; sources are, since PyG reads int64.
+
+    Raises:
+        TypeError: `graph` is no `HeteroGraph`.
+    """
+
+    def __init__(self, graph: HeteroGraph) -> None:
+        check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
+        super().__init__()
+        self.__dict__["_graph"] = graph
+
+    def get_all_edge_attrs(self) -> list[Any]:
+        """Return the edge type, the layout and the size of each edge type."""
+        graph: HeteroGraph = self._graph
+        return [
+            _pyg.data.EdgeAttr(
+                each, "csc", size=(graph.num_nodes(each[0]), graph.num_nodes(each[2]))
+            )
+            for each in graph.edge_types
+        ]
+
+    def _get_edge_index(self, edge_attr: Any) -> tuple[Tensor, Tensor] | None:
+        graph: HeteroGraph = self._graph
+        if edge_attr.edge_type not in graph.edge_types or edge_attr.layout.value != "csc":
+            return None
+        edges = graph.edges(edge_attr.edge_type)
+        return edges.indices.long(), edges.indptr
+
+    def _put_edge_index(self, edge_index: Any, edge_attr: Any) -> NoReturn:
+        raise _read_only(f"edge type {edge_attr.edge_type}")
+
+    def _remove_edge_index(self, edge_attr: Any) -> NoReturn:
+        raise _read_only(f"edge type {edge_attr.edge_type}")
+
+
+def as_stores(graph: HeteroGraph) -> tuple[HeteroFeatureStore, HeteroGraphStore]:
+    """Return a graph as the pair of stores that PyG's loaders accept in place of data."""
+    return HeteroFeatureStore(graph), HeteroGraphStore(graph)
+
+
+def _read_only(what: str) -> ValueError:
+    return ValueError(
+        f"{what}: the stores of a HeteroGraph are read-only\n\n"
+        "hint: build another graph, or put the tensor into a store of your own"
+    )

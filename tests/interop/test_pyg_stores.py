@@ -1,0 +1,396 @@
+"""Pairs of a PyG `FeatureStore` and `GraphStore` as the data of the loaders."""
+
+import copy
+import importlib.util
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_geometric") is None:
+    pytest.skip("PyG is not installed", allow_module_level=True)
+
+from gcnzc import FeatureTable
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.interop.pyg import (
+    HeteroFeatureStore,
+    HeteroGraphStore,
+    HeteroNeighborLoader,
+    LinkNeighborLoader,
+    NeighborLoader,
+    TableStore,
+    as_stores,
+    importing,
+)
+
+pyg = importing.import_pyg()
+from torch_geometric.data import (  # noqa: E402
+    Data,
+    EdgeAttr,
+    FeatureStore,
+    GraphStore,
+    HeteroData,
+    TensorAttr,
+)
+from torch_geometric.sampler import NeighborSampler  # noqa: E402
+
+USERS, ITEMS, LATEST = 40, 30, 20
+BUYS, BOUGHT, LIKES = ("user", "buys", "item"), ("item", "of", "user"), ("item", "like", "item")
+SIZES = {"user": USERS, "item": ITEMS}
+
+
+class Features(FeatureStore):
+    """Tensors in a dict, which counts its calls and checks that they do not overlap."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.__dict__.update(tensors=tensors, calls=0, lock=threading.Lock())
+
+    def __deepcopy__(self, memo):
+        return Features(self.tensors)
+
+    def _get_tensor(self, attr):
+        found = self.tensors.get((attr.group_name, attr.attr_name))
+        return found if found is None or attr.index is None else found[attr.index]
+
+    def _multi_get_tensor(self, attrs):
+        assert self.lock.acquire(blocking=False), "two threads call the store"
+        self.__dict__["calls"] += 1
+        found = [self._get_tensor(attr) for attr in attrs]
+        self.lock.release()
+        return found
+
+    def _get_tensor_size(self, attr):
+        return tuple(self._get_tensor(attr).shape)
+
+    def get_all_tensor_attrs(self):
+        return [TensorAttr(*key) for key in self.tensors]
+
+    def _put_tensor(self, tensor, attr):
+        raise NotImplementedError
+
+    def _remove_tensor(self, attr):
+        raise NotImplementedError
+
+
+class Edges(GraphStore):
+    """Edges in a dict by edge type and layout."""
+
+    def __init__(self, edges, sizes):
+        super().__init__()
+        self.__dict__.update(edges=edges, sizes=sizes)
+
+    def _get_edge_index(self, attr):
+        return self.edges.get((attr.edge_type, attr.layout.value))
+
+    def get_all_edge_attrs(self):
+        return [EdgeAttr(*key, size=self.sizes.get(key[0])) for key in self.edges]
+
+    def _put_edge_index(self, edge_index, attr):
+        raise NotImplementedError
+
+    def _remove_edge_index(self, attr):
+        raise NotImplementedError
+
+
+def to_layout(edges, layout, num_src, num_dst):
+    """Edges in a layout, and the order in which it has them."""
+    src, dst = edges
+    if layout == "coo":
+        return (src, dst), torch.arange(len(src))
+    key, number = (dst, num_dst) if layout == "csc" else (src, num_src)
+    order = key.argsort(stable=True)
+    pointer = torch.zeros(number + 1, dtype=torch.int64)
+    pointer[1:] = torch.bincount(key, minlength=number).cumsum(0)
+    found = (src[order], pointer) if layout == "csc" else (pointer, dst[order])
+    return found, order
+
+
+def make_data():
+    numbers = torch.Generator().manual_seed(3)
+    data = HeteroData()
+    for name, size in SIZES.items():
+        data[name].x = torch.randn(size, 4, generator=numbers)
+        data[name].born = torch.randint(LATEST, (size,), generator=numbers)
+    data["user"].y = torch.randint(3, (USERS,), generator=numbers)
+    for each, count in ((BUYS, 200), (BOUGHT, 150), (LIKES, 90)):
+        ends = [torch.randint(SIZES[name], (count,), generator=numbers) for name in each[::2]]
+        data[each].edge_index = torch.stack(ends)
+        data[each].edge_attr = torch.randn(count, 2, generator=numbers)
+        data[each].at = torch.randint(LATEST, (count,), generator=numbers)
+        data[each].weight = torch.rand(count, generator=numbers)
+    return data
+
+
+@pytest.fixture
+def data():
+    return make_data()
+
+
+def to_stores(data, layouts=("csc", "coo", "csr")):
+    """A pair of stores with the values of `data`, and `data` in the order of the stored edges."""
+    tensors, edges, sizes, data = {}, {}, {}, copy.copy(data)
+    for each, layout in zip(data.edge_types, layouts, strict=True):
+        sizes[each] = data[each[0]].num_nodes, data[each[2]].num_nodes
+        edges[each, layout], order = to_layout(data[each].edge_index, layout, *sizes[each])
+        for name in data[each].keys():  # noqa: SIM118
+            data[each][name] = (
+                data[each][name][..., order] if name == "edge_index" else (data[each][name][order])
+            )
+    for store in (*data.node_stores, *data.edge_stores):
+        tensors |= {(store._key, name): store[name] for name in store if name != "edge_index"}
+    return (Features(tensors), Edges(edges, sizes)), data
+
+
+def assert_equal(mine, other, extra=("num_nodes",)):
+    assert mine.node_types == other.node_types
+    assert set(mine.edge_types) == set(other.edge_types)
+    for store in (*other.node_stores, *other.edge_stores):
+        found = mine[store._key]
+        assert set(found.keys()) - set(extra) == set(store.keys()) - set(extra), store._key
+        for name, value in store.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[name], value), (store._key, name)
+            else:
+                assert found[name] == value, (store._key, name)
+
+
+SAMPLINGS = [
+    {},
+    {"disjoint": True},
+    {"time_attr": "born"},
+    {"time_attr": "at", "input_time": torch.arange(USERS) % LATEST},
+    {"weight_attr": "weight", "replace": True},
+    {"subgraph_type": "induced"},
+    {"subgraph_type": "bidirectional"},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_minibatches_equal_those_of_hetero_data(data, sampling):
+    stores, data = to_stores(data)
+    options = {"batch_size": 9, "seed": 3, "shuffle": True, "threads": 3, **sampling}
+    mine = NeighborLoader(stores, [3, 2], "user", **options)
+    assert isinstance(mine, HeteroNeighborLoader)
+    assert (repr(mine), mine.data) == ("NeighborLoader()", stores)
+    for _ in range(2):
+        theirs = NeighborLoader(data, [3, 2], "user", **options)
+        theirs.set_epoch(mine.epoch)
+        for batch, other in zip(mine, theirs, strict=True):
+            assert_equal(batch, other)
+            assert batch["item"].num_nodes == len(batch["item"].n_id)
+    assert stores[0].calls == 2 * len(mine)
+
+
+@pytest.mark.parametrize("layouts", [("coo",) * 3, ("csr",) * 3, ("csc",) * 3])
+@pytest.mark.parametrize("neg_sampling", [None, "binary", "triplet"])
+def test_minibatches_of_links_equal_those_of_hetero_data(data, layouts, neg_sampling):
+    stores, data = to_stores(data, layouts)
+    options = {"batch_size": 30, "seed": 3, "neg_sampling": neg_sampling}
+    pairs = data[LIKES].edge_index[:, :50]
+    for edges in (BUYS, (LIKES, pairs)):
+        mine = LinkNeighborLoader(stores, [3, 2], edges, **options)
+        for batch, other in zip(
+            mine, LinkNeighborLoader(data, [3, 2], edges, **options), strict=True
+        ):
+            assert_equal(batch, other)
+    times = {"time_attr": "born", "edge_label_time": torch.arange(50)}
+    mine = LinkNeighborLoader(stores, [3, 2], (LIKES, pairs), **options, **times)
+    theirs = LinkNeighborLoader(data, [3, 2], (LIKES, pairs), **options, **times)
+    for batch, other in zip(mine, theirs, strict=True):
+        assert_equal(batch, other)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}, {"disjoint": True}])
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_minibatches_without_types_equal_those_of_data(data, layout, sampling):
+    own = Data(x=data["user"].x, born=data["user"].born, y=data["user"].y)
+    ends = torch.randint(USERS, (2, 300), generator=torch.Generator().manual_seed(1))
+    edges, order = to_layout(ends, layout, USERS, USERS)
+    own.edge_index = ends[:, order]
+    features = {(None, name): own[name] for name in ("x", "born", "y")}
+    features[None, "x"] = own.x.numpy()
+    stores = Features(features), Edges({(None, layout): edges}, {None: (USERS, USERS)})
+    options = {"batch_size": 9, "seed": 3, **sampling}
+    nodes = range(2, USERS)
+    for batch, other in zip(
+        NeighborLoader(stores, [3, 2], nodes, is_sorted=True, **options),
+        NeighborLoader(own, [3, 2], nodes, **options),
+        strict=True,
+    ):
+        assert isinstance(batch, Data)
+        assert set(batch.keys()) == set(other.keys()) | {"num_nodes"}
+        for name, value in other.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(batch[name], value), name
+            else:
+                assert batch[name] == value
+    times = {} if "time_attr" not in sampling else {"edge_label_time": torch.arange(300)}
+    (mine,) = LinkNeighborLoader(stores, [2], batch_size=300, **sampling, **times)
+    assert torch.equal(mine.n_id[mine.edge_label_index], own.edge_index)
+
+
+def test_other_tensors_and_classes(data):
+    class Own(HeteroData):
+        pass
+
+    (features, edges), _ = to_stores(data)
+    # of a group that is no edge type
+    features.tensors[("user", "to", "user"), "x"] = torch.rand(3)
+    tables = {("user", "x"): FeatureTable(torch.rand(USERS, 2))}
+    loader = NeighborLoader((features, edges), [2], "user", custom_cls=Own, tables=tables)
+    batch = next(iter(loader))
+    assert type(batch) is Own
+    assert batch.node_types == ["user", "item"]
+    assert torch.equal(batch["user"].x, tables["user", "x"].gather(batch["user"].n_id))
+    # tensors that are added later are part of the next epoch
+    features.tensors["user", "more"] = torch.arange(USERS)
+    batch = next(iter(loader))
+    assert torch.equal(batch["user"].more, batch["user"].n_id)
+    again = next(iter(copy.deepcopy(loader)))
+    assert type(again) is Own
+
+
+def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):
+    (features, edges), _ = to_stores(data)
+    wanted = list(NeighborLoader((features, edges), [3], "user", batch_size=9, seed=1))
+    unsized = Edges(edges.edges, {})
+    for mine, other in zip(
+        NeighborLoader((features, unsized), [3], "user", batch_size=9, seed=1), wanted, strict=True
+    ):
+        assert_equal(mine, other, extra=())
+    with pytest.raises(ValueError, match="number of nodes of node type 'user' is unknown"):
+        NeighborLoader((Features({}), unsized), [3], "user")
+    plain = Edges({(None, "coo"): data[LIKES].edge_index}, {})
+    with pytest.raises(ValueError, match="number of nodes of the graph is unknown"):
+        NeighborLoader((Features({}), plain), [3])
+    sized = Edges(edges.edges, {BUYS: (USERS, ITEMS), BOUGHT: (3, 3), LIKES: (ITEMS, ITEMS)})
+    assert len(NeighborLoader((Features({}), sized), [3], "user")) == USERS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": (Features({}), None)}, "does not support a tuple that is no pair of stores"),
+        ({"input_nodes": "shop"}, "node type 'shop'"),
+        ({"input_nodes": None}, "without a node type"),
+        ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),
+        ({"weight_attr": "day"}, "weight_attr is 'day'"),
+        ({"custom_cls": Data}, "HeteroData"),
+        ({"neighbor_sampler": object()}, "does not support neighbor_sampler"),
+    ],
+)
+def test_invalid_arguments_are_rejected(data, change, message):
+    stores, _ = to_stores(data)
+    with pytest.raises((TypeError, ValueError), match=message):
+        NeighborLoader(**({"data": stores, "num_neighbors": [2], "input_nodes": "user"} | change))
+
+
+def test_a_store_without_a_tensor_is_reported(data):
+    (features, edges), _ = to_stores(data)
+    loader = NeighborLoader((features, edges), [2], "user")
+    features.tensors["user", "x"] = None
+    with pytest.raises(ValueError, match="the feature store returned None for user, x"):
+        next(iter(loader))
+    features._get_tensor = lambda attr: torch.rand(9, 2)
+    with pytest.raises(ValueError, match=r"the feature store returned .* for user, x"):
+        next(iter(loader))
+
+
+def test_edges_out_of_range_are_reported(data):
+    (features, edges), _ = to_stores(data)
+    edges.edges[BOUGHT, "coo"][0][3] = ITEMS
+    with pytest.raises(ValueError, match="goes from 30"):
+        NeighborLoader((features, edges), [2], "user")
+
+
+GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}
+
+
+def test_the_stores_of_a_graph_have_its_values(data):
+    graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
+    features, edges = as_stores(graph)
+    assert (type(features), type(edges)) == (HeteroFeatureStore, HeteroGraphStore)
+    assert torch.equal(features["user", "x", None], data["user"].x)
+    assert torch.equal(features["user", "y", torch.tensor([5, 5, 0])], data["user"].y[[5, 5, 0]])
+    assert torch.equal(features["item", "x", slice(2, 9, 3)], data["item"].x[2:9:3])
+    assert torch.equal(features["item", "x", 3], data["item"].x[3:4])
+    assert features.get_tensor_size("user", "x") == (USERS, 4)
+    assert features.get_tensor_size("user", "y") == (USERS,)
+    assert features.get_tensor_size("user", "z") is None
+    assert features.get_tensor("user", "z", None) is None
+    assert {(attr.group_name, attr.attr_name) for attr in features.get_all_tensor_attrs()} == {
+        *(("user", "x"), ("user", "y"), ("item", "x")),
+        *((each, name) for each in data.edge_types for name in ("edge_attr", "time", "weight")),
+    }
+    coo = edges.coo()
+    for each in data.edge_types:
+        ids = graph.edges(each).edge_ids
+        assert torch.equal(torch.stack([coo[0][each], coo[1][each]]), data[each].edge_index[:, ids])
+        for name, other in (("edge_attr", "edge_attr"), ("time", "at"), ("weight", "weight")):
+            found = features[each, name, torch.tensor([7, 2])]
+            assert torch.equal(found, data[each][other][ids[[7, 2]]]), name
+    for change in (
+        lambda: features.put_tensor(data["user"].x, "user", "x", None),
+        lambda: features.remove_tensor("user", "x", None),
+        lambda: edges.put_edge_index(data[BUYS].edge_index, BUYS, "coo"),
+        lambda: edges.remove_edge_index(BUYS, "csc"),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            change()
+    with pytest.raises(KeyError):
+        edges.get_edge_index(BUYS, "coo")
+    for Store in (HeteroFeatureStore, HeteroGraphStore):
+        with pytest.raises(TypeError, match="HeteroGraph"):
+            Store(data)
+
+
+def test_loaders_accept_the_stores_of_a_graph(data):
+    graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
+    loader = NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9)
+    for batch in loader:
+        for name in ("user", "item"):
+            assert torch.equal(batch[name].x, data[name].x[batch[name].n_id])
+        assert torch.equal(batch["user"].y, data["user"].y[batch["user"].n_id])
+        for each in data.edge_types:
+            ids = graph.edges(each).edge_ids[batch[each].e_id]
+            src, dst = batch[each].edge_index
+            ends = torch.stack([batch[each[0]].n_id[src], batch[each[2]].n_id[dst]])
+            assert torch.equal(ends, data[each].edge_index[:, ids])
+            assert torch.equal(batch[each].edge_attr, data[each].edge_attr[ids])
+    times = {"time_attr": "time", "input_time": torch.arange(USERS) % LATEST}
+    for batch in NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9, **times):
+        for each in data.edge_types:
+            target = batch[each[2]]
+            limits = batch["user"].seed_time[target.batch[batch[each].edge_index[1]]]
+            assert bool((batch[each].time <= limits).all())
+
+
+@pytest.mark.filterwarnings("ignore:Using .NeighborSampler. without")
+def test_pygs_sampler_reads_the_stores_of_a_graph(data):
+    sampler = NeighborSampler(as_stores(HeteroGraph.from_pyg(data)), [3], "induced")
+    assert sampler.num_nodes == SIZES
+    assert set(sampler.edge_types) == set(data.edge_types)
+    for each in data.edge_types:
+        name = "__".join(each)
+        assert sampler.row_dict[name].dtype == sampler.colptr_dict[name].dtype == torch.int64
+        counts = torch.bincount(data[each].edge_index[1], minlength=SIZES[each[2]])
+        assert torch.equal(sampler.colptr_dict[name].diff(), counts)
+
+
+def test_tables_are_a_feature_store_of_the_loader(data):
+    (_, edges), _ = to_stores(data)
+    quantized = FeatureTable.quantized(data["user"].x)
+    features = TableStore({("user", "x"): quantized, ("item", "x"): FeatureTable(data["item"].x)})
+    for batch in NeighborLoader((features, edges), [3], "user", batch_size=9):
+        assert torch.equal(batch["user"].x, quantized.gather(batch["user"].n_id))
+        assert torch.equal(batch["item"].x, data["item"].x[batch["item"].n_id])
+
+
+def test_arrays_become_tensors(data):
+    (features, edges), _ = to_stores(data)
+    features.tensors["user", "x"] = data["user"].x.double().numpy()
+    batch = next(iter(NeighborLoader((features, edges), [3], "user", batch_size=9)))
+    assert isinstance(features.tensors["user", "x"], np.ndarray)
+    assert batch["user"].x.dtype == torch.float64
