@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from gcnzc.features import FeatureTable, cached, cached_share, pinned
     from gcnzc.graph import Graph
     from gcnzc.graph.dataset import Dataset
+    from gcnzc.graph.hetero import HeteroGraph
     from gcnzc.graph.load import load
     from gcnzc.graph.prepare import prepare
-    from gcnzc.loader import FullBatchLoader, Loader, presample
-    from gcnzc.sampling import Batch, Block, LinkSampler, Sampler
+    from gcnzc.loader import FullBatchLoader, HeteroLoader, Loader, presample
+    from gcnzc.sampling import Batch, Block, HeteroSampler, LinkSampler, Sampler
     from gcnzc.train.inference import inference
 
 __all__ = [
@@ -26,6 +27,9 @@ __all__ = [
     "FeatureTable",
     "FullBatchLoader",
     "Graph",
+    "HeteroGraph",
+    "HeteroLoader",
+    "HeteroSampler",
     "LinkSampler",
     "Loader",
     "Sampler",
@@ -52,10 +56,11 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.features": ("FeatureTable", "cached", "cached_share", "pinned"),
         "gcnzc.graph": ("Graph",),
         "gcnzc.graph.dataset": ("Dataset",),
+        "gcnzc.graph.hetero": ("HeteroGraph",),
         "gcnzc.graph.load": ("load",),
         "gcnzc.graph.prepare": ("prepare",),
-        "gcnzc.loader": ("FullBatchLoader", "Loader", "presample"),
-        "gcnzc.sampling": ("Batch", "Block", "LinkSampler", "Sampler"),
+        "gcnzc.loader": ("FullBatchLoader", "HeteroLoader", "Loader", "presample"),
+        "gcnzc.sampling": ("Batch", "Block", "HeteroSampler", "LinkSampler", "Sampler"),
         "gcnzc.train.inference": ("inference",),
     },
 )
