@@ -118,6 +118,29 @@ def loader() -> str:
 
 
 @table
+def heterograph() -> str:
+    """Return the table of the throughput of loaders of heterographs."""
+    lines = newest(read("heterograph"), "system", "way")
+    best: dict[str, Line] = {}
+    for (system, _), line in lines.items():
+        if system not in best or line["seeds_per_s"] > best[system]["seeds_per_s"]:
+            best[system] = line
+    ratio = newest(read("heterograph"), "ratio")["ours / dgl"]
+    rows = [
+        [
+            SYSTEMS[system].format(**line),
+            line["way"],
+            f"{line['seeds_per_s']:,.0f}",
+            None if system == "ours" else f"{ratio['times']:.1f}",
+        ]
+        for system, line in sorted(best.items(), key=lambda item: -item[1]["seeds_per_s"])
+    ]
+    heads = ["system", "configuration", "seed nodes/s", "speed-up of gcnzc, median of rounds"]
+    text = markdown(heads, rows)
+    return with_caption(text, best.values(), "python -m bench.loading.heterograph")
+
+
+@table
 def sampling() -> str:
     """Return the table of the throughput of sampling without features, on one thread."""
     lines = newest(read("loader"), "system", "way", "on")
