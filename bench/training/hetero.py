@@ -49,10 +49,10 @@ class Settings:
     gcn_hidden: int = 64
     gcn_lr: float = 0.01
     gcn_weight_decay: float = 5e-4
-    steps: int = 80
-    hidden: int = 128
-    dropout: float = 0.5
-    lr: float = 0.001  # of the matrices
+    steps: int = 150
+    hidden: int = 256
+    dropout: float = 0.6
+    lr: float = 0.0005  # of the matrices
     embedding_lr: float = 0.01
     weight_decay: float = 5e-4  # of the matrices
     embedding_weight_decay: float = 1e-4
