@@ -72,7 +72,7 @@ class TypeWeights(NamedTuple):
     """The parameters of a mean layer that compute the outputs of one node type."""
 
     neighbours: Tensor  # (R * F, H), the matrices of the edge types one below the other
-    own: Tensor  # (F, H)
+    own: Tensor | None  # (F, H)
     bias: Tensor  # (H,)
 
 
@@ -93,7 +93,10 @@ class MeanLayer(HeteroLayer):
         own_rows = block.destination_rows(rows)
         outs = {}
         for t, weights in zip(self.out_types, self.weights(), strict=True):
-            out = torch.addmm(weights.bias, own_rows[t], weights.own)
+            if weights.own is None:
+                out = weights.bias.to(rows.dtype).repeat(block.num_dst[t], 1)
+            else:
+                out = torch.addmm(weights.bias, own_rows[t], weights.own)
             width = len(weights.neighbours)
             if width:
                 of_type = means[t].view(block.num_dst[t], width)
@@ -106,12 +109,13 @@ class RGCNLayer(MeanLayer):
     """The relational graph convolution of Schlichtkrull et al., 2018, equation 2.
 
     The normalization is the mean over the in-neighbours of each edge type. Each node type has a
-    matrix for its own rows and a bias.
+    matrix for its own rows, the self-connection, and a bias.
 
     Args:
         metadata, out_types, in_features, out_features: see `HeteroLayer`.
         num_bases: number B of basis matrices, of which the matrices of all edge types are linear
             combinations (equation 3); None for a matrix for each edge type.
+        root_weight: whether node types have matrices for their own rows.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class RGCNLayer(MeanLayer):
         out_features: int,
         *,
         num_bases: int | None = None,
+        root_weight: bool = True,
     ) -> None:
         super().__init__(metadata, out_types, in_features, out_features)
         count, sizes = len(self.edge_types), (in_features, out_features)
@@ -129,14 +134,17 @@ class RGCNLayer(MeanLayer):
         self.coefficients = None
         if num_bases is not None:
             self.coefficients = nn.Parameter(torch.empty(count, num_bases))
-        self.own = nn.Parameter(torch.empty(len(self.out_types), *sizes))
+        self.own = None
+        if root_weight:
+            self.own = nn.Parameter(torch.empty(len(self.out_types), *sizes))
         self.bias = nn.Parameter(torch.empty(len(self.out_types), out_features))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Reset matrices and coefficients with Glorot initialization as PyG does; zero biases."""
         glorot_(self.weight, self.in_features, self.out_features)
-        glorot_(self.own, self.in_features, self.out_features)
+        if self.own is not None:
+            glorot_(self.own, self.in_features, self.out_features)
         if self.coefficients is not None:
             glorot_(self.coefficients, *self.coefficients.shape)
         nn.init.zeros_(self.bias)
@@ -148,7 +156,8 @@ class RGCNLayer(MeanLayer):
             weight = self.coefficients @ weight
         stacked = weight.view(-1, self.out_features)
         sizes = [count * self.in_features for count in self.num_in]
-        parts = zip(stacked.split(sizes), self.own.unbind(), self.bias.unbind(), strict=True)
+        own = [None] * len(sizes) if self.own is None else self.own.unbind()
+        parts = zip(stacked.split(sizes), own, self.bias.unbind(), strict=True)
         return [TypeWeights(*each) for each in parts]
 
 

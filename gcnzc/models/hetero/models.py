@@ -1,6 +1,6 @@
 """R-GCN, heterogeneous GraphSAGE, R-GAT and HGT models on blocks of heterogeneous graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from gcnzc.models.hetero.attention import HGTLayer, RGATLayer
 from gcnzc.models.hetero.layers import HeteroLayer, HeteroSAGELayer, RGCNLayer
 from gcnzc.models.hetero.stack import HeteroModel
 from gcnzc.sampling.hetero_block import HeteroMetadata
-from gcnzc.system.arguments import check_integer
+from gcnzc.system.arguments import check_flag, check_integer
 
 
 class RGCN(HeteroModel):
@@ -33,8 +33,13 @@ class RGCN(HeteroModel):
         num_layers: number of layers, and of hops of the sampler.
         dropout: probability that a hidden element is zeroed during training.
         input_dropout: probability that a feature is zeroed during training.
+        input_linear: project the features of all node types to `hidden` columns; or the node types
+            whose features are projected. The others, such as trainable embeddings, must have
+            `hidden` columns.
         num_bases: number of basis matrices of each layer (equation 3), of which the matrices of all
             edge types are linear combinations. Default: a matrix for each edge type.
+        root_weight: whether node types have matrices W_t for their own rows. Without them, add self
+            loops to an edge type, so that a node's own row is in its mean.
         norm: "batch" for batch normalization after hidden layers, "layer" for layer normalization,
             both with parameters for each node type; or "none".
         residual: add a linear projection of each layer's input to its output.
@@ -60,7 +65,9 @@ class RGCN(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         num_bases: int | None = None,
+        root_weight: bool = True,
         norm: str = "none",
         residual: bool = False,
         output_linear: bool = False,
@@ -69,9 +76,12 @@ class RGCN(HeteroModel):
         hidden = check_integer("hidden", hidden, 1)
         if num_bases is not None:
             num_bases = check_integer("num_bases", num_bases, 1)
+        root_weight = check_flag("root_weight", root_weight)
 
         def make_layer(types: HeteroMetadata, own: Sequence[int], out: int | None) -> HeteroLayer:
-            return RGCNLayer(types, own, hidden, out or hidden, num_bases=num_bases)
+            return RGCNLayer(
+                types, own, hidden, out or hidden, num_bases=num_bases, root_weight=root_weight
+            )
 
         super().__init__(
             make_layer,
@@ -84,6 +94,7 @@ class RGCN(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -97,7 +108,8 @@ class HeteroSAGE(HeteroModel):
     "sum", which `to_hetero` also builds. A node type without edge types into it gets a linear
     projection of its own rows, where PyG omits the type.
 
-    The arguments are those of `RGCN`, except `num_bases`.
+    The arguments are those of `RGCN`, except `num_bases` and
+    `root_weight`.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class HeteroSAGE(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         norm: str = "none",
         residual: bool = False,
         output_linear: bool = False,
@@ -132,6 +145,7 @@ class HeteroSAGE(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -147,7 +161,7 @@ class RGAT(HeteroModel):
     Hidden layers concatenate the outputs of their heads; a last layer that computes the outputs
     averages them.
 
-    The arguments are those of `RGCN`, except `num_bases`, and:
+    The arguments are those of `RGCN`, except `num_bases` and `root_weight`, and:
 
     Args:
         hidden: columns of the hidden layers, over all heads; divisible by `heads`.
@@ -172,6 +186,7 @@ class RGAT(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         heads: int = 4,
         attention_dropout: float = 0.0,
         norm: str = "none",
@@ -204,6 +219,7 @@ class RGAT(HeteroModel):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=residual,
             output_linear=output_linear,
@@ -219,8 +235,8 @@ class HGT(HeteroModel):
     computes the outputs after the last layer. There is no activation between layers, which contain
     a GELU.
 
-    The arguments are those of `RGCN`, except `num_bases`, `residual`, `output_linear` and
-    `activation`, and:
+    The arguments are those of `RGCN`, except `num_bases`, `root_weight`, `residual`,
+    `output_linear` and `activation`, and:
 
     Args:
         hidden: columns of the layers, over all heads; divisible by `heads`.
@@ -242,6 +258,7 @@ class HGT(HeteroModel):
         dropout: float = 0.5,
         *,
         input_dropout: float = 0.0,
+        input_linear: bool | Collection[str] = True,
         heads: int = 4,
         norm: str = "none",
     ) -> None:
@@ -261,6 +278,7 @@ class HGT(HeteroModel):
             _dropout_only,
             dropout=dropout,
             input_dropout=input_dropout,
+            input_linear=input_linear,
             norm=norm,
             residual=False,
             output_linear=True,

@@ -1,6 +1,6 @@
 """A stack of layers on heterogeneous blocks, with a projection of each node type's features."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ from gcnzc.system.arguments import (
 class HeteroModel(nn.Module):
     """A stack of layers on heterogeneous blocks, with optional normalization and residuals.
 
-    The features of each node type are projected to `hidden` columns. Each layer computes only the
-    node types that the outputs depend on. Without `output_linear`, the last layer computes the
-    outputs: no normalization, activation or dropout follows it.
+    Each layer computes only the node types that the outputs depend on. Without `output_linear`, the
+    last layer computes the outputs: no normalization, activation or dropout follows it.
 
     Parameters are numbered in the order of the metadata. A state dict is valid only for a model
     with the same metadata.
@@ -47,6 +46,9 @@ class HeteroModel(nn.Module):
             p; it may overwrite `x`.
         dropout: probability that a hidden element is zeroed during training.
         input_dropout: probability that a feature is zeroed during training.
+        input_linear: project the features of all node types to `hidden` columns; or the node types
+            whose features are projected. The others, such as trainable embeddings, must have
+            `hidden` columns.
         norm: "batch" or "layer" for normalization after each hidden layer, with parameters for each
             node type; or "none".
         residual: add a linear projection of each layer's input to its output, for each node type.
@@ -76,6 +78,7 @@ class HeteroModel(nn.Module):
         *,
         dropout: float,
         input_dropout: float,
+        input_linear: bool | Collection[str],
         norm: str,
         residual: bool,
         output_linear: bool,
@@ -99,8 +102,17 @@ class HeteroModel(nn.Module):
         self.in_types, out_types = types[0], types[1:]
         self.in_features = _check_in_features(self.metadata, in_features, self.in_types)
         self.hidden = hidden
+        names = [self.metadata.node_types[t] for t in self.in_types]
+        projected = _check_projected(self.metadata, input_linear)
+        for name in names:
+            if name not in projected and self.in_features[name] != hidden:
+                raise ValueError(
+                    f"in_features[{name!r}] is {self.in_features[name]}, but hidden is {hidden}, "
+                    f"and input_linear omits {name!r}\n\nhint: input_linear=True"
+                )
         self.input_linears = nn.ModuleList(
-            nn.Linear(self.in_features[self.metadata.node_types[t]], hidden) for t in self.in_types
+            nn.Linear(self.in_features[name], hidden) if name in projected else nn.Identity()
+            for name in names
         )
         num_hidden = num_layers if output_linear else num_layers - 1
         widths = [hidden] * num_hidden + [num_classes] * (num_layers - num_hidden)
@@ -294,6 +306,23 @@ def _check_targets(metadata: HeteroMetadata, target: str | Sequence[str]) -> tup
                 "hint: the node type whose outputs are computed"
             )
     return tuple(dict.fromkeys(targets))
+
+
+def _check_projected(metadata: HeteroMetadata, given: bool | Collection[str]) -> set[str]:
+    """Return the node types whose features are projected."""
+    if isinstance(given, bool):
+        return set(metadata.node_types) if given else set()
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise TypeError(
+            f"input_linear is {describe(given)}\n\nhint: True, False, or a list of node types"
+        )
+    for name in given:
+        if name not in metadata.node_types:
+            raise ValueError(
+                f"input_linear has the node type {name!r:.100}, but the node types are "
+                f"{list(metadata.node_types)}\n\nhint: remove it"
+            )
+    return set(given)
 
 
 def _types_of_layers(

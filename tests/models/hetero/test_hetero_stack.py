@@ -212,6 +212,27 @@ def test_bfloat16_autocast_is_close():
         out.float().sum().backward()
 
 
+def test_types_without_projection_are_read_as_they_are():
+    graph, x = academic(), features()
+    columns = COLUMNS | {AUTHOR: 8}
+    plain = randomize(RGCN(graph.metadata(), columns, 8, 4, PAPER, dropout=0.0))
+    model = RGCN(graph.metadata(), columns, 8, 4, PAPER, dropout=0.0, input_linear=[PAPER, FIELD])
+    author = graph.node_types.index(AUTHOR)
+    linear = plain.input_linears[author]
+    state = {
+        name: value
+        for name, value in plain.state_dict().items()
+        if not name.startswith(f"input_linears.{author}.")
+    }
+    model = model.double()
+    model.load_state_dict(state)
+    rows = torch.randn(SIZES[AUTHOR], 8).double()
+    blocks = build_full_hetero_blocks(graph, 2)
+    expected = plain(blocks, x | {AUTHOR: rows})
+    out = model(blocks, x | {AUTHOR: linear(rows)})
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
 BAD_MODELS = {
     "unknown target": ({"target": "venue"}, "target is 'venue'"),
     "no targets": ({"target": ()}, "target has no node types"),
@@ -224,6 +245,8 @@ BAD_MODELS = {
     "layers": ({"num_layers": 0}, "num_layers is 0"),
     "activation": ({"activation": "tanh"}, "activation"),
     "bases": ({"num_bases": 0}, "num_bases is 0"),
+    "not projected": ({"input_linear": [PAPER, FIELD]}, r"in_features\['author'\] is 3"),
+    "unknown projection": ({"input_linear": ["venue"]}, "input_linear has the node type 'venue'"),
     "edge type": ({"metadata": (["a"], [("a", "to", "b")])}, "edge type"),
     "twice": ({"metadata": (["a", "a"], [])}, "twice"),
 }
@@ -248,6 +271,8 @@ def test_wrong_types_of_options_are_errors():
         RGCN(3, COLUMNS, 8, 4, PAPER)
     with pytest.raises(TypeError, match="in_features"):
         RGCN(academic().metadata(), 7, 8, 4, PAPER)
+    with pytest.raises(TypeError, match="input_linear"):
+        RGCN(academic().metadata(), COLUMNS, 8, 4, PAPER, input_linear="paper")
 
 
 def test_bad_inputs_are_errors():

@@ -14,6 +14,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 MODELS = {
     "rgcn": RGCN,
     "bases": lambda *sizes, **options: RGCN(*sizes, num_bases=2, **options),
+    "no root": lambda *sizes, **options: RGCN(*sizes, root_weight=False, **options),
     "sage": HeteroSAGE,
 }
 
@@ -45,7 +46,8 @@ def layer_by_hand(layer, graph, x):
         name = graph.node_types[t]
         outs[name] = torch.zeros(SIZES[name], layer.out_features, dtype=torch.float64)
         if not is_sage:
-            outs[name] = x[name] @ layer.own[j] + layer.bias[j]
+            own = 0 if layer.own is None else x[name] @ layer.own[j]
+            outs[name] = outs[name] + own + layer.bias[j]
         into = [k for k, r in enumerate(layer.edge_types) if graph.edge_types[r][2] == name]
         for k in into:
             edge_type = graph.edge_types[layer.edge_types[k]]
@@ -72,7 +74,7 @@ def test_equals_dense_formulas(name):
     )
 
 
-@pytest.mark.parametrize("name", ["rgcn", "bases"])
+@pytest.mark.parametrize("name", ["rgcn", "bases", "no root"])
 def test_rgcn_equals_pyg(name):
     conv = pytest.importorskip("torch_geometric.nn").RGCNConv
     graph, x = academic(), features()
@@ -88,15 +90,16 @@ def test_rgcn_equals_pyg(name):
     convs = []
     for layer in model.layers:
         # one matrix of its own rows for all node types, as PyG has it
-        layer.own.data[:], layer.bias.data[:] = (
-            layer.own.data[0].clone(),
-            layer.bias.data[0].clone(),
-        )
+        for part in (layer.own, layer.bias):
+            if part is not None:
+                part.data[:] = part.data[0].clone()
         num_bases = None if layer.coefficients is None else 2
-        own = conv(8, layer.out_features, len(graph.edge_types), num_bases=num_bases).double()
+        sizes = (8, layer.out_features, len(graph.edge_types))
+        own = conv(*sizes, num_bases=num_bases, root_weight=layer.own is not None).double()
         order = torch.tensor(layer.edge_types)
         with torch.no_grad():
-            own.root.copy_(layer.own[0])
+            if layer.own is not None:
+                own.root.copy_(layer.own[0])
             own.bias.copy_(layer.bias[0])
             if own.comp is None:
                 own.weight.zero_()[order] = layer.weight
@@ -117,7 +120,8 @@ def test_rgcn_equals_pyg(name):
         order = torch.tensor(layer.edge_types)
         theirs = own.weight.grad if own.comp is not None else own.weight.grad[order]
         torch.testing.assert_close(layer.weight.grad, theirs, **TOLERANCE)
-        torch.testing.assert_close(layer.own.grad.sum(0), own.root.grad, **TOLERANCE)
+        if layer.own is not None:
+            torch.testing.assert_close(layer.own.grad.sum(0), own.root.grad, **TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
