@@ -10,6 +10,7 @@ import torch
 
 import gcnzc
 from gcnzc import FeatureTable, FullBatchLoader, Graph, LinkSampler, Loader, Sampler
+from gcnzc.features import EmbeddingTable
 from gcnzc.models import gnn
 from gcnzc.system.arguments import describe
 
@@ -31,6 +32,7 @@ NODES = 12
 EDGE = torch.stack([torch.arange(NODES), (torch.arange(NODES) + 1) % NODES])
 GRAPH = Graph.from_edges(*EDGE, NODES)
 TABLE = FeatureTable(torch.ones(NODES, 2))
+EMBEDDINGS = EmbeddingTable(NODES, 2)
 SEEDS = torch.arange(NODES)
 
 
@@ -139,6 +141,26 @@ CASES = {
         TABLE.gather,
         {"ids": SEEDS},
         {"ids": (), "out": OPTIONAL, "threads": OPTIONAL},
+    ),
+    "EmbeddingTable": (
+        EmbeddingTable,
+        {"num_rows": NODES, "num_columns": 2},
+        {
+            "num_rows": (),
+            "num_columns": (),
+            "dtype": (),
+            "init": (),
+            # any standard deviation
+            "scale": (2.5, 2.0, HUGE),
+            "seed": SEED,
+            "threads": OPTIONAL,
+        },
+    ),
+    "EmbeddingTable.from_rows": (EmbeddingTable.from_rows, {}, {"rows": ()}),
+    "EmbeddingTable.gather": (
+        EMBEDDINGS.gather,
+        {"ids": SEEDS},
+        {"device": OPTIONAL, "threads": OPTIONAL},
     ),
     "Sampler": (use_sampler, SAMPLER, {"graph": (), "fanouts": (), "seed": SEED, "edge_ids": FLAG}),
     "Sampler.sample": (sample, {"seeds": SEEDS, "epoch": 0}, {"seeds": ([],), "epoch": ()}),

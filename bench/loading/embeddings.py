@@ -34,6 +34,7 @@ from gcnzc.tune.search import interleave
 COLUMNS, CLASSES = 64, 16
 DRAWS = 120_000  # of rows for a minibatch
 BATCHES = 16
+THREADS = 2
 INITIAL = 0.1
 STATES = {"adagrad": 1, "adam": 2}  # tensors like the table
 WARM_UP = 3
@@ -54,6 +55,8 @@ def main() -> None:
         library, rule, rows = options.case
         serve(library, rule, int(rows), options.folder)
         return
+    # the lines state the threads of this process
+    torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         compare("adagrad", options.rows, options.rounds, Path(folder))
         compare("adam", options.adam_rows, options.rounds, Path(folder))
@@ -105,7 +108,7 @@ def ask(child: subprocess.Popen[str], what: str) -> dict[str, Any]:
 
 def serve(library: str, rule: str, rows: int, folder: Path) -> None:
     """Build a case, and answer the lines of the parent process."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     batches = [draw_ids(rows) for _ in range(BATCHES)]
     start_bytes = resident_bytes("VmRSS")

@@ -341,6 +341,16 @@ def test_numpy_and_a_table_without_an_optimizer_read_a_saved_file(tmp_path):
     assert (tmp_path / "state.npz").read_bytes() == first
 
 
+def test_a_learning_rate_that_is_a_tensor_is_saved(tmp_path):
+    _, optimizer = saved_run(tmp_path)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    optimizer.save(tmp_path / "state.npz")
+    other = SparseAdam({"paper": make_table()})
+    other.load(tmp_path / "state.npz")
+    assert other.param_groups[0]["lr"] == 0.25
+    assert other.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_a_state_in_files_equals_one_in_memory(tmp_path):
     in_files = SparseAdam(make_table(), lr=0.05, state_folder=tmp_path)
     optimizer = SparseAdam(make_table(), lr=0.05)

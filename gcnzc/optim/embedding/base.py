@@ -313,7 +313,12 @@ class RowOptimizer(Optimizer):
         Raises:
             OSError: the disk is full or not writable. The previous file remains.
         """
-        options = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        options = {
+            # a scheduler may have replaced a number by a tensor
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in self.param_groups[0].items()
+            if name != "params"
+        }
         meta = {
             "optimizer": self.name,
             "steps": self.steps,
