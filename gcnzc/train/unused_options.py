@@ -98,6 +98,7 @@ def unused_options(config: TrainConfig) -> dict[str, str]:
                     f"{_words_of(field.name, value)} has no effect with "
                     f"{_words_of(choice, chosen)}\n\nhint: {remedy}"
                 )
+                break
     return found
 
 

@@ -87,7 +87,7 @@ def test_two_workers_compute_the_result_of_one(config, tmp_path):
     ],
 )
 def test_optimizers_and_strategies_train_the_other_parameters(options, config, tmp_path):
-    config = replace(config, embedding_lr=0.1, epochs=4, **options)
+    config = replace(config, embedding_lr=0.1, epochs=4, evaluate_every=4, **options)
     if config.strategy == "dropcompute":
         with pytest.raises(ValueError, match="--strategy dropcompute: node type author"):
             train(config, tmp_path / "run")

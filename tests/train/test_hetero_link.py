@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(folder):
     sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 256}
-    options = {"task": "link", "edge_type": "user,buys,item", "evaluate_negatives": 20}
+    options = {"task": "link", "edge_type": "user,buys,item", "evaluate_negatives": 10}
     return TrainConfig(
         data=folder, model="hetero-sage", **sizes, **options, epochs=3, lr=0.01, dropout=0.0
     )
@@ -101,11 +101,11 @@ def test_held_out_edges_and_their_reverses_are_not_in_the_graph(kind):
     ],
 )
 def test_a_model_ranks_held_out_edges_and_its_evaluation_agrees(options, config, tmp_path):
-    line = train(replace(config, epochs=8, **options), tmp_path / "run")
-    # a random order has an expected MRR of 0.174
+    line = train(replace(config, epochs=8, evaluate_every=8, **options), tmp_path / "run")
+    # a random order has an expected MRR of 0.275
     assert line["metric"] == "mrr"
-    assert line["test_mrr"] > 0.25
-    assert line["test_hits@10"] > line["test_hits@1"]
+    assert line["test_mrr"] > 0.35
+    assert line["test_hits@3"] > line["test_hits@1"]
     again = evaluate(
         EvaluateConfig(run=tmp_path / "run", evaluate=options.get("evaluate", "needed"))
     )
@@ -119,7 +119,7 @@ def test_nothing_is_learned_from_random_edges(options, config, tmp_path):
     """A model that sees the edges that it predicts would rank them first."""
     build(is_planted=False).save(tmp_path / "graph")
     line = train(
-        replace(config, data=tmp_path / "graph", epochs=4, fanouts=(-1, -1), **options),
+        replace(config, data=tmp_path / "graph", epochs=3, evaluate_every=3, **options),
         tmp_path / "run",
     )
     assert line["test_auc"] < 0.6
