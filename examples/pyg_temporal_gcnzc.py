@@ -43,7 +43,7 @@ def main():
     def load(chosen):
         return LinkNeighborLoader(
             data,
-            [8, 4],
+            [6, 2],
             edge_label_index=(BUYS, edges[:, chosen]),
             # the purchase itself is not part of its neighbourhood
             edge_label_time=times[chosen] - 1,

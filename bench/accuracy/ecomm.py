@@ -194,7 +194,7 @@ def baselines(sizes: dict[str, int], found: dict[str, Tensor]) -> dict[str, dict
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit status: 1 if popularity is better."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rivals", type=Path, help="Python of an environment with PyG and pyg-lib")
     parser.add_argument("--loader", choices=["gcnzc", "pyg"], default="gcnzc")
