@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.docs import (
     bus_tables,  # noqa: F401, which registers its tables
     drop_compute_tables,  # noqa: F401
+    hetero_tables,  # noqa: F401
     network_tables,  # noqa: F401
     resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401

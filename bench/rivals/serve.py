@@ -50,7 +50,8 @@ def serve(make: Callable[[str], tuple[dict[str, Configuration], dict[str, str]]]
 def time_batches(batches: Iterator[tuple[int, int]], skip: int) -> dict[str, float]:
     """Return the seconds from batch number `skip` to the last one, and the mean batch sizes.
 
-    `cpu_seconds` is the CPU time of all threads of this process, without worker processes. The first `skip` batches are not timed, since threads and workers start during them.
+    `cpu_seconds` is the CPU time of all threads of this process, without worker processes. The
+    first `skip` batches are not timed, since threads and workers start during them.
     """
     arrived_s, used_s, sizes = [], [], []
     for size in batches:
