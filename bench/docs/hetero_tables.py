@@ -41,6 +41,6 @@ def hetero_loader() -> str:
                     ]
                 )
     heads = ["system", "configuration", "per second of", "seed nodes", "speed-up of gcnzc"]
-    return with_caption(
-        markdown(heads, rows), found.values(), "python -m bench.loading.hetero --rivals FOLDER"
-    )
+    command = "python -m bench.loading.hetero --rivals FOLDER"
+    command += " --sequential" if clock == "cpu" else ""
+    return with_caption(markdown(heads, rows), found.values(), command)
