@@ -15,6 +15,7 @@ from bench.docs import (
     bus_tables,  # noqa: F401, which registers its tables
     drop_compute_tables,  # noqa: F401
     embedding_tables,  # noqa: F401
+    hetero_tables,  # noqa: F401
     network_tables,  # noqa: F401
     resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401
