@@ -79,20 +79,26 @@ def test_an_example_learns(script, shared_data):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("script", TYPED)
-def test_an_example_of_a_typed_graph_learns(script, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "shape", "epochs"),
+    [
+        ("pyg_hetero", (3000, 30_000, 16, 4), 6),
+        pytest.param("pyg_temporal", (6000, 80_000, 16, 8), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_an_example_of_a_typed_graph_learns(script, shape, epochs, tmp_path):
     if importlib.util.find_spec("torch_geometric") is None:
         pytest.skip("torch_geometric is not installed")
-    made = generate.make_typed(tmp_path / "typed", generate.Shape(6000, 80_000, 16, 8))
-    done = run(f"{script}_gcnzc.py", tmp_path / "typed", "--epochs", "3")
+    made = generate.make_typed(tmp_path / "typed", generate.Shape(*shape))
+    done = run(f"{script}_gcnzc.py", tmp_path / "typed", "--epochs", str(epochs))
     assert done.returncode == 0, done.stderr
     figure = float(done.stdout.split()[1])
     if script == "pyg_hetero":
-        # eight classes; more than the best is a loader that samples later edges
-        assert 0.4 < figure < made.best_accuracy + 0.03, done.stdout
+        # of four classes; more than the best is a loader that samples later edges
+        assert 0.6 < figure < made.best_accuracy + 0.05, done.stdout
         assert f"best possible accuracy {made.best_accuracy:.4f}" in done.stdout
     else:
-        assert 0.54 < figure < 0.9, done.stdout
+        assert 0.65 < figure < 0.95, done.stdout
 
 
 @pytest.mark.processes
