@@ -10,6 +10,7 @@ from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.prediction import predict
+from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
 
@@ -79,6 +80,16 @@ def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
         assert line["evaluation"] == "sampled"
         again = evaluate(EvaluateConfig(run=tmp_path / temporal, evaluate="sampled"))
         assert again["test_accuracy"] == line["test_accuracy"]
+
+
+def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
+    for temporal, number in (("none", 1), ("uniform", 0)):
+        said = []
+        reporter = NullReporter()
+        reporter.say = said.append
+        own = replace(config, temporal=temporal, epochs=1)
+        train(own, tmp_path / temporal, reporter=reporter)
+        assert sum("--temporal uniform samples earlier ones" in text for text in said) == number
 
 
 def test_early_stopping_and_averaged_weights(config, tmp_path):
