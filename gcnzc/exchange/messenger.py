@@ -195,9 +195,13 @@ class Messenger:
         """End all waits over the connections of the process group."""
         for each in list(self.any_receives):
             each.abort()
-        # ValueError: the process group is destroyed already
+        process_group = self.process_group
+        if process_group is None:
+            # it is destroyed already
+            return
+        # ValueError: it is being destroyed
         with suppress(RuntimeError, ValueError):
             # gloo closes all connections when a wait times out, and has no other call to do so
             peer = (self.group.rank + 1) % self.group.world_size
-            work: Any = self.process_group.recv([torch.empty(1)], peer, ABORT_TAG)
+            work: Any = process_group.recv([torch.empty(1)], peer, ABORT_TAG)
             work.wait(timedelta(milliseconds=1))

@@ -141,7 +141,7 @@ class Channel:
         self.received: PendingMessage | None = None  # that this channel's thread waits for
         self.messenger = Messenger(self)
         self.num_started = self.num_finished = 0  # tasks of this channel's thread
-        self.has_receives = False  # whether some of them are receives, which have no time limit
+        self.receives: list[Future[Any]] = []  # of these tasks, those without a time limit
 
     @property
     def is_busy(self) -> bool:
@@ -174,8 +174,11 @@ class Channel:
                 return self.start_message(request, self.group.caller)
             if type(request) is ReceiveAny:
                 return AnyOnChannel(self.messenger.start_any(request, self.group.caller), self)
-            receive, self.has_receives = request, True
-            return Background(self._submit(lambda: self._receive(receive)), self, is_receive=True)
+            receive = request
+            future = self._submit(lambda: self._receive(receive))
+            pending = Background(future, self, is_receive=True)
+            self.receives.append(future)
+            return pending
         assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
         is_nccl = self.group.backend == "nccl" and request.is_on_gpu
         if is_nccl and isinstance(request, Collective):
@@ -183,6 +186,11 @@ class Channel:
             return self._nccl(request)
         ready = torch.cuda.current_stream().record_event() if request.is_on_gpu else None
         return Background(self._submit(lambda: self._run_after(ready, request)), self)
+
+    def pending_receives(self) -> tuple["Future[Any]", ...]:
+        """Return the receives on this channel's thread that have not ended."""
+        self.receives = [each for each in self.receives if not each.done()]
+        return tuple(self.receives)
 
     def _submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on this channel's thread."""
@@ -387,6 +395,6 @@ class Channel:
         """Stop the thread that executes requests in the background."""
         if self.threads is not None:
             self.threads.shutdown(wait=False, cancel_futures=True)
-        if self.is_busy and self.has_receives:
+        if self.is_busy and self.pending_receives():
             # otherwise its thread would wait forever, and the process for the thread
             self.abort()

@@ -42,6 +42,7 @@ class PendingMessage:
         # `keep` is memory that must not be freed until the message is sent or received
         self.work, self.finish, self.keep, self.need = work, finish, keep, need
         self.limit_s = limit_s
+        self.is_ended, self.answer = False, None
 
     def find_need(self) -> Need | None:
         """Return the request of the peer that the message waits for."""
@@ -49,8 +50,15 @@ class PendingMessage:
 
     def result(self) -> Any:
         """Wait until the message is sent or received, and return the answer."""
+        if not self.is_ended:
+            # gloo would wait for another message
+            self._wait()
+            self.answer = self.finish()
+            self.is_ended, self.keep = True, None
+        return self.answer
+
+    def _wait(self) -> None:
         _wait(self.work, self.limit_s)
-        return self.finish()
 
 
 class PendingAny(PendingMessage):
@@ -86,14 +94,12 @@ class PendingAny(PendingMessage):
         """Return the requests of which one ends the wait."""
         return self._find_need()
 
-    def result(self) -> Any:
-        """Wait until a message is received, and return the answer."""
+    def _wait(self) -> None:
         try:
             self.source.result(self.limit_s)
         except FutureTimeout:
             limit = TimeoutError("no rank has sent such a message within the time limit")
             raise ConnectionBroken from limit
-        return self.finish()
 
     def abort(self) -> None:
         """End the wait with an error."""
@@ -148,14 +154,24 @@ class Background:
         self.future, self.channel = future, channel
         self.find_need: Callable[[], Need | None] = channel.find_need
         self.is_receive = is_receive
+        # the channel runs them first; receives on its thread have no time limit
+        self.receives = channel.pending_receives()
 
     def result(self) -> Any:
         """Wait for the answer, and return it; collectives have time limits of their own."""
+        self._wait_for_receives()
         try:
             return self.future.result(self.channel.group.timeout_s if self.is_receive else None)
         except FutureTimeout:
             limit = TimeoutError("no message within the time limit")
             raise ConnectionBroken from limit
+
+    def _wait_for_receives(self) -> None:
+        for receive in self.receives:
+            if receive in wait([receive], self.channel.group.timeout_s).not_done:
+                limit = TimeoutError("an earlier receive on this channel has no message")
+                raise ConnectionBroken from limit
+        self.receives = ()
 
 
 class AnyOnChannel(Background):
@@ -180,6 +196,7 @@ class AlgorithmOnStream(Background):
 
     def result(self) -> Any:
         """Return the answer, which the current stream waits for."""
+        self._wait_for_receives()
         answer, done = self.future.result()
         self.streams.current().wait(done)
         return answer

@@ -1,6 +1,7 @@
 """The requests to the store that all ranks share, and their execution over processes."""
 
 import time
+import uuid
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ POLL_S, MAX_POLL_S = 0.0005, 0.01
 # separates the keys of algorithms from those of this package
 PREFIX = "gcnzc/keys/"
 # no key has this value
-_NO_VALUE = "\0"
+_NO_VALUE = f"gcnzc/no-value/{uuid.uuid4()}"
+# the store of torch.distributed closes the connections of ranks that send more than 8 MiB
+MAX_VALUE_BYTES = 1 << 22
 
 
 class StoreRequest(BaseRequest, ABC):
@@ -50,14 +53,19 @@ class CompareAndSet(StoreRequest):
     expected: bytes
     """b"" if the key must not exist"""
     value: bytes
-    """not empty"""
+    """not empty, of at most 4 MiB"""
 
     def describe(self) -> str:
         """Describe the key, for error messages."""
         return f"CompareAndSet of the key {self.key}"
 
     def check(self) -> None:
-        """Check that the value is not empty; raises ValueError."""
+        """Check the size of the value; raises ValueError."""
+        if len(self.value) > MAX_VALUE_BYTES:
+            raise ValueError(
+                f"{self.describe()} to a value of {len(self.value):,} bytes\n\n"
+                f"hint: at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages"
+            )
         if not self.value:
             raise ValueError(
                 f"{self.describe()} to an empty value\n\n"
@@ -180,7 +188,9 @@ class StoreRequests:
         key, expected, value = PREFIX + request.key, request.expected, request.value
         answer = bytes(self.store.compare_set(key, expected, value))
         # torch's store answers the expected value if the key does not exist
-        return b"" if answer == expected != value else answer
+        if answer == expected == value:
+            return self._read([request.key])[0]
+        return b"" if answer == expected else answer
 
     def _read(self, keys: Sequence[str]) -> list[bytes]:
         if self.store is None:

@@ -192,9 +192,7 @@ def _dequantize_rows(
             prefetch(upcoming + line)
         prefetch(upcoming + columns - 1)
         if by_row:
-            prefetch(
-                scales.ctypes.data + _load_id(ids, id_bytes, min(i + distance, end - 1)) * 4
-            )
+            prefetch(scales.ctypes.data + _load_id(ids, id_bytes, min(i + distance, end - 1)) * 4)
         from_ = codes[row * stride : row * stride + columns]
         to = out[i * out_stride : i * out_stride + columns]
         if by_row:

@@ -500,3 +500,46 @@ def use_after_the_limit(rank):
 
 def test_a_receive_on_a_channel_has_no_time_limit(tmp_path):
     assert results(2, tmp_path, miss_messages) == [(None, 1.0), (None, 0.0)]
+
+
+def wait_behind_a_receive(rank):
+    yield Abandon((yield Start(Receive(number(), 1 - rank), "mail")))
+    return (yield Wait((yield Start(Sum(number()), "mail"))))
+
+
+def fail_behind_a_receive():
+    """The limit ends the wait, and a group that is closed says so."""
+    with init_group(timeout_s=2) as group, pytest.raises(WorkerLost):
+        run(wait_behind_a_receive(group.rank), group)
+    with pytest.raises(RuntimeError, match="closed"):
+        run(wait_behind_a_receive(group.rank), group)
+    return True
+
+
+def test_a_wait_behind_an_abandoned_receive_has_the_time_limit(tmp_path):
+    assert results(2, tmp_path, fail_behind_a_receive) == [True, True]
+    with pytest.raises(RequestMismatch):
+        lockstep([wait_behind_a_receive(rank) for rank in range(2)])
+
+
+def wait_twice(rank):
+    """Both waits for a message, of which only one is sent."""
+    values = number() + rank
+    handles = []
+    for message in (Send(values, 1 - rank), Receive(number(), 1 - rank)):
+        handles.append((yield Start(message)))
+    found = []
+    for handle in handles * 2:
+        found.append((yield Wait(handle)))
+    return [None if each is None else float(each) for each in found]
+
+
+def wait_twice_over_processes():
+    with init_group(timeout_s=20) as group:
+        return run(wait_twice(group.rank), group)
+
+
+def test_a_second_wait_returns_the_answer_again(tmp_path):
+    expected = lockstep([wait_twice(rank) for rank in range(2)]).results
+    assert expected[0][1] == expected[0][3] == 1.0
+    assert results(2, tmp_path, wait_twice_over_processes) == expected

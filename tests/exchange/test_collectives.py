@@ -270,6 +270,9 @@ def test_changing_a_tensor_while_it_is_sent_is_an_error():
     ("request_of_three", "message"),
     [
         (lambda: AllToAll([torch.zeros(1)] * 2), "2 parts for 3 ranks"),
+        (lambda: AllToAll([torch.zeros(2, 2)] * 3), r"part for rank 0 has the shape \(2, 2\)"),
+        (lambda: AllToAll([torch.zeros(1)] * 2 + [torch.tensor(0.0)]), "part for rank 2 has"),
+        (lambda: AllToAll([torch.zeros(1)] * 3, [1, 1]), "2 counts for 3 ranks"),
         (
             lambda: AllToAll([torch.zeros(1), torch.zeros(1), torch.zeros(1).int()]),
             "several dtypes",

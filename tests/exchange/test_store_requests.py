@@ -46,13 +46,18 @@ def use_all(rank):
     value = yield WaitForKey("late")
     wrong = yield CompareAndSet("late", b"another", b"new")
     absent = yield CompareAndSet("absent", b"another", b"new")
+    same = yield CompareAndSet("absent", b"new", b"new")
+    zero = yield CompareAndSet(f"zero/{rank}", b"", b"\0")
+    zeros = [(yield ReadKeys([f"zero/{rank}"])), (yield WaitForKey(f"zero/{rank}"))]
+    equal = yield CompareAndSet(f"zero/{rank}", b"\0", b"\0")
     own = yield CompareAndSet(f"own/{rank}", b"", b"1")
     changed = yield CompareAndSet(f"own/{rank}", b"1", b"2")
     read = yield ReadKeys([f"own/{rank}", "absent", "late"])
     yield DeleteKeys([f"own/{rank}", "absent"])
     (deleted,) = yield ReadKeys([f"own/{rank}"])
     again = yield CompareAndSet(f"own/{rank}", b"", b"3")
-    return before, early, value, wrong, absent, own, changed, read, deleted, again
+    first = before, early, value, wrong, absent, same, zero, zeros, equal
+    return *first, own, changed, read, deleted, again
 
 
 EXPECTED = (
@@ -61,6 +66,10 @@ EXPECTED = (
     b"\x01\xff",
     b"\x01\xff",
     b"",
+    b"",
+    b"\0",
+    [[b"\0"], b"\0"],
+    b"\0",
     b"1",
     b"2",
     [b"2", b"", b"\x01\xff"],
@@ -193,6 +202,7 @@ def test_a_wait_names_a_process_that_has_ended(tmp_path):
     ("request_", "text"),
     [
         (CompareAndSet("a", b"1", b""), "CompareAndSet of the key a to an empty value"),
+        (CompareAndSet("a", b"", bytes(2**22 + 1)), "to a value of 4,194,305 bytes"),
         (WaitForKey("a", -1.0), "a wait of -1.0 s for the key a"),
         (WaitForKey("a", float("nan")), "a wait of nan s for the key a"),
     ],

@@ -52,11 +52,22 @@ class AllToAll(Collective):
         return self.parts[0].is_cuda
 
     def check(self, world_size: int) -> None:
-        """Check that there is a part for each rank, and that all have one dtype."""
+        """Check that there is a one-dimensional part for each rank, and that all have one dtype."""
         if len(self.parts) != world_size:
             raise ValueError(
                 f"AllToAll: {len(self.parts)} parts for {world_size} ranks\n\n"
                 "hint: give one part per rank, which may be empty"
+            )
+        for rank, part in enumerate(self.parts):
+            if part.dim() != 1:
+                raise ValueError(
+                    f"AllToAll: the part for rank {rank} has the shape {tuple(part.shape)}\n\n"
+                    "hint: give one-dimensional parts, such as part.reshape(-1)"
+                )
+        if self.counts is not None and len(self.counts) != world_size:
+            raise ValueError(
+                f"AllToAll: {len(self.counts)} counts for {world_size} ranks\n\n"
+                "hint: give the number of elements to receive from each rank"
             )
         if len({part.dtype for part in self.parts}) > 1:
             raise ValueError(
