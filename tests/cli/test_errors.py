@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
     graph, tmp_path, capsys, monkeypatch, hidden
 ):
     monkeypatch.setattr(optimizers, "build_optimizer", lambda *_: pytest.fail("the work began"))
-    monkeypatch.setattr(train_run, "feature_table", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(train_run, "open_features", lambda *_: pytest.fail("the work began"))
     words = ["train", graph, *SMALL, "--out", tmp_path / "run", "--hidden", hidden]
     text = answer_of(capsys, words, 1)
     assert re.search("error: not enough memory: this run needs ", text)

@@ -284,7 +284,7 @@ def test_a_disk_that_fills_during_the_download_is_reported(
 def test_urls_agree_with_the_ogb_package() -> None:
     sets = table()
     assert list(sets) == [
-        *("ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-papers100M"),
+        *("ogbn-proteins", "ogbn-products", "ogbn-arxiv", "ogbn-mag", "ogbn-papers100M"),
         *("ogbl-ppa", "ogbl-collab", "ogbl-citation2", "ogbl-ddi", "ogbl-vessel"),
     ]
     assert sets["ogbn-arxiv"].url.endswith("/nodeproppred/arxiv.zip")

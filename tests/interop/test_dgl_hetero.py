@@ -135,17 +135,18 @@ def test_full_neighbourhoods_equal_those_of_dgls_loader(idtype, prefetch):
     sampler = loading.MultiLayerFullNeighborSampler(2, **prefetch)
     kwargs = {"batch_size": 16, "shuffle": False, "drop_last": True}
     loader = DataLoader(graph, seeds, sampler, **kwargs)
-    theirs = loading.DataLoader(graph, seeds, sampler, **kwargs)
+    # with ids of 32 bits and several threads, DGL 2.1 loses nodes of a block and repeats others
+    theirs = loading.DataLoader(make_graph(torch.int64), SEEDS, sampler, **kwargs)
     assert loader.sampler_library == "gcnzc"
     assert len(loader) == len(theirs) == 3
     for mine, other in zip(loader, theirs, strict=True):
         assert list(mine[1]) == list(other[1])
         for kind, ids in mine[1].items():
-            assert torch.equal(ids, other[1][kind])
+            assert torch.equal(ids.long(), other[1][kind])
             assert ids.dtype == idtype
         assert set(mine[0]) == set(other[0]) == set(graph.ntypes)
         for kind, ids in mine[0].items():
-            assert torch.equal(ids.sort().values, other[0][kind].sort().values)
+            assert torch.equal(ids.long().sort().values, other[0][kind].sort().values)
             assert torch.equal(ids, mine[2][0].srcnodes[kind].data[dgl.NID])
         check_blocks(graph, mine[2], [-1, -1])
         for each in TYPES:

@@ -153,7 +153,6 @@ NAMES = {
     "topk": "Averaged",
     "randomk": "Averaged",
     "dct": "Averaged",
-    "sparseloco": "DiLoCo",
     "backup": "BackupWorkers",
 }
 
