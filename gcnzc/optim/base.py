@@ -115,6 +115,7 @@ class DistributedOptimizer(Checkpointed):
         """number of steps taken, equal on all ranks; only `Strategy` counts skipped steps"""
         self.loaded = "none"
         """description of the state that was loaded last; equal on all ranks"""
+        self.loaded_norms = ""
         self.identity = self.name
         """`name`, and the number of this optimizer among those of `group`; copies have the same"""
         self.comparison, self.checksums = Comparison(), Checksums()
@@ -234,7 +235,7 @@ class DistributedOptimizer(Checkpointed):
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        own = state_lines(self.identity, self.steps, self.loaded)
+        own = state_lines(self.identity, self.steps, self.loaded, self.loaded_norms)
         options = option_lines(self.param_groups, with_gpu=True)
         return [*own, *options, *trained_lines(self.param_groups)]
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gcnzc.compress import Reducer
 from gcnzc.exchange import Group
-from gcnzc.optim.group_options import Comparison
+from gcnzc.optim.group_options import Comparison, format_norms
 from gcnzc.optim.resize import check_state_dict_options, pack_state, unpack_state
 from gcnzc.optim.state_layout import check_layout
 from gcnzc.optim.validation import check_rank
@@ -24,6 +24,8 @@ class Checkpointed(Optimizer):
     """number of steps taken"""
     loaded: str
     """description of the state that was loaded last, which ranks compare"""
+    loaded_norms: str
+    """norms of its tensors that are equal on all ranks, which ranks compare too"""
     reducers: dict[str, Reducer]
     """reducers by name; checkpoints have their compression errors, which are this rank's own"""
 
@@ -70,6 +72,7 @@ class Checkpointed(Optimizer):
         snapshot = unpack_state(self.name, state_dict, self.group.rank)
         self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
         self.restore(snapshot)
+        self.loaded_norms = format_norms(snapshot.get("shared", {}))
         self.mark_loaded()
 
     def mark_loaded(self) -> None:

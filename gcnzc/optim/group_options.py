@@ -29,6 +29,7 @@ GPU_INTERVAL = 100
 # how long a rank whose connections are broken waits for the others' lines, and its poll interval
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
 OPTIMIZER, STEPS, LOADED = "optimizer", "number of steps", "loaded state"
+NORMS = "content of the loaded state"
 TRAINED = "requires_grad of"
 # types whose `repr` changes whenever the value does
 _PLAIN = frozenset([str, int, float, bool, type(None)])
@@ -37,6 +38,7 @@ _HINTS = {
     "of a group in the order of construction",
     STEPS: "call step() equally often on all ranks, and load the states of one checkpoint on all",
     LOADED: "load the states of one checkpoint on all ranks, before the same step",
+    NORMS: "load the states of one checkpoint, of one run, on all ranks",
     TRAINED: "add, freeze and unfreeze parameters on all ranks, before the same step",
 }
 _OPTION_HINT = "change options by what all ranks know, such as the step or the mean of their losses"
@@ -82,7 +84,7 @@ class Comparison:
         if self.is_requested:
             # the sum over the ranks is then neither 0 nor their number
             return 0.5
-        own = state_lines(optimizer, steps, loaded)
+        own = state_lines(optimizer, steps, loaded, norms="")
         # a read of tensors on a GPU synchronizes with it
         options = self._format_options(groups, with_gpu=self.count % GPU_INTERVAL == 0)
         return float(hash_lines([str(self.count), *own, options, checksums]) & 1)
@@ -168,12 +170,34 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
     return find_difference(texts)
 
 
-def state_lines(optimizer: str, steps: int, loaded: str) -> list[str]:
+def state_lines(optimizer: str, steps: int, loaded: str, norms: str) -> list[str]:
     """Return the lines for an optimizer's name, its number of steps, and its loaded state.
 
     They come first: a different optimizer explains all other differences.
+
+    Args:
+        optimizer: the name.
+        steps: the number of steps.
+        loaded: describes the state that was loaded last.
+        norms: a result of `format_norms`.
     """
-    return [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
+    own = [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
+    return [*own, f"{NORMS}\t{norms}"]
+
+
+def format_norms(shared: Mapping[str, Any]) -> str:
+    """Return the norms of the tensors of a state that ranks have in common, by name.
+
+    States of different runs differ in them. Their four digits are equal on ranks that round
+    differently. The parameters are compared by `Checksums`.
+    """
+    norms = []
+    for name, value in sorted(shared.items()):
+        if isinstance(value, Mapping):
+            norms.append(format_norms(value))
+        elif name != "parameters" and isinstance(value, Tensor) and value.is_floating_point():
+            norms.append(f"{name} {float(value.detach().double().norm()):.4g}")
+    return ", ".join(filter(None, norms))
 
 
 def trained_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:

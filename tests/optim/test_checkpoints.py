@@ -10,8 +10,8 @@ from optim.kinds import KINDS
 from processes import results
 from torch import nn
 
-from gcnzc.exchange import Group
-from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, Strategy, ZeroOneAdam, fedglomo
 
 
 def test_each_rank_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
@@ -38,6 +38,60 @@ def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
     assert (optimizer.group.rank, optimizer.group.world_size) == (1, 2)
     with pytest.raises(RuntimeError, match="rank 1 of 2 is not connected"):
         optimizer.step()
+
+
+def steps(model, optimizer, begin, end):
+    yield from optimizer.broadcast_model()
+    for step in range(begin, end):
+        generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+        yield from optimizer.algorithm()
+        yield from getattr(optimizer, "finish_pending", lambda: ())()
+
+
+def team_of(name, seed):
+    torch.manual_seed(seed)
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    return models, [KINDS[name](model, Group(rank, 3)) for rank, model in enumerate(models)]
+
+
+@pytest.mark.parametrize("name", ["diloco", "co2", "streaming-diloco", "onebit-adam"])
+def test_states_of_two_runs_at_the_same_step_are_an_error(name):
+    saved = []
+    for seed in range(2):
+        models, optimizers = team_of(name, seed)
+        lockstep([steps(*pair, 0, 6) for pair in zip(models, optimizers, strict=True)])
+        saved.append(
+            [
+                copy.deepcopy((m.state_dict(), o.state_dict()))
+                for m, o in zip(models, optimizers, strict=True)
+            ]
+        )
+    models, optimizers = team_of(name, 2)
+    for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        own, state = saved[rank == 1][rank]
+        model.load_state_dict(own)
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"(?s)content of the loaded state .* on rank 1\n\nhint: "):
+        lockstep([steps(*pair, 6, 20) for pair in zip(models, optimizers, strict=True)])
+
+
+def test_an_optimizer_with_a_closure_is_copied_after_a_step():
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Strategy(inner, fedglomo(local_steps=2), Group())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    again = copy.deepcopy(optimizer)
+    assert again.steps == 1
+    assert not again.loss.requires_grad
 
 
 @pytest.mark.parametrize("name", KINDS)
