@@ -104,7 +104,8 @@ class SimulatedNetwork:
         links: by (sender, receiver), links that limit their messages in addition.
 
     Raises:
-        ValueError: the number of links is not W, or some are shared and others are not.
+        ValueError: the number of links is not W, or some are shared and others are not, or
+            a pair has a rank that does not exist.
     """
 
     def __init__(
@@ -127,6 +128,12 @@ class SimulatedNetwork:
                 "hint: use the same value of is_shared for all of them"
             )
         self.of_pair = dict(links or {})
+        for pair in self.of_pair:
+            if any(rank not in range(world_size) for rank in pair):
+                raise ValueError(
+                    f"links has the pair {pair!r}, but there are {world_size} ranks\n\n"
+                    f"hint: give pairs (sender, receiver) of ranks from 0 to {world_size - 1}"
+                )
         self.has_receiver_limit = any(each.in_bytes_per_s != float("inf") for each in self.of_rank)
         # when the outgoing link of a rank, of a pair, and the incoming one of a rank, are free
         self.sent_at = [0.0] * world_size

@@ -75,6 +75,12 @@ class Simulation:
     ) -> None:
         self.world_size = len(algorithms)
         self.network, self.choices = network, choices
+        for rank in faults:
+            if rank not in range(self.world_size):
+                raise ValueError(
+                    f"faults has rank {rank!r}, but there are {self.world_size} ranks\n\n"
+                    f"hint: give ranks from 0 to {self.world_size - 1}"
+                )
         self.machines = [Machine(faults.get(rank, ())) for rank in range(self.world_size)]
         self.has_faults = bool(faults)
         self.errors: list[WorkerLost | None] = [None] * self.world_size

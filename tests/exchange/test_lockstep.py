@@ -330,3 +330,13 @@ def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(firs
 def test_ten_thousand_random_schedules_with_crashes():
     for seed in range(500, 10_000):
         random_run(seed)
+
+
+def test_ranks_that_do_not_exist_are_refused():
+    def work():
+        yield Now()
+
+    with pytest.raises(ValueError, match=r"faults has rank 7, but there are 2 ranks\n\nhint: "):
+        lockstep([work(), work()], faults={7: [Crash(1.0)]})
+    with pytest.raises(ValueError, match=r"the pair \(0, 5\), but there are 2 ranks\n\nhint: "):
+        lockstep([work(), work()], links={(0, 5): Link()})

@@ -575,6 +575,23 @@ def test_a_step_without_a_closure_is_refused():
         optimizer.step()
 
 
+def test_a_copy_after_a_step_has_the_same_state():
+    model = Everything()
+    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
+
+    def closure():
+        model.zero_grad()
+        loss = sum(parameter.square().sum() for parameter in model.parameters())
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert not loss.requires_grad
+    copied = copy.deepcopy(optimizer)
+    assert torch.equal(copied.loss, loss)
+    assert copied.steps == 1
+
+
 def step_as_worker(steps):
     with init_group() as group:
         model = Everything()

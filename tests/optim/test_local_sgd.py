@@ -394,3 +394,9 @@ def test_a_state_has_the_counters_of_its_rank(world_size):
     other.skipped = 5
     other.load_state_dict(snapshot)
     assert (other.skipped, other.dropped) == (0, 0)
+
+
+def test_local_steps_is_not_a_flag():
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"local_steps is True\n\nhint: "):
+        LocalSGD(torch.optim.SGD(parameters, lr=0.1), Group(), local_steps=True)

@@ -105,7 +105,9 @@ class SyncInterval:
 
     def __post_init__(self) -> None:
         if self.requested != "auto" and not (
-            isinstance(self.requested, int) and self.requested >= 1
+            isinstance(self.requested, int)
+            and not isinstance(self.requested, bool)
+            and self.requested >= 1
         ):
             raise ValueError(
                 f"local_steps is {self.requested!r}\n\nhint: a number of steps from 1 on, or 'auto'"

@@ -131,7 +131,8 @@ class Strategy(Wrapper):
         """the closure of the next step, if `needs_closure`. `step` sets it; a caller that runs
         `algorithm` itself sets it before"""
         self.loss: Any = None
-        """what the closure returned first in the last step; None if it was not called"""
+        """what the closure returned first in the last step, detached from its graph; None if it was
+        not called"""
         for part in recipe.parts:
             part.attach(self)
         self.connect()
@@ -175,8 +176,8 @@ class Strategy(Wrapper):
         """See `DistributedOptimizer`; calls the closure several times if `needs_closure`.
 
         Returns:
-            The result of the first call of the closure; None if it was not called, for example
-            because this rank does not participate in the round.
+            The result of the first call of the closure, detached from its graph; None if it was not
+            called, for example because this rank does not participate in the round.
 
         Raises:
             TypeError: there is no closure, but `needs_closure`.
@@ -233,7 +234,9 @@ class Strategy(Wrapper):
                 "closure() computes the loss of the minibatch, calls backward() on it, and "
                 "returns it; a GradScaler does not support closures"
             )
-        self.loss = self.recipe.local.take(self.closure)
+        loss = self.recipe.local.take(self.closure)
+        # tensors with a graph cannot be copied by copy.deepcopy, and keep activations in memory
+        self.loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def check_gradients(self) -> bool:
         """Return whether the gradients are finite; if not, count and report a skipped step."""
