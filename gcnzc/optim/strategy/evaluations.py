@@ -73,9 +73,7 @@ class Evaluations:
         with torch.enable_grad():
             loss = self.closure()
         if self.is_first:
-            # without its graph
-            self.loss = loss.detach() if isinstance(loss, Tensor) else loss
-            self._after, self.is_first = self._read_state(), False
+            self.loss, self._after, self.is_first = loss, self._read_state(), False
         if not optimizer.check_gradients():
             return None
         return flat_params.read_gradients(flat_params.empty(), optimizer.gradient_factor())
