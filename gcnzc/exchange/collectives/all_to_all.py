@@ -59,7 +59,7 @@ class AllToAll(Collective):
                 "hint: give one part per rank, which may be empty"
             )
         for rank, part in enumerate(self.parts):
-            if part.dim() != 1:
+            if len(part.shape) != 1:
                 raise ValueError(
                     f"AllToAll: the part for rank {rank} has the shape {tuple(part.shape)}\n\n"
                     "hint: give one-dimensional parts, such as part.reshape(-1)"
