@@ -31,6 +31,7 @@ class Messenger:
         """the rank that a message of a collective waits for"""
         self.sequence, self.header = "", Header(0, 0, "")
         """the sequence and the header of the collective that runs"""
+        self.is_from_all = False
         self.any_receives: set[PendingAny] = set()
         """the receives from any rank that have not ended"""
 
@@ -42,9 +43,19 @@ class Messenger:
     def find_need(self) -> Need | None:
         """Return the request of a peer that a message of a collective waits for."""
         peer = self.peer
-        return None if peer is None else Need(peer, self.sequence, self.header.number)
+        if peer is None:
+            return None
+        return Need(peer, self.sequence, self.header.number, is_for_all=self.is_from_all)
 
-    def run(self, algorithm: Algorithm[Any], kind: str, sequence: str, header: Header) -> Any:
+    def run(
+        self,
+        algorithm: Algorithm[Any],
+        kind: str,
+        sequence: str,
+        header: Header,
+        *,
+        is_from_all: bool = False,
+    ) -> Any:
         """Run a collective by its messages, and return its answer.
 
         Small collectives spend their time here, so this function calls torch.distributed's process
@@ -55,11 +66,13 @@ class Messenger:
             kind: the kind of request that the ledger counts the messages for; empty for none.
             sequence: the name of the sequence of requests that the collective belongs to.
             header: the header of the collective.
+            is_from_all: see `Collective`; a rank that has not made the request may then be another
+                one than the rank of the message.
 
         Raises:
             ConnectionBroken: a connection broke, or a message took longer than the group's limit.
         """
-        self.sequence, self.header = sequence, header
+        self.sequence, self.header, self.is_from_all = sequence, header, is_from_all
         process_group, buffers = self.process_group, self.channel.buffers
         limit = timedelta(seconds=self.group.timeout_s)
         tags: dict[int, int] = {}

@@ -288,7 +288,13 @@ class Channel:
                 answer = self._run_builtin(staged, is_checked=is_checked)
             else:
                 algorithm = staged.messages(name, group.rank, group.world_size)
-                answer = self.messenger.run(algorithm, kind, self.sequence, self.header)
+                answer = self.messenger.run(
+                    algorithm,
+                    kind,
+                    self.sequence,
+                    self.header,
+                    is_from_all=request.is_from_all,
+                )
             if is_on_gpu:
                 answer = request.copy_answer(answer)
             self.buffers.take_back()
@@ -343,7 +349,7 @@ class Channel:
     def _run_barrier(self) -> None:
         """Run a barrier, whose messages have the header of the current request."""
         algorithm = barrier(self.group.rank, self.group.world_size)
-        self.messenger.run(algorithm, "", self.sequence, self.header)
+        self.messenger.run(algorithm, "", self.sequence, self.header, is_from_all=True)
 
     def check_agreement(self, words: str) -> None:
         """Wait until all ranks have made the same call, described by `words`, with a barrier."""

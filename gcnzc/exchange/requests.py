@@ -69,6 +69,8 @@ class Collective(BaseRequest, ABC):
     """the kind of request in `Choices`: the name of the class, or "Sum" for a `Mean`"""
     algorithms: ClassVar[tuple[str, ...]]
     """names of the algorithms"""
+    is_from_all: ClassVar[bool] = True
+    """whether the answer of each rank needs the requests of all ranks"""
 
     @property
     def name(self) -> str:

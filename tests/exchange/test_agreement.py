@@ -239,19 +239,31 @@ def gather_early(rank):
     return make_all(large(), large(), AllGatherScalar(1) if rank == 2 else large())
 
 
+def gather_apart(rank):
+    """A program in which rank 1 gathers before a sum on a channel, and the others after it."""
+    yield Wait((yield Start(Sum(floats(3)), "side")))
+    if rank == 1:
+        yield AllGatherScalar(1)
+    yield Wait((yield Start(Sum(floats(3)), "side")))
+    yield AllGatherScalar(1)
+
+
 def report_three(timeout_s):
     differs = report(lambda rank: make_all(Sum(floats(2 + (rank == 1)))), timeout_s)
-    return differs, *(report(make, timeout_s) for make in (gather_early, around, late))
+    programs = gather_early, around, gather_apart, late
+    return differs, *(report(make, timeout_s) for make in programs)
 
 
 def test_all_ranks_report_a_mismatch_of_two_and_wait_for_a_late_rank(tmp_path):
-    for differs, early, cycle, well in results(3, tmp_path, report_three, 60):
+    for differs, early, cycle, apart, well in results(3, tmp_path, report_three, 60):
         assert "requests Sum of 3 float32" in differs[0]
         assert re.search("rank . waits for Send of 8 bytes with rank .; rank", cycle[0])
         assert re.search(
             "requests (Sum of 250000 float32|AllGatherScalar of int64), rank .", early[0]
         )
-        assert max(differs[1], early[1], cycle[1]) < 15
+        assert "rank 1 waits for AllGatherScalar" in apart[0]
+        assert "none of them can continue" in apart[0]
+        assert max(differs[1], early[1], cycle[1], apart[1]) < 15
         assert well[0] == "all is well"
 
 
@@ -259,9 +271,9 @@ def count_messages():
     """Return how many collectives each step runs in addition to torch's own."""
     ran, run_messages = [], Messenger.run
 
-    def count(*args):
+    def count(*args, **options):
         ran.append(args)
-        return run_messages(*args)
+        return run_messages(*args, **options)
 
     def steps():
         counts = []

@@ -44,6 +44,7 @@ class Broadcast(TensorCollective):
     """the rank that sends its values"""
 
     kind = "Broadcast"
+    is_from_all = False
     algorithms = ("binomial", CHAIN, BUILTIN)
 
     def check(self, world_size: int) -> None:

@@ -27,6 +27,7 @@ class SendReceive(TensorCollective):
     copy of `values`"""
 
     kind = "SendReceive"
+    is_from_all = False
     algorithms = ("direct",)
 
     def describe(self) -> str:
