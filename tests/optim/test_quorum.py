@@ -1,15 +1,16 @@
 """DiLoCo with a quorum: members, outer steps, stragglers, random schedules, resuming, processes."""
 
+import os
 import random
 
 import pytest
 import torch
 from optim.local import all_equal, check_resuming_at_every_step, saved, sgd, team, train, vector_of
-from processes import results
+from processes import results, talk, workers
 from torch import nn
 
 from gcnzc.compress import Sign
-from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
+from gcnzc.exchange import Compute, Group, Link, Now, WorkerLost, init_group, lockstep, run
 from gcnzc.optim import DiLoCo, Strategy, diloco
 from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
@@ -386,3 +387,30 @@ def test_processes_agree_on_rounds(tmp_path):
             assert len(each.members) >= 2
     # each rank finishes four rounds, unless the others have finished all of theirs
     assert len(rounds) >= 4
+
+
+def lose_a_rank():
+    """Rank 1 ends in step 5; the others take steps until they notice it."""
+    with init_group(timeout_s=20) as group:
+        rank = Rank(group.rank, 3, group)
+        run(rank.optimizer.broadcast_model(), group)
+        for step in range(200):
+            if group.rank == 1 and step == 5:
+                os._exit(3)
+            try:
+                run(rank.step(0.02), group)
+            except WorkerLost as error:
+                return step, str(error)
+    return 200, ""
+
+
+def test_a_lost_rank_is_reported_after_the_next_sum_of_signals(tmp_path):
+    with workers(3, tmp_path, lose_a_rank) as processes:
+        for rank in (0, 2):
+            processes[rank].join(90)
+            assert processes[rank].exitcode == 0, talk(tmp_path, rank)
+    for rank in (0, 2):
+        step, text = torch.load(tmp_path / f"{rank}.pt")
+        # the sum starts after step 32; without a check in each step it is read after step 64
+        assert 32 <= step < 60
+        assert "rank 1" in text

@@ -41,7 +41,7 @@ def diloco(
     name: str = "DiLoCo",
     quorum: int | None = None,
     grace_s: float = 0.0,
-    control_interval: int = 128,
+    control_interval: int = 32,
 ) -> Recipe:
     """Return the recipe of `DiLoCo`.
 

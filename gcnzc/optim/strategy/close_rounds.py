@@ -364,6 +364,9 @@ class CloseRounds(Policy):
                 self.votes = None
             values = torch.tensor(strategy.common_extras(), dtype=torch.float64)
             self.pending = yield Start(Sum(values), self._channel)
+        elif self.pending is not None and (yield First([self.pending], 0.0)) is not None:
+            # if a rank is lost, the sum has ended with this error
+            yield from self.finish_pending()
         is_last = self.wait_interval is not None and strategy.steps % self.wait_interval == 0
         if is_last or any(strategy.received_signals):
             yield from self.pause_exchanges()
