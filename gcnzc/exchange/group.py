@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gcnzc._moved import renamed_attribute
+from gcnzc.exchange import request_checks as check
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import AllGatherScalar, Subgroup
@@ -125,7 +126,7 @@ class Group:
         # other requests are collectives
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Caller: lambda request: self._default_channel.set_caller(request.name),
-            Compute: lambda request: time.sleep(request.seconds),
+            Compute: Compute.sleep,
             Now: lambda _: time.monotonic(),
             Scratch: lambda request: torch.empty_like(request.values),
             Send: self._run_message,
@@ -213,12 +214,7 @@ class Group:
             WorkerLost: not all members created the group within `timeout_s`.
         """
         members = sorted(set(ranks))
-        if self.rank not in members or not 0 <= members[0] <= members[-1] < self.world_size:
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size} cannot be in a subgroup of ranks {members}"
-                "\n\nhint: call subgroup() only on its members, with the same list; valid ranks "
-                f"are 0 to {self.world_size - 1}"
-            )
+        check.check_members(members, self.rank, self.world_size)
         rank, world_size = members.index(self.rank), len(members)
         if world_size == 1:
             return Group(choices=self.choices, timeout_s=self.timeout_s, remedy=self.remedy)
@@ -320,6 +316,7 @@ class Group:
         Raises:
             RuntimeError: the group is closed or not connected.
         """
+        check.check_algorithm(algorithm)
         answer, lost, self._default_channel.caller = None, None, ""
         try:
             while True:
@@ -353,6 +350,7 @@ class Group:
         reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
     def _run_collective(self, request: Collective | Subgroup) -> Any:
+        check.check_exchange(request)
         channel = self._default_channel
         return self._execute(lambda: channel.execute(request), request, channel.find_need)
 
@@ -361,6 +359,7 @@ class Group:
         return self._execute(work.result, message, work.find_need)
 
     def _start(self, request: Start) -> Any:
+        check.check_start(request)
         started = request.request
         if isinstance(started, Message) and not request.channel:
             return self._start_message(started, request)
@@ -376,6 +375,7 @@ class Group:
         return self._execute(start, request, lambda: None, is_wait=False)
 
     def _wait(self, request: Wait) -> Any:
+        check.check_wait(request, lambda pending: hasattr(pending, "result"))
         return self._execute(request.pending.result, request, request.pending.find_need)
 
     def _wait_for_first(self, request: First) -> Any:

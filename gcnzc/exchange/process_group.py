@@ -15,6 +15,7 @@ from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.messenger import Messenger
+from gcnzc.exchange.request_checks import check_in_background
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
@@ -25,6 +26,7 @@ from gcnzc.exchange.requests import (
     Request,
     Scratch,
     Send,
+    check_values,
 )
 from gcnzc.exchange.staging import StagingBuffers
 from gcnzc.exchange.started_requests import (
@@ -165,6 +167,7 @@ class Channel:
         if isinstance(request, Generator):
             return self._start_algorithm(request)
         if isinstance(request, Message):
+            check_values(request)
             if request.is_on_gpu:
                 raise ValueError(
                     f"{request.describe()} on a channel has a tensor on a GPU\n\n"
@@ -246,14 +249,18 @@ class Channel:
         answer: Any = None
         handlers: dict[type, Callable[[Any], Any]] = {
             Scratch: lambda request: torch.empty_like(request.values),
-            Compute: lambda request: time.sleep(request.seconds),
+            Compute: Compute.sleep,
         }
         while True:
             try:
                 request = algorithm.send(answer)
             except StopIteration as stop:
                 return stop.value
-            answer = handlers.get(type(request), self._run_timed)(request)
+            answer = handlers.get(type(request), self._run_exchange)(request)
+
+    def _run_exchange(self, request: Any) -> Any:
+        check_in_background(request)
+        return self._run_timed(request)
 
     def execute(self, request: Collective | Subgroup, choices: Choices | None = None) -> Any:
         """Execute a request together with the other ranks, and return its answer.

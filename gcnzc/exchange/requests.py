@@ -8,6 +8,7 @@ collectives in the same order. Each `Send` needs a `Receive` on its peer; other 
 The collectives are in `gcnzc.exchange.collectives`, each with its checks and its algorithms.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,8 +182,10 @@ class Message(BaseRequest, ABC):
         """Check the message.
 
         Raises:
-            ValueError: the tag is not an integer of at least 0, or the values are not contiguous.
+            ValueError: the tag is not an integer of at least 0, or the values are not a contiguous
+                tensor.
         """
+        check_values(self)
         if not self.values.is_contiguous():
             raise ValueError(
                 f"{self.describe()}: the values, of shape {tuple(self.values.shape)}, are not "
@@ -353,6 +356,16 @@ class Compute(BaseRequest):
         """Describe the time, for error messages."""
         return f"Compute of {self.seconds:g} s"
 
+    def check(self) -> None:
+        """Check that the duration is not negative or NaN; raises ValueError."""
+        if not self.seconds >= 0:
+            raise ValueError(f"{self.describe()}\n\nhint: give at least 0 s")
+
+    def sleep(self) -> None:
+        """Check the duration, and sleep."""
+        self.check()
+        time.sleep(self.seconds)
+
 
 @dataclass(slots=True)
 class Now(BaseRequest):
@@ -462,6 +475,15 @@ def check_on_channels(request: First | Abandon, kind: type) -> None:
 def yield_request(request: Request) -> Algorithm[Any]:
     """Yield one request, and return its answer: the algorithm of a single request."""
     return (yield request)
+
+
+def check_values(request: Any) -> None:
+    """Check that the values of a request are a tensor, or `SizeOnly`; raises ValueError."""
+    if not hasattr(request.values, "is_contiguous"):
+        raise ValueError(
+            f"{type(request).__name__} of values of the type {type(request.values).__name__}\n\n"
+            "hint: give a tensor, such as torch.as_tensor(values)"
+        )
 
 
 def describe_size(num_elements: int, dtype: torch.dtype) -> str:

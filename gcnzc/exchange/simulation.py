@@ -12,6 +12,13 @@ from gcnzc.exchange.collectives.messages import as_bytes
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.request_checks import (
+    check_algorithm,
+    check_exchange,
+    check_start,
+    check_wait,
+    only_in_background,
+)
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -53,6 +60,8 @@ from gcnzc.exchange.simulated_tasks import (
 from gcnzc.exchange.size_only import SizeOnly
 
 RECEIVES = (Receive, ReceiveAny)
+# the answers of `Start`
+HANDLES = (Task, StartedReceive, SentMessage)
 
 
 class Simulation:
@@ -73,6 +82,8 @@ class Simulation:
         faults: Mapping[int, Sequence[Fault]],
         store_s: float = 0.0,
     ) -> None:
+        for each in algorithms:
+            check_algorithm(each)
         self.world_size = len(algorithms)
         self.network, self.choices = network, choices
         for rank in faults:
@@ -226,6 +237,7 @@ class Simulation:
 
     def compute(self, task: Task, request: Compute) -> bool:
         """Answer a `Compute`."""
+        request.check()
         end = self.machines[task.rank].end_of(task.now, request.seconds)
         task.computed_s += end - task.now
         return self.continue_at(task, end)
@@ -247,6 +259,7 @@ class Simulation:
 
     def start(self, task: Task, request: Start) -> bool:
         """Answer a `Start`."""
+        check_start(request)
         started = request.request
         kind = type(started)
         if request.channel or not issubclass(kind, Message):
@@ -264,11 +277,14 @@ class Simulation:
         else:
             if kind is Receive:
                 started = yield_request(started)  # type: ignore[arg-type]
+            elif isinstance(started, Generator):
+                started = only_in_background(started)
             task.answer = self.start_task(task, started, request.channel or DEFAULT_CHANNEL)
         return True
 
     def wait(self, task: Task, request: Wait) -> bool:
         """Answer a `Wait`, now or later."""
+        check_wait(request, lambda pending: isinstance(pending, HANDLES))
         pending = request.pending
         kind = type(pending)
         if kind is StartedReceive:
@@ -315,6 +331,7 @@ class Simulation:
 
     def begin_collective(self, task: Task, request: Any) -> bool:
         """Continue with the messages of a collective."""
+        check_exchange(request)
         task.kind, task.sequence = request.name, ""
         if isinstance(request, Subgroup):
             task.sequence = request.sequence(task.channel or "")
@@ -333,8 +350,8 @@ class Simulation:
             request.check(rank, self.world_size)
             self.logs.check_collective(rank, caller, channel, request, request.ranks)
             return request.messages(choices.find(request.request, len(request.ranks)), rank)
-        self.logs.check_collective(rank, caller, channel, request, range(self.world_size))
         request.check(self.world_size)
+        self.logs.check_collective(rank, caller, channel, request, range(self.world_size))
         name = choices.find(request, self.world_size)
         return request.messages(name, rank, self.world_size)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,16 @@ class AllGatherScalar(Collective):
         return 8
 
     def check(self, world_size: int) -> None:
-        """Accept any number."""
+        """Check that the value is a number that int64 or float64 can represent."""
+        value = self.value
+        is_valid = isinstance(value, Real)
+        if isinstance(value, Integral):
+            is_valid = -(1 << 63) <= int(value) < 1 << 63
+        if not is_valid:
+            raise ValueError(
+                f"AllGatherScalar of {type(value).__name__} {value!r}\n\n"
+                "hint: give a float, or an integer of 64 bits"
+            )
 
     def describe_header(self) -> HeaderFields:
         """Describe the dtype, which must be the same on all ranks."""

@@ -36,8 +36,13 @@ class AllReduce(TensorCollective):
     algorithms = ("doubling", "halving", "ring", BUILTIN)
 
     def check(self, world_size: int) -> None:
-        """Check that the values are contiguous."""
+        """Check that the values are contiguous, and require no gradient."""
         check_contiguous(self)
+        if getattr(self.values, "requires_grad", False):
+            raise ValueError(
+                f"{type(self).__name__} of values that require a gradient, which it would change "
+                "in place\n\nhint: give values.detach(), which has the same memory"
+            )
 
     def finish(self, world_size: int) -> Tensor:
         """Return the answer, after the values have become the sum."""
@@ -97,14 +102,18 @@ class Sum(AllReduce):
 
 @dataclass(eq=False, slots=True)
 class Mean(AllReduce):
-    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks."""
+    """All-reduce with a mean; the answer is `values`, written in place, equal on all ranks.
+
+    The values are added in their dtype, and the sum is then divided by the number of ranks. A sum
+    outside the range of the dtype, for float16 beyond 65,504, makes the mean infinite.
+    """
 
     values: Tensor
     """contiguous, floating-point, of any shape, with the same size and dtype on all ranks"""
 
     def check(self, world_size: int) -> None:
-        """Check that the values are contiguous and floating-point."""
-        check_contiguous(self)
+        """Check that the values are contiguous and floating-point, and require no gradient."""
+        AllReduce.check(self, world_size)
         if not self.values.dtype.is_floating_point:
             raise ValueError(
                 f"Mean of {self.values.dtype}\n\nhint: use a floating-point dtype, or Sum"

@@ -20,6 +20,7 @@ from gcnzc.exchange.requests import (
     Send,
     Start,
     Wait,
+    check_values,
     describe_size,
 )
 
@@ -49,6 +50,7 @@ class Broadcast(TensorCollective):
 
     def check(self, world_size: int) -> None:
         """Check that the root is one of the ranks; the values may have any strides."""
+        check_values(self)
         if not 0 <= self.root < world_size:
             raise ValueError(
                 f"Broadcast from rank {self.root} of {world_size}\n\nhint: ranks start at 0"

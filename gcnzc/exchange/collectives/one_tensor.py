@@ -11,6 +11,7 @@ from gcnzc.exchange.requests import (
     DESCRIPTIONS_KEPT,
     Collective,
     HeaderFields,
+    check_values,
     count_bytes,
     describe_size,
 )
@@ -49,7 +50,8 @@ class TensorCollective(Collective):
 
 
 def check_contiguous(request: TensorCollective) -> None:
-    """Raise a ValueError if the values are not contiguous."""
+    """Raise a ValueError if the values are not a contiguous tensor."""
+    check_values(request)
     if not request.values.is_contiguous():
         raise ValueError(
             f"{type(request).__name__}: values with strides {tuple(request.values.stride())} are "

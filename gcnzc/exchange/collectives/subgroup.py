@@ -62,10 +62,6 @@ class Subgroup(BaseRequest):
                 "hint: only ranks of the list make the request; each is listed once, and valid "
                 f"ranks are 0 to {world_size - 1}"
             )
-        if not isinstance(self.request, Collective):
-            raise ValueError(
-                f"Subgroup of {self.request!r}\n\nhint: give a collective, such as Sum(values)"
-            )
         self.request.check(len(ranks))
 
     def sequence(self, channel: str) -> str:
