@@ -20,6 +20,7 @@ from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.group_options import (
+    NORMS,
     Comparison,
     check_same_flags,
     find_difference_by_store,
@@ -235,7 +236,8 @@ class DistributedOptimizer(Checkpointed):
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        own = state_lines(self.identity, self.steps, self.loaded, self.loaded_norms)
+        own = state_lines(self.identity, self.steps, self.loaded)
+        own.append(f"{NORMS}\t{self.loaded_norms}")
         options = option_lines(self.param_groups, with_gpu=True)
         return [*own, *options, *trained_lines(self.param_groups)]
 

@@ -84,7 +84,7 @@ class Comparison:
         if self.is_requested:
             # the sum over the ranks is then neither 0 nor their number
             return 0.5
-        own = state_lines(optimizer, steps, loaded, norms="")
+        own = state_lines(optimizer, steps, loaded)
         # a read of tensors on a GPU synchronizes with it
         options = self._format_options(groups, with_gpu=self.count % GPU_INTERVAL == 0)
         return float(hash_lines([str(self.count), *own, options, checksums]) & 1)
@@ -170,19 +170,12 @@ def find_difference_by_store(lines: Sequence[str], group: Group) -> str:
     return find_difference(texts)
 
 
-def state_lines(optimizer: str, steps: int, loaded: str, norms: str) -> list[str]:
+def state_lines(optimizer: str, steps: int, loaded: str) -> list[str]:
     """Return the lines for an optimizer's name, its number of steps, and its loaded state.
 
     They come first: a different optimizer explains all other differences.
-
-    Args:
-        optimizer: the name.
-        steps: the number of steps.
-        loaded: describes the state that was loaded last.
-        norms: a result of `format_norms`.
     """
-    own = [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
-    return [*own, f"{NORMS}\t{norms}"]
+    return [f"{OPTIMIZER}\t{optimizer}", f"{STEPS}\t{steps}", f"{LOADED}\t{loaded}"]
 
 
 def format_norms(shared: Mapping[str, Any]) -> str:

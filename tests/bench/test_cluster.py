@@ -134,8 +134,8 @@ def test_links_have_the_requested_rate():
         for link, mbit_per_s in asked.items():
             found = [cluster.measure(*link, seconds=0.2) for _ in range(3)]
             rate = statistics.median(each.mbit_per_s for each in found)
-            # a busy machine is slower, and headers are not counted
-            assert 0.5 * mbit_per_s < rate < mbit_per_s, link
+            # a busy machine is slower, or measures a short time; headers are not counted
+            assert 0.5 * mbit_per_s < rate < 1.05 * mbit_per_s, link
         # nothing of it is counted later
         counted = cluster.counters()
         time.sleep(0.1)
