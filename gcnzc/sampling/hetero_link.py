@@ -64,8 +64,9 @@ class HeteroLinkSampler:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an edge type is unknown, an edge is out of range, times are missing, or an
-            option is invalid.
+        ValueError: an edge type is unknown, an edge is out of range, times are missing, an option
+            is invalid, or with a temporal sampler a reverse type has no times, so that it would
+            show edges that are later.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class HeteroLinkSampler:
         self.strict = check_flag("strict", strict)
         if exclude is None:
             exclude = "reverse" if sampler.temporal is None else "none"
+            if sampler.temporal is not None:
+                self._check_reverse_times()
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.exclude = exclude
         if exclude != "reverse":
@@ -107,6 +110,18 @@ class HeteroLinkSampler:
             self.reverse_types = [self._check_reverse(each) for each in reverse_types]
         self.seed = check_seed("seed", seed)
         self._known = self._check_known(self.graph if known is None else known)
+
+    def _check_reverse_times(self) -> None:
+        if self.graph.edges(self.edge_type).time is None:
+            return
+        is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
+        for each in find_reverse_types(self.graph, self.edge_type) if is_untimed else ():
+            if self.graph.edges(each).time is None:
+                raise ValueError(
+                    f"the edges {each} are the reverses of {self.edge_type}, but have no times, so "
+                    "a temporal sampler shows each edge its own reverse and later ones\n\n"
+                    f"hint: give {each} the times of {self.edge_type}"
+                )
 
     @property
     def num_items(self) -> int:

@@ -509,3 +509,34 @@ def test_features_that_are_not_finite_are_rejected(tmp_path):
 def test_dates_become_integers(dates, unit, expected):
     graph = HeteroGraph.from_arrays({"u": {"time": dates}}, {}, time_unit=unit)
     assert graph.nodes("u").time.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("times", "unit", "message"),
+    [
+        (np.array([0, 2**63 + 5], np.uint64), "s", r"\[1\] is 9223372036854775813, which int64"),
+        (np.array(["2000-01-01", "2400-01-01"], "datetime64[s]"), "ns", "2400-01-01.* position 1"),
+        (np.array(["1600-01-01", "2000-01-01"], "datetime64[D]"), "ns", "1600-01-01 at position 0"),
+    ],
+)
+def test_times_that_int64_does_not_have_are_rejected(times, unit, message):
+    edges = {("a", "r", "a"): {"edge_index": [[0, 1], [1, 0]], "time": times}}
+    with pytest.raises(ValueError, match=message) as error:
+        HeteroGraph.from_arrays({"a": 2}, edges, time_unit=unit)
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_a_mask_of_bytes_is_not_taken_for_ids():
+    mask = np.array([1, 1, 0], np.uint8)
+    with pytest.raises(ValueError, match="type uint8, which may be ids or a mask\n\nhint: "):
+        HeteroGraph.from_arrays({"a": {"num_nodes": 3, "split": {"train": mask}}}, {})
+
+
+@pytest.mark.parametrize("key", [1.5, 1e300, float("inf"), 2.0**53])
+def test_foreign_keys_that_are_no_exact_integers_are_rejected(key):
+    tables = {
+        "user": Table(pd.DataFrame({"id": [1, 2, 3]}), primary_key="id"),
+        "order": Table(pd.DataFrame({"user": [2.0, None, key]}), foreign_keys={"user": "user"}),
+    }
+    with pytest.raises(ValueError, match="in row 2, which is not an exact integer\n\nhint: "):
+        HeteroGraph.from_tables(tables)

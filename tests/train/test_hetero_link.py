@@ -10,6 +10,7 @@ from training import saved, train_as_worker
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.optim import Averaged
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
@@ -19,6 +20,32 @@ from gcnzc.train.trainer import Interrupted
 
 USERS, ITEMS, EDGES, GROUPS = 120, 100, 2000, 4
 BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought_by", "user")
+
+
+def without_reverse_times():
+    """A graph whose nodes have early times, and whose reverse edges have none of their own."""
+    whole = build()
+    nodes = {
+        each: replace(whole.nodes(each), time=torch.zeros(whole.num_nodes(each), dtype=torch.int64))
+        for each in whole.node_types
+    }
+    edges = {BUYS: whole.edges(BUYS), BOUGHT: replace(whole.edges(BOUGHT), time=None)}
+    return HeteroGraph(nodes, edges)
+
+
+def test_reverses_without_times_do_not_show_held_out_edges():
+    graph = without_reverse_times()
+    split = split_edges(graph, BUYS, "time", 0.1, 0.1, 0, keep=False)
+    kept = {tuple(pair) for pair in split.graph.edges(BOUGHT).edge_index().flip(0).T.tolist()}
+    held_out = torch.cat([split.edges["valid"], split.edges["test"]], 1).T.tolist()
+    assert kept
+    assert not kept & {tuple(pair) for pair in held_out}
+    sampler = HeteroSampler(graph, [5], temporal="last")
+    with pytest.raises(ValueError, match=r"are the reverses of .* but have no times") as error:
+        HeteroLinkSampler(sampler, BUYS)
+    assert "\n\nhint: give" in str(error.value)
+    assert HeteroLinkSampler(sampler, BUYS, exclude="reverse").reverse_types == [BOUGHT]
+    HeteroLinkSampler(HeteroSampler(build(), [5], temporal="last"), BUYS)
 
 
 def build(*, is_planted=True, has_times=True):

@@ -16,6 +16,9 @@ from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.system.arguments import check_flag, describe
 
+# floating-point numbers below it have exact integers
+EXACT = 2**53
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -174,6 +177,15 @@ def _resolve(
     values = given.iloc[rows]
     if index.dtype.kind in "iu" and values.dtype.kind == "f":
         # pandas stores integers with missing values as floating-point numbers
+        numbers = values.to_numpy()
+        is_whole = (numbers == np.floor(numbers)) & (np.abs(numbers) < EXACT)
+        if not is_whole.all():
+            place = int((~is_whole).argmax())
+            raise ValueError(
+                f"foreign key {key!r} of table {name!r} is {_plain(numbers[place])!r} in row "
+                f"{rows[place]}, which is not an exact integer\n\n"
+                "hint: use pandas' Int64, which has missing values"
+            )
         values = values.astype(np.int64)
     targets = index.get_indexer(pandas.Index(values)).astype(np.int64)
     if (targets < 0).any():

@@ -61,6 +61,11 @@ def as_times(name: str, value: Any, count: int, unit: str = "s") -> Tensor:
             )
     elif times.dtype.kind not in "iu":
         raise ValueError(f"{name} has type {times.dtype}\n\nhint: times are integers or dates")
+    elif (place := _first(times > np.iinfo(np.int64).max)) is not None:
+        raise ValueError(
+            f"{name}[{place}] is {times[place]}, which int64 does not have\n\n"
+            "hint: times are below 2**63; subtract the earliest, or use a larger unit"
+        )
     converted = np.ascontiguousarray(times.astype(np.int64, copy=False))
     if (place := _first(converted == MISSING_TIME)) is not None:
         raise _missing_time(name, place, "NaT")
@@ -77,7 +82,17 @@ def _since_1970(times: NDArray[Any], unit: int) -> NDArray[np.int64]:
     if own % unit and unit % own:
         times, own = times.astype(f"{times.dtype.kind}8[ns]"), 1
     ticks = times.astype(np.int64)
-    return ticks * (own // unit) if own % unit == 0 else -(-ticks // (unit // own))
+    if own % unit:
+        return -(-ticks // (unit // own))
+    factor = own // unit
+    limit = np.iinfo(np.int64).max // factor
+    if (place := _first((ticks > limit) | (ticks < -limit))) is not None:
+        raise ValueError(
+            f"the date {times[place]} at position {place} is out of the range of int64 in this "
+            "time_unit\n\nhint: use a larger time_unit, such as 's'"
+        )
+    found: NDArray[np.int64] = ticks * factor
+    return found
 
 
 def _missing_time(name: str, place: int, value: str) -> ValueError:
@@ -168,6 +183,11 @@ def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tenso
         if ids.dtype == bool:
             _check_length(own, ids, count, dimensions=(1,))
             ids = np.flatnonzero(ids)
+        if ids.dtype == np.uint8:
+            raise ValueError(
+                f"{own} has type uint8, which may be ids or a mask\n\n"
+                "hint: convert a mask to bool, and ids to int64"
+            )
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise ValueError(
                 f"{own} has shape {ids.shape} and type {ids.dtype}\n\nhint: node ids, or a mask"

@@ -152,8 +152,10 @@ def _without(
             own, ~(is_removed if own.edge_ids is None else is_removed[own.edge_ids])
         )
         first = times[held_out].min()
+        # without times of their own, edges are as late as their ends, and so are their reverses
+        times_of = find_times if own.time is None else edge_times
         for each in reverses:
-            if each != edge_type and (found := find_times(graph, each)) is not None:
+            if each != edge_type and (found := times_of(graph, each)) is not None:
                 own = stores[each]
                 stores[each] = _select(
                     own, (found if own.edge_ids is None else found[own.edge_ids]) < first
