@@ -350,7 +350,8 @@ class Group:
         reject(self.rank, self.world_size, what, is_closed=bool(self.backend))
 
     def _run_collective(self, request: Collective | Subgroup) -> Any:
-        check.check_exchange(request)
+        if not isinstance(request, Collective):
+            check.check_exchange(request)
         channel = self._default_channel
         return self._execute(lambda: channel.execute(request), request, channel.find_need)
 
@@ -359,7 +360,6 @@ class Group:
         return self._execute(work.result, message, work.find_need)
 
     def _start(self, request: Start) -> Any:
-        check.check_start(request)
         started = request.request
         if isinstance(started, Message) and not request.channel:
             return self._start_message(started, request)
@@ -375,7 +375,8 @@ class Group:
         return self._execute(start, request, lambda: None, is_wait=False)
 
     def _wait(self, request: Wait) -> Any:
-        check.check_wait(request, lambda pending: hasattr(pending, "result"))
+        if not hasattr(request.pending, "result"):
+            check.check_wait(request, lambda _: False)
         return self._execute(request.pending.result, request, request.pending.find_need)
 
     def _wait_for_first(self, request: First) -> Any:
@@ -490,9 +491,8 @@ class _DefaultGroup:
 
     def _create(self) -> Group:
         self.num_created += 1
-        store = dist.distributed_c10d._get_default_store()
         # a prefix separates the keys from those of an earlier group in the same store
-        store = PrefixStore(f"gcnzc {self.num_created}", store)
+        store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
         return Group(dist.get_rank(), dist.get_world_size(), backend, store)
 

@@ -15,7 +15,7 @@ from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives.barrier import barrier
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.messenger import Messenger
-from gcnzc.exchange.request_checks import check_in_background
+from gcnzc.exchange.request_checks import check_in_background, check_start
 from gcnzc.exchange.requests import (
     BUILTIN,
     Algorithm,
@@ -26,6 +26,7 @@ from gcnzc.exchange.requests import (
     Request,
     Scratch,
     Send,
+    Start,
     check_values,
 )
 from gcnzc.exchange.staging import StagingBuffers
@@ -182,7 +183,9 @@ class Channel:
             pending = Background(future, self, is_receive=True)
             self.receives.append(future)
             return pending
-        assert isinstance(request, Collective | Subgroup), "only exchanges can be started"
+        if not isinstance(request, Collective):
+            check_start(Start(request))
+        assert isinstance(request, Collective | Subgroup), "checked above"
         is_nccl = self.group.backend == "nccl" and request.is_on_gpu
         if is_nccl and isinstance(request, Collective):
             # NCCL runs it on its own stream, without a thread
@@ -259,7 +262,8 @@ class Channel:
             answer = handlers.get(type(request), self._run_exchange)(request)
 
     def _run_exchange(self, request: Any) -> Any:
-        check_in_background(request)
+        if not isinstance(request, Collective):
+            check_in_background(request)
         return self._run_timed(request)
 
     def execute(self, request: Collective | Subgroup, choices: Choices | None = None) -> Any:
