@@ -1,6 +1,6 @@
 """Compare the minibatches of gcnzc's loaders with those of PyG's own sampler.
 
-    python -m bench.interop.pyg_sampler --rivals FOLDER [--library pyg-lib|torch-sparse]
+    python -m bench.interop.pyg_sampler --rivals FOLDER [--sampler pyg-lib|torch-sparse]
 
 FOLDER is that of `bench/rivals/make_environments.sh`. Its environment of PyG has torch-sparse; copy
 pyg-lib into it if you have it for the same torch. Both loaders get the same graphs, without and
@@ -310,7 +310,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rivals", type=Path, required=True, help="folder of make_environments.sh")
-    parser.add_argument("--library", choices=minibatches.LIBRARIES, default="pyg-lib")
+    parser.add_argument("--sampler", choices=minibatches.LIBRARIES, default="pyg-lib")
     options = parser.parse_args()
     cases = exact_cases() | sampled_cases()
     with tempfile.TemporaryDirectory() as folder:
@@ -318,11 +318,11 @@ def main() -> None:
         torch.save(cases, given)
         python = options.rivals.resolve() / "pyg" / "bin" / "python"
         program = ROOT / "bench" / "rivals" / "minibatches.py"
-        command = [python, program, given, out, "--library", options.library]
+        command = [python, program, given, out, "--sampler", options.sampler]
         subprocess.run([str(part) for part in command], check=True, cwd=folder)
         found = torch.load(out, weights_only=False)
     failed = []
-    missing = COUNTS if options.library == "torch-sparse" else set()
+    missing = COUNTS if options.sampler == "torch-sparse" else set()
     for name, case in cases.items():
         collect = minibatches.first_hop if case["sampled"] else list
         theirs = found["results"][name]
@@ -342,7 +342,7 @@ def main() -> None:
                 failed.append(name)
         harness.record(
             "pyg_sampler",
-            {"case": name, "library": options.library, "sampled": case["sampled"]},
+            {"case": name, "library": options.sampler, "sampled": case["sampled"]},
             **outcome,
             versions=found["versions"],
         )

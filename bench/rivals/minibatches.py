@@ -1,6 +1,6 @@
 """Load the minibatches of cases with PyG's loaders, or with loaders of the same signature.
 
-    python bench/rivals/minibatches.py CASES OUT [--library pyg-lib|torch-sparse]
+    python bench/rivals/minibatches.py CASES OUT [--sampler pyg-lib|torch-sparse]
 
 in the environment of PyG; see bench/interop/pyg_sampler.py, which writes CASES and reads OUT. A
 case that the library does not support has the message of its error.
@@ -85,9 +85,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases")
     parser.add_argument("out")
-    parser.add_argument("--library", choices=LIBRARIES, default="pyg-lib")
+    parser.add_argument("--sampler", choices=LIBRARIES, default="pyg-lib")
     options = parser.parse_args()
-    select(options.library)
+    select(options.sampler)
     # PyG warns that the arguments `directed` and torch-sparse are deprecated
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

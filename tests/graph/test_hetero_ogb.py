@@ -208,17 +208,17 @@ def theirs(tmp_path_factory):
     for name, binary in (("csv", False), ("binary", True)):
         path = here / f"ours-{name}"
         build(drawn(1)).to_ogb(path, binary=binary, split_name="time", num_classes=6)
-        told = ogb_hetero_write.meta_dict(path)
-        (path / "meta_dict.json").write_text(json.dumps(told))
+        meta = ogb_hetero_write.meta_dict(path)
+        (path / "meta_dict.json").write_text(json.dumps(meta))
     write_mag(here / "mag", drawn(2))
-    told |= {
+    meta |= {
         "binary": "False",
         "version": 2,
         "dir_path": str(here / "mag"),
         "additional node files": "node_year",
         "additional edge files": "edge_reltype",
     }
-    (here / "mag/meta_dict.json").write_text(json.dumps(told))
+    (here / "mag/meta_dict.json").write_text(json.dumps(meta))
     given = drawn(3)
     arrays = {f"edge:{'___'.join(each)}": ends for each, ends in given["edges"].items()}
     arrays |= {each: given[each] for each in ("features", "labels", "year", "time")}

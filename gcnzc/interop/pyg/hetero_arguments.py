@@ -73,7 +73,7 @@ class SamplingArguments:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all neighbours are sampled alike, without replacement, in one subgraph."""
+        """Whether neighbours are sampled uniformly, without replacement, in one subgraph."""
         return replace(self, temporal_strategy="uniform") == SamplingArguments()
 
     def keep_in(self, loader: Any) -> None:
