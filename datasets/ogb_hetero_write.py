@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gcnzc.datasets import csvgz
+from gcnzc.datasets import csvgz, ogb
 from gcnzc.datasets.hetero_arrays import EdgeType, HeteroArrays
 from gcnzc.datasets.ogb_hetero import JOIN
 from gcnzc.datasets.ogb_layout import npz_member
@@ -72,18 +72,8 @@ def write(
 def meta_dict(path: str | Path) -> dict[str, Any]:
     """Return the `meta_dict` for OGB's `NodePropPredDataset` to open a folder of `write`."""
     task = json.loads((Path(path) / "task.json").read_text())
-    return {
-        **{key: task[key] for key in ("num tasks", "num classes", "task type", "eval metric")},
-        **{key: task[key] for key in ("add_inverse_edge", "split", "binary")},
-        **{key: task[key] for key in ("additional node files", "additional edge files")},
-        "version": 1,
-        "dir_path": str(path),
-        "download_name": Path(path).name,
-        "url": "",
-        "is hetero": "True",
-        "has_node_attr": "True",
-        "has_edge_attr": "False",
-    }
+    files = {key: task[key] for key in ("additional node files", "additional edge files")}
+    return ogb.meta_dict(path) | files | {"is hetero": "True"}
 
 
 def _check(arrays: HeteroArrays, binary: bool) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from bench import harness
-from bench.loading.loader import BATCH_SIZE, EXPONENT, ROOT, Rival
+from bench.loading.loader import BATCH_SIZE, ROOT, Rival, draw_nodes, power_law
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 
 NODES = {"paper": 550_000, "author": 400_000, "institution": 10_000, "field": 40_000}
@@ -52,17 +52,12 @@ def generated_graph(cache: Path) -> Path:
         random = np.random.default_rng(SEED)
         ends = {}
         for name, count in NODES.items():
-            shares = np.arange(1, count + 1) ** -EXPONENT
-            random.shuffle(shares)
-            ends[name] = np.cumsum(shares / shares.sum())
+            ends[name] = power_law(count, random)
             features = random.standard_normal((count, COLUMNS), np.float32)
             np.save(folder / f"{name}.x.npy", features)
             np.save(folder / f"{name}.time.npy", random.integers(LATEST, size=count))
         for edge_type, count in EDGES.items():
-            pair = [
-                np.searchsorted(ends[name], random.random(count)).clip(0, NODES[name] - 1)
-                for name in edge_type[::2]
-            ]
+            pair = [draw_nodes(ends[name], count, random) for name in edge_type[::2]]
             np.save(folder / f"{'.'.join(edge_type)}.npy", sorted_edges(folder, edge_type, pair))
         np.save(folder / "seeds.npy", random.permutation(NODES["paper"]))
     return folder

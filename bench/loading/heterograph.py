@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import harness
-from bench.loading.loader import BATCH_SIZE, EXPONENT, ROOT, SEED, Rival
+from bench.loading.loader import BATCH_SIZE, ROOT, SEED, Rival, draw_nodes, power_law
 
 NODES = {"user": 400_000, "item": 300_000, "shop": 50_000, "tag": 250_000}
 EDGES = {
@@ -42,15 +42,12 @@ def generated_graph(cache: Path) -> Path:
         random = np.random.default_rng(SEED)
         ends = {}
         for kind, count in NODES.items():
-            shares = np.arange(1, count + 1) ** -EXPONENT
-            random.shuffle(shares)
-            ends[kind] = np.cumsum(shares / shares.sum())
+            ends[kind] = power_law(count, random)
             features = random.standard_normal((count, COLUMNS), np.float32)
             np.save(folder / f"{kind}_features.npy", features)
         for (src, name, dst), count in EDGES.items():
             for end, kind in (("src", src), ("dst", dst)):
-                ids = np.searchsorted(ends[kind], random.random(count)).clip(0, NODES[kind] - 1)
-                np.save(folder / f"{name}_{end}.npy", ids)
+                np.save(folder / f"{name}_{end}.npy", draw_nodes(ends[kind], count, random))
         meta = {"nodes": NODES, "edges": [*EDGES], "seeds": SEED_TYPE}
         (folder / "meta.json").write_text(json.dumps(meta))
         np.save(folder / "seeds.npy", random.permutation(NODES[SEED_TYPE]))

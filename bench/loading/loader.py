@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench import harness
 from gcnzc.graph.graph import Graph
@@ -41,15 +42,27 @@ TIMED, SKIPPED = {"ours": 100, "dgl": 40, "pyg": 12, "graphbolt": 16}, 6
 PROMISED = {"dgl": 3.0, "pyg": 10.0, "graphbolt": 10.0, "dgl sampling": 2.0}
 
 
+def power_law(count: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """Return the (count,) cumulative shares of nodes in the ends of edges, by a power law."""
+    shares = np.arange(1, count + 1) ** -EXPONENT
+    random.shuffle(shares)
+    return np.cumsum(shares / shares.sum())
+
+
+def draw_nodes(
+    ends: NDArray[np.float64], count: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """Return (count,) random nodes with the shares of `power_law`."""
+    return np.searchsorted(ends, random.random(count)).clip(0, len(ends) - 1)
+
+
 def generated_graph(cache: Path) -> Path:
     """Return the folder of the graph, which is generated if it is missing."""
     folder = cache / f"powerlaw-{NODES}-{EDGES}-{SEED}"
     if not (folder / "seeds.npy").exists():
         random = np.random.default_rng(SEED)
-        shares = np.arange(1, NODES + 1) ** -EXPONENT
-        random.shuffle(shares)
-        ends = np.cumsum(shares / shares.sum())
-        src, dst = (np.searchsorted(ends, random.random(EDGES)).clip(0, NODES - 1) for _ in "sd")
+        ends = power_law(NODES, random)
+        src, dst = (draw_nodes(ends, EDGES, random) for _ in "sd")
         graph = Graph.from_edges(torch.from_numpy(src), torch.from_numpy(dst), NODES)
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / "indptr.npy", graph.indptr.numpy())

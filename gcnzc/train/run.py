@@ -32,7 +32,8 @@ from gcnzc.train.epoch import evaluate_last_epoch, finish_epoch, train_epoch
 from gcnzc.train.exchange_tuning import exchange_tuning
 from gcnzc.train.full_batch import build_evaluation_loader
 from gcnzc.train.hetero.data import load_data
-from gcnzc.train.hetero.setup import format_time_warning, open_embeddings
+from gcnzc.train.hetero.setup import open_embeddings
+from gcnzc.train.hetero.time_warning import format_time_warning
 from gcnzc.train.memory import check_memory, footprint_of
 from gcnzc.train.mixed_seed import mixed_seed
 from gcnzc.train.only_run import only_run

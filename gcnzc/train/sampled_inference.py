@@ -5,20 +5,18 @@ The nodes are divided into the same minibatches for any number of workers.
 Notation: M requested nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from gcnzc.exchange import Group
-from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.models.stack import Model, parameter_dtype
 from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.layerwise.layer import gather_rows
-from gcnzc.train.layerwise.ranges import assign_equal_ranges
-from gcnzc.train.layerwise.workers import MemoryRows, Workers
+from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded
 SAMPLED_NODES = 1024
@@ -57,29 +55,16 @@ def sampled_inference(
     Returns:
         (M, columns) on the host, the same on all workers; those of one machine share the memory.
     """
-    workers = Workers(group or Group())
-    sampler = Sampler(graph, fanouts, seed)
-    columns = model.out_features
-    rows = MemoryRows(workers.empty(parameter_dtype(model), len(nodes), columns))
-    shares = assign_equal_ranges(len(nodes), SAMPLED_NODES, workers.count)
-    spans = shares[workers.rank]
-    done, total = 0, sum(end - begin for begin, end in spans)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), joint_work(workers.group) as work:
-            for begin, end in spans:
-                # a minibatch must not have a node twice
-                seeds, places = nodes[begin:end].unique(return_inverse=True)
-                batch = sampler.sample(seeds, epoch=0)
-                x = gather_rows(table, batch.nodes, device, parameter_dtype(model))
-                logits = model([block.to(device) for block in batch.blocks], x)
-                rows.write(begin, end, logits[places.to(device)])
-                done += end - begin
-                if progress is not None:
-                    progress(done, total)
-                work.report_progress()
-    finally:
-        model.train(was_training)
-    workers.distribute(rows, shares)
-    return rows.tensor
+    sampler, dtype = Sampler(graph, fanouts, seed), parameter_dtype(model)
+
+    def compute(spans: Spans) -> Generator[Tensor, None, None]:
+        for begin, end in spans:
+            # a minibatch must not have a node twice
+            seeds, places = nodes[begin:end].unique(return_inverse=True)
+            batch = sampler.sample(seeds, epoch=0)
+            x = gather_rows(table, batch.nodes, device, dtype)
+            logits = model([block.to(device) for block in batch.blocks], x)
+            yield logits[places.to(device)]
+
+    shape = len(nodes), model.out_features
+    return minibatch_outputs(model, shape, SAMPLED_NODES, compute, progress, group)

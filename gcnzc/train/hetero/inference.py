@@ -5,20 +5,17 @@ The seeds are divided into the same minibatches for any number of workers.
 Notation: M seeds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group
-from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
-from gcnzc.train.layerwise.ranges import assign_equal_ranges
-from gcnzc.train.layerwise.workers import MemoryRows, Workers
+from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with
 # all neighbours are smaller, because they have many nodes for each seed
@@ -58,25 +55,13 @@ def hetero_outputs(
     Returns:
         (M, num_columns) on the host, the same on all workers; those of a machine share the memory.
     """
-    workers = Workers(group or Group())
     seeds: Any = loader.seeds
-    dtype = next(model.parameters()).dtype
-    rows = MemoryRows(workers.empty(dtype, len(seeds), num_columns))
-    shares = assign_equal_ranges(len(seeds), loader.shares.batch_size, workers.count)
-    spans = shares[workers.rank]
-    done, total = 0, sum(end - begin for begin, end in spans)
-    batches = loader.batches_of((seeds[begin:end] for begin, end in spans), epoch=0)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), joint_work(workers.group) as work, closing(batches):
-            for (begin, end), batch in zip(spans, batches, strict=True):
-                rows.write(begin, end, compute(model, batch))
-                done += end - begin
-                if progress is not None:
-                    progress(done, total)
-                work.report_progress()
-    finally:
-        model.train(was_training)
-    workers.distribute(rows, shares)
-    return rows.tensor
+
+    def compute_all(spans: Spans) -> Generator[Tensor, None, None]:
+        batches = loader.batches_of((seeds[begin:end] for begin, end in spans), epoch=0)
+        with closing(batches):
+            for batch in batches:
+                yield compute(model, batch)
+
+    shape = len(seeds), num_columns
+    return minibatch_outputs(model, shape, loader.shares.batch_size, compute_all, progress, group)

@@ -1,8 +1,5 @@
-"""Give a run on a heterogeneous graph its trainable embeddings, and warn about leaks in time."""
+"""Give a run on a heterogeneous graph its trainable embeddings."""
 
-from typing import Any
-
-from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
@@ -29,19 +26,3 @@ def open_embeddings(trainer: Trainer) -> TrainedEmbeddings | None:
     names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
     trainer.reporter.say(f"embeddings of {config.embedding_dim} columns are trained for {names}")
     return TrainedEmbeddings(config, tables, trainer.group, trainer.folder)
-
-
-def format_time_warning(config: TrainConfig, data: Any) -> str:
-    """Return a warning if the graph has times, and neighbours are sampled at any time; else ""."""
-    if not isinstance(data, HeteroDataset) or config.temporal != "none":
-        return ""
-    graph = data.graph
-    has_times = data.target and graph.nodes(data.target).time is not None
-    if config.task == "link":
-        has_times = any(graph.edges(each).time is not None for each in graph.edge_types)
-    if not has_times:
-        return ""
-    return (
-        "the graph has times, and neighbours may be later than what is predicted, which raises "
-        "scores if they depend on it; --temporal uniform samples earlier ones only"
-    )
