@@ -40,20 +40,12 @@ def _prefetch_element(array, position):
 
 
 @njit(cache=True, nogil=True)
-def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, is_duplicate):
+def choose_distinct(degrees, num_sampled, fanout, words, is_duplicate):
     """Floyd's algorithm for many destinations at once, in loops that LLVM vectorizes.
 
-    Column i of `words` receives `fanout` positions below `degrees[i]`, for the i-th destination
-    with more than `fanout` neighbours.
+    Column i of `words` has `fanout` random words below 2**32, and receives as many different
+    positions below `degrees[i]`, which is greater than `fanout`.
     """
-    key_0, key_1, epoch = key[0], key[1], key[2]
-    for quad in range((fanout + 3) // 4):
-        for i in range(num_sampled):
-            w0, w1, w2, w3 = philox4x32(quad, low[i], high[i], epoch, key_0, key_1)
-            words[4 * quad, i] = w0
-            words[4 * quad + 1, i] = w1
-            words[4 * quad + 2, i] = w2
-            words[4 * quad + 3, i] = w3
     for draw in range(fanout):
         for i in range(num_sampled):
             below = degrees[i] - uint32(fanout - draw - 1)
@@ -65,6 +57,20 @@ def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, is
         for i in range(num_sampled):
             if is_duplicate[i]:
                 words[draw, i] = degrees[i] - uint32(fanout - draw)
+
+
+@njit(cache=True, nogil=True)
+def _sample_small_fanout(low, high, degrees, num_sampled, fanout, key, words, is_duplicate):
+    """Sample `fanout` positions below `degrees[i]` into column i of `words`."""
+    key_0, key_1, epoch = key[0], key[1], key[2]
+    for quad in range((fanout + 3) // 4):
+        for i in range(num_sampled):
+            w0, w1, w2, w3 = philox4x32(quad, low[i], high[i], epoch, key_0, key_1)
+            words[4 * quad, i] = w0
+            words[4 * quad + 1, i] = w1
+            words[4 * quad + 2, i] = w2
+            words[4 * quad + 3, i] = w3
+    choose_distinct(degrees, num_sampled, fanout, words, is_duplicate)
 
 
 @njit(cache=True, nogil=True)
@@ -265,7 +271,7 @@ def _skip_excluded(excluded, destination, begins, ends, chunk_size, positions):
 
 
 @njit(cache=True, nogil=True)
-def _is_any_out_of_range(ids, end):
+def is_any_out_of_range(ids, end):
     """Return whether an id is outside [0, end).
 
     This is a separate, vectorized pass over ids that are still in a cache. As part of the loop that
@@ -433,7 +439,7 @@ def sample_hops(
             sources = positions[:total]
             for i in range(total):
                 sources[i] = indices[positions[i]]
-            if _is_any_out_of_range(sources, len(indptr) - 1):
+            if is_any_out_of_range(sources, len(indptr) - 1):
                 invalid = _find_invalid_source(sources, ends, len(indptr) - 1)
                 progress[INVALID_NODE], progress[NODES] = nodes[destination + invalid], count
                 return False

@@ -9,11 +9,10 @@ import numpy as np
 from numba import int64, njit, uint64
 
 from gcnzc.kernels.philox import MASK, philox4x32
+from gcnzc.kernels.sample.cpu import CHUNK_DESTINATIONS, MAX_COMPARED, choose_distinct
 from gcnzc.kernels.sample.hetero_layout import EPOCH, HOP, REPLACE
 
-# up to this fanout a position is compared with all positions sampled before it, beyond it positions
-# are marked in a bitmap
-MAX_COMPARED = 64
+MAX_SIZE = 2**32 - 1  # of columns that `sample_chunk` samples from
 
 
 @njit(cache=True, nogil=True)
@@ -42,26 +41,79 @@ def random_words(quad, node, options, key_0, key_1):
 
 
 @njit(cache=True, nogil=True)
+def new_chunk():
+    """Allocate the columns of a chunk: low and high halves of counters, keys, sizes, and results.
+
+    The rows of the result are padded by a cache line, so that the elements of a column are in
+    different cache sets.
+    """
+    return (
+        np.empty((5, CHUNK_DESTINATIONS), np.uint32),
+        np.empty((MAX_COMPARED, CHUNK_DESTINATIONS + 16), np.uint32),
+        np.empty(CHUNK_DESTINATIONS, np.uint32),
+    )
+
+
+@njit(cache=True, nogil=True)
+def add_to_chunk(chunk, place, node, size, options, key_0, key_1):
+    """Write a destination, from whose `size` edges to sample, to a place of a chunk."""
+    columns = chunk[0]
+    columns[0, place] = node & MASK
+    columns[1, place] = (node >> 32) | (options[HOP] << 16)
+    columns[2, place] = key_0
+    columns[3, place] = key_1
+    columns[4, place] = size
+
+
+@njit(cache=True, nogil=True)
+def sample_chunk(chunk, count, fanout, options):
+    """Sample as `sample_uniform` does for many destinations at once, in loops LLVM vectorizes.
+
+    Args:
+        chunk: from `new_chunk`; its first `count` columns are destinations with more than `fanout`
+            edges, or with one if the sampling is with replacement, and at most `MAX_SIZE`.
+            Column i of its second array receives `fanout` positions.
+        count: number of destinations.
+        fanout: of 1 to `MAX_COMPARED`.
+        options: (NUM_OPTIONS,) int64.
+    """
+    columns, words, is_duplicate = chunk
+    low, high, key_0, key_1, sizes = columns[0], columns[1], columns[2], columns[3], columns[4]
+    epoch = options[EPOCH]
+    for quad in range((fanout + 3) // 4):
+        for i in range(count):
+            w0, w1, w2, w3 = philox4x32(quad, low[i], high[i], epoch, key_0[i], key_1[i])
+            words[4 * quad, i] = w0
+            words[4 * quad + 1, i] = w1
+            words[4 * quad + 2, i] = w2
+            words[4 * quad + 3, i] = w3
+    if options[REPLACE]:
+        for draw in range(fanout):
+            for i in range(count):
+                words[draw, i] = (uint64(words[draw, i]) * uint64(sizes[i])) >> uint64(32)
+    else:
+        choose_distinct(sizes, count, fanout, words, is_duplicate)
+
+
+@njit(cache=True, nogil=True)
 def sample_uniform(size, fanout, node, options, key_0, key_1, bits, out, first):
-    """Sample `fanout` of more than `fanout` positions, with Floyd's algorithm or replacement."""
+    """Sample `fanout` of more than `fanout` positions, with Floyd's algorithm or replacement.
+
+    `bits` is a bitmap of at least `size` bits, which is zero before and after; unused with
+    replacement.
+    """
     replace = options[REPLACE] != 0
-    is_marked = fanout > MAX_COMPARED and not replace
     for quad in range((fanout + 3) // 4):
         words = random_words(quad, node, options, key_0, key_1)
         for draw in range(4 * quad, min(4 * quad + 4, fanout)):
             last = size - 1 if replace else size - fanout + draw
             position = int64((words[draw - 4 * quad] * uint64(last + 1)) >> uint64(32))
-            if is_marked:
+            if not replace:
                 if bits[position >> 6] >> uint64(position & 63) & uint64(1):
                     position = last
                 bits[position >> 6] |= uint64(1) << uint64(position & 63)
-            elif not replace:
-                for earlier in range(draw):
-                    if out[first + earlier] == position:
-                        position = last
-                        break
             out[first + draw] = position
-    if is_marked:
+    if not replace:
         for draw in range(fanout):
             bits[out[first + draw] >> 6] = 0
 

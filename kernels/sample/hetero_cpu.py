@@ -9,8 +9,17 @@ import numpy as np
 from numba import int64, njit
 
 from gcnzc.kernels.memory import prefetch
-from gcnzc.kernels.sample.hetero_choice import (
+from gcnzc.kernels.sample.cpu import (
+    CHUNK_DESTINATIONS,
+    CHUNK_EDGES,
     MAX_COMPARED,
+    is_any_out_of_range,
+)
+from gcnzc.kernels.sample.hetero_choice import (
+    MAX_SIZE,
+    add_to_chunk,
+    new_chunk,
+    sample_chunk,
     sample_uniform,
     sample_weighted,
     take_all,
@@ -61,58 +70,102 @@ from gcnzc.kernels.sample.hetero_layout import (
     source_at,
 )
 
-# destinations, and approximate number of edges, that are processed at once, so that their data stay
-# in the processor's caches
-CHUNK_DESTINATIONS = 256
-
-
-CHUNK_EDGES = 4096
-
-
-PREFETCH_DISTANCE = 16  # destinations ahead for which offsets are prefetched
+GROUP = 64  # destinations whose columns are found at once
 
 
 @njit(cache=True, nogil=True)
-def _end_of_past(relation, begin, end, time):
-    """Return the first position of a column, sorted by time, whose edge is later than `time`.
+def _find_ends(relation, times, begins, ends, count):
+    """Move the ends of columns that are sorted by time before the first edge that is too late.
 
-    An edge is as late as the later of its own time and the time of its source. Returns -1 if a
-    source is out of range.
+    An edge is as late as the later of its own time and the time of its source. The binary searches
+    of all columns take their steps together, since the reads of one search depend on each other,
+    and those of different searches do not.
+
+    Args:
+        relation: (NUM_COLUMNS,) int64 of an edge type with times.
+        times: (GROUP,) int64 latest time of each column.
+        begins: (GROUP,) int64 first positions of the columns, not changed.
+        ends: (GROUP,) int64.
+        count: number of columns.
+
+    Returns:
+        A column with a source out of range, or -1.
     """
     edge_times = int64s(relation[EDGE_TIME], relation[NUM_EDGES])
     node_times = int64s(relation[NODE_TIME], relation[NUM_SRC])
     narrow, wide = indices_of(relation)
-    low, high = begin, end
-    while low < high:
-        middle = (low + high) >> 1
-        found = ALWAYS
-        if len(edge_times):
-            found = edge_times[middle]
+    index_bytes = 8 if relation[HAS_WIDE_INDICES] else 4
+    lows, open_columns = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
+    sources = np.empty(GROUP, np.int64)
+    num_open = 0
+    for i in range(count):
+        lows[i] = begins[i]
+        open_columns[num_open] = i
+        num_open += 1 if begins[i] < ends[i] else 0
+    while num_open:
+        for j in range(num_open):
+            i = open_columns[j]
+            middle = (lows[i] + ends[i]) >> 1
+            if len(edge_times):
+                prefetch(relation[EDGE_TIME] + 8 * middle)
+            if len(node_times):
+                prefetch(relation[INDICES] + index_bytes * middle)
         if len(node_times):
-            source = source_at(narrow, wide, middle)
-            if source < 0 or source >= len(node_times):
-                return int64(-1)
-            found = max(found, node_times[source])
-        if found <= time:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+            for j in range(num_open):
+                i = open_columns[j]
+                source = source_at(narrow, wide, (lows[i] + ends[i]) >> 1)
+                if source < 0 or source >= len(node_times):
+                    return i
+                sources[i] = source
+                prefetch(relation[NODE_TIME] + 8 * source)
+        still_open = 0
+        for j in range(num_open):
+            i = open_columns[j]
+            middle = (lows[i] + ends[i]) >> 1
+            found = edge_times[middle] if len(edge_times) else ALWAYS
+            if len(node_times):
+                found = max(found, node_times[sources[i]])
+            is_past = found <= times[i]
+            lows[i] = middle + 1 if is_past else lows[i]
+            ends[i] = ends[i] if is_past else middle
+            open_columns[still_open] = i
+            still_open += 1 if lows[i] < ends[i] else 0
+        num_open = still_open
+    return -1
 
 
 @njit(cache=True, nogil=True)
-def _column(relation, indptr, node, is_temporal, time):
-    """Return the bounds of the eligible edges into `node`; begin is -1 if the graph is invalid."""
-    if node < 0 or node >= relation[NUM_DST]:
-        return int64(-1), int64(-1)
-    begin, end = indptr[node], indptr[node + 1]
-    if not 0 <= begin <= end <= relation[NUM_EDGES]:
-        return int64(-1), int64(-1)
+def _find_columns_of(relation, own, first_node, count, is_temporal, seed_times, begins, ends):
+    """Write the bounds of the eligible edges into `count` destinations, at most `GROUP`.
+
+    Args:
+        relation: (NUM_COLUMNS,) int64.
+        own: (NUM_TYPE_COLUMNS,) int64 of the type of the destinations.
+        first_node: position of the first destination among the sampled nodes.
+        count: number of destinations.
+        is_temporal: whether edges have to be eligible by time.
+        seed_times: (S,) int64.
+        begins, ends: (GROUP,) int64.
+
+    Returns:
+        A destination, counted from the first one, whose column is invalid; or -1.
+    """
+    last = first_node + count
+    nodes = int64s(own[NODES], last)
+    indptr = int64s(relation[INDPTR], relation[NUM_DST] + 1)
+    for i in range(count):
+        node = nodes[first_node + i]
+        if node < 0 or node >= relation[NUM_DST]:
+            return i
+        begins[i], ends[i] = indptr[node], indptr[node + 1]
+        if not 0 <= begins[i] <= ends[i] <= relation[NUM_EDGES]:
+            return i
     if is_temporal and (relation[EDGE_TIME] != 0 or relation[NODE_TIME] != 0):
-        end = _end_of_past(relation, begin, end, time)
-        if end < 0:
-            return int64(-1), int64(-1)
-    return begin, end
+        subgraphs, times = int64s(own[SUBGRAPHS], last), np.empty(GROUP, np.int64)
+        for i in range(count):
+            times[i] = seed_times[subgraphs[first_node + i]]
+        return _find_ends(relation, times, begins, ends, count)
+    return -1
 
 
 @njit(cache=True, nogil=True)
@@ -134,32 +187,35 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
         -1 and -1; or an edge type and a node whose offsets or sources are out of range.
     """
     is_temporal = options[IS_TEMPORAL] != 0
+    column_begins, column_ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     for r in range(len(relations)):
         fanout, total, relation = fanouts[r], int64(0), relations[r]
         totals[r] = 0
         if fanout == 0:
             continue
-        has_times = relation[EDGE_TIME] != 0 or relation[NODE_TIME] != 0
+        is_last = options[LAST] != 0 and (relation[EDGE_TIME] != 0 or relation[NODE_TIME] != 0)
         own = types[relation[DST]]
-        indptr = int64s(relation[INDPTR], relation[NUM_DST] + 1)
         excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
         nodes = int64s(own[NODES], own[END])
-        subgraphs = int64s(own[SUBGRAPHS], own[END])
-        for i in range(own[BEGIN], own[END]):
-            if i + PREFETCH_DISTANCE < own[END]:
-                prefetch(relation[INDPTR] + 8 * nodes[i + PREFETCH_DISTANCE])
-            time = seed_times[subgraphs[i]] if is_temporal else int64(0)
-            begin, end = _column(relation, indptr, nodes[i], is_temporal, time)
-            if begin < 0:
-                return r, nodes[i]
-            size = num_remaining(excluded, begin, end)
-            if options[LAST] and has_times and 0 < fanout < size:
-                before = num_before(excluded, begin)
-                begin = remaining_position(excluded, before, begin, size - fanout)
-                size = fanout
-            place = first[r] + i - own[BEGIN]
-            begins[place], sizes[place] = begin, size
-            total += _num_sampled(size, fanout, options[REPLACE])
+        for group in range(own[BEGIN], own[END], GROUP):
+            count = min(GROUP, own[END] - group)
+            for i in range(group + count, min(group + count + GROUP, own[END])):
+                prefetch(relation[INDPTR] + 8 * nodes[i])
+            invalid = _find_columns_of(
+                relation, own, group, count, is_temporal, seed_times, column_begins, column_ends
+            )
+            if invalid >= 0:
+                return r, nodes[group + invalid]
+            for i in range(count):
+                begin, end = column_begins[i], column_ends[i]
+                size = num_remaining(excluded, begin, end)
+                if is_last and 0 < fanout < size:
+                    before = num_before(excluded, begin)
+                    begin = remaining_position(excluded, before, begin, size - fanout)
+                    size = fanout
+                place = first[r] + group - own[BEGIN] + i
+                begins[place], sizes[place] = begin, size
+                total += _num_sampled(size, fanout, options[REPLACE])
         totals[r] = total
     return -1, int64(-1)
 
@@ -205,6 +261,7 @@ def sample_columns(
     scratch = np.empty(CHUNK_EDGES, np.float64)
     bits = np.zeros(1, np.uint64)
     remaining_weights = np.empty(1, np.float32)
+    chunk = new_chunk()
     is_disjoint = options[IS_DISJOINT] != 0
     for r in range(len(relations)):
         fanout, relation = fanouts[r], relations[r]
@@ -233,49 +290,74 @@ def sample_columns(
                 scratch = np.empty(2 * longest, np.float64)
             if len(weights) and len(excluded) and longest > len(remaining_weights):
                 remaining_weights = np.empty(2 * longest, np.float32)
-            if fanout > MAX_COMPARED and longest > 64 * len(bits):
+            replace, is_weighted = options[REPLACE] != 0, len(weights) > 0
+            in_chunk = not is_weighted and 0 < fanout <= MAX_COMPARED and longest <= MAX_SIZE
+            if not in_chunk and not is_weighted and fanout > 0 and longest > 64 * len(bits):
                 bits = np.zeros((longest + 63) // 64, np.uint64)
+            if in_chunk:
+                in_chunk_before = 0
+                for i in range(begin, end):
+                    size = sizes[first[r] + i - own[BEGIN]]
+                    if size > fanout or (replace and size > 0):
+                        tree = subgraphs[i] if is_disjoint else int64(0)
+                        add_to_chunk(
+                            chunk,
+                            in_chunk_before,
+                            nodes[i],
+                            size,
+                            options,
+                            relation[KEY_0] ^ tree_keys[tree, 0],
+                            relation[KEY_1] ^ tree_keys[tree, 1],
+                        )
+                        in_chunk_before += 1
+                sample_chunk(chunk, in_chunk_before, fanout, options)
             known = outputs[r, NUM_SAMPLED]
             col = int64s(outputs[r, COL], known + total)
-            filled = int64(0)
+            filled = in_chunk_before = int64(0)
             for i in range(begin, end):
                 place = first[r] + i - own[BEGIN]
                 start, size = begins[place], sizes[place]
                 if size == 0:
                     continue
-                tree = subgraphs[i] if is_disjoint else int64(0)
-                key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
-                key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
-                own_weights = weights[start : start + size] if len(weights) else weights
+                own_weights = weights[start : start + size] if is_weighted else weights
                 before = num_before(excluded, start)
-                if len(weights) and len(excluded):
+                if is_weighted and len(excluded):
                     copy_remaining(weights, excluded, before, start, size, remaining_weights)
                     own_weights = remaining_weights[:size]
                 count = fanout
-                if fanout < 0 or (size <= fanout and not options[REPLACE]):
+                if fanout < 0 or (size <= fanout and not replace):
                     count = take_all(own_weights, size, positions, filled)
-                elif len(weights):
-                    count = sample_weighted(
-                        own_weights,
-                        fanout,
-                        nodes[i],
-                        options,
-                        key_0,
-                        key_1,
-                        scratch,
-                        positions,
-                        filled,
-                    )
+                elif in_chunk:
+                    for draw in range(fanout):
+                        positions[filled + draw] = chunk[1][draw, in_chunk_before]
+                    in_chunk_before += 1
                 else:
-                    sample_uniform(
-                        size, fanout, nodes[i], options, key_0, key_1, bits, positions, filled
-                    )
+                    tree = subgraphs[i] if is_disjoint else int64(0)
+                    key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
+                    key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
+                    if is_weighted:
+                        count = sample_weighted(
+                            own_weights,
+                            fanout,
+                            nodes[i],
+                            options,
+                            key_0,
+                            key_1,
+                            scratch,
+                            positions,
+                            filled,
+                        )
+                    else:
+                        sample_uniform(
+                            size, fanout, nodes[i], options, key_0, key_1, bits, positions, filled
+                        )
+                if len(excluded):
+                    for k in range(filled, filled + count):
+                        positions[k] = remaining_position(excluded, before, start, positions[k])
+                else:
+                    for k in range(filled, filled + count):
+                        positions[k] += start
                 for k in range(filled, filled + count):
-                    positions[k] = (
-                        remaining_position(excluded, before, start, positions[k])
-                        if len(excluded)
-                        else start + positions[k]
-                    )
                     prefetch(relation[INDICES] + index_bytes * positions[k])
                     col[known + k] = i
                 filled += count
@@ -372,21 +454,29 @@ def _relabel(
     row = int64s(output[ROW], known + total)[known:]
     col = int64s(output[COL], known + total)[known:]
     edge = int64s(output[EDGE], known + total)[known:]
-    is_disjoint = options[IS_DISJOINT] != 0
-    for k in range(total):
-        source = source_at(narrow, wide, positions[k])
-        if source < 0 or source >= relation[NUM_SRC]:
-            return False
-        key = other[FIRST_KEY] + source
-        if is_disjoint:
-            key += subgraphs[col[k]] * num_keys
-        if len(direct_table):
-            prefetch(int64(direct_table.ctypes.data) + 4 * key)
-        else:
-            prefetch(int64(hash_table.ctypes.data) + 16 * slot_of(key, len(hash_table)))
-        if len(ids):
+    # several loops with few operations, over data that stay in a cache
+    if len(wide):
+        for k in range(total):
+            row[k] = wide[positions[k]]
+    else:
+        for k in range(total):
+            row[k] = narrow[positions[k]]
+    if is_any_out_of_range(row[:total], relation[NUM_SRC]):
+        return False
+    if len(ids):
+        for k in range(total):
             prefetch(relation[EDGE_IDS] + 8 * positions[k])
-        row[k] = key
+    for k in range(total):
+        row[k] += other[FIRST_KEY]
+    if options[IS_DISJOINT]:
+        for k in range(total):
+            row[k] += subgraphs[col[k]] * num_keys
+    if len(direct_table):
+        for k in range(total):
+            prefetch(int64(direct_table.ctypes.data) + 4 * row[k])
+    else:
+        for k in range(total):
+            prefetch(int64(hash_table.ctypes.data) + 16 * slot_of(row[k], len(hash_table)))
     count = other[COUNT]
     nodes = int64s(other[NODES], count + total + 1)
     trees = int64s(other[SUBGRAPHS], count + total + 1)
@@ -396,8 +486,12 @@ def _relabel(
         count = _relabel_hashed(
             row, col, subgraphs, trees, num_keys, other[FIRST_KEY], base, hash_table, nodes, count
         )
-    for k in range(len(edge)):
-        edge[k] = ids[positions[k]] if len(ids) else positions[k]
+    if len(edge) and len(ids):
+        for k in range(total):
+            edge[k] = ids[positions[k]]
+    elif len(edge):
+        for k in range(total):
+            edge[k] = positions[k]
     other[COUNT] = count
     output[NUM_SAMPLED] = known + total
     return True
@@ -415,10 +509,10 @@ def induce_edges(
         -1 and -1; or an edge type and a node whose offsets or sources are out of range.
     """
     is_temporal = options[IS_TEMPORAL] != 0
+    begins, ends = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     for r in range(len(relations)):
         relation = relations[r]
         own, other = types[relation[DST]], types[relation[SRC]]
-        indptr = int64s(relation[INDPTR], relation[NUM_DST] + 1)
         nodes = int64s(own[NODES], own[COUNT])
         subgraphs = int64s(own[SUBGRAPHS], own[COUNT])
         narrow, wide = indices_of(relation)
@@ -429,11 +523,14 @@ def induce_edges(
         edge = int64s(outputs[r, EDGE], capacity)
         count = 0
         for i in range(own[COUNT]):
-            time = seed_times[subgraphs[i]] if is_temporal else int64(0)
-            begin, end = _column(relation, indptr, nodes[i], is_temporal, time)
-            if begin < 0:
-                return r, nodes[i]
-            for position in range(begin, end):
+            if i % GROUP == 0:
+                num_columns = min(GROUP, own[COUNT] - i)
+                invalid = _find_columns_of(
+                    relation, own, i, num_columns, is_temporal, seed_times, begins, ends
+                )
+                if invalid >= 0:
+                    return r, nodes[i + invalid]
+            for position in range(begins[i % GROUP], ends[i % GROUP]):
                 if num_remaining(excluded, position, position + 1) == 0:
                     continue
                 source = source_at(narrow, wide, position)
