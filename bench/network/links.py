@@ -5,7 +5,10 @@ The end of the hub has a token bucket filter (`tbf`) that limits the rate in its
 of the machine has a hierarchical token bucket (`htb`), with a queue for each receiver. They take
 turns, and acknowledgements precede data, as with `fq_codel`, the default of most Linux systems.
 With a single queue, acknowledgements would wait for hundreds of kilobytes of data in the opposite
-direction, and the senders for them. Rates are those of Ethernet frames, including headers.
+direction, and the senders for them. The queues are token bucket filters with a high rate, which
+divide the packets of up to 64 KiB that TCP creates even without segmentation offload: htb would
+send such a packet at once, and wait afterwards. Rates are those of Ethernet frames, including
+headers.
 """
 
 import ctypes
@@ -167,11 +170,17 @@ class Network:
             rate = self._rate(0, min(slow.get(receiver, link_rate), link_rate))
             lines += [
                 f"tc class add dev eth0 parent 1:1 classid 1:{number} htb {rate} prio 1",
-                f"tc qdisc add dev eth0 parent 1:{number} pfifo limit {QUEUE_FRAMES}",
+                f"tc qdisc add dev eth0 parent 1:{number} {self._queue(link_rate)}",
                 "tc filter add dev eth0 parent 1: protocol ip prio 2 u32"
                 f" match ip dst {address}/32 flowid 1:{number}",
             ]
         return lines
+
+    def _queue(self, link_rate: float) -> str:
+        """Return a queue that divides packets which are larger than frames, without offload."""
+        burst = OFFLOADED_BYTES if self.offload else MIN_BURST_BYTES
+        limit = max(MIN_QUEUE_BYTES, _bytes_sent_in(QUEUE_S, link_rate))
+        return f"tbf rate {_bit(MAX_MBIT_PER_S)} burst {burst} limit {limit}"
 
     def _rate(self, guaranteed: float, ceiling: float) -> str:
         """Return the parameters of an htb class, given its guaranteed and maximum Mbit/s."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +17,34 @@ from bench.network.namespaces import can_make
 from bench.network.uneven_worker import Task, read_task
 from gcnzc.exchange import Link
 
+# machine 0 sends 100 KB to machine 1, and prints the seconds at which each frame leaves it
+SEND_AND_WATCH = """
+import os, socket, struct
+if os.environ["RANK"] == "1":
+    with socket.create_server(("0.0.0.0", 5555)) as server, server.accept()[0] as peer:
+        while peer.recv(65536):
+            pass
+else:
+    while True:
+        try:
+            peer = socket.create_connection(("machine1", 5555))
+            break
+        except ConnectionRefusedError:
+            pass
+    watch = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+    watch.bind(("eth0", 0))
+    watch.setsockopt(socket.SOL_SOCKET, 35, 1)  # SO_TIMESTAMPNS of Linux
+    watch.settimeout(0.5)
+    peer.sendall(bytes(100_000))
+    try:
+        while True:
+            frame, ancillary, _, address = watch.recvmsg(65536, 100)
+            if address[2] == 4 and len(frame) > 1000:  # outgoing
+                seconds, nanoseconds = struct.unpack("qq", ancillary[0][2])
+                print(seconds % 1000 + nanoseconds / 1e9)
+    except TimeoutError:
+        pass
+"""
 needs_namespaces = pytest.mark.skipif(can_make() is not None, reason=str(can_make()))
 
 
@@ -68,7 +97,7 @@ def test_slow_links_need_workers_with_rates(rates, pair, words):
 
 def test_a_machine_sends_acknowledgements_first_and_has_a_queue_for_each_receiver():
     script = Network([10, 10, 10], 0.0, {(0, 2): 1}).interface(0)
-    queues = [line for line in script.splitlines() if "pfifo" in line]
+    queues = [line for line in script.splitlines() if " tbf " in line]
     assert len(queues) == 2
     classes = [line for line in script.splitlines() if line.startswith("tc class")]
     assert [line.split(" ceil ")[1].split()[0] for line in classes] == [
@@ -95,6 +124,18 @@ def test_processes_are_paused_for_a_part_of_the_time():
             assert file.read().rpartition(") ")[2][0] != "T"
         process.send_signal(signal.SIGKILL)
     assert 0.4 < seen.count("T") / len(seen) < 0.9
+
+
+@needs_namespaces
+def test_frames_of_a_message_are_sent_one_after_the_other():
+    with Cluster(2, 10) as cluster:
+        ran = cluster.run(lambda worker: [sys.executable, "-c", SEND_AND_WATCH], limit_s=30)
+    times = [float(word) for word in ran.output[0].split()]
+    assert len(times) > 60
+    # a frame takes 1.2 ms; three may be sent at once after a pause
+    gaps = sorted(after - before for before, after in pairwise(times))
+    assert 0.9e-3 < gaps[len(gaps) // 2] < 1.5e-3
+    assert sum(gap < 0.2e-3 for gap in gaps) < len(gaps) / 4
 
 
 @needs_namespaces
