@@ -241,9 +241,7 @@ class SharedNetwork:
         version = transfer.version
         left = transfer.left
         if not transfer.is_sent:
-            buffer = self._buffer_bytes(transfer)
-            fits = (buffer + 2 * transfer.message.num_bytes) / 3 if buffer else 0.0
-            left -= min(fits, left)
+            left -= min(self._buffer_bytes(transfer), left)
         end = transfer.at + left / transfer.rate
         self.schedule(end, lambda at: self._advance(transfer, version, at, left))
 

@@ -11,8 +11,9 @@ _PAYLOAD_BYTES, _FRAME_BYTES, _ACKNOWLEDGEMENT_BYTES = 1448, 1514, 66
 TCP_SHARE = _PAYLOAD_BYTES / (_FRAME_BYTES + _ACKNOWLEDGEMENT_BYTES / 2)
 """the part of a link's rate that is payload, if both directions are busy"""
 
-SEND_BUFFER_BYTES = 10.0 * _PAYLOAD_BYTES
-"""the initial congestion window of Linux; its send buffer has twice the size of the window"""
+SEND_BUFFER_BYTES = 2e6
+"""payload in the send buffer of a connection that has been used: Linux increases it to 4 MiB
+(`tcp_wmem`), of which about half is overhead"""
 
 MESSAGE_S = 100e-6
 """seconds of a processor core to start a message; a round value, which was not measured"""
@@ -35,8 +36,8 @@ class Link:
     """False: messages of the rank leave it one after the other. True: each peer and channel has a
     TCP connection, all of which share the links; of the links of all ranks or none"""
     buffer_bytes: float = 0.0
-    """size of the send buffer at the beginning of a message, which grows by two bytes for each that
-    leaves; the send ends when the rest of the message fits in it. 0: none. Only of shared links"""
+    """size of the send buffer of each connection; a send ends when the rest of the message fits in
+    it. 0: none. Only of shared links"""
 
     @classmethod
     def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":

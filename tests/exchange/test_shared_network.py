@@ -113,8 +113,8 @@ def test_a_send_ends_when_the_rest_fits_in_the_buffer():
         return (yield Now())
 
     sent, received = lockstep([several(), take()], link).results
-    # the first at once; the second when 900 of its bytes have left: 2100 = 300 + 2 · 900
-    assert sent == pytest.approx([0.0, 300 / RATE + 900 / RATE])
+    # the first at once; the second when all but 300 of its bytes have left
+    assert sent == pytest.approx([0.0, 300 / RATE + 2700 / RATE])
     assert received == pytest.approx(3300 / RATE)
 
 
