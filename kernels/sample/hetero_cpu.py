@@ -228,6 +228,20 @@ def _num_sampled(size, fanout, replace):
 
 
 @njit(cache=True, nogil=True)
+def _fill_chunk(chunk, nodes, sizes, subgraphs, tree_keys, relation, fanout, options):
+    """Write the destinations to sample edges of, with more than `fanout`; return their number."""
+    count = 0
+    for i in range(len(nodes)):
+        if sizes[i] > fanout or (options[REPLACE] and sizes[i] > 0):
+            tree = subgraphs[i] if len(subgraphs) else int64(0)
+            key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
+            key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
+            add_to_chunk(chunk, count, nodes[i], sizes[i], options, key_0, key_1)
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
 def sample_columns(
     relations,
     types,
@@ -262,7 +276,6 @@ def sample_columns(
     bits = np.zeros(1, np.uint64)
     remaining_weights = np.empty(1, np.float32)
     chunk = new_chunk()
-    is_disjoint = options[IS_DISJOINT] != 0
     for r in range(len(relations)):
         fanout, relation = fanouts[r], relations[r]
         if fanout == 0:
@@ -274,6 +287,7 @@ def sample_columns(
         weights = float32s(relation[WEIGHT], relation[NUM_EDGES])
         ids = int64s(relation[EDGE_IDS], relation[NUM_EDGES])
         excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
+        replace, is_weighted = options[REPLACE] != 0, len(weights) > 0
         index_bytes = 8 if relation[HAS_WIDE_INDICES] else 4
         begin = own[BEGIN]
         while begin < own[END]:
@@ -286,34 +300,29 @@ def sample_columns(
                 end += 1
             if total > len(positions):
                 positions = np.empty(2 * total, np.int64)
-            if len(weights) and longest > len(scratch):
-                scratch = np.empty(2 * longest, np.float64)
-            if len(weights) and len(excluded) and longest > len(remaining_weights):
-                remaining_weights = np.empty(2 * longest, np.float32)
-            replace, is_weighted = options[REPLACE] != 0, len(weights) > 0
             in_chunk = not is_weighted and 0 < fanout <= MAX_COMPARED and longest <= MAX_SIZE
-            if not in_chunk and not is_weighted and fanout > 0 and longest > 64 * len(bits):
+            if is_weighted:
+                if longest > len(scratch):
+                    scratch = np.empty(2 * longest, np.float64)
+                if len(excluded) and longest > len(remaining_weights):
+                    remaining_weights = np.empty(2 * longest, np.float32)
+            elif not in_chunk and fanout > 0 and longest > 64 * len(bits):
                 bits = np.zeros((longest + 63) // 64, np.uint64)
             if in_chunk:
-                in_chunk_before = 0
-                for i in range(begin, end):
-                    size = sizes[first[r] + i - own[BEGIN]]
-                    if size > fanout or (replace and size > 0):
-                        tree = subgraphs[i] if is_disjoint else int64(0)
-                        add_to_chunk(
-                            chunk,
-                            in_chunk_before,
-                            nodes[i],
-                            size,
-                            options,
-                            relation[KEY_0] ^ tree_keys[tree, 0],
-                            relation[KEY_1] ^ tree_keys[tree, 1],
-                        )
-                        in_chunk_before += 1
-                sample_chunk(chunk, in_chunk_before, fanout, options)
+                count = _fill_chunk(
+                    chunk,
+                    nodes[begin:end],
+                    sizes[first[r] + begin - own[BEGIN] :],
+                    subgraphs[begin:end],
+                    tree_keys,
+                    relation,
+                    fanout,
+                    options,
+                )
+                sample_chunk(chunk, count, fanout, options)
             known = outputs[r, NUM_SAMPLED]
             col = int64s(outputs[r, COL], known + total)
-            filled = in_chunk_before = int64(0)
+            filled = num_chosen = int64(0)
             for i in range(begin, end):
                 place = first[r] + i - own[BEGIN]
                 start, size = begins[place], sizes[place]
@@ -329,10 +338,10 @@ def sample_columns(
                     count = take_all(own_weights, size, positions, filled)
                 elif in_chunk:
                     for draw in range(fanout):
-                        positions[filled + draw] = chunk[1][draw, in_chunk_before]
-                    in_chunk_before += 1
+                        positions[filled + draw] = chunk[1][draw, num_chosen]
+                    num_chosen += 1
                 else:
-                    tree = subgraphs[i] if is_disjoint else int64(0)
+                    tree = subgraphs[i] if len(subgraphs) else int64(0)
                     key_0 = relation[KEY_0] ^ tree_keys[tree, 0]
                     key_1 = relation[KEY_1] ^ tree_keys[tree, 1]
                     if is_weighted:
