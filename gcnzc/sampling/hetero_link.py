@@ -19,6 +19,7 @@ from gcnzc.kernels.sample.negatives import sample_negatives
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.link import MAX_NEGATIVES
 from gcnzc.sampling.neighbor import check_range
+from gcnzc.sampling.reverse_types import find_reverse_types
 from gcnzc.system.arguments import (
     IdsLike,
     as_ids,
@@ -56,8 +57,11 @@ class HeteroLinkSampler:
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
             the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
             "none" with a temporal sampler. A node with a removed edge has one neighbour less.
-        reverse_types: edge types of the reverse edges. Default: those whose edges are the reverses
-            of the edges of `edge_type`, see `find_reverse_types`.
+        reverse_types: edge types of the reverse edges, from which the reverses of seed edges are
+            removed as far as they are there. Default: the types whose edges are reverses of all
+            edges of `edge_type` or of almost all; and those that are named like the reverse of
+            `edge_type`, such as `rev_buys` or `buys_rev` for `buys`, and have some of its reverse
+            edges.
         known: graph with the edges of `edge_type` that are no valid negatives. Default: that of
             the sampler.
         seed: 64-bit integer key of the negatives.
@@ -99,7 +103,7 @@ class HeteroLinkSampler:
         if exclude is None:
             exclude = "reverse" if sampler.temporal is None else "none"
             if sampler.temporal is not None:
-                self._check_reverse_times()
+                self._check_reverse_times(reverse_types)
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.exclude = exclude
         if exclude != "reverse":
@@ -111,16 +115,18 @@ class HeteroLinkSampler:
         self.seed = check_seed("seed", seed)
         self._known = self._check_known(self.graph if known is None else known)
 
-    def _check_reverse_times(self) -> None:
-        if self.graph.edges(self.edge_type).time is None:
-            return
+    def _check_reverse_times(self, given: Sequence[EdgeType | str] | None) -> None:
         is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
-        for each in find_reverse_types(self.graph, self.edge_type) if is_untimed else ():
+        if self.graph.edges(self.edge_type).time is None or not is_untimed:
+            return
+        found = find_reverse_types(self.graph, self.edge_type) if given is None else given
+        for each in map(self._check_reverse, found):
             if self.graph.edges(each).time is None:
                 raise ValueError(
                     f"the edges {each} are the reverses of {self.edge_type}, but have no times, so "
                     "a temporal sampler shows each edge its own reverse and later ones\n\n"
-                    f"hint: give {each} the times of {self.edge_type}"
+                    f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] if they "
+                    "are no reverses"
                 )
 
     @property
@@ -319,33 +325,3 @@ def edge_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
     ordered = torch.empty_like(store.time)
     ordered[store.edge_ids] = store.time
     return ordered
-
-
-def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[EdgeType]:
-    """Return the edge types whose edges are the reverses of all edges of a type.
-
-    Args:
-        graph: the graph.
-        edge_type: a triple, or the name of a unique relation. It is one of the results if each of
-            its edges has a reverse edge of the same type.
-    """
-    edge_type = graph.edge_type(edge_type)
-    own: Tensor | None = None
-    found = []
-    for other in graph.edge_types:
-        same_ends = other[::2] == edge_type[::-2]
-        if not same_ends or graph.num_edges(other) != graph.num_edges(edge_type):
-            continue
-        if own is None:
-            own = _sorted_keys(graph, edge_type, is_reverse=False)
-        if torch.equal(own, _sorted_keys(graph, other, is_reverse=True)):
-            found.append(other)
-    return found
-
-
-def _sorted_keys(graph: HeteroGraph, edge_type: EdgeType, *, is_reverse: bool) -> Tensor:
-    """Return one number for each edge, which determines its ends, in ascending order."""
-    edges = graph.edges(edge_type).edge_index()
-    first, second = edges.flip(0) if is_reverse else edges
-    count = graph.num_nodes(edge_type[0 if is_reverse else 2])
-    return (first * count + second).sort().values
