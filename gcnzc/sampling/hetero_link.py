@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
 from gcnzc.graph.hetero.values import as_times, to_array
-from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
-from gcnzc.kernels.sample.negatives import sample_negatives
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero_negatives import HeteroNegatives
 from gcnzc.sampling.link import MAX_NEGATIVES
 from gcnzc.sampling.neighbor import check_range
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -43,8 +42,9 @@ class HeteroLinkSampler:
     the index of the edge.
 
     With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1, so
-    that no edge sees itself or edges of the same time. Its negative has the same neighbourhood
-    times.
+    that no edge sees itself or edges of the same time. Its negatives have the same neighbourhood
+    times. They are nodes that are not later than t, if their node type has times, and the sampler
+    counts times of nodes.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
@@ -70,7 +70,8 @@ class HeteroLinkSampler:
         TypeError: an argument has the wrong type.
         ValueError: an edge type is unknown, an edge is out of range, times are missing, an option
             is invalid, or with a temporal sampler a reverse type has no times, so that it would
-            show edges that are later.
+            show edges that are later, or all nodes are later than an edge, so that it has no
+            negative.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class HeteroLinkSampler:
         else:
             self.reverse_types = [self._check_reverse(each) for each in reverse_types]
         self.seed = check_seed("seed", seed)
-        self._known = self._check_known(self.graph if known is None else known)
+        self._negatives = self._build_negatives(self.graph if known is None else known)
 
     def _check_reverse_times(self, given: Sequence[EdgeType | str] | None) -> None:
         is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
@@ -171,13 +172,15 @@ class HeteroLinkSampler:
         hint = "indices of seed edges; torch.arange(sampler.num_items) for all of them"
         check_range("seeds", items, self.num_items, "there are {} seed edges", hint)
         positives = self.edges[:, items]
-        ends = torch.cat([positives, self._sample_negatives(positives, items, epoch)], dim=1)
+        own_times = None if self.times is None else self.times[items]
+        negatives = self._negatives.sample(positives, items, own_times, epoch)
+        ends = torch.cat([positives, negatives], dim=1)
         source, _, target = self.edge_type
         times = None
-        if self.times is not None:
+        if own_times is not None:
             # strictly before the edge
-            own = self.times[items] - 1
-            times = torch.cat([own, own.repeat_interleave(self.num_negatives)])
+            before = own_times - 1
+            times = torch.cat([before, before.repeat_interleave(self.num_negatives)])
         if self._sampler.options.disjoint:
             batch, pairs = self._sample_disjoint(ends, times, epoch)
         else:
@@ -203,22 +206,6 @@ class HeteroLinkSampler:
             pairs = torch.stack([places, places])
         both = None if times is None else torch.cat([times, times])
         return self._sampler.sample(seeds, epoch, both), pairs
-
-    def _sample_negatives(self, positives: Tensor, items: Tensor, epoch: int) -> Tensor:
-        if not self.num_negatives:
-            return positives[:, :0]
-        found = sample_negatives(
-            *self._known,
-            positives[0].numpy(),
-            items.numpy(),
-            self.num_negatives,
-            "uniform",
-            self.strict,
-            self.seed,
-            epoch,
-            self.edge_type[0] != self.edge_type[2],
-        )
-        return torch.from_numpy(found)
 
     def _excluded(self) -> Iterator[tuple[EdgeType, bool]]:
         """Yield the edge types to remove edges of, and whether they are reverse ones."""
@@ -281,21 +268,23 @@ class HeteroLinkSampler:
             )
         return as_times("times", times, self.num_items)
 
-    def _check_known(self, known: HeteroGraph) -> tuple[Any, Any]:
-        """Return the offsets and sorted sources of the edges that are no valid negatives."""
+    def _build_negatives(self, known: HeteroGraph) -> HeteroNegatives:
         check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
-        store = known.edges(self.edge_type)
         for end in self.edge_type[::2]:
             if known.num_nodes(end) != self.graph.num_nodes(end):
                 raise ValueError(
                     f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
                     f"{self.graph.num_nodes(end)}\n\nhint: both graphs must have the same nodes"
                 )
-        indptr, indices = store.indptr.numpy(), store.indices.numpy()
-        if self.strict and not is_sorted(indptr, indices):
-            known.check()
-            indices = sort_columns(indptr, indices)[0]
-        return indptr, indices
+        node_times = None
+        if self.times is not None and self._sampler.time != "edge":
+            node_times = self.graph.nodes(self.edge_type[2]).time
+        negatives = HeteroNegatives(
+            known, self.edge_type, self.num_negatives, self.strict, self.seed, node_times
+        )
+        if self.times is not None:
+            negatives.check(self.edges, self.times)
+        return negatives
 
     def _check_reverse(self, given: EdgeType | str) -> EdgeType:
         edge_type = self.graph.edge_type(given)
