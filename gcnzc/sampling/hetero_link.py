@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
-from gcnzc.graph.hetero.values import as_times, to_array
+from gcnzc.graph.hetero.times import as_times
+from gcnzc.graph.hetero.values import to_array
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_negatives import HeteroNegatives
 from gcnzc.sampling.link import MAX_NEGATIVES
@@ -51,7 +52,9 @@ class HeteroLinkSampler:
         edge_type: of the pairs: a triple, or the name of a unique relation.
         edges: (2, E) sources and destinations of the seed edges. Default: those of the graph, in
             the order of the edge ids.
-        times: (E,) times of the seed edges, for a temporal sampler. Default: those of the graph.
+        times: (E,) times of the seed edges, for a temporal sampler: integers in the unit of the
+            graph's times; or dates, which are rounded down to this unit, if the graph knows it.
+            Default: those of the graph.
         num_negatives: K, the negatives of each edge: its source with random destinations.
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
@@ -266,7 +269,7 @@ class HeteroLinkSampler:
                 f"temporal sampling needs the time of each seed edge of {self.edge_type}\n\n"
                 "hint: times=, one for each edge"
             )
-        return as_times("times", times, self.num_items)
+        return as_times("times", times, self.num_items, self.graph.time_unit, is_limit=True)
 
     def _build_negatives(self, known: HeteroGraph) -> HeteroNegatives:
         check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")

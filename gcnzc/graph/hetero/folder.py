@@ -81,6 +81,7 @@ def save(
             edges.append(_save_edges(own, edge_type, graph.edges(edge_type), allow_nan, allocate))
         about = {"format": "hetero"} | dict(origin or {})
         meta = {"name": graph.name, "nodes": nodes, "edges": edges, "origin": about}
+        meta |= {} if graph.time_unit is None else {"time_unit": graph.time_unit}
         writer.finish(meta, HETERO_VERSION)
 
 
@@ -219,7 +220,9 @@ def load(folder: str | Path) -> HeteroGraph:
             time=_tensor(arrays, f"{front}time.npy"),
             weight=_tensor(arrays, f"{front}weight.npy"),
         )
-    graph = HeteroGraph(nodes, edges, name=meta["name"], check=False)
+    graph = HeteroGraph(
+        nodes, edges, name=meta["name"], time_unit=meta.get("time_unit"), check=False
+    )
     graph.folder = folder
     return graph
 
@@ -229,7 +232,8 @@ def info(folder: str | Path) -> dict[str, Any]:
 
     Returns:
         A dict with kind, "hetero", folder, name, num_nodes and num_edges of all types together,
-        nodes and edges, a list of dicts by type, origin, disk_bytes and version.
+        nodes and edges, a list of dicts by type, time_unit if it is known, origin, disk_bytes and
+        version.
     """
     meta = hetero_store.read_meta(Path(folder))
     files = meta.pop("files")

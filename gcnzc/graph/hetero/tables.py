@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.system.arguments import check_flag, describe
 
 # floating-point numbers below it have exact integers
@@ -44,7 +45,7 @@ def from_tables(
     tables: Mapping[str, Any],
     *,
     reverse: bool = True,
-    time_unit: str = "s",
+    time_unit: TimeUnit | None = None,
     name: str = "graph",
 ) -> HeteroGraph:
     """Build a graph from pandas tables with primary and foreign keys::
@@ -65,8 +66,8 @@ def from_tables(
         tables: for each node type a `Table`, or a table of RelBench, such as
             `database.table_dict`.
         reverse: add the reverse edge type of every foreign key.
-        time_unit: unit of the times that dates are converted to: "s", "ms", "us" or "ns"; fractions
-            are rounded up.
+        time_unit: unit of the times, "s", "ms", "us" or "ns", to which dates are converted, in UTC;
+            fractions are rounded up. Default: seconds if there are dates.
         name: of the graph.
 
     Raises:

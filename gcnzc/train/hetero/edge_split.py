@@ -168,7 +168,7 @@ def _without(
         for each in reverses:
             stores[each] = _drop_pairs(graph, each, stores[each], pairs.flip(0))
     nodes = {name: graph.nodes(name) for name in graph.node_types}
-    return HeteroGraph(nodes, stores, name=graph.name, check=False)
+    return HeteroGraph(nodes, stores, name=graph.name, time_unit=graph.time_unit, check=False)
 
 
 def _drop_pairs(
