@@ -25,6 +25,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeStore, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.values import check_classes, check_parts
 from gcnzc.graph.stored_features import (
     FeatureDtype,
     FeatureLayout,
@@ -267,9 +268,21 @@ def verify(folder: str | Path, progress: Progress = no_progress) -> None:
     graph = load(folder)
     graph.check()
     for name in graph.node_types:
-        for part, ids in graph.nodes(name).split.items():
-            if np.any(ids.numpy() < 0) or np.any(ids.numpy() >= graph.num_nodes(name)):
-                raise ValueError(
-                    f"{folder}: the {part} split of node type {name!r} has ids out of range\n\n"
-                    f"hint: ids are from 0 to {graph.num_nodes(name) - 1}"
-                )
+        check_targets(f"{folder}, node type {name!r}", graph.nodes(name))
+
+
+def check_targets(where: str, nodes: NodeStore) -> None:
+    """Check the labels and the split of a node type, which loading does not read.
+
+    Raises:
+        ValueError: a label is not a class, or a node of the split is out of range or in two parts.
+    """
+    for part, ids in nodes.split.items():
+        if np.any(ids.numpy() < 0) or np.any(ids.numpy() >= nodes.num_nodes):
+            raise ValueError(
+                f"{where}: the {part} split has ids out of range\n\n"
+                f"hint: ids are from 0 to {nodes.num_nodes - 1}"
+            )
+    if nodes.labels is not None:
+        check_classes(f"{where}: labels", nodes.labels.numpy())
+    check_parts(f"{where}: split", nodes.split, nodes.num_nodes)

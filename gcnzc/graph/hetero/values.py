@@ -9,13 +9,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.datasets.part_names import part_of
+from gcnzc.datasets.source import SPLITS, check_once, is_mask, max_classes
 from gcnzc.system.arguments import describe
 
 
 def to_array(name: str, value: Any) -> NDArray[Any]:
-    """Return a tensor on any device, an array, a pandas column or a list as an array."""
+    """Return a tensor on any device, an array, a pandas column or a list as an array.
+
+    Raises:
+        TypeError: the value is sparse, or is no array.
+    """
     if isinstance(value, Tensor):
-        return value.detach().cpu().numpy()
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"{name} is {describe(value)} of layout {value.layout}\n\nhint: a dense tensor; "
+                "adjacency.coalesce().indices() has the edges of a sparse COO matrix"
+            )
+        dense = value.detach().cpu()
+        # numpy has no such dtype
+        return (dense.float() if dense.dtype == torch.bfloat16 else dense).numpy()
+    if hasattr(value, "tocoo"):
+        raise TypeError(
+            f"{name} is a SciPy matrix of shape {value.shape}\n\nhint: an array; "
+            "numpy.stack(matrix.nonzero()) has the edges from row to column of a matrix"
+        )
     if hasattr(value, "to_numpy"):
         return np.asarray(value.to_numpy())
     try:
@@ -49,15 +66,26 @@ def as_weights(name: str, value: Any, count: int) -> Tensor:
 def as_features(name: str, value: Any, count: int) -> Tensor:
     """Return features as a (count, D) tensor on the host, without a copy where possible.
 
-    A vector becomes one column. A torch CSR matrix stays sparse.
+    A vector becomes one column. Sparse tensors and SciPy matrices become torch CSR matrices of
+    float32.
 
     Raises:
         ValueError: the shape or dtype is wrong.
     """
-    if isinstance(value, Tensor):
+    if hasattr(value, "tocsr"):
+        features = _to_torch_csr(name, value)
+    elif isinstance(value, Tensor):
         features = value.detach().cpu()
-        if features.layout == torch.sparse_coo:
+        if features.layout == torch.sparse_coo and features.ndim == 2:
             features = features.to_sparse_csr()
+        if features.layout not in (torch.strided, torch.sparse_csr):
+            raise ValueError(
+                f"{name} is {describe(value)} of layout {features.layout}\n\n"
+                "hint: features are dense, or a sparse matrix (N, D) in CSR format"
+            )
+        if features.layout == torch.sparse_csr:
+            # the only dtype of sparse tables
+            features = features.to(torch.float32)
     else:
         array = to_array(name, value)
         if array.dtype.kind not in "fiub":
@@ -74,29 +102,81 @@ def as_features(name: str, value: Any, count: int) -> Tensor:
     return features
 
 
+def _to_torch_csr(name: str, matrix: Any) -> Tensor:
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{name} is a SciPy matrix of type {matrix.dtype} and shape {matrix.shape}\n\n"
+            "hint: features are numbers, (N, D)"
+        )
+    csr = matrix.tocsr()
+    csr.sum_duplicates()
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(csr.indptr.astype(np.int64)),
+        torch.from_numpy(csr.indices.astype(np.int64)),
+        torch.from_numpy(csr.data.astype(np.float32)),
+        csr.shape,
+        check_invariants=True,
+    )
+
+
 def as_labels(name: str, value: Any, count: int) -> Tensor:
     """Return labels: (count,) or (count, T), int64 for integers, float32 for other numbers.
 
     Raises:
-        ValueError: the shape or dtype is wrong.
+        ValueError: the shape or dtype is wrong, or an integer is not a class.
     """
     labels = to_array(name, value)
     check_length(name, labels, count, dimensions=(1, 2))
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind not in "fiub":
-        raise ValueError(f"{name} has type {labels.dtype}\n\nhint: labels are numbers")
+        raise ValueError(
+            f"{name} has type {labels.dtype}\n\nhint: labels are numbers; "
+            "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers others"
+        )
+    check_classes(name, labels)
     dtype = np.float32 if labels.dtype.kind == "f" else np.int64
     return torch.from_numpy(writable(np.ascontiguousarray(labels, dtype)))
 
 
-def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return the int64 ids of "train", "valid" and "test", given as ids or masks.
+def check_classes(name: str, labels: NDArray[Any]) -> None:
+    """Check that integer labels are classes or -1; others are not checked.
 
     Raises:
-        ValueError: a name, an id or a shape is wrong.
+        ValueError: a label is below -1, or too large to be the class of so many nodes.
     """
-    split = {}
+    if labels.dtype.kind not in "iu" or not labels.size:
+        return
+    most = max_classes(len(labels)) - 1
+    if labels.min() >= -1 and labels.max() <= most:
+        return
+    is_wrong = labels > most
+    if labels.dtype.kind == "i":
+        is_wrong |= labels < -1
+    place = tuple(int(i) for i in np.argwhere(is_wrong)[0])
+    raise ValueError(
+        f"{name}: node {place[0]} has the label {labels[place]}, which is not a class (classes "
+        f"start at 0 and are at most {most})\n\nhint: -1 marks a node without a label; "
+        "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers other classes; "
+        "numbers to predict are floating-point"
+    )
+
+
+def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
+    """Return the int64 ids of "train", "valid" and "test".
+
+    Args:
+        name: of the split, for messages.
+        value: for each part ids or a mask; or one of these words, or None, for each node.
+        count: number of nodes.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a name, an id or a shape is wrong, or a node is in two parts or twice in one.
+    """
+    if not isinstance(value, Mapping):
+        return _split_of_words(name, value, count)
+    split: dict[str, Tensor] = {}
     for key, given in value.items():
         part, own = part_of(key), f"{name}[{key!r}]"
         if part is None or part in split:
@@ -105,9 +185,9 @@ def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tenso
         if ids.dtype == bool:
             check_length(own, ids, count, dimensions=(1,))
             ids = np.flatnonzero(ids)
-        if ids.dtype == np.uint8:
+        if ids.dtype == np.uint8 or (ids.ndim == 1 and is_mask(ids, count)):
             raise ValueError(
-                f"{own} has type uint8, which may be ids or a mask\n\n"
+                f"{own} has type {ids.dtype}, which may be ids or a mask\n\n"
                 "hint: convert a mask to bool, and ids to int64"
             )
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
@@ -121,7 +201,42 @@ def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tenso
                 f"hint: ids are from 0 to {count - 1}"
             )
         split[part] = torch.from_numpy(ids)
+    check_parts(name, split, count)
     return split
+
+
+def check_parts(name: str, split: Mapping[str, Tensor], count: int) -> None:
+    """Check that each node is at most once in a split.
+
+    Raises:
+        ValueError: a node is in two parts or twice in one.
+    """
+    owner = np.zeros(count, np.uint8)  # 1 + index of the part of each node
+    for number, part in enumerate(SPLITS, start=1):
+        if part in split:
+            check_once(split[part].numpy(), owner, number, name)
+
+
+def _split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
+    words = to_array(name, value)
+    if words.dtype.kind not in "UO":
+        raise TypeError(
+            f"{name} is {describe(value)}\n\n"
+            'hint: a dict with node ids or masks for "train", "valid" and "test", or one of these '
+            "words for each node"
+        )
+    check_length(name, words, count, dimensions=(1,))
+    numbers: dict[Any, int] = {}
+    for word in set(words.tolist()):
+        part = part_of(word)
+        if part is None and str(word).lower() not in ("", "none", "nan", "<na>", "nat"):
+            raise ValueError(
+                f"{name} has the word {word!r:.100}\n\nhint: train, valid (or val) and test; None "
+                "is for nodes in none of them"
+            )
+        numbers[word] = -1 if part is None else SPLITS.index(part)
+    parts = np.array([numbers[word] for word in words.tolist()], np.int64)
+    return {part: torch.from_numpy(np.flatnonzero(parts == i)) for i, part in enumerate(SPLITS)}
 
 
 def check_length(name: str, values: NDArray[Any], count: int, dimensions: tuple[int, ...]) -> None:
