@@ -37,6 +37,7 @@ from gcnzc.datasets.meta_rules import (
     check_tables,
     integer,
     invalid,
+    one_of,
     optional,
     or_null,
 )
@@ -49,6 +50,8 @@ _TOP_LEVEL: Mapping[str, Rule] = {
     "name": TEXT,
     "nodes": _TABLES,
     "edges": _TABLES,
+    # absent for times of an unknown unit
+    "time_unit": optional(one_of("s", "ms", "us", "ns")),
     "origin": OBJECT,
     "files": OBJECT,
     "crc32": optional(HEX),

@@ -314,7 +314,7 @@ def clean_split(
     clean, num_dropped = {}, {}
     for number, part in enumerate(SPLITS, start=1):
         ids = np.asarray(split[part]).reshape(-1)
-        if _is_mask(ids, len(labels)):
+        if is_mask(ids, len(labels)):
             raise ValueError(
                 f"{where}: the {part} split is a mask of type {ids.dtype} over the {len(labels):,} "
                 "nodes\n\nhint: a split is a vector of node ids; convert it by "
@@ -332,7 +332,7 @@ def clean_split(
                 f"{where}: the {part} split contains node {wrong}, but nodes are 0 to "
                 f"{len(labels) - 1}\n\nhint: ids start at 0"
             )
-        _check_once(ids, owner, number, where)
+        check_once(ids, owner, number, where)
         clean[part] = ids[labelled[ids]]
         num_dropped[part] = len(ids) - len(clean[part])
         if len(clean[part]) == 0:
@@ -345,7 +345,7 @@ def clean_split(
     return clean, num_dropped
 
 
-def _is_mask(ids: Array, num_nodes: int) -> bool:
+def is_mask(ids: Array, num_nodes: int) -> bool:
     """Whether `ids` is a mask over all nodes: bool, or integers 0 and 1."""
     if ids.dtype.kind == "b":
         return True
@@ -353,7 +353,18 @@ def _is_mask(ids: Array, num_nodes: int) -> bool:
     return is_long and bool(((ids == 0) | (ids == 1)).all())
 
 
-def _check_once(ids: Array, owner: Array, number: int, where: str) -> None:
+def check_once(ids: Array, owner: Array, number: int, where: str) -> None:
+    """Check that no node of a split is in another one or twice in it, and set its owner.
+
+    Args:
+        ids: of the nodes.
+        owner: (N,) 1 + the index of the split of each node, or 0; is changed.
+        number: 1 + the index of this split.
+        where: name of the splits in messages.
+
+    Raises:
+        ValueError: a node is in two splits, or twice in this one.
+    """
     taken = owner[ids]
     if taken.any():
         node = int(ids[np.flatnonzero(taken)[0]])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.values import as_times
+from gcnzc.graph.hetero.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.base import MinibatchLoader, thread_label
 from gcnzc.loader.checks import check_loader_device
@@ -52,8 +52,9 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         batch_size: number of seeds in a minibatch of one rank.
         labels: (S,) or (S, T), one row for each seed node in the order of `seeds`; None for
             minibatches without `y`.
-        seed_times: (S,) times of the seed nodes in the order of `seeds`, for temporal sampling;
-            integers in the unit of the graph's times. Default: those of the nodes.
+        seed_times: (S,) times of the seed nodes in the order of `seeds`, for temporal sampling:
+            integers in the unit of the graph's times; or dates, which are rounded down to this
+            unit, if the graph knows it. Default: those of the nodes.
         tables: features on the host by node type. Default: those of the graph. Node types without a
             table are not in `x`.
         device: device of the minibatches.
@@ -157,7 +158,8 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
                 )
             return None
         if given is not None:
-            return as_times("seed_times", given, len(self._ids))
+            unit = self.graph.time_unit
+            return as_times("seed_times", given, len(self._ids), unit, is_limit=True)
         own = self.graph.nodes(self._node_type).time
         if own is None:
             raise ValueError(

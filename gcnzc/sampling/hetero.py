@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
-from gcnzc.graph.hetero.values import as_times
+from gcnzc.graph.hetero.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample, HeteroWorkspace, sample_hetero
 from gcnzc.kernels.sample.hetero import InvalidColumn as _InvalidColumn
@@ -64,7 +64,9 @@ class HeteroBatch:
         once: whether each hop has only in-edges of the nodes that the hop before found; otherwise
             of all nodes that were known.
         blocks: for a loader's minibatch one block for each layer, input layer first.
-        x: for a loader's minibatch (B_t, D_t) features of `nodes` of the types that have some.
+        x: for a loader's minibatch (B_t, D_t) features of `nodes` of the types that have some, with
+            the dtype of the features. The models convert them; `torch.nn.Linear` requires
+            `x[name].float()` for other dtypes than float32.
         y: (S,) or (S, T) labels of the seeds; for link prediction (P,) float32, 1 for edges and 0
             for negatives.
         pairs: for link prediction (2, P) positions of the pairs to score: of their sources in
@@ -273,8 +275,8 @@ class HeteroSampler:
                 nodes with the same neighbours, and edges from it refer to the first.
             epoch: in [0, 2**32); the sampled neighbours differ between epochs.
             seed_times: for temporal sampling a dict like `seeds`, or (S,) times of all seeds in
-                their order: integers in the unit of the graph's times. None uses the times of the
-                seed nodes.
+                their order: integers in the unit of the graph's times; or dates, which are rounded
+                down to this unit, if the graph knows it. None uses the times of the seed nodes.
             exclude: for each edge type ids of edges that are not sampled at any hop, such as
                 the edges whose existence is to be predicted. Neighbours are sampled among the other
                 edges.
@@ -359,9 +361,9 @@ class HeteroSampler:
 
     def _seed_times(self, seeds: Mapping[str, Tensor], given: Any) -> Tensor:
         """Return the times of all seeds in their order."""
-        total = sum(map(len, seeds.values()))
+        total, unit = sum(map(len, seeds.values())), self.graph.time_unit
         if given is not None and not isinstance(given, Mapping):
-            return as_times("seed_times", given, total)
+            return as_times("seed_times", given, total, unit, is_limit=True)
         parts = [torch.empty(0, dtype=torch.int64)]
         for name, ids in seeds.items():
             if given is not None:
@@ -370,7 +372,8 @@ class HeteroSampler:
                         f"seed_times has no times for node type {name!r}\n\n"
                         f"hint: seed_times={{{name!r}: ...}}"
                     )
-                parts.append(as_times(f"seed_times of {name!r}", given[name], len(ids)))
+                name_of_times = f"seed_times of {name!r}"
+                parts.append(as_times(name_of_times, given[name], len(ids), unit, is_limit=True))
                 continue
             own = self.graph.nodes(name).time
             if own is None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
-from gcnzc.graph.hetero.values import as_times, to_array
-from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
-from gcnzc.kernels.sample.negatives import sample_negatives
+from gcnzc.graph.hetero.times import as_times
+from gcnzc.graph.hetero.values import to_array
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero_negatives import HeteroNegatives
 from gcnzc.sampling.link import MAX_NEGATIVES
 from gcnzc.sampling.neighbor import check_range
+from gcnzc.sampling.reverse_types import find_reverse_types
 from gcnzc.system.arguments import (
     IdsLike,
     as_ids,
@@ -42,22 +43,28 @@ class HeteroLinkSampler:
     the index of the edge.
 
     With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1, so
-    that no edge sees itself or edges of the same time. Its negative has the same neighbourhood
-    times.
+    that no edge sees itself or edges of the same time. Its negatives have the same neighbourhood
+    times. They are nodes that are not later than t, if their node type has times, and the sampler
+    counts times of nodes.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
         edge_type: of the pairs: a triple, or the name of a unique relation.
         edges: (2, E) sources and destinations of the seed edges. Default: those of the graph, in
             the order of the edge ids.
-        times: (E,) times of the seed edges, for a temporal sampler. Default: those of the graph.
+        times: (E,) times of the seed edges, for a temporal sampler: integers in the unit of the
+            graph's times; or dates, which are rounded down to this unit, if the graph knows it.
+            Default: those of the graph.
         num_negatives: K, the negatives of each edge: its source with random destinations.
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
             the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
             "none" with a temporal sampler. A node with a removed edge has one neighbour less.
-        reverse_types: edge types of the reverse edges. Default: those whose edges are the reverses
-            of the edges of `edge_type`, see `find_reverse_types`.
+        reverse_types: edge types of the reverse edges, from which the reverses of seed edges are
+            removed as far as they are there. Default: the types whose edges are reverses of all
+            edges of `edge_type` or of almost all; and those that are named like the reverse of
+            `edge_type`, such as `rev_buys` or `buys_rev` for `buys`, and have some of its reverse
+            edges.
         known: graph with the edges of `edge_type` that are no valid negatives. Default: that of
             the sampler.
         seed: 64-bit integer key of the negatives.
@@ -66,7 +73,8 @@ class HeteroLinkSampler:
         TypeError: an argument has the wrong type.
         ValueError: an edge type is unknown, an edge is out of range, times are missing, an option
             is invalid, or with a temporal sampler a reverse type has no times, so that it would
-            show edges that are later.
+            show edges that are later, or all nodes are later than an edge, so that it has no
+            negative.
     """
 
     def __init__(
@@ -99,7 +107,7 @@ class HeteroLinkSampler:
         if exclude is None:
             exclude = "reverse" if sampler.temporal is None else "none"
             if sampler.temporal is not None:
-                self._check_reverse_times()
+                self._check_reverse_times(reverse_types)
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.exclude = exclude
         if exclude != "reverse":
@@ -109,18 +117,20 @@ class HeteroLinkSampler:
         else:
             self.reverse_types = [self._check_reverse(each) for each in reverse_types]
         self.seed = check_seed("seed", seed)
-        self._known = self._check_known(self.graph if known is None else known)
+        self._negatives = self._build_negatives(self.graph if known is None else known)
 
-    def _check_reverse_times(self) -> None:
-        if self.graph.edges(self.edge_type).time is None:
-            return
+    def _check_reverse_times(self, given: Sequence[EdgeType | str] | None) -> None:
         is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
-        for each in find_reverse_types(self.graph, self.edge_type) if is_untimed else ():
+        if self.graph.edges(self.edge_type).time is None or not is_untimed:
+            return
+        found = find_reverse_types(self.graph, self.edge_type) if given is None else given
+        for each in map(self._check_reverse, found):
             if self.graph.edges(each).time is None:
                 raise ValueError(
                     f"the edges {each} are the reverses of {self.edge_type}, but have no times, so "
                     "a temporal sampler shows each edge its own reverse and later ones\n\n"
-                    f"hint: give {each} the times of {self.edge_type}"
+                    f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] if they "
+                    "are no reverses"
                 )
 
     @property
@@ -165,13 +175,15 @@ class HeteroLinkSampler:
         hint = "indices of seed edges; torch.arange(sampler.num_items) for all of them"
         check_range("seeds", items, self.num_items, "there are {} seed edges", hint)
         positives = self.edges[:, items]
-        ends = torch.cat([positives, self._sample_negatives(positives, items, epoch)], dim=1)
+        own_times = None if self.times is None else self.times[items]
+        negatives = self._negatives.sample(positives, items, own_times, epoch)
+        ends = torch.cat([positives, negatives], dim=1)
         source, _, target = self.edge_type
         times = None
-        if self.times is not None:
+        if own_times is not None:
             # strictly before the edge
-            own = self.times[items] - 1
-            times = torch.cat([own, own.repeat_interleave(self.num_negatives)])
+            before = own_times - 1
+            times = torch.cat([before, before.repeat_interleave(self.num_negatives)])
         if self._sampler.options.disjoint:
             batch, pairs = self._sample_disjoint(ends, times, epoch)
         else:
@@ -197,22 +209,6 @@ class HeteroLinkSampler:
             pairs = torch.stack([places, places])
         both = None if times is None else torch.cat([times, times])
         return self._sampler.sample(seeds, epoch, both), pairs
-
-    def _sample_negatives(self, positives: Tensor, items: Tensor, epoch: int) -> Tensor:
-        if not self.num_negatives:
-            return positives[:, :0]
-        found = sample_negatives(
-            *self._known,
-            positives[0].numpy(),
-            items.numpy(),
-            self.num_negatives,
-            "uniform",
-            self.strict,
-            self.seed,
-            epoch,
-            self.edge_type[0] != self.edge_type[2],
-        )
-        return torch.from_numpy(found)
 
     def _excluded(self) -> Iterator[tuple[EdgeType, bool]]:
         """Yield the edge types to remove edges of, and whether they are reverse ones."""
@@ -273,23 +269,25 @@ class HeteroLinkSampler:
                 f"temporal sampling needs the time of each seed edge of {self.edge_type}\n\n"
                 "hint: times=, one for each edge"
             )
-        return as_times("times", times, self.num_items)
+        return as_times("times", times, self.num_items, self.graph.time_unit, is_limit=True)
 
-    def _check_known(self, known: HeteroGraph) -> tuple[Any, Any]:
-        """Return the offsets and sorted sources of the edges that are no valid negatives."""
+    def _build_negatives(self, known: HeteroGraph) -> HeteroNegatives:
         check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
-        store = known.edges(self.edge_type)
         for end in self.edge_type[::2]:
             if known.num_nodes(end) != self.graph.num_nodes(end):
                 raise ValueError(
                     f"known has {known.num_nodes(end)} nodes of type {end!r}, not "
                     f"{self.graph.num_nodes(end)}\n\nhint: both graphs must have the same nodes"
                 )
-        indptr, indices = store.indptr.numpy(), store.indices.numpy()
-        if self.strict and not is_sorted(indptr, indices):
-            known.check()
-            indices = sort_columns(indptr, indices)[0]
-        return indptr, indices
+        node_times = None
+        if self.times is not None and self._sampler.time != "edge":
+            node_times = self.graph.nodes(self.edge_type[2]).time
+        negatives = HeteroNegatives(
+            known, self.edge_type, self.num_negatives, self.strict, self.seed, node_times
+        )
+        if self.times is not None:
+            negatives.check(self.edges, self.times)
+        return negatives
 
     def _check_reverse(self, given: EdgeType | str) -> EdgeType:
         edge_type = self.graph.edge_type(given)
@@ -319,33 +317,3 @@ def edge_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
     ordered = torch.empty_like(store.time)
     ordered[store.edge_ids] = store.time
     return ordered
-
-
-def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[EdgeType]:
-    """Return the edge types whose edges are the reverses of all edges of a type.
-
-    Args:
-        graph: the graph.
-        edge_type: a triple, or the name of a unique relation. It is one of the results if each of
-            its edges has a reverse edge of the same type.
-    """
-    edge_type = graph.edge_type(edge_type)
-    own: Tensor | None = None
-    found = []
-    for other in graph.edge_types:
-        same_ends = other[::2] == edge_type[::-2]
-        if not same_ends or graph.num_edges(other) != graph.num_edges(edge_type):
-            continue
-        if own is None:
-            own = _sorted_keys(graph, edge_type, is_reverse=False)
-        if torch.equal(own, _sorted_keys(graph, other, is_reverse=True)):
-            found.append(other)
-    return found
-
-
-def _sorted_keys(graph: HeteroGraph, edge_type: EdgeType, *, is_reverse: bool) -> Tensor:
-    """Return one number for each edge, which determines its ends, in ascending order."""
-    edges = graph.edges(edge_type).edge_index()
-    first, second = edges.flip(0) if is_reverse else edges
-    count = graph.num_nodes(edge_type[0 if is_reverse else 2])
-    return (first * count + second).sort().values

@@ -6,7 +6,10 @@ than a piece of an array.
 """
 
 import json
+import math
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,12 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcnzc._files import replacing
+from gcnzc.system.row_memory import DAMAGED_HEADER
 
 META = "meta.json"
 
 # bytes that are written or read at once
 PIECE_BYTES = 1 << 24
 
+# what the modules that read archives and arrays raise for damaged ones
+_DAMAGED = (
+    *(*DAMAGED_HEADER, zipfile.BadZipFile, zlib.error, struct.error),
+    *(NotImplementedError, RuntimeError),
+)
 _HINT = "hint: restore the file from a copy, or write it again"
 
 
@@ -68,11 +77,7 @@ def read_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         ValueError: the file is damaged, or not one of `write_arrays`.
     """
     with _Archive(path) as archive:
-        shapes = {}
-        for name in archive.names():
-            with archive.open(name) as member:
-                shapes[name] = _read_header(member, path)
-        return shapes
+        return {name: archive.header(name) for name in archive.names()}
 
 
 def read_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -99,8 +104,7 @@ def read_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
                     f"{path} has no array {name!r}, but {', '.join(archive.names()) or 'none'}"
                     f"\n\nhint: was it saved for other tables?"
                 )
-            with archive.open(name) as member:
-                shape, dtype = _read_header(member, path)
+            shape, dtype = archive.header(name)
             if shape != array.shape or dtype != array.dtype:
                 raise ValueError(
                     f"{path}: {name!r} is {dtype} of shape {shape} there, and {array.dtype} of "
@@ -128,7 +132,7 @@ class _Archive:
             raise FileNotFoundError(
                 f"no file {self.path}\n\nhint: was the state saved there?"
             ) from None
-        except zipfile.BadZipFile as error:
+        except _DAMAGED as error:
             raise self._damaged(error) from error
         return self
 
@@ -143,15 +147,27 @@ class _Archive:
         """Return the metadata."""
         try:
             return dict(json.loads(self._archive.read(META)))
-        except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except (*_DAMAGED, OSError) as error:
             raise self._damaged(error) from error
 
     def open(self, name: str) -> IO[bytes]:
         """Open an array for reading."""
         try:
             return self._archive.open(f"{name}.npy")
-        except (zipfile.BadZipFile, EOFError) as error:
+        except (*_DAMAGED, OSError) as error:
             raise self._damaged(error) from error
+
+    def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Return the shape and dtype of an array, which fit the size of its file."""
+        with self.open(name) as member:
+            shape, dtype = _read_header(member, self.path)
+            size = self._archive.getinfo(f"{name}.npy").file_size - member.tell()
+        if size != math.prod(shape) * dtype.itemsize:
+            raise ValueError(
+                f"{self.path} is damaged: {name!r} has {size:,} bytes, not those of {dtype} of "
+                f"shape {shape}\n\n{_HINT}"
+            )
+        return shape, dtype
 
     def verify(self, name: str) -> None:
         """Read an array to its end, where the archive compares the checksum."""
@@ -159,7 +175,7 @@ class _Archive:
             try:
                 while member.read(PIECE_BYTES):
                     pass
-            except (zipfile.BadZipFile, EOFError) as error:
+            except (*_DAMAGED, OSError) as error:
                 raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> ValueError:
@@ -178,6 +194,6 @@ def _read_header(member: IO[bytes], path: Path) -> tuple[tuple[int, ...], np.dty
         if version != (1, 0):
             raise ValueError(f"version {version} of the array format")
         shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    except ValueError as error:
+    except _DAMAGED as error:
         raise ValueError(f"{path} is damaged: {error}\n\n{_HINT}") from error
     return shape, dtype

@@ -2,6 +2,7 @@
 
 import math
 import os
+import tokenize
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,11 @@ DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
 }
 """dtypes of tables that are written in place, with those of NumPy"""
+# what NumPy raises for a damaged header of an array
+DAMAGED_HEADER = (
+    *(ValueError, EOFError, TypeError, SyntaxError, OverflowError, MemoryError),
+    *(KeyError, AttributeError, RecursionError, tokenize.TokenError),
+)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
@@ -99,7 +105,7 @@ def open_mapped_file(path: Path, *, read_only: bool) -> Tensor:
         raise PermissionError(
             f"{path} may not be written\n\nhint: open it with read_only=True, or copy it"
         ) from error
-    except (ValueError, EOFError) as error:
+    except DAMAGED_HEADER as error:
         raise ValueError(
             f"{path} is not a .npy file of an array: {error}\n\nhint: was it written completely?"
         ) from error

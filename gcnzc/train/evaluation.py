@@ -65,8 +65,14 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
                 "--correct-and-smooth is for graphs of one node type, and the model of this run is "
                 f"{trained.model}\n\nhint: omit --correct-and-smooth"
             )
-        # outputs of nodes that are not evaluated would only take time
-        method = "needed" if method in ("exact", "auto") else method
+        if method != "sampled":
+            # outputs of nodes that are not evaluated would only take time
+            method = "needed"
+            if trained.evaluate == "sampled":
+                reporter.say(
+                    "evaluation: needed, with all neighbours; the scores of the run are of sampled "
+                    "neighbours, which --evaluate sampled repeats"
+                )
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
     if config.evaluate == "sampled" and not fanouts:

@@ -34,7 +34,8 @@ class HeteroOptions(Options):
     ranked in an evaluation"""
     temporal: Literal["none", "uniform", "last"] = "none"
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
-    earlier than the seed edge: random ones (uniform), or the latest (last)"""
+    earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,
+    or the edges to predict or their nodes, must have times"""
 
     embedding_dim: int = 64
     """heterogeneous graphs: columns of the trainable embeddings of node types without features;

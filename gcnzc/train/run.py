@@ -43,7 +43,12 @@ from gcnzc.train.presets import describe_published_score, read_preset
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.results import write_result
 from gcnzc.train.resume import begin
-from gcnzc.train.saving import handle_stop_request, save, write_pending
+from gcnzc.train.saving import (
+    handle_stop_request,
+    remove_old_embeddings,
+    save,
+    write_pending,
+)
 from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     build_loader,
@@ -233,6 +238,7 @@ def fit(trainer: Trainer, stopped: threading.Event) -> dict[str, Any]:
         trainer.reporter.say(f"warning: {message}")
     save(trainer)
     trainer.on_rank_zero(lambda: write_pending(trainer))
+    trainer.on_rank_zero(lambda: remove_old_embeddings(trainer))
     return write_result(trainer)
 
 

@@ -134,6 +134,15 @@ def write_best_embeddings(trainer: Trainer, epoch: int) -> None:
             trainer.files.attempt(BEST_EMBEDDINGS, lambda: embeddings.write_best(epoch))
 
 
+def remove_old_embeddings(trainer: Trainer) -> None:
+    """Remove files of earlier embeddings after the end of a run, on worker 0.
+
+    They remain if the last checkpoint or the best model could not be written.
+    """
+    if trainer.embeddings is not None and trainer.is_checkpoint_written and trainer.is_best_written:
+        trainer.embeddings.remove_old(trainer.best)
+
+
 def _average_state(trainer: Trainer) -> dict[str, Any]:
     """Return the entry of the averaged weights; empty if weights are not averaged."""
     return {} if trainer.average is None else {AVERAGE: trainer.average.state_dict()}

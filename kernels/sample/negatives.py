@@ -7,7 +7,8 @@ whose probability differs from 1 / N by a factor of at most 1 +- N / 2**64.
 
 A rejected pair is sampled again, up to 32 times in all. After that the next valid destination is
 taken, counting upward from the last one; for "both", the next sources are tried as well if a source
-has no valid destination.
+has no valid destination. Negatives that may not be later than their edge are sampled from the first
+nodes by time in the same way.
 
 Notation: N nodes, P positive edges, K negatives for each.
 """
@@ -156,6 +157,94 @@ def sample_negatives(
             "hint: allow negatives that are edges of the graph"
         )
     return out
+
+
+@njit(cache=True, nogil=True)
+def _sample_timed_negatives(
+    indptr,
+    indices,
+    sources,
+    items,
+    num_negatives,
+    order,
+    num_eligible,
+    strict,
+    is_bipartite,
+    key,
+    out,
+):
+    """Write the negatives; return the index of an edge without any, or -1."""
+    key_0, key_1, epoch = key[0], key[1], key[2]
+    for i in range(len(items)):
+        low, high = items[i] & 0xFFFFFFFF, (items[i] >> 32) | (NEGATIVE_MARK << 16)
+        source, count = int64(sources[i]), num_eligible[i]
+        for draw in range(num_negatives):
+            place = target = int64(0)
+            found = False
+            for attempt in range(TRIES):
+                w0, w1, _, _ = philox4x32(draw * TRIES + attempt, low, high, epoch, key_0, key_1)
+                place = _below(w0, w1, count)
+                target = order[place]
+                if not strict or _is_negative(indptr, indices, source, target, is_bipartite):
+                    found = True
+                    break
+            more = 0 if found else count
+            while more > 0 and not found:
+                place = place + 1 if place + 1 < count else 0
+                target = order[place]
+                found = _is_negative(indptr, indices, source, target, is_bipartite)
+                more -= 1
+            if not found:
+                return i
+            out[0, i * num_negatives + draw] = source
+            out[1, i * num_negatives + draw] = target
+    return -1
+
+
+def sample_timed_negatives(
+    indptr: Array,
+    indices: Array,
+    sources: Array,
+    items: Array,
+    num_negatives: int,
+    order: Array,
+    num_eligible: Array,
+    strict: bool,
+    seed: int,
+    epoch: int,
+    is_bipartite: bool = False,
+) -> tuple[Array, int | None]:
+    """Sample `num_negatives` destinations for each positive edge among the eligible nodes.
+
+    The negatives of an edge do not depend on the nodes that are not eligible for it.
+
+    Args:
+        indptr, indices, sources, items, num_negatives, strict, seed, epoch, is_bipartite: see
+            `sample_negatives`.
+        order: (N,) int64 nodes by time, the earliest first.
+        num_eligible: (P,) int64 in [1, N]: for each edge, how many of the first nodes of `order`
+            are eligible.
+
+    Returns:
+        (2, P * K) int64 sources and destinations, and the index of an edge without a valid
+        destination, or None.
+    """
+    key = np.array([*split_key(seed), epoch], np.uint64)
+    out = np.empty((2, len(items) * num_negatives), np.int64)
+    failed = _sample_timed_negatives(
+        indptr,
+        indices,
+        sources,
+        items,
+        num_negatives,
+        order,
+        num_eligible,
+        strict,
+        is_bipartite,
+        key,
+        out,
+    )
+    return out, None if failed < 0 else int(failed)
 
 
 @njit(cache=True, nogil=True)

@@ -310,6 +310,28 @@ def test_wrong_files_are_rejected(tmp_path):
             EmbeddingTable.open(tmp_path / f"{name}.npy")
 
 
+def test_damaged_headers_of_mapped_files_are_named(tmp_path):
+    path = tmp_path / "rows.npy"
+    table(5, 2, path=path)
+    data = path.read_bytes()
+    damaged = [data[:length] for length in range(len(data))]
+    for index in range(128):
+        for flip in (1, 4, 64, 255):
+            damaged.append(data[:index] + bytes([data[index] ^ flip]) + data[index + 1 :])
+    messages = []
+    for each in damaged:
+        path.write_bytes(each)
+        for read_only in (False, True):
+            try:
+                EmbeddingTable.open(path, read_only=read_only)
+            except ValueError as error:
+                messages.append(str(error))
+        # opening does not change the file
+        assert path.read_bytes() == each
+    assert all("rows.npy" in each and "\n\nhint: " in each for each in messages)
+    assert len(messages) > len(damaged)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write all files")
 def test_a_file_without_permission_is_rejected(tmp_path):
     table(path=tmp_path / "rows.npy")

@@ -445,17 +445,30 @@ def test_an_epoch_without_minibatches_is_no_error(data):
         assert [list(loader) for _ in range(2)] == [[], []]
 
 
-def test_times_may_be_dates(data):
+def test_times_of_seeds_have_the_unit_of_the_data_and_are_no_dates(data):
     days = np.datetime64("2020-01-01") + np.arange(USERS)
-    data["user"].born = torch.from_numpy(days.astype("datetime64[s]").astype(np.int64))
+    seconds = torch.from_numpy(days.astype("datetime64[s]").astype(np.int64))
+    data["user"].born = seconds
     del data["item"].born
-    options = {"time_attr": "born", "input_time": days[:ITEMS] + 5, "batch_size": ITEMS}
-    (batch,) = NeighborLoader(data, [-1], "item", **options)
+    options = {"time_attr": "born", "batch_size": ITEMS}
+    # whether the integers of the data are seconds is not known
+    with pytest.raises(ValueError, match=r"^input_time has dates, but the times of the graph are"):
+        NeighborLoader(data, [-1], "item", input_time=days[:ITEMS] + 5, **options)
+    input_time = seconds[:ITEMS] + 5 * 86400
+    (batch,) = NeighborLoader(data, [-1], "item", input_time=input_time, **options)
     src, dst = batch[BUYS].edge_index
     wanted = data[BUYS].edge_index
     assert int((wanted[0] <= wanted[1] + 5).sum()) == len(src) > 20
     assert batch["item"].seed_time.dtype == torch.int64
     assert bool((batch["user"].n_id[src] <= batch["item"].n_id[dst] + 5).all())
+
+
+def test_attributes_of_dates_are_named(data):
+    data["user"].day = np.datetime64("2020-01-01") + np.arange(USERS)
+    with pytest.raises(
+        ValueError, match=r"data\['user'\]\.day is a ndarray, which cannot be sliced"
+    ):
+        NeighborLoader(data, [-1], "user")
 
 
 def test_ranks_share_the_nodes(data):

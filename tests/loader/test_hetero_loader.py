@@ -13,7 +13,8 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.loader import HeteroLoader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler, build_hetero_blocks
-from gcnzc.sampling.hetero_link import edge_times, find_reverse_types
+from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling.reverse_types import find_reverse_types
 
 BUYS, BOUGHT, KNOWS = ("user", "buys", "item"), ("item", "bought", "user"), ("user", "k", "user")
 USERS, ITEMS = 90, 70

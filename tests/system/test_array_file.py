@@ -84,3 +84,24 @@ def test_other_files_are_rejected(tmp_path):
         read(path, {"b": np.zeros(3)})
     with pytest.raises(ValueError, match=r"'a/sum' is float64 of shape \(5,\) there"):
         read(path, {"a/sum": np.zeros(5, np.float32)})
+
+
+def test_damaged_headers_and_truncated_files_are_named(tmp_path):
+    path = tmp_path / "state.npz"
+    write_arrays(path, {"rows": np.zeros((4, 3), np.float32)}, {"step": 1})
+    data = path.read_bytes()
+    damaged = [data[:length] for length in range(0, len(data), 3)]
+    for index in range(len(data)):
+        for flip in (1, 64, 255):
+            damaged.append(data[:index] + bytes([data[index] ^ flip]) + data[index + 1 :])
+    messages = []
+    for each in damaged:
+        path.write_bytes(each)
+        try:
+            shapes = read_shapes(path)
+            read_arrays(path, {name: np.zeros(*shapes[name]) for name in shapes})
+        except ValueError as error:
+            messages.append(str(error))
+    assert all("state.npz" in each and "\n\nhint: " in each for each in messages)
+    # the others are in fields of the archive that are not used
+    assert len(messages) > len(damaged) / 2

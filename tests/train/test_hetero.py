@@ -78,8 +78,15 @@ def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
         own = replace(config, temporal=temporal, evaluate="sampled", epochs=2)
         line = train(own, tmp_path / temporal)
         assert line["evaluation"] == "sampled"
-        again = evaluate(EvaluateConfig(run=tmp_path / temporal, evaluate="sampled"))
+        said = []
+        reporter = NullReporter()
+        reporter.say = said.append
+        again = evaluate(EvaluateConfig(run=tmp_path / temporal, evaluate="sampled"), reporter)
         assert again["test_accuracy"] == line["test_accuracy"]
+        assert again["evaluation"] == "sampled"
+        assert not said
+        assert evaluate(EvaluateConfig(run=tmp_path / temporal), reporter)["evaluation"] == "needed"
+        assert "of sampled neighbours, which --evaluate sampled repeats" in said[0]
 
 
 def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
@@ -134,4 +141,6 @@ def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
     rejected("in the valid split of (?s:.*) has a label", data=tmp_path / "unsplit")
     nodes["a"]["split"] = {"train": [0], "valid": [1], "test": [2]}
     HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "untimed")
-    rejected("has no times", data=tmp_path / "untimed", temporal="last")
+    rejected(
+        "has no times(?s:.*)hint: give these nodes", data=tmp_path / "untimed", temporal="last"
+    )

@@ -48,6 +48,13 @@ def test_reverses_without_times_do_not_show_held_out_edges():
     HeteroLinkSampler(HeteroSampler(build(), [5], temporal="last"), BUYS)
 
 
+def test_a_temporal_run_needs_the_times_of_reverses(config, tmp_path):
+    without_reverse_times().save(tmp_path / "graph")
+    options = {"temporal": "last", "evaluate": "sampled", "data": tmp_path / "graph"}
+    with pytest.raises(ValueError, match=r"are the reverses of .* but have no times"):
+        train(replace(config, **options), tmp_path / "run")
+
+
 def build(*, is_planted=True, has_times=True):
     """Users buy items of their group; or, if nothing is planted, random items."""
     random = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from gcnzc.graph.hetero.graph import (
     NodeStore,
     check_names,
 )
+from gcnzc.graph.hetero.times import UNITS, TimeUnit, as_times, to_dates
 from gcnzc.kernels.structure.bipartite import bipartite_csc, sort_by_time
 from gcnzc.system.arguments import check_choice, check_integer
 
@@ -27,7 +28,7 @@ def from_arrays(
     edges: Mapping[EdgeType, Any],
     *,
     name: str = "graph",
-    time_unit: str = "s",
+    time_unit: TimeUnit | None = None,
 ) -> HeteroGraph:
     """Build a heterogeneous graph from arrays::
 
@@ -41,28 +42,39 @@ def from_arrays(
 
     Args:
         nodes: for each type the number of nodes, or a dict with some of `num_nodes`; `features`,
-            (N, D) numbers or a sparse CSR tensor; `labels`, (N,) or (N, T) numbers; `split`, a dict
-            of "train", "valid" and "test" with ids or masks; and `time`, (N,) integers or dates.
-            Without `num_nodes`, the other values determine N.
+            (N, D) numbers, a sparse tensor or a SciPy matrix; `labels`, (N,) classes with -1 for no
+            label, (N, T) numbers, or floating-point numbers; `split`, a dict of "train", "valid"
+            and "test" with ids or masks, or (N,) of these words; and `time`, (N,) integers or
+            dates. Without `num_nodes`, the other values determine N.
         edges: for each type `(source, relation, destination)` a (2, E) tensor or array of sources
             and destinations, a pair of (E,) ids, or a dict with `edge_index` and some of
             `features` (E, D), `time` (E,) and `weight` (E,), all in the order of the edges.
         name: of the graph.
-        time_unit: unit of the times that dates are converted to: "s", "ms", "us" or "ns".
+        time_unit: unit of all times: "s", "ms", "us" or "ns". Dates become the time since 1970 in
+            this unit, in UTC. Default: seconds if there are dates; integers have no known unit.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an edge is outside the nodes of its types, a time is missing, sizes do not
-            match, or a type is unknown. The message names the type and the value.
+        ValueError: an edge is outside the nodes of its types, a time is missing, a label is not a
+            class, a node is in two parts of a split, sizes do not match, or a type is unknown. The
+            message names the type and the value.
     """
-    check_choice("time_unit", time_unit, tuple(values.UNITS))
+    if time_unit is not None:
+        check_choice("time_unit", time_unit, tuple(UNITS))
     check_names(nodes, edges)
+    if time_unit is None and any(map(_has_dates, [*nodes.values(), *edges.values()])):
+        time_unit = "s"
     stores = {each: _node_store(each, given, time_unit) for each, given in nodes.items()}
     found = {each: _edge_store(each, given, stores, time_unit) for each, given in edges.items()}
-    graph = HeteroGraph(stores, found, name=name, check=False)
+    graph = HeteroGraph(stores, found, name=name, time_unit=time_unit, check=False)
     graph._is_checked = True
     graph._sorted |= {(each, kind) for each in found for kind in _sorted_kinds(stores, found, each)}
     return graph
+
+
+def _has_dates(given: Any) -> bool:
+    time = given.get("time") if isinstance(given, Mapping) else None
+    return time is not None and to_dates(time) is not None
 
 
 def _sorted_kinds(
@@ -76,7 +88,7 @@ def _sorted_kinds(
     return ("both", "edge") if has_edge_time else ("both", "node")
 
 
-def _node_store(node_type: str, given: Any, unit: str) -> NodeStore:
+def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
     name = f"of node type {node_type!r}"
     if not isinstance(given, Mapping):
         given = {"num_nodes": given}
@@ -85,7 +97,7 @@ def _node_store(node_type: str, given: Any, unit: str) -> NodeStore:
     if count is None:
         count = next(
             (
-                len(given[key])
+                _length(given[key])
                 for key in ("features", "labels", "time")
                 if given.get(key) is not None
             ),
@@ -107,12 +119,17 @@ def _node_store(node_type: str, given: Any, unit: str) -> NodeStore:
         features=convert(values.as_features, "features"),
         labels=convert(values.as_labels, "labels"),
         split=convert(values.as_split, "split") or {},
-        time=convert(values.as_times, "time", unit),
+        time=convert(as_times, "time", unit),
     )
 
 
+def _length(value: Any) -> int:
+    # SciPy matrices have no length
+    return int(value.shape[0]) if hasattr(value, "tocsr") else len(value)
+
+
 def _edge_store(
-    edge_type: EdgeType, given: Any, nodes: Mapping[str, NodeStore], unit: str
+    edge_type: EdgeType, given: Any, nodes: Mapping[str, NodeStore], unit: TimeUnit | None
 ) -> EdgeStore:
     name = f"of edge type {edge_type}"
     if not isinstance(given, Mapping):
@@ -136,7 +153,7 @@ def _edge_store(
         value = given.get(key)
         return None if value is None else function(f"{key} {name}", value, len(src), *more)
 
-    time, weight = convert(values.as_times, "time", unit), convert(values.as_weights, "weight")
+    time, weight = convert(as_times, "time", unit), convert(values.as_weights, "weight")
     node_time = None if source.time is None else source.time.numpy()
     if time is not None or node_time is not None:
         sort_by_time(indptr, indices, order, None if time is None else time.numpy(), node_time)

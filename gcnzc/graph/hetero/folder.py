@@ -25,6 +25,7 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeStore, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.values import check_classes, check_parts
 from gcnzc.graph.stored_features import (
     FeatureDtype,
     FeatureLayout,
@@ -81,6 +82,7 @@ def save(
             edges.append(_save_edges(own, edge_type, graph.edges(edge_type), allow_nan, allocate))
         about = {"format": "hetero"} | dict(origin or {})
         meta = {"name": graph.name, "nodes": nodes, "edges": edges, "origin": about}
+        meta |= {} if graph.time_unit is None else {"time_unit": graph.time_unit}
         writer.finish(meta, HETERO_VERSION)
 
 
@@ -219,7 +221,9 @@ def load(folder: str | Path) -> HeteroGraph:
             time=_tensor(arrays, f"{front}time.npy"),
             weight=_tensor(arrays, f"{front}weight.npy"),
         )
-    graph = HeteroGraph(nodes, edges, name=meta["name"], check=False)
+    graph = HeteroGraph(
+        nodes, edges, name=meta["name"], time_unit=meta.get("time_unit"), check=False
+    )
     graph.folder = folder
     return graph
 
@@ -229,7 +233,8 @@ def info(folder: str | Path) -> dict[str, Any]:
 
     Returns:
         A dict with kind, "hetero", folder, name, num_nodes and num_edges of all types together,
-        nodes and edges, a list of dicts by type, origin, disk_bytes and version.
+        nodes and edges, a list of dicts by type, time_unit if it is known, origin, disk_bytes and
+        version.
     """
     meta = hetero_store.read_meta(Path(folder))
     files = meta.pop("files")
@@ -263,9 +268,21 @@ def verify(folder: str | Path, progress: Progress = no_progress) -> None:
     graph = load(folder)
     graph.check()
     for name in graph.node_types:
-        for part, ids in graph.nodes(name).split.items():
-            if np.any(ids.numpy() < 0) or np.any(ids.numpy() >= graph.num_nodes(name)):
-                raise ValueError(
-                    f"{folder}: the {part} split of node type {name!r} has ids out of range\n\n"
-                    f"hint: ids are from 0 to {graph.num_nodes(name) - 1}"
-                )
+        check_targets(f"{folder}, node type {name!r}", graph.nodes(name))
+
+
+def check_targets(where: str, nodes: NodeStore) -> None:
+    """Check the labels and the split of a node type, which loading does not read.
+
+    Raises:
+        ValueError: a label is not a class, or a node of the split is out of range or in two parts.
+    """
+    for part, ids in nodes.split.items():
+        if np.any(ids.numpy() < 0) or np.any(ids.numpy() >= nodes.num_nodes):
+            raise ValueError(
+                f"{where}: the {part} split has ids out of range\n\n"
+                f"hint: ids are from 0 to {nodes.num_nodes - 1}"
+            )
+    if nodes.labels is not None:
+        check_classes(f"{where}: labels", nodes.labels.numpy())
+    check_parts(f"{where}: split", nodes.split, nodes.num_nodes)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.times import UNITS, TimeUnit
 from gcnzc.kernels.structure import csc
 from gcnzc.kernels.structure.bipartite import find_unsorted, sort_by_time
 from gcnzc.system.arguments import check_choice, check_integer, check_kind, describe
@@ -113,6 +114,8 @@ class HeteroGraph:
         nodes: the nodes of each type.
         edges: the edges of each type `(source, relation, destination)`.
         name: of the graph.
+        time_unit: unit of all times, "s", "ms", "us" or "ns" since 1970, to which the dates of
+            seeds are converted. None for integers of an unknown unit; dates are rejected then.
         check: validate all offsets, sources, times and weights now. With False, only sizes are
             checked, and the rest when `check` is called; use this for memory-mapped files. The
             sampler checks the offsets and sources that it reads in any case.
@@ -129,10 +132,14 @@ class HeteroGraph:
         edges: Mapping[EdgeType, EdgeStore],
         *,
         name: str = "graph",
+        time_unit: TimeUnit | None = None,
         check: bool = True,
     ) -> None:
         check_names(nodes, edges)
+        if time_unit is not None:
+            check_choice("time_unit", time_unit, tuple(UNITS))
         self._nodes, self._edges, self.name = dict(nodes), dict(edges), name
+        self.time_unit = time_unit
         self.folder: Path | None = None
         for node_type, store in self._nodes.items():
             _check_nodes(node_type, store)
@@ -279,7 +286,9 @@ class HeteroGraph:
                 indices = arrays[1].copy()
                 sort_by_time(arrays[0], indices, order, edge_time, node_time)
                 edges[edge_type] = _permuted(store, indices, torch.from_numpy(order))
-        graph = HeteroGraph(self._nodes, edges, name=self.name, check=False)
+        graph = HeteroGraph(
+            self._nodes, edges, name=self.name, time_unit=self.time_unit, check=False
+        )
         graph._is_checked = True
         return graph
 
@@ -290,7 +299,7 @@ class HeteroGraph:
         edges: Mapping[EdgeType, Any],
         *,
         name: str = "graph",
-        time_unit: str = "s",
+        time_unit: TimeUnit | None = None,
     ) -> "HeteroGraph":
         """Build a graph from dicts of arrays; see `gcnzc.graph.hetero.build.from_arrays`."""
         from gcnzc.graph.hetero.build import from_arrays

@@ -1,6 +1,6 @@
 """Build heterogeneous graphs from PyG's `HeteroData` and from heterogeneous DGL graphs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from gcnzc.datasets.part_names import part_of
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.system.arguments import describe
 
 
@@ -19,6 +20,7 @@ def from_pyg(
     feature_attr: str = "x",
     label_attr: str = "y",
     edge_feature_attr: str = "edge_attr",
+    time_unit: TimeUnit | None = None,
     name: str = "graph",
 ) -> HeteroGraph:
     """Build a graph from a `torch_geometric.data.HeteroData`.
@@ -33,6 +35,7 @@ def from_pyg(
         feature_attr: attribute with the features of nodes.
         label_attr: attribute with the labels of nodes.
         edge_feature_attr: attribute with the features of edges.
+        time_unit: unit of the times, see `from_arrays`; needed to sample at dates.
         name: of the graph.
 
     Raises:
@@ -66,7 +69,7 @@ def from_pyg(
             "time": _get(own, time_attr),
             "weight": _get(own, weight_attr),
         }
-    return from_arrays(nodes, edges, name=name)
+    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
 
 
 def _get(store: Any, key: str | None) -> Any:
@@ -122,6 +125,7 @@ def from_dgl(
     weight: str | None = None,
     features: str = "feat",
     labels: str = "label",
+    time_unit: TimeUnit | None = None,
     name: str = "graph",
 ) -> HeteroGraph:
     """Build a graph from a `dgl.DGLGraph` with any number of node and edge types.
@@ -134,6 +138,7 @@ def from_dgl(
         weight: name of the edge data with sampling weights.
         features: name of the node and edge data with features.
         labels: name of the node data with labels.
+        time_unit: unit of the times, see `from_arrays`; needed to sample at dates.
         name: of the graph.
 
     Raises:
@@ -166,7 +171,7 @@ def from_dgl(
         }
         for each, own in edge_frames.items()
     }
-    return from_arrays(nodes, edges, name=name)
+    return from_arrays(nodes, edges, name=name, time_unit=time_unit)
 
 
 def _check_data(argument: str, name: str | None, frames: list[dict[str, Any]]) -> None:
@@ -179,9 +184,12 @@ def _check_data(argument: str, name: str | None, frames: list[dict[str, Any]]) -
 
 
 def _masks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    is_mask: Callable[[Any], bool] = lambda value: getattr(value, "ndim", 0) == 1  # noqa: E731
     return {
         part: value
         for key, value in attributes.items()
-        if key.endswith("_mask") and (part := part_of(key)) is not None and is_mask(value)
+        if key.endswith("_mask")
+        and (part := part_of(key)) is not None
+        and value is not None
+        # masks of several splits have a column for each
+        and getattr(value, "ndim", 1) == 1
     }

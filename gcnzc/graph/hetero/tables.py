@@ -5,7 +5,7 @@ have it to the rows that it refers to, and a second edge type in the reverse dir
 names that RelBench gives them (Robinson et al., 2024, https://arxiv.org/abs/2407.20060).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.system.arguments import check_flag, describe
-
-# floating-point numbers below it have exact integers
-EXACT = 2**53
+from gcnzc.graph.hetero.table_targets import EXACT, labels_of, names_of, split_by_time
+from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.system.arguments import check_flag, check_kind, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +42,10 @@ class Table:
 def from_tables(
     tables: Mapping[str, Any],
     *,
+    labels: Mapping[str, str | Sequence[str]] | None = None,
+    splits: Mapping[str, str | Mapping[str, Any]] | None = None,
     reverse: bool = True,
-    time_unit: str = "s",
+    time_unit: TimeUnit | None = None,
     name: str = "graph",
 ) -> HeteroGraph:
     """Build a graph from pandas tables with primary and foreign keys::
@@ -64,16 +65,22 @@ def from_tables(
     Args:
         tables: for each node type a `Table`, or a table of RelBench, such as
             `database.table_dict`.
+        labels: for tables with labels, the name of the column: integers or booleans, which are
+            classes, -1 for missing values; a categorical, whose classes are the positions of its
+            categories; or numbers with fractions. Several names are columns of labels.
+        splits: for tables with a split, the name of a column of the words "train", "valid" and
+            "test"; or the times at which parts begin, `{"valid": time, "test": time}`, integers or
+            dates like those of the table: rows before "valid" are train.
         reverse: add the reverse edge type of every foreign key.
-        time_unit: unit of the times that dates are converted to: "s", "ms", "us" or "ns"; fractions
-            are rounded up.
+        time_unit: unit of the times, "s", "ms", "us" or "ns", to which dates are converted, in UTC;
+            fractions are rounded up. Default: seconds if there are dates.
         name: of the graph.
 
     Raises:
         TypeError: a table has the wrong type.
         ValueError: a column or table does not exist, a primary key is missing or not unique, a
-            foreign key has no row, or a time is missing. The message names the table, the column
-            and the value.
+            foreign key has no row, a time is missing, a column of labels is a feature, or labels
+            or splits have other values. The message names the table, the column and the value.
     """
     reverse = check_flag("reverse", reverse)
     if not isinstance(tables, Mapping) or not tables:
@@ -85,6 +92,10 @@ def from_tables(
         nodes[each] = {"num_nodes": len(table.frame), "features": _features(each, table)}
         if table.time is not None:
             nodes[each]["time"] = _column(each, table, table.time, "time")
+    for each, table, given in _tables_of("labels", labels, known):
+        nodes[each]["labels"] = _labels(each, table, given)
+    for each, table, given in _tables_of("splits", splits, known):
+        nodes[each]["split"] = _split(each, table, given)
     edges: dict[tuple[str, str, str], Any] = {}
     for each, table in known.items():
         for key, other in table.foreign_keys.items():
@@ -141,6 +152,55 @@ def _features(name: str, table: Table) -> NDArray[np.float32] | None:
             "hint: frame.fillna(...), with a further column that says where values are missing"
         )
     return found
+
+
+def _tables_of(
+    argument: str, given: Mapping[str, Any] | None, known: Mapping[str, Table]
+) -> Iterator[tuple[str, Table, Any]]:
+    """Yield the names and tables that an argument has values for, and the values."""
+    if given is None:
+        return
+    check_kind(argument, given, Mapping, "a dict by table, such as {'customer': 'column'}")
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{argument} has the table {name!r:.100}, which is not given\n\n"
+                f"hint: the tables are {', '.join(known)}"
+            )
+        yield name, known[name], value
+
+
+def _labels(name: str, table: Table, given: Any) -> NDArray[Any]:
+    names = names_of(given)
+    leaked = [each for each in names if each in table.features]
+    if leaked:
+        raise ValueError(
+            f"column {leaked[0]!r} of table {name!r} is a feature, and its label\n\n"
+            "hint: remove it from features, which would show the label to the model"
+        )
+    columns = {
+        f"column {each!r} of table {name!r}": _column(name, table, each, "labels") for each in names
+    }
+    if not columns:
+        raise ValueError(f"labels[{name!r}] has no columns\n\nhint: omit the table")
+    return labels_of(columns)
+
+
+def _split(name: str, table: Table, given: Any) -> Any:
+    if isinstance(given, str):
+        return _column(name, table, given, "split").astype(object)
+    check_kind(
+        f"splits[{name!r}]",
+        given,
+        Mapping,
+        "the name of a column, or the times at which parts begin, {'valid': time, 'test': time}",
+    )
+    if table.time is None:
+        raise ValueError(
+            f"splits[{name!r}] has times, but table {name!r} has none\n\nhint: Table(..., "
+            "time='date'), or the name of a column with the words train, valid and test"
+        )
+    return split_by_time(f"splits[{name!r}]", _column(name, table, table.time, "time"), given)
 
 
 def _primary_keys(name: str, table: Table) -> Any:

@@ -1,4 +1,4 @@
-"""Convert values of nodes and edges: times, weights, features, labels and splits."""
+"""Convert values of nodes and edges: weights, features, labels and splits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,97 +9,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.datasets.part_names import part_of
+from gcnzc.datasets.source import SPLITS, check_once, is_mask, max_classes
 from gcnzc.system.arguments import describe
-
-# int64's least value, which NumPy and pandas write for a missing time (NaT)
-MISSING_TIME = -(2**63)
-# units of times, and their length in nanoseconds
-UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-DATE_UNITS = {**UNITS, "m": 60 * 10**9, "h": 3600 * 10**9, "D": 86400 * 10**9}
 
 
 def to_array(name: str, value: Any) -> NDArray[Any]:
-    """Return a tensor on any device, an array, a pandas column or a list as an array."""
+    """Return a tensor on any device, an array, a pandas column or a list as an array.
+
+    Raises:
+        TypeError: the value is sparse, or is no array.
+    """
     if isinstance(value, Tensor):
-        return value.detach().cpu().numpy()
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"{name} is {describe(value)} of layout {value.layout}\n\nhint: a dense tensor; "
+                "adjacency.coalesce().indices() has the edges of a sparse COO matrix"
+            )
+        dense = value.detach().cpu()
+        # numpy has no such dtype
+        return (dense.float() if dense.dtype == torch.bfloat16 else dense).numpy()
+    if hasattr(value, "tocoo"):
+        raise TypeError(
+            f"{name} is a SciPy matrix of shape {value.shape}\n\nhint: an array; "
+            "numpy.stack(matrix.nonzero()) has the edges from row to column of a matrix"
+        )
     if hasattr(value, "to_numpy"):
         return np.asarray(value.to_numpy())
     try:
         return np.asarray(value)
     except ValueError:
         raise TypeError(f"{name} is {describe(value)}\n\nhint: a tensor or an array") from None
-
-
-def as_times(name: str, value: Any, count: int, unit: str = "s") -> Tensor:
-    """Return times as a contiguous int64 tensor.
-
-    Args:
-        name: of the values, for messages.
-        value: (count,) integers; floating-point numbers without fractions; or NumPy's or pandas'
-            dates, which become the time since 1970 in `unit`, rounded up so that nothing seems to
-            happen before its time.
-        count: number of nodes or edges.
-        unit: "s", "ms", "us" or "ns".
-
-    Raises:
-        ValueError: a time is missing or has a fraction, or the shape is wrong.
-    """
-    times = to_array(name, value)
-    _check_length(name, times, count, dimensions=(1,))
-    if times.dtype.kind in "mM":
-        if (place := _first(np.isnat(times))) is not None:
-            raise _missing_time(name, place, "NaT")
-        return torch.from_numpy(_since_1970(times, UNITS[unit]))
-    if times.dtype.kind == "f":
-        if (place := _first(~np.isfinite(times))) is not None:
-            raise _missing_time(name, place, str(times[place]))
-        whole = (times == np.floor(times)) & (np.abs(times) < 2.0**63)
-        if (place := _first(~whole)) is not None:
-            raise ValueError(
-                f"{name}[{place}] is {times[place]}\n\nhint: times are integers; convert them to a "
-                "smaller unit, such as milliseconds"
-            )
-    elif times.dtype.kind not in "iu":
-        raise ValueError(f"{name} has type {times.dtype}\n\nhint: times are integers or dates")
-    elif (place := _first(times > np.iinfo(np.int64).max)) is not None:
-        raise ValueError(
-            f"{name}[{place}] is {times[place]}, which int64 does not have\n\n"
-            "hint: times are below 2**63; subtract the earliest, or use a larger unit"
-        )
-    converted = np.ascontiguousarray(times.astype(np.int64, copy=False))
-    if (place := _first(converted == MISSING_TIME)) is not None:
-        raise _missing_time(name, place, "NaT")
-    return torch.from_numpy(_writable(converted))
-
-
-def _since_1970(times: NDArray[Any], unit: int) -> NDArray[np.int64]:
-    """Return dates or durations as numbers of units of so many nanoseconds, rounded up."""
-    name, count = np.datetime_data(times.dtype)
-    if name not in DATE_UNITS:
-        # years, months and weeks
-        times, name, count = times.astype(f"{times.dtype.kind}8[s]"), "s", 1
-    own = DATE_UNITS[name] * count
-    if own % unit and unit % own:
-        times, own = times.astype(f"{times.dtype.kind}8[ns]"), 1
-    ticks = times.astype(np.int64)
-    if own % unit:
-        return -(-ticks // (unit // own))
-    factor = own // unit
-    limit = np.iinfo(np.int64).max // factor
-    if (place := _first((ticks > limit) | (ticks < -limit))) is not None:
-        raise ValueError(
-            f"the date {times[place]} at position {place} is out of the range of int64 in this "
-            "time_unit\n\nhint: use a larger time_unit, such as 's'"
-        )
-    found: NDArray[np.int64] = ticks * factor
-    return found
-
-
-def _missing_time(name: str, place: int, value: str) -> ValueError:
-    return ValueError(
-        f"{name}[{place}] is {value}, a missing time\n\n"
-        "hint: remove these rows, or give them a time; a type without any times is always visible"
-    )
 
 
 def as_weights(name: str, value: Any, count: int) -> Tensor:
@@ -111,38 +50,49 @@ def as_weights(name: str, value: Any, count: int) -> Tensor:
     weights = to_array(name, value)
     if weights.ndim == 2 and weights.shape[1] == 1:
         weights = weights[:, 0]
-    _check_length(name, weights, count, dimensions=(1,))
+    check_length(name, weights, count, dimensions=(1,))
     if weights.dtype.kind not in "fiub":
         raise ValueError(f"{name} has type {weights.dtype}\n\nhint: weights are numbers")
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(weights, np.float32)
-    if (place := _first(~(np.isfinite(converted) & (converted >= 0)))) is not None:
+    if (place := first(~(np.isfinite(converted) & (converted >= 0)))) is not None:
         raise ValueError(
             f"{name}[{place}] is {weights[place]}\n\n"
             "hint: weights are finite and at least 0; an edge of weight 0 is never sampled"
         )
-    return torch.from_numpy(_writable(converted))
+    return torch.from_numpy(writable(converted))
 
 
 def as_features(name: str, value: Any, count: int) -> Tensor:
     """Return features as a (count, D) tensor on the host, without a copy where possible.
 
-    A vector becomes one column. A torch CSR matrix stays sparse.
+    A vector becomes one column. Sparse tensors and SciPy matrices become torch CSR matrices of
+    float32.
 
     Raises:
         ValueError: the shape or dtype is wrong.
     """
-    if isinstance(value, Tensor):
+    if hasattr(value, "tocsr"):
+        features = _to_torch_csr(name, value)
+    elif isinstance(value, Tensor):
         features = value.detach().cpu()
-        if features.layout == torch.sparse_coo:
+        if features.layout == torch.sparse_coo and features.ndim == 2:
             features = features.to_sparse_csr()
+        if features.layout not in (torch.strided, torch.sparse_csr):
+            raise ValueError(
+                f"{name} is {describe(value)} of layout {features.layout}\n\n"
+                "hint: features are dense, or a sparse matrix (N, D) in CSR format"
+            )
+        if features.layout == torch.sparse_csr:
+            # the only dtype of sparse tables
+            features = features.to(torch.float32)
     else:
         array = to_array(name, value)
         if array.dtype.kind not in "fiub":
             raise ValueError(
                 f"{name} has type {array.dtype}\n\nhint: features are numbers; encode text first"
             )
-        features = torch.from_numpy(_writable(array))
+        features = torch.from_numpy(writable(array))
     if features.ndim == 1:
         features = features.unsqueeze(1)
     if features.ndim != 2 or len(features) != count:
@@ -152,40 +102,92 @@ def as_features(name: str, value: Any, count: int) -> Tensor:
     return features
 
 
+def _to_torch_csr(name: str, matrix: Any) -> Tensor:
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{name} is a SciPy matrix of type {matrix.dtype} and shape {matrix.shape}\n\n"
+            "hint: features are numbers, (N, D)"
+        )
+    csr = matrix.tocsr()
+    csr.sum_duplicates()
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(csr.indptr.astype(np.int64)),
+        torch.from_numpy(csr.indices.astype(np.int64)),
+        torch.from_numpy(csr.data.astype(np.float32)),
+        csr.shape,
+        check_invariants=True,
+    )
+
+
 def as_labels(name: str, value: Any, count: int) -> Tensor:
     """Return labels: (count,) or (count, T), int64 for integers, float32 for other numbers.
 
     Raises:
-        ValueError: the shape or dtype is wrong.
+        ValueError: the shape or dtype is wrong, or an integer is not a class.
     """
     labels = to_array(name, value)
-    _check_length(name, labels, count, dimensions=(1, 2))
+    check_length(name, labels, count, dimensions=(1, 2))
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind not in "fiub":
-        raise ValueError(f"{name} has type {labels.dtype}\n\nhint: labels are numbers")
+        raise ValueError(
+            f"{name} has type {labels.dtype}\n\nhint: labels are numbers; "
+            "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers others"
+        )
+    check_classes(name, labels)
     dtype = np.float32 if labels.dtype.kind == "f" else np.int64
-    return torch.from_numpy(_writable(np.ascontiguousarray(labels, dtype)))
+    return torch.from_numpy(writable(np.ascontiguousarray(labels, dtype)))
 
 
-def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return the int64 ids of "train", "valid" and "test", given as ids or masks.
+def check_classes(name: str, labels: NDArray[Any]) -> None:
+    """Check that integer labels are classes or -1; others are not checked.
 
     Raises:
-        ValueError: a name, an id or a shape is wrong.
+        ValueError: a label is below -1, or too large to be the class of so many nodes.
     """
-    split = {}
+    if labels.dtype.kind not in "iu" or not labels.size:
+        return
+    most = max_classes(len(labels)) - 1
+    if labels.min() >= -1 and labels.max() <= most:
+        return
+    is_wrong = labels > most
+    if labels.dtype.kind == "i":
+        is_wrong |= labels < -1
+    place = tuple(int(i) for i in np.argwhere(is_wrong)[0])
+    raise ValueError(
+        f"{name}: node {place[0]} has the label {labels[place]}, which is not a class (classes "
+        f"start at 0 and are at most {most})\n\nhint: -1 marks a node without a label; "
+        "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers other classes; "
+        "numbers to predict are floating-point"
+    )
+
+
+def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
+    """Return the int64 ids of "train", "valid" and "test".
+
+    Args:
+        name: of the split, for messages.
+        value: for each part ids or a mask; or one of these words, or None, for each node.
+        count: number of nodes.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a name, an id or a shape is wrong, or a node is in two parts or twice in one.
+    """
+    if not isinstance(value, Mapping):
+        return _split_of_words(name, value, count)
+    split: dict[str, Tensor] = {}
     for key, given in value.items():
         part, own = part_of(key), f"{name}[{key!r}]"
         if part is None or part in split:
             raise ValueError(f"{name} has the key {key!r}\n\nhint: train, valid and test")
         ids = to_array(own, given)
         if ids.dtype == bool:
-            _check_length(own, ids, count, dimensions=(1,))
+            check_length(own, ids, count, dimensions=(1,))
             ids = np.flatnonzero(ids)
-        if ids.dtype == np.uint8:
+        if ids.dtype == np.uint8 or (ids.ndim == 1 and is_mask(ids, count)):
             raise ValueError(
-                f"{own} has type uint8, which may be ids or a mask\n\n"
+                f"{own} has type {ids.dtype}, which may be ids or a mask\n\n"
                 "hint: convert a mask to bool, and ids to int64"
             )
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
@@ -193,16 +195,52 @@ def as_split(name: str, value: Mapping[str, Any], count: int) -> dict[str, Tenso
                 f"{own} has shape {ids.shape} and type {ids.dtype}\n\nhint: node ids, or a mask"
             )
         ids = ids.astype(np.int64)
-        if (place := _first((ids < 0) | (ids >= count))) is not None:
+        if (place := first((ids < 0) | (ids >= count))) is not None:
             raise ValueError(
                 f"{own} contains the node {ids[place]}, but the type has {count} nodes\n\n"
                 f"hint: ids are from 0 to {count - 1}"
             )
         split[part] = torch.from_numpy(ids)
+    check_parts(name, split, count)
     return split
 
 
-def _check_length(name: str, values: NDArray[Any], count: int, dimensions: tuple[int, ...]) -> None:
+def check_parts(name: str, split: Mapping[str, Tensor], count: int) -> None:
+    """Check that each node is at most once in a split.
+
+    Raises:
+        ValueError: a node is in two parts or twice in one.
+    """
+    owner = np.zeros(count, np.uint8)  # 1 + index of the part of each node
+    for number, part in enumerate(SPLITS, start=1):
+        if part in split:
+            check_once(split[part].numpy(), owner, number, name)
+
+
+def _split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
+    words = to_array(name, value)
+    if words.dtype.kind not in "UO":
+        raise TypeError(
+            f"{name} is {describe(value)}\n\n"
+            'hint: a dict with node ids or masks for "train", "valid" and "test", or one of these '
+            "words for each node"
+        )
+    check_length(name, words, count, dimensions=(1,))
+    numbers: dict[Any, int] = {}
+    for word in set(words.tolist()):
+        part = part_of(word)
+        if part is None and str(word).lower() not in ("", "none", "nan", "<na>", "nat"):
+            raise ValueError(
+                f"{name} has the word {word!r:.100}\n\nhint: train, valid (or val) and test; None "
+                "is for nodes in none of them"
+            )
+        numbers[word] = -1 if part is None else SPLITS.index(part)
+    parts = np.array([numbers[word] for word in words.tolist()], np.int64)
+    return {part: torch.from_numpy(np.flatnonzero(parts == i)) for i, part in enumerate(SPLITS)}
+
+
+def check_length(name: str, values: NDArray[Any], count: int, dimensions: tuple[int, ...]) -> None:
+    """Check the length and the number of dimensions of an array."""
     if values.ndim not in dimensions or len(values) != count:
         raise _wrong_length(name, values.shape, count)
 
@@ -214,11 +252,12 @@ def _wrong_length(name: str, shape: tuple[int, ...], count: int) -> ValueError:
     )
 
 
-def _first(is_wrong: NDArray[np.bool_]) -> int | None:
+def first(is_wrong: NDArray[np.bool_]) -> int | None:
+    """Return the first position that is True; None if there is none."""
     return int(is_wrong.argmax()) if is_wrong.any() else None
 
 
-def _writable(array: NDArray[Any]) -> NDArray[Any]:
+def writable(array: NDArray[Any]) -> NDArray[Any]:
     """Return an array that torch can share: not read-only and without negative strides."""
     is_shared = array.flags.writeable and all(step >= 0 for step in array.strides)
     return array if is_shared else array.copy()

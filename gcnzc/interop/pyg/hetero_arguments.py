@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
-from gcnzc.graph.hetero.values import as_times
+from gcnzc.graph.hetero.times import as_times
 from gcnzc.interop.options import check_tables
 from gcnzc.interop.pyg.arguments import check_edges, check_node_ids
 from gcnzc.interop.pyg.hetero_graph import Key, TypedGraph
@@ -167,7 +167,8 @@ def check_input_time(
     if input_time is not None:
         if typed is None or typed.time is None:
             raise ValueError("input_time was given without time_attr\n\nhint: time_attr='time'")
-        return as_times("input_time", input_time, num_items)
+        unit = typed.graph.time_unit
+        return as_times("input_time", input_time, num_items, unit, is_limit=True)
     if typed is not None and typed.time and typed.graph.nodes(node_type).time is None:
         raise ValueError(
             f"the nodes of type {node_type!r} have no times, and input_time was not given\n\n"
@@ -237,7 +238,10 @@ def check_label_time(given: Any, typed: TypedGraph | None, num_items: int) -> Te
         raise ValueError(f"time_attr was given, but 'edge_label_time' is not set\n\n{hint}")
     if given is not None and not is_temporal:
         raise ValueError(f"edge_label_time was given without time_attr\n\n{hint}")
-    return None if given is None else as_times("edge_label_time", given, num_items)
+    if given is None or typed is None:
+        return None
+    unit = typed.graph.time_unit
+    return as_times("edge_label_time", given, num_items, unit, is_limit=True)
 
 
 def times_crc32(times: Tensor | None) -> int:

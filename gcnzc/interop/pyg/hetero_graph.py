@@ -218,7 +218,7 @@ def _add(
     locks: ExitStack,
 ) -> None:
     name = f"data[{key[0]!r}].{key[1]}"
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(value)
     if isinstance(value, Tensor) and dim == 0:
         found.columns[key] = Column(name, value, num_rows, device, locks)

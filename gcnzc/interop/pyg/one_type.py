@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, NodeStore, TimeKind
-from gcnzc.graph.hetero.values import as_times, as_weights
+from gcnzc.graph.hetero.times import TimeUnit, as_times, to_dates
+from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.pyg.graph import CscEdges
 from gcnzc.interop.pyg.hetero_arguments import Sampling
 from gcnzc.interop.pyg.hetero_graph import TypedGraph, cached_graph
@@ -49,10 +50,11 @@ def to_one_type(
         graph, order = csc.graph, None if csc.order is None else csc.order.rows
         graph.check()
         node_time = edge_time = edge_weight = None
+        unit: TimeUnit | None = None if to_dates(time) is None else "s"
         if kind == "node":
-            node_time = as_times(f"data.{time_attr}", time, graph.num_nodes)
+            node_time = as_times(f"data.{time_attr}", time, graph.num_nodes, unit)
         elif kind == "edge":
-            edge_time = as_times(f"data.{time_attr}", time, graph.num_edges)
+            edge_time = as_times(f"data.{time_attr}", time, graph.num_edges, unit)
         if weight is not None:
             edge_weight = as_weights(f"data.{weight_attr}", weight, graph.num_edges)
         if order is not None:
@@ -61,7 +63,8 @@ def to_one_type(
         edges = EdgeStore(
             graph.indptr, graph.indices, edge_ids=order, time=edge_time, weight=edge_weight
         )
-        found = HeteroGraph({NODE: NodeStore(graph.num_nodes, time=node_time)}, {EDGE: edges})
+        nodes = {NODE: NodeStore(graph.num_nodes, time=node_time)}
+        found = HeteroGraph(nodes, {EDGE: edges}, time_unit=unit)
         if kind is not None:
             found = found.sort_by_time(kind)
         return TypedGraph(found, kind, (csc, time, weight))

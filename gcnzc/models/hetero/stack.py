@@ -150,9 +150,9 @@ class HeteroModel(nn.Module):
             blocks: one per layer, input layer first, from `build_hetero_blocks` or
                 `build_full_hetero_blocks`.
             x: for each node type (S_t, in_features[t]) features of the sources of the first block,
-                in the order of `HeteroBatch.nodes`, on the device of the blocks; any floating-point
-                dtype. Rows of trainable embeddings may require gradients. Types without sources
-                may be missing.
+                in the order of `HeteroBatch.nodes`, on the device of the blocks; of any real dtype,
+                integers too, converted to that of the model. Rows of trainable embeddings may
+                require gradients. Types without sources may be missing.
 
         Returns:
             (seeds, num_classes) outputs for the nodes of the target type that are destinations of
@@ -235,9 +235,9 @@ class HeteroModel(nn.Module):
                 f"x has no features of node type {name!r}, which has {count} nodes\n\n"
                 "hint: for types without features, pass rows of a trainable embedding"
             )
-        if not isinstance(features, Tensor) or not features.is_floating_point():
+        if not isinstance(features, Tensor) or features.is_complex():
             raise TypeError(
-                f"x[{name!r}] is {describe(features)}\n\nhint: a floating-point tensor of features"
+                f"x[{name!r}] is {describe(features)}\n\nhint: a tensor of features, real numbers"
             )
         expected = (count, self.in_features[name])
         if features.shape != expected:

@@ -14,6 +14,7 @@ from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
+from gcnzc.graph.hetero.folder import check_targets
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, NodeStore
 from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
@@ -130,6 +131,8 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
     target = _find_target(config, graph, path)
     nodes = graph.nodes(target)
     assert nodes.labels is not None, "`_find_target` has checked"
+    # folders of older versions may have others
+    check_targets(f"{path}, node type {target!r}", nodes)
     labels = nodes.labels
     if labels.is_floating_point() and labels.ndim == 1:
         raise ValueError(

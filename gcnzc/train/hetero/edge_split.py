@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
 from gcnzc.loader.seeds import permutation
-from gcnzc.sampling.hetero_link import edge_times, find_reverse_types
+from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.sampling.reverse_types import find_reverse_types
 
 # stream of the random generator; stream 0 shuffles the seeds of an epoch
 SPLIT = 3
@@ -167,7 +168,7 @@ def _without(
         for each in reverses:
             stores[each] = _drop_pairs(graph, each, stores[each], pairs.flip(0))
     nodes = {name: graph.nodes(name) for name in graph.node_types}
-    return HeteroGraph(nodes, stores, name=graph.name, check=False)
+    return HeteroGraph(nodes, stores, name=graph.name, time_unit=graph.time_unit, check=False)
 
 
 def _drop_pairs(

@@ -90,10 +90,21 @@ class TrainedEmbeddings:
         generation = self.generation + 1
         self.optimizer.save(self.folder / _state_name(generation))
         self.generation = generation
-        names = {_state_name(generation)} | ({best_name(best["epoch"])} if best else set())
-        self._begun = frozenset(names)
+        self._begun = frozenset({_state_name(generation)} | _best_names(best))
+        self._remove_except(self._on_disk | self._begun)
+
+    def remove_old(self, best: Mapping[str, Any]) -> None:
+        """Remove all files of earlier checkpoints and models, when the last ones are on the disk.
+
+        Args:
+            best: the best model.
+        """
+        self._on_disk = self._begun
+        self._remove_except(self._begun | _best_names(best))
+
+    def _remove_except(self, names: Collection[str]) -> None:
         for path in self.folder.glob("*.npz"):
-            if path.name not in self._on_disk | self._begun:
+            if path.name not in names:
                 # a file that is left on a read-only disk does no harm
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -115,13 +126,16 @@ class TrainedEmbeddings:
                 )
             self.optimizer.load(path)
         self.generation = generation
-        names = {path.name} | ({best_name(best["epoch"])} if best else set())
-        self._on_disk = self._begun = frozenset(names)
+        self._on_disk = self._begun = frozenset({path.name} | _best_names(best))
 
 
 def best_name(epoch: int) -> str:
     """Return the name of the file with the rows of the best model, of an epoch counted from 0."""
     return f"best-{epoch:06}.npz"
+
+
+def _best_names(best: Mapping[str, Any]) -> set[str]:
+    return {best_name(best["epoch"])} if best else set()
 
 
 def _state_name(generation: int) -> str:

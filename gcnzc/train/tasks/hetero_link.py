@@ -88,9 +88,9 @@ class HeteroLinkTask:
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.config.strict_negatives,
-            # temporal neighbourhoods are earlier than their edge
-            exclude="none" if self.is_temporal else exclude,
-            reverse_types=self.split.reverse_types,
+            # temporal neighbourhoods are earlier than their edge, which None checks for reverses
+            exclude=None if self.is_temporal else exclude,
+            reverse_types=None if self.is_temporal else self.split.reverse_types,
             known=self.data.graph,
             seed=self.config.seed,
         )

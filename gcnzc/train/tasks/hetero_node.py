@@ -34,7 +34,9 @@ class HeteroNodeTask(NodeTask):
         if config.temporal != "none" and data.graph.nodes(data.target).time is None:
             raise ValueError(
                 f"--temporal {config.temporal}: node type {data.target!r} of {data.name} has no "
-                "times, which limit the neighbours of its nodes\n\nhint: omit --temporal"
+                "times, which limit the neighbours of its nodes\n\nhint: give these nodes times, "
+                "such as those of their labels, before the graph is saved; in Python, "
+                "HeteroLoader(seed_times=); or omit --temporal"
             )
         super().__init__(config, data)
         # of the node types without features; set when the model is known

@@ -285,7 +285,7 @@ def test_bad_inputs_are_errors():
     ):
         with pytest.raises(ValueError, match=message):
             model(blocks, wrong)
-    for wrong in (x[PAPER], x | {PAPER: x[PAPER].long()}, x | {PAPER: [1.0]}):
+    for wrong in (x[PAPER], x | {PAPER: x[PAPER].to(torch.complex64)}, x | {PAPER: [1.0]}):
         with pytest.raises(TypeError, match="x"):
             model(blocks, wrong)
     with pytest.raises(ValueError, match="1 blocks for a model of 2 layers"):

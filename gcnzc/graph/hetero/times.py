@@ -1,0 +1,141 @@
+"""Convert times of nodes, edges and seeds: integers, or dates as integers since 1970."""
+
+import datetime
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcnzc.graph.hetero.values import check_length, first, to_array, writable
+
+TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
+# int64's least value, which NumPy and pandas write for a missing time (NaT)
+MISSING_TIME = -(2**63)
+# units of times, and their length in nanoseconds
+UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+DATE_UNITS = {**UNITS, "m": 60 * 10**9, "h": 3600 * 10**9, "D": 86400 * 10**9}
+
+
+def as_times(
+    name: str, value: Any, count: int, unit: str | None, *, is_limit: bool = False
+) -> Tensor:
+    """Return times as a contiguous int64 tensor.
+
+    Args:
+        name: of the values, for messages.
+        value: (count,) integers; floating-point numbers without fractions; or dates, see
+            `to_dates`, which become the time since 1970 in `unit`.
+        count: number of nodes, edges or seeds.
+        unit: "s", "ms", "us" or "ns"; None for a graph whose times have no known unit.
+        is_limit: the times limit what seeds see. Dates are rounded down, so that nothing later is
+            seen; otherwise they are rounded up, so that nothing seems to happen before its time.
+
+    Raises:
+        ValueError: a time is missing or has a fraction, the shape is wrong, or there are dates and
+            no unit.
+    """
+    dates = to_dates(value)
+    times = to_array(name, value) if dates is None else dates
+    check_length(name, times, count, dimensions=(1,))
+    if dates is not None:
+        if unit is None:
+            raise ValueError(
+                f"{name} has dates, but the times of the graph are integers whose unit is not "
+                "known\n\nhint: pass integers like those of the graph; graphs that are built from "
+                "dates, or with time_unit=, know the unit"
+            )
+        if (place := first(np.isnat(times))) is not None:
+            raise _missing_time(name, place, "NaT")
+        return torch.from_numpy(_since_1970(times, UNITS[unit], is_limit))
+    if times.dtype.kind == "f":
+        if (place := first(~np.isfinite(times))) is not None:
+            raise _missing_time(name, place, str(times[place]))
+        whole = (times == np.floor(times)) & (np.abs(times) < 2.0**63)
+        if (place := first(~whole)) is not None:
+            raise ValueError(
+                f"{name}[{place}] is {times[place]}\n\nhint: times are integers; convert them to a "
+                "smaller unit, such as milliseconds"
+            )
+    elif times.dtype.kind not in "iu":
+        raise ValueError(f"{name} has type {times.dtype}\n\nhint: times are integers or dates")
+    elif (place := first(times > np.iinfo(np.int64).max)) is not None:
+        raise ValueError(
+            f"{name}[{place}] is {times[place]}, which int64 does not have\n\n"
+            "hint: times are below 2**63; subtract the earliest, or use a larger unit"
+        )
+    converted = np.ascontiguousarray(times.astype(np.int64, copy=False))
+    if (place := first(converted == MISSING_TIME)) is not None:
+        raise _missing_time(name, place, "NaT")
+    return torch.from_numpy(writable(converted))
+
+
+def to_dates(value: Any) -> NDArray[Any] | None:
+    """Return dates or durations as datetime64 or timedelta64; None for other values.
+
+    Dates are those of NumPy, of pandas and of Python's `datetime`, also in lists. Dates with a time
+    zone are converted to UTC; dates without one are taken as UTC.
+    """
+    if isinstance(value, Tensor):
+        return None
+    dtype: Any = getattr(value, "dtype", None)
+    if getattr(dtype, "tz", None) is not None:
+        # pandas returns UTC
+        return np.asarray(value.to_numpy(f"datetime64[{dtype.unit}]"))
+    try:
+        found = to_array("times", value)
+    except TypeError:
+        return None
+    if found.dtype.kind in "mM":
+        return found
+    if found.dtype != object or found.ndim != 1 or not len(found):
+        return None
+    is_date = [isinstance(each, datetime.date) for each in found]
+    has_others = any(not own and each is not None for own, each in zip(is_date, found, strict=True))
+    if has_others or not any(is_date):
+        return None
+    return np.array([_to_date(each) for each in found])
+
+
+def _to_date(value: Any) -> np.datetime64:
+    if value is None:
+        return np.datetime64("NaT")
+    if hasattr(value, "to_datetime64"):
+        # of pandas: in UTC
+        found: np.datetime64 = value.to_datetime64()
+        return found
+    if isinstance(value, datetime.datetime) and value.tzinfo is not None:
+        value = value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+    return np.datetime64(value)
+
+
+def _since_1970(times: NDArray[Any], unit: int, is_limit: bool) -> NDArray[np.int64]:
+    """Return dates or durations as numbers of units of so many nanoseconds; see `as_times`."""
+    name, count = np.datetime_data(times.dtype)
+    if name not in DATE_UNITS:
+        # years, months and weeks
+        times, name, count = times.astype(f"{times.dtype.kind}8[s]"), "s", 1
+    own = DATE_UNITS[name] * count
+    if own % unit and unit % own:
+        times, own = times.astype(f"{times.dtype.kind}8[ns]"), 1
+    ticks = times.astype(np.int64)
+    if own % unit:
+        ratio = unit // own
+        return ticks // ratio if is_limit else -(-ticks // ratio)
+    factor = own // unit
+    limit = np.iinfo(np.int64).max // factor
+    if (place := first((ticks > limit) | (ticks < -limit))) is not None:
+        raise ValueError(
+            f"the date {times[place]} at position {place} is out of the range of int64 in this "
+            "time_unit\n\nhint: use a larger time_unit, such as 's'"
+        )
+    found: NDArray[np.int64] = ticks * factor
+    return found
+
+
+def _missing_time(name: str, place: int, value: str) -> ValueError:
+    return ValueError(
+        f"{name}[{place}] is {value}, a missing time\n\n"
+        "hint: remove these rows, or give them a time; a type without any times is always visible"
+    )

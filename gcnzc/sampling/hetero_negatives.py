@@ -1,0 +1,127 @@
+"""Sample negatives for link prediction in heterogeneous graphs: sources with random destinations.
+
+Notation: E seed edges, S edges of a minibatch, K negatives for each edge, N destination nodes.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
+from gcnzc.kernels.sample.negatives import sample_negatives, sample_timed_negatives
+
+
+class HeteroNegatives:
+    """Sample the negatives of edges of one type.
+
+    Args:
+        known: graph with the edges that are no valid negatives.
+        edge_type: of the edges.
+        num_negatives: K.
+        strict: reject negatives that are edges of `known`.
+        seed: 64-bit integer key.
+        node_times: (N,) int64 times of the destinations; None if all of them are eligible.
+    """
+
+    def __init__(
+        self,
+        known: HeteroGraph,
+        edge_type: EdgeType,
+        num_negatives: int,
+        strict: bool,
+        seed: int,
+        node_times: Tensor | None,
+    ) -> None:
+        self.edge_type, self.num_negatives = edge_type, num_negatives
+        self.strict, self.seed = strict, seed
+        store = known.edges(edge_type)
+        indptr, indices = store.indptr.numpy(), store.indices.numpy()
+        if strict and not is_sorted(indptr, indices):
+            known.check()
+            indices = sort_columns(indptr, indices)[0]
+        self._edges: tuple[Any, Any] = indptr, indices
+        self._order: Any = None
+        if node_times is not None:
+            own = node_times.numpy()
+            self._order = np.argsort(own, kind="stable")
+            self._times = own[self._order]
+
+    def check(self, edges: Tensor, times: Tensor) -> None:
+        """Check that each edge has a destination that is not later.
+
+        Args:
+            edges: (2, E).
+            times: (E,) of the edges.
+
+        Raises:
+            ValueError: all destinations are later than an edge; the message has its time.
+        """
+        if self._order is None or not self.num_negatives:
+            return
+        place = int(times.argmin())
+        if times[place] < self._times[0]:
+            source, target = edges[:, place].tolist()
+            raise ValueError(
+                f"all nodes of type {self.edge_type[2]!r} are later than the edge from {source} to "
+                f"{target} of {self.edge_type}, whose time is {int(times[place])}, so that it has "
+                f"no negative: the earliest node has time {self._times[0]}\n\n"
+                "hint: remove such edges; if the times of nodes have another unit, "
+                "HeteroSampler(..., time='edge') ignores them"
+            )
+
+    def sample(self, positives: Tensor, items: Tensor, times: Tensor | None, epoch: int) -> Tensor:
+        """Sample the negatives of edges.
+
+        Args:
+            positives: (2, S) the edges.
+            items: (S,) their indices, which select the random numbers.
+            times: (S,) their times; None without temporal sampling.
+            epoch: in [0, 2**32).
+
+        Returns:
+            (2, S * K) int64, grouped by edge.
+
+        Raises:
+            ValueError: an edge has no valid negative.
+        """
+        if not self.num_negatives:
+            return positives[:, :0]
+        sources, is_bipartite = positives[0].numpy(), self.edge_type[0] != self.edge_type[2]
+        if self._order is None or times is None:
+            found = sample_negatives(
+                *self._edges,
+                sources,
+                items.numpy(),
+                self.num_negatives,
+                "uniform",
+                self.strict,
+                self.seed,
+                epoch,
+                is_bipartite,
+            )
+            return torch.from_numpy(found)
+        num_eligible = np.searchsorted(self._times, times.numpy(), side="right")
+        found, failed = sample_timed_negatives(
+            *self._edges,
+            sources,
+            items.numpy(),
+            self.num_negatives,
+            self._order,
+            num_eligible,
+            self.strict,
+            self.seed,
+            epoch,
+            is_bipartite,
+        )
+        if failed is not None:
+            raise ValueError(
+                f"the edge from {sources[failed]} to {int(positives[1, failed])} of "
+                f"{self.edge_type}, whose time is {int(times[failed])}, has no negative: the graph "
+                f"has edges between its source and each of the {num_eligible[failed]} nodes of "
+                f"type {self.edge_type[2]!r} that are not later\n\n"
+                "hint: strict=False allows negatives that are edges of the graph"
+            )
+        return torch.from_numpy(found)

@@ -1,0 +1,148 @@
+"""Labels and splits of graphs from tables: columns, times, folders, and what is named."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph.hetero.tables import Table
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.run import train
+
+USERS = pd.DataFrame(
+    {
+        "id": [7, 9, 8, 5],
+        "age": [1.0, 2.0, 3.0, 4.0],
+        "churn": [True, False, None, True],
+        "level": [3, 0, 1, 2],
+        "score": [0.5, np.nan, 2.0, 3.0],
+        "kind": ["b", "a", None, "b"],
+        "part": ["train", "valid", None, "test"],
+    }
+)
+DAYS = pd.DatetimeIndex(
+    [
+        pd.Timestamp(day)
+        for day in ["2024-01-01", "2024-02-01 12:00", "2024-02-02", "2024-03-01", "2023-05-05"]
+    ]
+)
+ORDERS = pd.DataFrame({"user": [7, 9, 9, 5, 8], "date": DAYS, "day": [1, 5, 6, 9, 0]})
+
+
+def build(users=USERS, orders=ORDERS, time="date", **options):
+    tables = {
+        "user": Table(users, "id", features=["age"]),
+        "order": Table(orders, foreign_keys={"user": "user"}, time=time),
+    }
+    return HeteroGraph.from_tables(tables, **options)
+
+
+def labels(column, frame=USERS):
+    return build(frame, labels={"user": column}).nodes("user").labels
+
+
+def parts(graph, name):
+    return {part: ids.tolist() for part, ids in graph.nodes(name).split.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([True, False, None, True], [1, 0, -1, 1]),
+        ([3, 0, 1, 2], [3, 0, 1, 2]),
+        ([3, 0, None, 2], [3, 0, -1, 2]),
+        (pd.array([3, 0, None, 2], "Int64"), [3, 0, -1, 2]),
+        (pd.array([3, 0, None, 2], "UInt8"), [3, 0, -1, 2]),
+        (pd.array([True, None, None, False], "boolean"), [1, -1, -1, 0]),
+        (np.array([3, 0, 1, 2], np.uint64), [3, 0, 1, 2]),
+        (pd.Categorical(["b", "a", None, "b"]), [1, 0, -1, 1]),
+        (pd.Categorical(["b", "a", None, "b"], ["c", "b", "a"]), [1, 2, -1, 1]),
+        ([0.5, 1.0, 2.0, 3.0], [0.5, 1.0, 2.0, 3.0]),
+        ([1.0, 1.0, 2.0, 3.0], [1.0, 1.0, 2.0, 3.0]),
+    ],
+)
+def test_labels_of_a_column(values, expected):
+    found = labels("y", USERS.assign(y=values))
+    assert torch.equal(found, torch.tensor(expected))
+
+
+def test_missing_numbers_are_nan_and_several_columns_are_labels():
+    assert torch.equal(labels("score").isnan(), torch.tensor([False, True, False, False]))
+    assert labels(["churn", "level"]).tolist() == [[1, 3], [0, 0], [-1, 1], [1, 2]]
+    both = labels(["churn", "score"])
+    assert both.dtype == torch.float32
+    expected = [[1, 0.5], [0, float("nan")], [float("nan"), 2], [1, 3]]
+    np.testing.assert_array_equal(both.numpy(), np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [object, "str", "category"])
+def test_a_split_of_a_column(dtype):
+    graph = build(USERS.assign(part=USERS["part"].astype(dtype)), splits={"user": "part"})
+    assert parts(graph, "user") == {"train": [0], "valid": [1], "test": [3]}
+
+
+@pytest.mark.parametrize("zone", [None, "UTC"])
+@pytest.mark.parametrize("unit", ["s", "ns"])
+def test_a_split_by_time_has_no_later_rows(zone, unit):
+    orders = ORDERS.assign(date=ORDERS["date"].astype(f"datetime64[{unit}]").dt.tz_localize(zone))
+    begins = {"valid": pd.Timestamp("2024-02-01 12:00"), "test": "2024-03-01"}
+    expected = {"train": [0, 4], "valid": [1, 2], "test": [3]}
+    assert parts(build(orders=orders, splits={"order": begins}), "order") == expected
+    berlin = {"valid": pd.Timestamp("2024-02-01 13:00", tz="Europe/Berlin"), "test": "2024-03-01"}
+    assert parts(build(orders=orders, splits={"order": berlin}), "order") == expected
+    integers = build(time="day", splits={"order": {"val": 5, "test": np.int64(9)}})
+    assert parts(integers, "order") == expected
+
+
+def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
+    graph = build(
+        labels={"user": "churn"},
+        splits={"user": "part", "order": {"valid": "2024-02-01", "test": "2024-03-01"}},
+    )
+    graph.save(tmp_path / "g")
+    own = HeteroGraph.load(tmp_path / "g")
+    assert torch.equal(own.nodes("user").labels, graph.nodes("user").labels)
+    for name in ("user", "order"):
+        assert parts(own, name) == parts(graph, name)
+    config = TrainConfig(
+        data=tmp_path / "g", model="rgcn", fanouts=(2,), layers=1, epochs=1, hidden=4
+    )
+    assert "test_accuracy" in train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": {"client": "churn"}}, "labels has the table 'client', which is not given"),
+        ({"splits": {"client": "part"}}, "splits has the table 'client', which is not given"),
+        ({"labels": {"user": "gone"}}, "table 'user' has no column 'gone' for its labels"),
+        ({"splits": {"user": "gone"}}, "table 'user' has no column 'gone' for its split"),
+        ({"labels": {"user": "kind"}}, "column 'kind' of table 'user' has type .*astype"),
+        ({"labels": {"order": "date"}}, "column 'date' of table 'order' has type datetime64"),
+        ({"labels": {"user": "age"}}, "column 'age' of table 'user' is a feature, and its label"),
+        ({"labels": {"user": []}}, r"labels\['user'\] has no columns"),
+        ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
+        ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),
+        ({"splits": {"order": {"valid": 1, "test": 2}}}, r"splits\['order'\]\['valid'\] is .*1"),
+        ({"splits": {"order": {"valid": "soon", "test": "2024"}}}, "'soon'.*hint: a date"),
+        ({"splits": {"order": {"valid": None, "test": "2024"}}}, r"\['valid'\] is None.*a date"),
+        ({"splits": {"order": {"test": "2024"}}}, "has the keys 'test'.*hint: the times at which"),
+        (
+            {"splits": {"order": {"valid": "2024-03-01", "test": "2024-02-01"}}},
+            "test begins at 2024-02-01.*, before valid at 2024-03-01",
+        ),
+        ({"time": "day", "splits": {"order": {"valid": "2023", "test": 3}}}, "hint: an integer"),
+    ],
+)
+def test_wrong_labels_and_splits_are_named(options, message):
+    with pytest.raises(ValueError, match="(?s)" + message) as error:
+        build(**options)
+    assert "\n\nhint: " in str(error.value)
+
+
+def test_wrong_types_are_named():
+    with pytest.raises(TypeError, match=r"labels is .*\n\nhint: a dict by table"):
+        build(labels="churn")
+    with pytest.raises(TypeError, match=r"splits\['order'\] is .*\n\nhint: the name of a column"):
+        build(splits={"order": 3})

@@ -1,0 +1,153 @@
+"""The unit of times: dates of graphs and seeds, time zones, and folders that keep the unit."""
+
+import datetime
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph.hetero.tables import Table
+from gcnzc.loader import HeteroLoader
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+
+KNOWS = ("user", "knows", "user")
+DAY = 86400
+FACTORS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+DATES = ["2020-01-01", "2020-01-02", "2020-01-03"]
+
+
+def graph_of(times, **options):
+    """A graph in which user 0 is known by users 1, 2 and 3, at three times."""
+    edges = {"edge_index": np.array([[1, 2, 3], [0, 0, 0]]), "time": times}
+    return HeteroGraph.from_arrays({"user": 4}, {KNOWS: edges}, **options)
+
+
+def seen(graph, time):
+    """The users that user 0 sees at a time."""
+    sampler = HeteroSampler(graph, [-1], temporal="uniform")
+    return sampler.sample(("user", [0]), 0, time).nodes["user"][1:].tolist()
+
+
+@pytest.mark.parametrize("unit", [None, "s", "ms", "us", "ns"])
+def test_dates_of_seeds_have_the_unit_of_the_graph(unit, tmp_path):
+    graph = graph_of(np.array(DATES, "M8[D]"), time_unit=unit)
+    assert graph.time_unit == (unit or "s")
+    graph.save(tmp_path / "g")
+    split = graph.sort_by_time("edge")
+    for own in (graph, HeteroGraph.load(tmp_path / "g"), split):
+        assert own.time_unit == graph.time_unit
+        for kind in ("s", "ns"):
+            assert seen(own, np.array(["2020-01-02"], f"M8[{kind}]")) == [1, 2]
+        assert seen(own, [pd.Timestamp("2020-01-01 23:59:59")]) == [1]
+        assert seen(own, pd.to_datetime(["2020-01-03"])) == [1, 2, 3]
+        assert seen(own, pd.Series(pd.to_datetime(["2019-12-31"]))) == []
+        assert seen(own, [datetime.datetime(2020, 1, 2)]) == [1, 2]
+        assert seen(own, [datetime.date(2020, 1, 2)]) == [1, 2]
+        assert seen(own, {"user": np.array(["2020-01-02"], "M8[D]")}) == [1, 2]
+        integer = int(pd.Timestamp("2020-01-02").timestamp()) * FACTORS[unit or "s"]
+        assert seen(own, [integer]) == [1, 2]
+        assert seen(own, [integer - 1]) == [1]
+
+
+def test_dates_of_seeds_are_rounded_down_and_those_of_the_graph_up():
+    # the second edge is visible from 2020-01-01T00:00:02 on
+    times = np.array(["2020-01-01T00:00:01.0", "2020-01-01T00:00:01.7", "2021-01-01"], "M8[ms]")
+    graph = graph_of(times)
+    assert seen(graph, np.array(["2020-01-01T00:00:01.5"], "M8[ms]")) == [1]
+    assert seen(graph, np.array(["2020-01-01T00:00:01.9"], "M8[ms]")) == [1]
+    assert seen(graph, np.array(["2020-01-01T00:00:02"], "M8[ms]")) == [1, 2]
+    # also before 1970
+    before = graph_of(np.array(["1960-01-01T00:00:01", "1970-01-01", "1970-01-01"], "M8[ms]"))
+    assert seen(before, np.array(["1960-01-01T00:00:00.9"], "M8[ms]")) == []
+    assert seen(before, np.array(["1960-01-01T00:00:01.1"], "M8[ms]")) == [1]
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "US/Pacific"])
+def test_time_zones_are_converted_to_utc(zone):
+    dates = pd.Series(pd.to_datetime(DATES)).dt.tz_localize("UTC")
+    expected = graph_of(np.array(DATES, "M8[D]")).edges(KNOWS).time
+    for given in (
+        dates.dt.tz_convert(zone),
+        pd.DatetimeIndex(dates).tz_convert(zone),
+        dates.dt.tz_convert(zone).tolist(),
+        [each.to_pydatetime() for each in dates.dt.tz_convert(zone)],
+        dates.dt.tz_convert(zone).astype(object),
+        dates.dt.tz_convert(zone).astype(f"datetime64[s, {zone}]"),
+    ):
+        assert torch.equal(graph_of(given).edges(KNOWS).time, expected)
+    frame = pd.DataFrame({"date": dates.dt.tz_convert(zone)})
+    graph = HeteroGraph.from_tables({"visit": Table(frame, time="date")})
+    assert torch.equal(graph.nodes("visit").time, expected)
+    assert graph.time_unit == "s"
+    one = pd.Series(pd.to_datetime(["2020-01-02"])).dt.tz_localize("UTC").dt.tz_convert(zone)
+    assert seen(graph_of(np.array(DATES, "M8[D]")), one) == [1, 2]
+
+
+def test_dates_are_rejected_if_the_unit_is_unknown(tmp_path):
+    graph = graph_of([1, 2, 3])
+    assert graph.time_unit is None
+    graph.save(tmp_path / "g")
+    # as folders of older versions
+    assert "time_unit" not in json.loads((tmp_path / "g" / "meta.json").read_text())
+    date = np.array(["2020-01-02"], "M8[D]")
+    message = " has dates, but the times of the graph are integers whose unit is not known\n\nhint"
+    for own in (graph, HeteroGraph.load(tmp_path / "g")):
+        sampler = HeteroSampler(own, [-1], temporal="uniform")
+        with pytest.raises(ValueError, match=f"^seed_times{message}"):
+            sampler.sample(("user", [0]), 0, date)
+        with pytest.raises(ValueError, match=f"^seed_times of 'user'{message}"):
+            sampler.sample(("user", [0]), 0, {"user": date})
+        with pytest.raises(ValueError, match=f"^seed_times{message}"):
+            HeteroLoader(sampler, ("user", [0]), 1, seed_times=date)
+        with pytest.raises(ValueError, match=f"^times{message}"):
+            HeteroLinkSampler(sampler, KNOWS, [[1], [0]], times=date)
+    stated = graph_of(np.array([1, 2, 3]) * DAY, time_unit="s")
+    assert seen(stated, np.array(["1970-01-03"], "M8[D]")) == [1, 2]
+
+
+def test_loaders_convert_dates():
+    graph = graph_of(np.array(DATES, "M8[D]"), time_unit="ms")
+    sampler = HeteroSampler(graph, [-1], temporal="uniform")
+    dates = pd.to_datetime(["2020-01-01", "2020-01-03"])
+    loader = HeteroLoader(sampler, ("user", [0, 0]), 1, seed_times=dates, shuffle=False)
+    assert [batch.nodes["user"].tolist() for batch in loader] == [[0, 1], [0, 1, 2, 3]]
+    links = HeteroLinkSampler(sampler, KNOWS, [[3], [0]], times=dates[1:], num_negatives=0)
+    assert links.times.tolist() == [1000 * int(pd.Timestamp("2020-01-03").timestamp())]
+    assert torch.equal(links.sample([0], 0).nodes["user"], torch.tensor([3, 0, 1, 2]))
+
+
+def test_pyg_loaders_convert_dates():
+    pyg = pytest.importorskip("torch_geometric")
+    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+
+    data = pyg.data.HeteroData()
+    data["user"].num_nodes = 4
+    data[KNOWS].edge_index = torch.tensor([[1, 2, 3], [0, 0, 0]])
+    data[KNOWS].time = torch.tensor([1, 2, 3])
+    date = np.array(["2020-01-02"], "M8[D]")
+    options = {"time_attr": "time", "batch_size": 1}
+    with pytest.raises(ValueError, match=r"^input_time has dates, but the times of the graph"):
+        NeighborLoader(data, [2], ("user", torch.tensor([0])), input_time=date, **options)
+    with pytest.raises(ValueError, match=r"^edge_label_time has dates, but the times of the graph"):
+        LinkNeighborLoader(
+            data, [2], (KNOWS, torch.tensor([[1], [0]])), edge_label_time=date, **options
+        )
+
+
+def test_wrong_units_and_missing_dates_are_named(tmp_path):
+    with pytest.raises(ValueError, match="time_unit is 'days'"):
+        graph_of([1, 2, 3], time_unit="days")
+    with pytest.raises(ValueError, match=r"\[1\] is NaT, a missing time"):
+        graph_of([pd.Timestamp("2020-01-01"), None, pd.Timestamp("2020-01-01")])
+    with pytest.raises(ValueError, match="has type object\n\nhint: times are integers or dates"):
+        graph_of([pd.Timestamp("2020-01-01"), "later", None])
+    graph_of([1, 2, 3], time_unit="ms").save(tmp_path / "g")
+    meta = json.loads((tmp_path / "g" / "meta.json").read_text())
+    assert meta.pop("time_unit") == "ms"
+    del meta["crc32"]
+    (tmp_path / "g" / "meta.json").write_text(json.dumps(meta | {"time_unit": "fortnight"}))
+    with pytest.raises(ValueError, match="time_unit is 'fortnight', not \"s\" or"):
+        HeteroGraph.load(tmp_path / "g")

@@ -1,0 +1,185 @@
+"""Labels, splits and other values of nodes and edges: what is accepted, and what is named."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph, folder
+from gcnzc.loader import HeteroLoader
+from gcnzc.models import RGCN
+from gcnzc.sampling import HeteroSampler
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.run import train
+
+LOOP = ("user", "knows", "user")
+
+
+def graph_of(nodes, edges=None):
+    edges = {LOOP: [[0, 1], [1, 0]]} if edges is None else edges
+    return HeteroGraph.from_arrays({"user": nodes}, edges)
+
+
+@pytest.mark.parametrize(
+    ("labels", "value"),
+    [
+        ([0, 1, -2, 0], "-2"),
+        ([0, 1, -100, 0], "-100"),
+        (np.array([0, 1, 2**63 + 1, 0], np.uint64), "9223372036854775809"),
+        (np.array([0, 1, 2**64 - 1, 0], np.uint64), "18446744073709551615"),
+        ([0, 1, 10**9, 0], "1000000000"),
+        (torch.tensor([0, 1, 65536, 0]), "65536"),
+        (np.array([[0, 1], [1, 0], [0, -7], [1, 1]]), "-7"),
+    ],
+)
+def test_labels_that_are_no_classes_are_named(labels, value):
+    message = f"labels of node type 'user': node 2 has the label {value}, which is not a class"
+    with pytest.raises(ValueError, match=message) as error:
+        graph_of({"labels": labels})
+    assert "\n\nhint: -1 marks a node without a label" in str(error.value)
+
+
+def test_classes_and_numbers_are_kept():
+    for labels, dtype in (
+        ([0, -1, 65535], torch.int64),
+        (np.array([0, 3, 2], np.uint64), torch.int64),
+        (np.array([0, 3, 2], np.uint8), torch.int64),
+        ([True, False, True], torch.int64),
+        ([0.5, -3.0, 1e9], torch.float32),
+        (torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16), torch.float32),
+        ([[0, -1], [1, 0], [1, 1]], torch.int64),
+    ):
+        found = graph_of({"labels": labels}).nodes("user").labels
+        assert found.dtype == dtype
+        expected = labels.float() if isinstance(labels, torch.Tensor) else torch.tensor(labels)
+        assert torch.equal(found, expected.to(dtype))
+    # a larger graph may have more classes
+    many = graph_of({"labels": np.arange(70_000)})
+    assert int(many.nodes("user").labels.max()) == 69_999
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"train": [0, 1], "test": [1, 2]}, "node 1 is in the train split and in the test split"),
+        (
+            {"train_mask": [True, True, False, False], "val_mask": [False, True, False, False]},
+            "node 1 is in the train split and in the valid split",
+        ),
+        ({"train": [0, 3, 3]}, "the train split contains node 3 twice"),
+        ({"train": [True, False]}, r"\['train'\] has shape \(2,\), but the type has 4 nodes"),
+        ({"train": [1, 0, 0, 1]}, "may be ids or a mask"),
+        ({"train": [0.0, 1.0]}, "type float64"),
+        (["train", "test", "other", None], "has the word 'other'"),
+        (["train", "test"], r"has shape \(2,\)"),
+    ],
+)
+def test_wrong_splits_are_named(split, message):
+    with pytest.raises(ValueError, match="^split of node type 'user'(?s:.*)" + message) as error:
+        graph_of({"num_nodes": 4, "split": split})
+    assert "\n\nhint: " in str(error.value)
+
+
+@pytest.mark.parametrize("split", [[True, False, True, False], [0, 1], 3, torch.tensor([0])])
+def test_a_split_that_is_no_dict_is_named(split):
+    with pytest.raises(TypeError, match=r"split of node type 'user' is .*\n\nhint: a dict"):
+        graph_of({"num_nodes": 4, "split": split})
+
+
+def test_a_split_may_be_words():
+    words = ["train", "val", None, "test", "Train", "", float("nan")]
+    split = graph_of({"num_nodes": 7, "split": words}).nodes("user").split
+    assert {part: ids.tolist() for part, ids in split.items()} == {
+        "train": [0, 4],
+        "valid": [1],
+        "test": [3],
+    }
+
+
+def test_masks_of_pyg_may_be_lists():
+    HeteroData = pytest.importorskip("torch_geometric.data").HeteroData
+    data = HeteroData()
+    data["user"].x = torch.zeros(3, 1)
+    data["user"].train_mask = [True, False, True]
+    data[LOOP].edge_index = torch.tensor([[0], [1]])
+    assert HeteroGraph.from_pyg(data).nodes("user").split["train"].tolist() == [0, 2]
+    data["user"].train_mask = [True, False]
+    with pytest.raises(ValueError, match=r"\['train'\] has shape \(2,\)"):
+        HeteroGraph.from_pyg(data)
+
+
+@pytest.mark.parametrize("change", ["label", "huge", "overlap", "range"])
+def test_older_folders_are_checked_where_labels_are_used(change, tmp_path):
+    split = {"train": [0], "valid": [1], "test": [2]}
+    nodes = {"features": np.eye(4, dtype=np.float32), "labels": [0, 1, 0, 1], "split": split}
+    graph = graph_of(nodes)
+    own = graph.nodes("user")
+    if change == "label":
+        own.labels[3], message = -5, "labels: node 3 has the label -5"
+    elif change == "huge":
+        own.labels[3], message = 2**40, "labels: node 3 has the label 1099511627776"
+    elif change == "overlap":
+        own.split["test"][0], message = 1, "split: node 1 is in the valid split and in the test"
+    else:
+        own.split["test"][0], message = 9, "the test split has ids out of range"
+    graph.save(tmp_path / "g")
+    message = f"g, node type 'user'(: |.* ){message}"
+    with pytest.raises(ValueError, match=message):
+        folder.verify(tmp_path / "g")
+    config = TrainConfig(data=tmp_path / "g", model="rgcn", fanouts=(2,), layers=1)
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+
+
+SPARSE = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("kind", ["csr_matrix", "csc_matrix", "coo_array", "dok_matrix"])
+def test_features_may_be_scipy_matrices(kind, tmp_path):
+    matrix = getattr(scipy.sparse, kind)(SPARSE.numpy())
+    graph = graph_of({"features": matrix})
+    graph.save(tmp_path / "g")
+    for own in (graph, HeteroGraph.load(tmp_path / "g")):
+        assert torch.equal(own.nodes("user").features.to_dense(), SPARSE)
+        loader = HeteroLoader(HeteroSampler(own, [-1]), ("user", [1]), 1)
+        batch = next(iter(loader))
+        assert torch.equal(batch.x["user"], SPARSE[batch.nodes["user"]])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_values_that_do_not_fit_are_named():
+    csr = SPARSE.to_sparse_csr()
+    square = torch.eye(2).to_sparse_csr()
+    with pytest.raises(
+        ValueError, match=r"features of node type 'user' is .*layout torch.sparse_c"
+    ):
+        graph_of({"features": SPARSE.to_sparse_csc()})
+    counts = graph_of({"features": SPARSE.long().to_sparse()}).nodes("user").features
+    assert torch.equal(counts.to_dense(), SPARSE)
+    text = scipy.sparse.csr_matrix((2, 3), dtype=complex)
+    with pytest.raises(ValueError, match="is a SciPy matrix of type complex128"):
+        graph_of({"features": text})
+    for what, value in (("labels", csr), ("time", csr), ("split", {"train": csr})):
+        with pytest.raises(TypeError, match=f"{what}.* of node type 'user'.* of layout"):
+            graph_of({"num_nodes": 2, what: value})
+    for given in (square, torch.eye(2).to_sparse(), scipy.sparse.eye(2).tocsr()):
+        for edges in (given, {"edge_index": given}):
+            with pytest.raises(TypeError, match=r"edge_index of edge type .*\n\nhint: ") as error:
+                graph_of(2, {LOOP: edges})
+            assert "indices()" in str(error.value) or "nonzero()" in str(error.value)
+    with pytest.raises(TypeError, match="weight of edge type"):
+        graph_of(2, {LOOP: {"edge_index": [[0], [1]], "weight": csr}})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64])
+def test_models_convert_features_of_any_dtype(dtype):
+    rows = torch.tensor([[1, 0], [0, 1], [1, 1]]).to(dtype)
+    graph = graph_of({"features": rows})
+    batch = next(iter(HeteroLoader(HeteroSampler(graph, [-1]), ("user", [1, 0, 2]), 3)))
+    assert batch.x["user"].dtype == dtype
+    model = RGCN(graph.metadata(), {"user": 2}, 4, 3, target="user", num_layers=1).eval()
+    expected = model(batch.blocks, {"user": batch.x["user"].float()})
+    assert torch.equal(model(batch.blocks, batch.x), expected)
+    with pytest.raises(TypeError, match=r"x\['user'\] is .*\n\nhint: a tensor of features"):
+        model(batch.blocks, {"user": batch.x["user"].to(torch.complex64)})

@@ -1,0 +1,182 @@
+"""Pairs for link prediction in heterogeneous graphs: negatives by time, and reverse edges."""
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.kernels.sample.negatives import TRIES, sample_negative_reference
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+
+BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought", "user")
+KNOWS = ("user", "knows", "user")
+USERS, ITEMS, EDGES = 30, 40, 200
+
+
+def shop(seed=0, *, dense=False, **changes):
+    """Users buy items after the items exist."""
+    random = np.random.default_rng(seed)
+    item_time = random.integers(0, 50, ITEMS)
+    item_time[:2] = 0
+    users, items = random.integers(0, USERS, EDGES), random.integers(0, ITEMS, EDGES)
+    if dense:
+        users = users % 3
+    times = item_time[items] + random.integers(0, 40, EDGES)
+    nodes = {
+        "user": {"num_nodes": USERS},
+        "item": {"num_nodes": ITEMS, "time": item_time} | changes,
+    }
+    edges = {BUYS: {"edge_index": np.stack([users, items]), "time": times}}
+    edges[BOUGHT] = {"edge_index": np.stack([items, users]), "time": times}
+    return HeteroGraph.from_arrays(nodes, edges)
+
+
+def links(graph, *, time="both", seed=7, **options):
+    sampler = HeteroSampler(graph.sort_by_time(time), [3, 2], temporal="uniform", time=time)
+    return HeteroLinkSampler(sampler, BUYS, seed=seed, **options)
+
+
+def negatives(sampler, items, epoch=0):
+    """The (S, K) negative items of some edges."""
+    batch = sampler.sample(items, epoch)
+    ends = batch.nodes["item"][batch.pairs[1, len(items) :]]
+    return ends.view(len(items), sampler.num_negatives)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_negatives_are_not_later_than_their_edge(strict):
+    graph = shop()
+    sampler = links(graph, num_negatives=5, strict=strict)
+    items, item_time = torch.arange(EDGES), graph.nodes("item").time
+    known = {tuple(pair) for pair in graph.edges(BUYS).edge_index().T.tolist()}
+    has_ties = False
+    for epoch in range(3):
+        found = negatives(sampler, items, epoch)
+        times = sampler.times[:, None]
+        assert bool((item_time[found] <= times).all())
+        has_ties |= bool((item_time[found] == times).any())
+        if strict:
+            sources = sampler.edges[0].repeat_interleave(5).tolist()
+            assert not known & set(zip(sources, found.flatten().tolist(), strict=True))
+    assert has_ties
+    # without the times of nodes, later ones are sampled
+    assert bool(
+        (item_time[negatives(links(graph, time="edge"), items)] > sampler.times[:, None]).any()
+    )
+
+
+def test_negatives_equal_the_reference():
+    graph = shop()
+    sampler = links(graph, num_negatives=3)
+    order = sorted(range(ITEMS), key=lambda item: (int(graph.nodes("item").time[item]), item))
+    known = {tuple(pair) for pair in graph.edges(BUYS).edge_index().T.tolist()}
+    items = torch.tensor([5, 0, 199, 31])
+    for epoch in (0, 4):
+        found = negatives(sampler, items, epoch)
+        for item, row in zip(items.tolist(), found.tolist(), strict=True):
+            source, time = int(sampler.edges[0, item]), int(sampler.times[item])
+            eligible = [each for each in order if graph.nodes("item").time[each] <= time]
+            for draw, own in enumerate(row):
+                tries = (
+                    eligible[
+                        sample_negative_reference(item, draw, attempt, len(eligible), 7, epoch)[0]
+                    ]
+                    for attempt in range(TRIES)
+                )
+                assert own == next(each for each in tries if (source, each) not in known)
+
+
+def test_negatives_depend_neither_on_the_minibatch_nor_on_later_nodes():
+    graph, items = shop(), torch.arange(EDGES)
+    sampler = links(graph, num_negatives=2)
+    whole = negatives(sampler, items)
+    assert torch.equal(negatives(sampler, items.flip(0)), whole.flip(0))
+    assert torch.equal(torch.cat([negatives(sampler, items[i : i + 1]) for i in items]), whole)
+    assert not torch.equal(negatives(links(graph, num_negatives=2, seed=8), items), whole)
+    # later nodes get other times: early edges do not see them
+    limit = 20
+    time = graph.nodes("item").time
+    changed = torch.where(time > limit, 30 + (time * 7919) % 17, time)
+    early = items[sampler.times <= limit]
+    assert 0 < len(early) < EDGES
+    other = links(shop(time=changed.numpy()), num_negatives=2)
+    assert torch.equal(negatives(other, early), whole[early])
+
+
+def test_negatives_are_uniform_among_eligible_nodes():
+    graph = shop()
+    sampler = links(graph, num_negatives=1, strict=False)
+    item = int(sampler.times.argsort()[EDGES // 2])
+    num_eligible = int((graph.nodes("item").time <= sampler.times[item]).sum())
+    counts = torch.zeros(ITEMS)
+    draws = 4000
+    own = links(graph, num_negatives=draws, strict=False)
+    counts = torch.bincount(negatives(own, torch.tensor([item])).flatten(), minlength=ITEMS)
+    assert int((counts > 0).sum()) == num_eligible
+    expected = draws / num_eligible
+    chi = float(((counts[counts > 0] - expected) ** 2 / expected).sum())
+    # mean k - 1, standard deviation sqrt(2 (k - 1))
+    assert abs(chi - (num_eligible - 1)) < 5 * (2 * (num_eligible - 1)) ** 0.5
+
+
+def test_the_only_valid_negative_is_found():
+    # user 0 has edges to items 0 and 1, item 3 is later: only item 2 remains
+    graph = HeteroGraph.from_arrays(
+        {"user": 1, "item": {"num_nodes": 4, "time": [0, 1, 2, 9]}},
+        {BUYS: {"edge_index": [[0, 0], [0, 1]], "time": [5, 5]}},
+    )
+    sampler = HeteroSampler(graph, [1], temporal="uniform")
+    found = negatives(HeteroLinkSampler(sampler, BUYS, num_negatives=50), torch.tensor([0, 1]))
+    assert set(found.flatten().tolist()) == {2}
+    late = HeteroLinkSampler(sampler, BUYS, [[0], [1]], times=[1])
+    with pytest.raises(ValueError, match=r"from 0 to 1 of .*whose time is 1, has no negative") as e:
+        late.sample([0], 0)
+    assert "each of the 2 nodes of type 'item' that are not later\n\nhint: strict=False" in str(
+        e.value
+    )
+    loose = HeteroLinkSampler(sampler, BUYS, [[0], [1]], times=[1], strict=False)
+    assert int(negatives(loose, torch.tensor([0]))) in (0, 1)
+
+
+def test_an_edge_before_all_nodes_is_named():
+    graph = shop()
+    graph = shop(time=graph.nodes("item").time.numpy() + 5)
+    edges = [[1, 2, 3], [4, 5, 6]]
+    with pytest.raises(ValueError, match=r"later than the edge from 2 to 5 of .* time is 4,") as e:
+        links(graph, edges=edges, times=[30, 4, 8])
+    assert "the earliest node has time 5\n\nhint: remove such edges" in str(e.value)
+    assert links(graph, edges=edges, times=[30, 4, 8], num_negatives=0).num_negatives == 0
+    assert links(graph, edges=edges, times=[30, 4, 8], time="edge").num_items == 3
+    links(graph, edges=edges, times=[30, 5, 8])
+
+
+def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():
+    random = np.random.default_rng(3)
+    time = np.array([0, 0, 1, 1, 2, 3, 4, 5])
+    pairs = np.stack([np.arange(8), (np.arange(8) + 1) % 8])
+    edges = {KNOWS: {"edge_index": pairs, "time": time[pairs].max(0) + random.integers(0, 2, 8)}}
+    graph = HeteroGraph.from_arrays({"user": {"time": time}}, edges)
+    sampler = HeteroSampler(graph, [2], temporal="last")
+    sampler = HeteroLinkSampler(sampler, KNOWS, num_negatives=20, strict=False)
+    strict = HeteroLinkSampler(
+        HeteroSampler(graph, [2], temporal="last"), KNOWS, [[7, 6], [0, 7]], times=[5, 6]
+    )
+    for own in (sampler, strict):
+        items = torch.arange(own.num_items)
+        batch = own.sample(items, 0)
+        pairs = batch.nodes["user"][batch.pairs[:, len(items) :]]
+        limit = own.times.repeat_interleave(own.num_negatives)
+        assert bool((graph.nodes("user").time[pairs[1]] <= limit).all())
+    assert bool((pairs[0] != pairs[1]).all())
+
+
+def test_reverses_without_times_are_an_error_unless_they_are_none():
+    graph = shop()
+    stores = {each: graph.edges(each).edge_index() for each in graph.edge_types}
+    edges = {BUYS: {"edge_index": stores[BUYS], "time": links(graph).times}, BOUGHT: stores[BOUGHT]}
+    nodes = {"user": USERS, "item": {"time": graph.nodes("item").time}}
+    sampler = HeteroSampler(HeteroGraph.from_arrays(nodes, edges), [2], temporal="uniform")
+    for given in (None, [BOUGHT]):
+        with pytest.raises(ValueError, match=r"'bought'.* are the reverses .* but have no times"):
+            HeteroLinkSampler(sampler, BUYS, reverse_types=given)
+    assert HeteroLinkSampler(sampler, BUYS, reverse_types=[]).exclude == "none"
