@@ -7,6 +7,7 @@ import pytest
 import torch
 from processes import results
 from training import saved, train_as_worker
+from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.optim import Averaged
@@ -17,9 +18,6 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
-
-USERS, ITEMS, EDGES, GROUPS = 120, 100, 2000, 4
-BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought_by", "user")
 
 
 def without_reverse_times():
@@ -46,25 +44,6 @@ def test_reverses_without_times_do_not_show_held_out_edges():
     assert "\n\nhint: give" in str(error.value)
     assert HeteroLinkSampler(sampler, BUYS, exclude="reverse").reverse_types == [BOUGHT]
     HeteroLinkSampler(HeteroSampler(build(), [5], temporal="last"), BUYS)
-
-
-def build(*, is_planted=True, has_times=True):
-    """Users buy items of their group; or, if nothing is planted, random items."""
-    random = np.random.default_rng(0)
-    users = random.integers(0, USERS, EDGES)
-    items = random.integers(0, ITEMS // GROUPS, EDGES) * GROUPS + users % GROUPS
-    if not is_planted:
-        items = random.integers(0, ITEMS, EDGES)
-    pairs = np.stack([users, items])
-    own = {"time": random.integers(0, 400, EDGES)} if has_times else {}
-    return HeteroGraph.from_arrays(
-        {
-            "user": {"features": random.normal(size=(USERS, 4)).astype(np.float32)},
-            "item": {"features": random.normal(size=(ITEMS, 4)).astype(np.float32)},
-        },
-        {BUYS: {"edge_index": pairs, **own}, BOUGHT: {"edge_index": pairs[::-1], **own}},
-        name="shop",
-    )
 
 
 @pytest.fixture(scope="module")

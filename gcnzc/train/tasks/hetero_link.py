@@ -10,16 +10,15 @@ from torch.nn import functional
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.edge_split import split_edges
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
-from gcnzc.train.hetero.link_model import HeteroLinkModel
+from gcnzc.train.hetero.link_model import build_hetero_link_model
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
@@ -47,7 +46,6 @@ class HeteroLinkTask:
     metric = "mrr"
 
     def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
-        assert data.edge_type is not None, "`load_hetero` has found it"
         if config.metric != "as-is":
             raise ValueError(
                 f"--metric {config.metric} is of node classification\n\n"
@@ -55,15 +53,7 @@ class HeteroLinkTask:
             )
         self.config, self.data = config, data
         self.is_temporal = config.temporal != "none"
-        self.split = split_edges(
-            data.graph,
-            data.edge_type,
-            config.edge_split,
-            config.valid_edges,
-            config.test_edges,
-            config.seed,
-            keep=self.is_temporal,
-        )
+        self.split = split_edges_of_run(config, data)
         if self.is_temporal and self.split.times is None:
             raise ValueError(
                 f"--temporal {config.temporal}: neither the edges {data.edge_type} nor their nodes "
@@ -97,13 +87,7 @@ class HeteroLinkTask:
 
     def model(self) -> nn.Module:
         """See `Task`."""
-        config, edge_type = self.config, self.split.edge_type
-        ends = list(dict.fromkeys(edge_type[::2]))
-        encoder = build_hetero_encoder(config, self.data, config.hidden, ends)
-        decoder: nn.Module = Dot()
-        if config.decoder == "mlp":
-            decoder = HadamardMLP(config.hidden, dropout=config.dropout)
-        return HeteroLinkModel(encoder, decoder, edge_type)
+        return build_hetero_link_model(self.config, self.data)
 
     def logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
         """See `Task`."""
