@@ -59,6 +59,14 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         )
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
+    if config.evaluate_negatives is not None:
+        if not trained.is_hetero or trained.task != "link":
+            raise ValueError(
+                f"--evaluate-negatives {config.evaluate_negatives} is for link prediction in "
+                f"heterogeneous graphs, and this run has --model {trained.model} and --task "
+                f"{trained.task}\n\nhint: omit --evaluate-negatives"
+            )
+        trained = replace(trained, evaluate_negatives=config.evaluate_negatives)
     method = config.evaluate
     if trained.is_hetero:
         if config.correct_and_smooth:

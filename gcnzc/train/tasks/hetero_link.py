@@ -18,7 +18,8 @@ from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.edge_split import split_edges_of_run
 from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
-from gcnzc.train.hetero.link_model import build_hetero_link_model
+from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
+from gcnzc.train.hetero.ranking import rank_among_all
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
@@ -34,7 +35,8 @@ EVALUATED_PAIRS = 4096
 class HeteroLinkTask:
     """Predict the edges of one type; a `Task`.
 
-    Each held-out edge is ranked among pairs of its source with random destinations.
+    Each held-out edge is ranked among pairs of its source with random destinations, or with all
+    nodes of their type.
 
     Raises:
         ValueError: the edges cannot be split as the options say.
@@ -129,24 +131,62 @@ class HeteroLinkTask:
     ) -> Scores:
         """See `Task`."""
         result: Scores = {}
+        count = self.config.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
-            rows = self._ranked(model, split, device, progress, group)
-            for name, value in score_pairs(rows[:, 0], rows[:, 1:], self.metric).items():
+            if count == "all":
+                scores = self._rank_among_all(model, split, device, progress, group)
+            else:
+                rows = self._logits(model, split, count, device, progress, group)
+                scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
+            for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
         return broadcast_scores(result, group)
 
-    def _ranked(
+    @property
+    def _evaluation_fanouts(self) -> Sequence[int]:
+        is_sampled = self.evaluator.method == "sampled"
+        return self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
+
+    def _rank_among_all(
+        self,
+        model: HeteroLinkModel,
+        split: str,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None,
+    ) -> dict[str, float]:
+        """Rank the edges of a split among all nodes of the destination type."""
+        config, times = self.config, None
+        if self.is_temporal:
+            assert self.split.times is not None, "checked by the constructor"
+            # neighbours are earlier than all edges of the split
+            times = int(self.split.times[split].min()) - 1
+        return rank_among_all(
+            model,
+            self.split,
+            split,
+            build_hetero_sampler(config, self.split.graph, self._evaluation_fanouts),
+            self.data.table.tables,
+            self.embeddings,
+            device,
+            is_sampled=self.evaluator.method == "sampled",
+            time=times,
+            threads=config.threads or None,
+            progress=progress,
+            group=group,
+        )
+
+    def _logits(
         self,
         model: nn.Module,
         split: str,
+        num_negatives: int,
         device: torch.device,
         progress: Progress,
         group: Group | None,
     ) -> Tensor:
         """Return the logits of each edge of a split, and then of its negatives."""
-        is_sampled = self.evaluator.method == "sampled"
-        fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
-        num_negatives = self.config.evaluate_negatives
+        fanouts = self._evaluation_fanouts
         loader = HeteroLoader(
             self._build_sampler(split, fanouts, num_negatives, exclude="none"),
             None,
