@@ -7,7 +7,7 @@ head.
 import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from gcnzc.sampling.batch import Batch
 from gcnzc.system.arguments import check_kind
 
 NEGATIVE_SLOPE = 0.2
+
+Activation: TypeAlias = Callable[[Tensor, float, int], Tensor]
 
 
 def export_model(model: Model) -> ExportedProgram:
@@ -177,7 +179,7 @@ class _PlainModel(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).eval()
-        self.model.activate = _plain_activation(model)
+        self.model.activate = plain_activation(model.activate)
 
     def forward(
         self,
@@ -218,10 +220,14 @@ def _first(rows: Tensor, count: int) -> Tensor:
     return rows.index_select(0, torch.arange(count, device=rows.device))
 
 
-def _plain_activation(model: Model) -> Callable[[Tensor, float, int], Tensor]:
-    """Return the activation of a model as torch operations, identified by comparing outputs."""
+def plain_activation(activate: Activation) -> Activation:
+    """Return the activation of a model as torch operations, identified by comparing outputs.
+
+    Raises:
+        ValueError: it is neither ReLU nor ELU.
+    """
     x = torch.linspace(-4, 4, 17)
-    found = model.activate(x.clone(), 0.0, 0)
+    found = activate(x.clone(), 0.0, 0)
     for plain in (_relu, _elu):
         if torch.allclose(found, plain(x, 0.0, 0)):
             return plain

@@ -28,6 +28,10 @@ class Dot(nn.Module):
         """Return the (P,) scores of pairs, given both nodes' embeddings, each (P, D)."""
         return (source * target).sum(dim=-1)
 
+    def all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D)."""
+        return source @ target.t()
+
 
 class HadamardMLP(nn.Module):
     """MLP decoder on the elementwise (Hadamard) product of both embeddings, as in OGB's examples.
@@ -63,6 +67,12 @@ class HadamardMLP(nn.Module):
         for layer in self.layers[:-1]:
             x = functional.dropout(functional.relu(layer(x)), self.dropout, self.training)
         return self.layers[-1](x).squeeze(-1)
+
+    def all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D)."""
+        step = max(1, PAIRS_PER_CHUNK // max(1, len(source)))
+        parts = [self(source[:, None], part) for part in target.split(step)]
+        return torch.cat(parts, dim=1)
 
 
 class LinkModel(nn.Module):

@@ -254,7 +254,7 @@ class Model(nn.Module):
         return self.combine(outputs)
 
 
-def parameter_dtype(model: Model) -> torch.dtype:
+def parameter_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the model's parameters, and of its computation without autocast."""
     return next(model.parameters()).dtype
 

@@ -39,7 +39,7 @@ from gcnzc.train.option_groups import (
     TaskOptions,
     WorkerOptions,
 )
-from gcnzc.train.options import Fanouts, check_fanouts, option_name
+from gcnzc.train.options import Fanouts, at_least, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
 from gcnzc.train.strategies import choose_accumulate, choose_optimizer
 from gcnzc.train.strategy_checks import check_strategy
@@ -178,6 +178,9 @@ class EvaluateConfig(CorrectAndSmoothOptions):
     evaluate_fanouts: Fanouts = ()
     """--evaluate sampled or auto: neighbours sampled per node, one number per layer, input layer
     first; by default those of the run"""
+    evaluate_negatives: int | Literal["all"] | None = None
+    """link prediction in heterogeneous graphs: random destinations with which each held-out edge is
+    ranked, or all; by default as in the run"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,6 +191,8 @@ class EvaluateConfig(CorrectAndSmoothOptions):
                     f"--evaluate-fanouts has no effect with --evaluate {self.evaluate}\n\n"
                     "hint: only --evaluate sampled or auto uses it"
                 )
+        if isinstance(self.evaluate_negatives, int):
+            at_least(1, "evaluate_negatives", self.evaluate_negatives)
         for name in ("predictions", "correct_and_smooth"):
             if getattr(self, name) and self.evaluate != "exact":
                 raise ValueError(

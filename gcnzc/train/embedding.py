@@ -3,19 +3,24 @@
 Notation: N nodes, D output columns of the layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from gcnzc.models.stack import Model
+from gcnzc.train.hetero.layer_outputs import embed_hetero
+from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_hetero_options
 from gcnzc.train.inference import inference
 from gcnzc.train.prediction import (
-    Array,
     TrainedModel,
-    check_finite,
+    check_options_of_one_type,
     feature_rows,
     get_node_ids,
     load_model,
 )
+from gcnzc.train.prediction_outputs import Array, check_finite
 from gcnzc.train.progress import NullReporter, Reporter
 
 
@@ -28,19 +33,24 @@ class NodeEmbeddings:
         rows: (N, D) float32; read-only if a scratch folder was given.
         layer: number of the layer, from 1; None for the output of the whole model.
         epoch: the model's, from 1.
+        node_type: of the nodes of a heterogeneous graph; otherwise None.
     """
 
     nodes: Array
     rows: Array
     layer: int | None
     epoch: int
+    node_type: str | None = None
 
 
 def embed_nodes(
     run: str | Path,
     data: str | Path | None = None,
     *,
+    node_type: str | None = None,
     layer: int | None = None,
+    time: int | None = None,
+    fanouts: Sequence[int] | None = None,
     device: str = "auto",
     scratch: str | Path | None = None,
     memory: int | None = None,
@@ -52,11 +62,18 @@ def embed_nodes(
         run: the run folder.
         data: a graph with the same features, which may have other nodes and no labels; None for
             that of the run.
+        node_type: heterogeneous graphs: type of the nodes. None for the type that the model
+            classifies, or that both ends of the predicted edges have.
         layer: number of the layer, from 1; its output is taken as the next layer receives it.
             None for the last hidden layer, or in link prediction for the rows from which the scores
             are computed.
+        time: temporal runs on heterogeneous graphs: time of all nodes, in the unit of the graph's
+            times. Neighbours are not later; in link prediction they are earlier. None for the
+            nodes' own times, or for nodes without times and in link prediction a time after
+            everything.
+        fanouts: heterogeneous graphs: see `predict`.
         device: `auto`, `cpu` or `cuda`.
-        scratch, memory: see `gcnzc.inference`.
+        scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
         reporter: shows the progress; None shows nothing.
 
     Returns:
@@ -65,24 +82,34 @@ def embed_nodes(
     Raises:
         FileNotFoundError: the folder has no run, or there is no graph.
         TypeError: `layer` or `memory` is not an integer.
-        ValueError: the graph does not fit the model, there is no such layer, an output is not
-            finite, `memory` is below 2**20 or given without `scratch`, or the scratch folder has
-            rows of another computation.
+        ValueError: the graph does not fit the model, there is no such layer or node type, an output
+            is not finite, `memory` is below 2**20 or given without `scratch`, or the scratch folder
+            has rows of another computation.
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
     folder = None if scratch is None else Path(scratch)
-    return embed_loaded(loaded, layer, reporter or NullReporter(), folder, memory)
+    reporter = reporter or NullReporter()
+    return embed_loaded(loaded, layer, reporter, folder, memory, node_type, time, fanouts)
 
 
 def embed_loaded(
-    loaded: TrainedModel,
+    loaded: TrainedModel | TrainedHeteroModel,
     layer: int | None,
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    node_type: str | None = None,
+    time: int | None = None,
+    fanouts: Sequence[int] | None = None,
 ) -> NodeEmbeddings:
     """Compute the output of a layer with a loaded model, see `embed_nodes`."""
+    if isinstance(loaded, TrainedHeteroModel):
+        check_hetero_options(loaded, scratch, memory, fanouts)
+        found = embed_hetero(loaded, node_type, layer, reporter, time, fanouts)
+        nodes = np.arange(len(found.rows))
+        return NodeEmbeddings(nodes, found.rows.numpy(), found.layer, loaded.epoch, found.node_type)
+    check_options_of_one_type(node_type=node_type, time=time, fanouts=fanouts)
     is_link = loaded.config.task == "link"
     encoder: Model = loaded.model.encoder if is_link else loaded.model
     if layer is None and not is_link:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gcnzc.datasets.source import SPLITS
 from gcnzc.exchange import Group
 from gcnzc.graph.dataset import Dataset
+from gcnzc.models.hetero import HeteroModel
 from gcnzc.system import files
 from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -58,6 +59,14 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         )
     if config.metric != "as-is":
         trained = replace(trained, metric=config.metric)
+    if config.evaluate_negatives is not None:
+        if not trained.is_hetero or trained.task != "link":
+            raise ValueError(
+                f"--evaluate-negatives {config.evaluate_negatives} is for link prediction in "
+                f"heterogeneous graphs, and this run has --model {trained.model} and --task "
+                f"{trained.task}\n\nhint: omit --evaluate-negatives"
+            )
+        trained = replace(trained, evaluate_negatives=config.evaluate_negatives)
     method = config.evaluate
     if trained.is_hetero:
         if config.correct_and_smooth:
@@ -192,6 +201,9 @@ def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None
             f"{cause}\n\nhint: `gcnzc train --resume {run}` writes it again from the checkpoint"
         ) from None
     _check_sizes(model.state_dict(), best["model"], source, trained_on)
+    for part in model.modules():
+        if isinstance(part, HeteroModel):
+            _check_typed_columns(part, model.state_dict(), best["model"], source, trained_on)
     checkpoint.match(model, best["model"], run / BEST)
     return best
 
@@ -218,6 +230,37 @@ def _check_sizes(
                 f"{expected}\n\nhint: a model fits only graphs with the same numbers of feature "
                 "columns and classes; without DATA, the graph of the run is evaluated"
             )
+
+
+def _check_typed_columns(
+    encoder: HeteroModel,
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    source: Path,
+    trained_on: Path | None,
+) -> None:
+    """Check that each node type has as many columns as in the graph of the run.
+
+    Args:
+        encoder: of the new model, for the graph to evaluate.
+        here: state dict of the new model.
+        there: state dict of the trained model.
+        source: the graph to evaluate.
+        trained_on: the graph of the run.
+
+    Raises:
+        ValueError: a number differs.
+    """
+    for number, t in enumerate(encoder.in_types):
+        name, ending = encoder.metadata.node_types[t], f"input_linears.{number}.weight"
+        key = next((each for each in here if each.endswith(ending)), "")
+        if key not in there or there[key].shape == here[key].shape:
+            continue
+        raise ValueError(
+            f"{source} has {here[key].shape[1]} columns for node type {name!r}, but the model was "
+            f"trained on {trained_on} with {there[key].shape[1]}\n\nhint: a model fits only "
+            "graphs with the same features; nodes without features have embeddings"
+        )
 
 
 def _num_columns(state: Mapping[str, Any]) -> int | None:

@@ -5,10 +5,12 @@ The .pt2 file also has a JSON object, `gcnzc.json`, which says what the program 
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from gcnzc._files import replacing
@@ -63,12 +65,40 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         "classes": None if schema.classes is None else list(map(str, schema.classes)),
         "largest_difference": _compare(program, encoder, loaded),
     }
+    write_program(program, description, path)
+    return description
+
+
+def write_program(program: ExportedProgram, description: Mapping[str, Any], path: Path) -> None:
+    """Write a program and its description to a .pt2 file atomically.
+
+    Raises:
+        OSError: the disk is full or may not be written.
+    """
     # torch aborts the process if it cannot write to a file
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={DESCRIPTION: json.dumps(description)})
+    torch.export.save(program, buffer, extra_files={DESCRIPTION: json.dumps(dict(description))})
     with replacing(path) as partial:
         partial.write_bytes(buffer.getbuffer())
-    return description
+
+
+def check_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference between the outputs of a program and its model.
+
+    Raises:
+        RuntimeError: it exceeds rounding errors.
+    """
+    if not expected.numel():
+        return 0.0
+    difference = float((found - expected).abs().max())
+    limit = TOLERANCE * max(1.0, float(expected.abs().max()))
+    if not difference <= limit:
+        raise RuntimeError(
+            f"the outputs of the exported program differ from the model's by {difference:g}"
+            f", more than {limit:g}\n\nhint: check that the features are finite, with "
+            "`gcnzc info DATA --verify`; otherwise report this with the version of torch"
+        )
+    return difference
 
 
 def _compare(program: ExportedProgram, encoder: Model, loaded: TrainedModel) -> float:
@@ -83,13 +113,5 @@ def _compare(program: ExportedProgram, encoder: Model, loaded: TrainedModel) -> 
             x = table.gather(batch.nodes.to(table.device)).cpu()
             expected = encoder(batch.blocks, x)
             found = run(*export_arguments(encoder, batch, x))
-            difference = float((found - expected).abs().max())
-            limit = TOLERANCE * max(1.0, float(expected.abs().max()))
-            if not difference <= limit:
-                raise RuntimeError(
-                    f"the outputs of the exported program differ from the model's by {difference:g}"
-                    f", more than {limit:g}\n\nhint: check that the features are finite, with "
-                    "`gcnzc info DATA --verify`; otherwise report this with the version of torch"
-                )
-            largest = max(largest, difference)
+            largest = max(largest, check_difference(found, expected))
     return largest

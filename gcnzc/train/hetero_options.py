@@ -29,9 +29,10 @@ class HeteroOptions(Options):
     validation"""
     test_edges: float = 0.1
     """heterogeneous graphs, link prediction: fraction of the edges that is held out for test"""
-    evaluate_negatives: int = 100
+    evaluate_negatives: int | Literal["all"] = 100
     """heterogeneous graphs, link prediction: random destinations with which each held-out edge is
-    ranked in an evaluation"""
+    ranked in an evaluation; all: every node of their type to which its source has no earlier edge,
+    which also gives recall@K and hit_rate@K"""
     temporal: Literal["none", "uniform", "last"] = "none"
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,
@@ -48,7 +49,8 @@ class HeteroOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, "embedding_dim", self.embedding_dim)
-        at_least(1, "evaluate_negatives", self.evaluate_negatives)
+        if isinstance(self.evaluate_negatives, int):
+            at_least(1, "evaluate_negatives", self.evaluate_negatives)
         at_least(0, "valid_edges", self.valid_edges)
         at_least(0, "test_edges", self.test_edges)
         if not self.valid_edges + self.test_edges < 1:

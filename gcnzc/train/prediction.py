@@ -3,7 +3,7 @@
 Notation: M nodes or pairs, C outputs of the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.datasets.names import as_integers
@@ -27,57 +26,33 @@ from gcnzc.models.stack import Model
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.encoders import build_encoder
 from gcnzc.train.evaluation import check_features, graph_of_run, load_best
+from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.prediction import (
+    TrainedHeteroModel,
+    check_hetero_options,
+    load_hetero_model,
+    predict_hetero_nodes,
+    predict_hetero_pairs,
+)
 from gcnzc.train.inference import inference
 from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.layerwise.scratch import remove_scratch
+from gcnzc.train.options import option_name
+from gcnzc.train.prediction_outputs import (
+    Array,
+    LinkPredictions,
+    NodePredictions,
+    check_finite,
+    check_pairs,
+    check_task,
+    node_indices,
+    predictions_of,
+)
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
 from gcnzc.train.schema import Schema, check_names, read_schema
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks.link import build_link_model
-
-Array = NDArray[Any]
-# outputs are checked in chunks of rows: they may be mapped from a file larger than the memory
-CHECKED_ROWS = 1 << 16
-
-
-@dataclass(frozen=True)
-class NodePredictions:
-    """Predictions for nodes.
-
-    Attributes:
-        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, int64 or str;
-            otherwise the int64 node indices (0 to N - 1).
-        classes: (M,) predicted classes, int64, or str if the classes have names; for multi-label
-            models, (M, C) int64 zeros and ones.
-        probabilities: (M, C) float32 class probabilities; for multi-label models, the probability
-            of label 1.
-        columns: C names of the columns of `probabilities`.
-        epoch: the model's, from 1.
-    """
-
-    nodes: Array
-    classes: Array
-    probabilities: Array
-    columns: list[str]
-    epoch: int
-
-
-@dataclass(frozen=True)
-class LinkPredictions:
-    """Predictions for pairs of nodes.
-
-    Attributes:
-        sources: (M,) ids, as `NodePredictions.nodes`.
-        targets: (M,) ids.
-        scores: (M,) float32 logits: a larger score means that an edge is more likely.
-        epoch: the model's, from 1.
-    """
-
-    sources: Array
-    targets: Array
-    scores: Array
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -96,8 +71,15 @@ class TrainedModel:
         """The ids of the nodes of the graph."""
         return KnownNodes(self.data.node_ids, self.data.graph.num_nodes)
 
+    @property
+    def end_indices(self) -> tuple[KnownNodes, KnownNodes]:
+        """The ids of the nodes that are sources of pairs, and of those that are targets."""
+        return self.node_index, self.node_index
 
-def load_model(run: Path, source: Path | None = None, device: str = "auto") -> TrainedModel:
+
+def load_model(
+    run: Path, source: Path | None = None, device: str = "auto"
+) -> TrainedModel | TrainedHeteroModel:
     """Load the best model of a run, and a graph.
 
     Args:
@@ -111,12 +93,7 @@ def load_model(run: Path, source: Path | None = None, device: str = "auto") -> T
     """
     trained = read_config(run)
     if trained.is_hetero:
-        raise ValueError(
-            f"the run in {run} is of --model {trained.model} on a heterogeneous graph, which "
-            "`gcnzc predict`, `embed-nodes` and `export` do not support\n\n"
-            "hint: `gcnzc evaluate RUN --predictions FILE.npy` writes the outputs of all nodes of "
-            "the target"
-        )
+        return load_hetero_model(run, trained, source, device)
     source = source or graph_of_run(run, trained)
     schema = read_schema(run, trained)
     data = load(source, allow_nan=trained.allow_nan)
@@ -138,6 +115,7 @@ def predict(
     data: str | Path | None = None,
     *,
     nodes: Any = None,
+    fanouts: Sequence[int] | None = None,
     device: str = "auto",
     scratch: str | Path | None = None,
     memory: int | None = None,
@@ -145,14 +123,19 @@ def predict(
 ) -> NodePredictions:
     """Predict the classes of nodes with the best model of a run, with all neighbours.
 
+    In a heterogeneous graph, the nodes are those of the type that the model classifies, and a
+    temporal run reads neighbours that are not later than the node.
+
     Args:
         run: the run folder.
         data: a graph with the same features, which may have other nodes and no labels; None for
             that of the run.
         nodes: ids of nodes, in any order, as the graph's source has them; or "train", "valid" or
             "test"; None or "all" for all nodes.
+        fanouts: heterogeneous graphs: neighbours sampled per node and edge type, one number per
+            layer, input layer first. None for all neighbours.
         device: `auto`, `cpu` or `cuda`.
-        scratch, memory: see `gcnzc.inference`.
+        scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
         reporter: shows the progress; None shows nothing.
 
     Returns:
@@ -167,13 +150,14 @@ def predict(
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
+    check_task(loaded.config.task, has_pairs=False)
     indices: Array | None = None
     if isinstance(nodes, str):
         indices = None if nodes == "all" else split_indices(loaded.data, nodes)
     elif nodes is not None:
-        indices = _node_indices(loaded, nodes)
+        indices = node_indices(loaded.node_index, nodes, loaded.data.folder)
     folder = None if scratch is None else Path(scratch)
-    return predict_nodes(loaded, indices, reporter or NullReporter(), folder, memory)
+    return predict_nodes(loaded, indices, reporter or NullReporter(), folder, memory, fanouts)
 
 
 def predict_links(
@@ -181,6 +165,8 @@ def predict_links(
     data: str | Path | None = None,
     *,
     pairs: Any,
+    times: Any = None,
+    fanouts: Sequence[int] | None = None,
     device: str = "auto",
     scratch: str | Path | None = None,
     memory: int | None = None,
@@ -188,12 +174,18 @@ def predict_links(
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes with the best model of a link prediction run.
 
+    In a heterogeneous graph, the pairs are of the edge type that the model predicts. The
+    neighbourhoods have no held-out edges of the run, unless `data` is given.
+
     Args:
         run: the run folder.
         data: see `predict`.
         pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
+        times: of the pairs, for temporal runs: (M,) integers in the unit of the graph's times, or
+            one for all. Neighbours are earlier. None for times after all edges and nodes.
+        fanouts: see `predict`.
         device: `auto`, `cpu` or `cuda`.
-        scratch, memory: see `gcnzc.inference`.
+        scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
         reporter: shows the progress; None shows nothing.
 
     Returns:
@@ -208,21 +200,27 @@ def predict_links(
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
+    check_task(loaded.config.task, has_pairs=True)
     if len(pairs) != 2:
         raise ValueError(
             f"pairs has the length {len(pairs)}\n\nhint: pairs are (2, M) ids: sources, targets"
         )
-    sources, targets = (_node_indices(loaded, ids) for ids in pairs)
+    sources, targets = (
+        node_indices(known, ids, loaded.data.folder)
+        for known, ids in zip(loaded.end_indices, pairs, strict=True)
+    )
     folder = None if scratch is None else Path(scratch)
-    return predict_pairs(loaded, sources, targets, reporter or NullReporter(), folder, memory)
+    reporter = reporter or NullReporter()
+    return predict_pairs(loaded, sources, targets, reporter, folder, memory, times, fanouts)
 
 
 def predict_nodes(
-    loaded: TrainedModel,
+    loaded: TrainedModel | TrainedHeteroModel,
     nodes: Array | None,
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    fanouts: Sequence[int] | None = None,
 ) -> NodePredictions:
     """Predict the classes of nodes with a loaded model, see `predict`.
 
@@ -231,38 +229,27 @@ def predict_nodes(
         nodes: (M,) int64 node indices (0 to N - 1); None for all nodes.
         reporter: shows the progress.
         scratch, memory: see `gcnzc.inference`.
+        fanouts: see `predict`.
     """
-    if loaded.config.task == "link":
-        raise ValueError(
-            "this is a link-prediction run, and predicts scores of pairs\n\n"
-            "hint: --pairs FILE names the pairs (in Python predict_links); `gcnzc embed-nodes RUN "
-            "--out FILE.npy` writes the embeddings of nodes"
-        )
+    check_task(loaded.config.task, has_pairs=False)
+    if isinstance(loaded, TrainedHeteroModel):
+        check_hetero_options(loaded, scratch, memory, fanouts)
+        return predict_hetero_nodes(loaded, nodes, reporter, fanouts)
+    check_options_of_one_type(fanouts=fanouts)
     with feature_rows(loaded) as table:
         logits = _outputs(loaded, loaded.model, table, nodes, reporter, scratch, memory)
-    check_finite(logits)
-    schema = loaded.schema
-    if schema.is_multi_label:
-        probabilities = logits.sigmoid()
-        classes: Array = (logits > 0).long().numpy()
-    else:
-        probabilities = logits.softmax(dim=1)
-        classes = logits.argmax(dim=1).numpy()
-        if schema.classes is not None:
-            classes = np.array(schema.classes, dtype=str)[classes]
-    columns = list(map(str, schema.classes or range(schema.num_outputs)))
-    return NodePredictions(
-        get_node_ids(loaded.data, nodes), classes, probabilities.numpy(), columns, loaded.epoch
-    )
+    return predictions_of(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
 
 
 def predict_pairs(
-    loaded: TrainedModel,
+    loaded: TrainedModel | TrainedHeteroModel,
     sources: Array,
     targets: Array,
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    times: Any = None,
+    fanouts: Sequence[int] | None = None,
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes with a loaded model, see `predict_links`.
 
@@ -271,17 +258,14 @@ def predict_pairs(
         sources, targets: (M,) int64 node indices (0 to N - 1).
         reporter: shows the progress.
         scratch, memory: see `gcnzc.inference`.
+        times, fanouts: see `predict_links`.
     """
-    if loaded.config.task != "link":
-        raise ValueError(
-            "this is a node-classification run, and predicts classes of nodes\n\n"
-            "hint: omit --pairs (in Python use predict), or train with --task link"
-        )
-    if len(sources) != len(targets):
-        raise ValueError(
-            f"pairs have {len(sources):,} sources and {len(targets):,} targets\n\n"
-            "hint: pairs are (2, M) ids"
-        )
+    check_task(loaded.config.task, has_pairs=True)
+    check_pairs(sources, targets)
+    if isinstance(loaded, TrainedHeteroModel):
+        check_hetero_options(loaded, scratch, memory, fanouts)
+        return predict_hetero_pairs(loaded, sources, targets, reporter, times, fanouts)
+    check_options_of_one_type(times=times, fanouts=fanouts)
     nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
     with feature_rows(loaded) as table:
         encoder = loaded.model.encoder
@@ -328,25 +312,16 @@ def _outputs(
         )
 
 
-def _node_indices(loaded: TrainedModel, nodes: Any) -> Array:
-    """Return the (M,) int64 node indices (0 to N - 1) of nodes, given their ids."""
-    ids = nodes.cpu().numpy() if isinstance(nodes, Tensor) else np.asarray(nodes)
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iuUO"):
-        raise ValueError(
-            f"the ids are of shape {ids.shape} and type {ids.dtype}\n\n"
-            "hint: ids are a 1-D array of integers or strings"
-        )
-    texts = np.array([str(each) for each in ids.tolist()], object)
-    indices = loaded.node_index.numbers_of(texts)
-    wrong = np.flatnonzero(indices < 0)
-    if len(wrong):
-        raise ValueError(
-            f"{loaded.data.folder} has no node {texts[wrong[0]]!r} (at position {wrong[0]}); it "
-            f"has {loaded.data.graph.num_nodes:,} nodes\n\n"
-            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder; "
-            "without that file they are the numbers from 0"
-        )
-    return indices
+def check_options_of_one_type(**given: object) -> None:
+    """Raise a ValueError if an option of heterogeneous graphs is given; None is not."""
+    for name, value in given.items():
+        if value is not None:
+            # all pairs have one time on the command line
+            option = option_name(name.removesuffix("s") if name == "times" else name)
+            raise ValueError(
+                f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "
+                f"of one node type\n\nhint: omit {option}, which is for heterogeneous graphs"
+            )
 
 
 def delete_scratch(folder: Path | None) -> None:
@@ -355,13 +330,13 @@ def delete_scratch(folder: Path | None) -> None:
         remove_scratch(folder)
 
 
-def split_indices(data: Dataset, split: str) -> Array:
+def split_indices(data: Dataset | HeteroDataset, split: str) -> Array:
     """Return the (M,) int64 node indices (0 to N - 1) of a split.
 
     Raises:
         ValueError: there is no such split, or it has no nodes.
     """
-    if split not in SPLITS or len(data.split[split]) == 0:
+    if split not in SPLITS or not len(data.split.get(split, ())):
         raise ValueError(
             f"{data.name} has no {split} nodes\n\n"
             "hint: the splits are train, valid and test, as far as the graph has them; without "
@@ -383,15 +358,3 @@ def get_node_ids(data: Dataset, indices: Array | None) -> Array:
     integers = as_integers(ids)
     values = np.array(ids, dtype=str) if integers is None else integers
     return values if indices is None else values[indices]
-
-
-def check_finite(outputs: Tensor) -> None:
-    """Raise a ValueError if an output is NaN or infinite."""
-    columns = outputs[:, None] if outputs.ndim == 1 else outputs
-    chunks = columns.split(CHECKED_ROWS)
-    wrong = sum(int((~torch.isfinite(chunk)).flatten(1).any(dim=1).sum()) for chunk in chunks)
-    if wrong:
-        raise ValueError(
-            f"{wrong:,} of {len(outputs):,} predictions are NaN or infinite\n\n"
-            "hint: check the features; `gcnzc info DATA --verify` reads all of them"
-        )

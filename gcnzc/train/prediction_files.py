@@ -13,7 +13,7 @@ from gcnzc.datasets.table_graph import choose_ends
 from gcnzc.datasets.tables import Table, import_parquet
 from gcnzc.system import files
 from gcnzc.train.options import check_writable, option_name
-from gcnzc.train.prediction import Array, LinkPredictions, NodePredictions
+from gcnzc.train.prediction_outputs import Array, LinkPredictions, NodePredictions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".csv.gz", ".parquet", ".npy")
 # rows are converted to text in chunks: the text of all takes several times their memory
 CHUNK_ROWS = 1 << 16
+# name of the column of times in a file of pairs
+TIME = "time"
 
 
 def check_output(name: str, path: Path) -> None:
@@ -70,8 +72,12 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
     return read_numbers(table, [found], known)[0]
 
 
-def read_pairs(path: Path, known: KnownNodes) -> tuple[Array, Array]:
+def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array, Array]:
     """Read pairs of nodes from a file of ids: columns `source` and `target`, or (2, M) .npy.
+
+    Args:
+        path: of the file.
+        known: the nodes that are sources, and those that are targets.
 
     Returns:
         (M,) int64 node indices (0 to N - 1) of the sources, and (M,) of the targets.
@@ -86,10 +92,51 @@ def read_pairs(path: Path, known: KnownNodes) -> tuple[Array, Array]:
             raise ValueError(
                 f"{path} has the shape {array.shape}\n\nhint: pairs are (2, M): sources, targets"
             )
-        return _of_array(path, array[0], known), _of_array(path, array[1], known)
+        return _of_array(path, array[0], known[0]), _of_array(path, array[1], known[1])
     table = Table(path)
-    sources, targets = read_numbers(table, choose_ends(table, where=path.name), known)
+    ends = choose_ends(table, where=path.name)
+    if known[0] is known[1]:
+        sources, targets = read_numbers(table, ends, known[0])
+        return sources, targets
+    sources, targets = (
+        read_numbers(table, [column], own)[0] for column, own in zip(ends, known, strict=True)
+    )
     return sources, targets
+
+
+def read_times(path: Path) -> Array | None:
+    """Read the column `time` of a file of pairs; None if it has none.
+
+    Returns:
+        (M,) int64.
+
+    Raises:
+        ValueError: a time is missing or no integer; the message names the line.
+    """
+    if path.suffix == ".npy":
+        return None
+    table = Table(path)
+    found = next((name for name in table.columns if name.lower() == TIME), None)
+    if found is None:
+        return None
+    times = [np.empty(0, np.int64)]
+    for chunk in table.chunks([found]):
+        codes, values = chunk.texts[found]
+        wrong = [not _is_integer(value) for value in values]
+        places = np.flatnonzero(np.array(wrong, bool)[codes])
+        if len(places):
+            place = int(places[0])
+            raise ValueError(
+                f"{table.place(chunk.first + place, found)}: {values[codes[place]]!r} is not a time"
+                "\n\nhint: times are integers in the unit of the graph's times"
+            )
+        times.append(np.array(list(map(int, values)), np.int64)[codes])
+    return np.concatenate(times)
+
+
+def _is_integer(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isdecimal() and digits.isascii() and len(digits) < 19
 
 
 def _load_npy(path: Path) -> Array:

@@ -32,6 +32,8 @@ class Schema:
     """of a heterogeneous graph, in their order"""
     edge_types: Sequence[Sequence[str]] | None = None
     """of a heterogeneous graph, in their order"""
+    target: str | None = None
+    """in node classification on a heterogeneous graph, the type of the nodes"""
 
     @property
     def num_outputs(self) -> int:
@@ -53,7 +55,10 @@ def schema_of(data: Dataset | HeteroDataset) -> Schema:
         return schema
     node_types, edge_types = data.graph.metadata()
     return dataclasses.replace(
-        schema, node_types=node_types, edge_types=list(map(list, edge_types))
+        schema,
+        node_types=node_types,
+        edge_types=list(map(list, edge_types)),
+        target=data.target or None,
     )
 
 
@@ -61,7 +66,7 @@ def write_schema(run: Path, data: Dataset | HeteroDataset) -> None:
     """Write the schema of a new run to its folder."""
     fields = dataclasses.asdict(schema_of(data))
     if isinstance(data, Dataset):
-        del fields["node_types"], fields["edge_types"]
+        del fields["node_types"], fields["edge_types"], fields["target"]
     files.write_json(run / SCHEMA, {STORED_KEYS.get(key, key): fields[key] for key in fields})
 
 
@@ -101,6 +106,8 @@ def _check(schema: Schema) -> None:
         if not is_list or (count is not None and len(names) != count):
             number = "" if count is None else f"{count} "
             raise TypeError(f"{name} is {names!r:.100}, not a list of {number}names")
+    if not isinstance(schema.target, str | None):
+        raise TypeError(f"target is {schema.target!r:.100}")
 
 
 def check_names(schema: Schema, data: Dataset | HeteroDataset, source: Path) -> None:

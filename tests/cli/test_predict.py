@@ -330,3 +330,12 @@ def test_a_graph_without_labels_and_splits_is_predicted_from_an_archive(run, gra
     found, expected = predict(run, out), predict(run)
     assert (found.classes == expected.classes).all()
     np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=1e-5)
+
+
+def test_options_of_heterogeneous_graphs_are_rejected(run):
+    with pytest.raises(ValueError, match=r"--fanouts \(in Python `fanouts`\) is given"):
+        predict(run, fanouts=(2, 2))
+    with pytest.raises(ValueError, match=r"--node-type .* for graphs of one node type"):
+        embed_nodes(run, node_type="paper")
+    with pytest.raises(ValueError, match="--time "):
+        embed_nodes(run, time=3)

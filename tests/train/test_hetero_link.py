@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import typed_papers
 from processes import results
 from training import saved, train_as_worker
+from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.optim import Averaged
@@ -15,11 +17,9 @@ from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
+from gcnzc.train.prediction import predict_links
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
-
-USERS, ITEMS, EDGES, GROUPS = 120, 100, 2000, 4
-BUYS, BOUGHT = ("user", "buys", "item"), ("item", "bought_by", "user")
 
 
 def without_reverse_times():
@@ -53,25 +53,6 @@ def test_a_temporal_run_needs_the_times_of_reverses(config, tmp_path):
     options = {"temporal": "last", "evaluate": "sampled", "data": tmp_path / "graph"}
     with pytest.raises(ValueError, match=r"are the reverses of .* but have no times"):
         train(replace(config, **options), tmp_path / "run")
-
-
-def build(*, is_planted=True, has_times=True):
-    """Users buy items of their group; or, if nothing is planted, random items."""
-    random = np.random.default_rng(0)
-    users = random.integers(0, USERS, EDGES)
-    items = random.integers(0, ITEMS // GROUPS, EDGES) * GROUPS + users % GROUPS
-    if not is_planted:
-        items = random.integers(0, ITEMS, EDGES)
-    pairs = np.stack([users, items])
-    own = {"time": random.integers(0, 400, EDGES)} if has_times else {}
-    return HeteroGraph.from_arrays(
-        {
-            "user": {"features": random.normal(size=(USERS, 4)).astype(np.float32)},
-            "item": {"features": random.normal(size=(ITEMS, 4)).astype(np.float32)},
-        },
-        {BUYS: {"edge_index": pairs, **own}, BOUGHT: {"edge_index": pairs[::-1], **own}},
-        name="shop",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +184,90 @@ def test_bad_options_are_rejected_by_name(config, tmp_path):
     build(has_times=False).save(tmp_path / "untimed")
     rejected("--edge-split time: neither", edge_split="time", data=tmp_path / "untimed")
     rejected("--temporal last: neither", temporal="last", data=tmp_path / "untimed")
+
+
+def scores_of_all_pairs(run):
+    users, items = np.divmod(np.arange(USERS * ITEMS), ITEMS)
+    return predict_links(run, pairs=(users, items)).scores.reshape(USERS, ITEMS)
+
+
+def rank_by_hand(scores, edges, known, name):
+    """MRR and recall@10 of a split, by comparing the scores of all pairs."""
+    known, held_out = pairs_of(known), pairs_of(edges)
+    inverse, shares = [], []
+    for user in sorted({user for user, _ in held_out}):
+        own = [item for item in range(ITEMS) if (user, item) in held_out]
+        free = [item for item in range(ITEMS) if (user, item) not in known | held_out]
+        row = scores[user]
+        whole = [1 + (row[[j for j in free + own if j != i]] > row[i]).sum() for i in own]
+        shares.append(np.mean([rank <= 10 for rank in whole]))
+        bought = [item for each, item in edges.T.tolist() if each == user]
+        inverse += [1 / (1 + (row[free] > row[item]).sum()) for item in bought]
+    return {f"{name}_mrr": np.mean(inverse), f"{name}_recall@10": np.mean(shares)}
+
+
+@pytest.mark.parametrize("kind", ["time", "random"])
+def test_edges_are_ranked_among_all_unknown_items(kind, config, tmp_path):
+    run = tmp_path / "run"
+    own = replace(config, edge_split=kind, evaluate_negatives="all", decoder="dot", epochs=2)
+    line = train(own, run)
+    split = split_edges(build(), BUYS, kind, 0.1, 0.1, 0, keep=False)
+    train_edges, valid, test = split.edges.values()
+    scores = scores_of_all_pairs(run)
+    expected = rank_by_hand(scores, valid, train_edges, "valid")
+    expected |= rank_by_hand(scores, test, torch.cat([train_edges, valid], 1), "test")
+    again = evaluate(EvaluateConfig(run=run))
+    assert again["test_recall@50"] >= again["test_recall@20"] >= again["test_recall@10"]
+    assert again["test_hit_rate@10"] >= again["test_recall@10"]
+    for name, value in expected.items():
+        # a pair of close scores may be in another order after rounding
+        assert again[name] == pytest.approx(value, abs=2e-3), name
+        assert line[name] == again[name]
+    fewer = evaluate(EvaluateConfig(run=run, evaluate_negatives=10))
+    assert "test_recall@10" not in fewer
+    assert fewer["test_mrr"] > again["test_mrr"]
+
+
+def test_a_temporal_ranking_reads_nothing_of_the_split(config, tmp_path):
+    """Edges of the split and later ones have no influence on the ranks."""
+    own = replace(config, temporal="last", evaluate_negatives="all", epochs=1, edge_split="time")
+    train(own, tmp_path / "run")
+    first = evaluate(EvaluateConfig(run=tmp_path / "run"))
+    graph = build()
+    split = split_edges(graph, BUYS, "time", 0.1, 0.1, 0, keep=True)
+    start = split.times["valid"].min()
+    edges = {}
+    for each in (BUYS, BOUGHT):
+        ends, time = graph.edges(each).edge_index(), edge_times(graph, each)
+        if each == BOUGHT:
+            # reverses of edges that are not earlier than the split go elsewhere
+            ends = ends.clone()
+            ends[0, time >= start] = 0
+        edges[each] = {"edge_index": ends, "time": time}
+    nodes = {name: {"features": graph.nodes(name).features} for name in graph.node_types}
+    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "other")
+    other = evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "other"))
+    assert other["valid_mrr"] == first["valid_mrr"]
+    assert other["test_mrr"] != first["test_mrr"]
+
+
+@pytest.mark.processes
+def test_workers_share_a_ranking(config, tmp_path):
+    own = replace(config, evaluate_negatives="all", epochs=1, batch_size=128)
+    both = results(2, tmp_path, train_as_worker, own, tmp_path / "two")
+    alone = evaluate(EvaluateConfig(run=tmp_path / "two"))
+    for name in ("test_mrr", "test_recall@10", "valid_hit_rate@20"):
+        assert both[0][name] == both[1][name] == alone[name]
+
+
+def test_evaluate_negatives_is_rejected_for_other_runs(config, tmp_path):
+    typed_papers.build().save(tmp_path / "papers")
+    own = TrainConfig(data=tmp_path / "papers", model="rgcn", **typed_papers.SIZES)
+    train(replace(own, epochs=1), tmp_path / "run")
+    with pytest.raises(ValueError, match="--evaluate-negatives all is for link prediction"):
+        evaluate(EvaluateConfig(run=tmp_path / "run", evaluate_negatives="all"))
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="--evaluate-negatives must be at least 1"):
+            replace(config, evaluate_negatives=wrong)
+        with pytest.raises(ValueError, match="--evaluate-negatives must be at least 1"):
+            EvaluateConfig(run=tmp_path / "run", evaluate_negatives=wrong)

@@ -10,7 +10,7 @@ import tyro
 from gcnzc.cli.output import print_json
 from gcnzc.system import files
 from gcnzc.train.embedding import embed_loaded
-from gcnzc.train.options import at_least
+from gcnzc.train.options import Fanouts, at_least, check_fanouts
 from gcnzc.train.prediction import delete_scratch, load_model
 from gcnzc.train.progress import Reporter
 from gcnzc.train.scratch_options import ScratchOptions
@@ -31,9 +31,19 @@ class EmbedNodesConfig(ScratchOptions):
     of the run if not given"""
     out: Path
     """.npy file to write"""
+    node_type: str | None = None
+    """heterogeneous graphs: type of the nodes; by default that which the model classifies, or which
+    both ends of the predicted edges have"""
     layer: int | None = None
     """layer whose output is written, from 1; without it, the last hidden layer, or in link
     prediction the rows from which the scores are computed"""
+    time: int | None = None
+    """heterogeneous graphs, with --temporal: time of all nodes, whose neighbours are not later, and
+    in link prediction earlier; by default the nodes' own times, and for nodes without times and in
+    link prediction after all edges and nodes"""
+    fanouts: Fanouts = ()
+    """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
+    layer first; by default all neighbours are read"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto uses CUDA if there is a GPU"""
 
@@ -41,6 +51,8 @@ class EmbedNodesConfig(ScratchOptions):
         super().__post_init__()
         if self.layer is not None:
             at_least(1, "layer", self.layer)
+        if self.fanouts:
+            check_fanouts(self.fanouts)
 
 
 def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
@@ -48,7 +60,16 @@ def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
     began = time.perf_counter()
     loaded = load_model(config.run, config.data, config.device)
     is_replaced = config.out.exists()
-    found = embed_loaded(loaded, config.layer, reporter, config.scratch, config.memory_bytes)
+    found = embed_loaded(
+        loaded,
+        config.layer,
+        reporter,
+        config.scratch,
+        config.memory_bytes,
+        config.node_type,
+        config.time,
+        config.fanouts or None,
+    )
     files.write_array(config.out, found.rows)
     delete_scratch(config.scratch)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
@@ -60,6 +81,7 @@ def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
             "out": str(config.out),
             "nodes": len(found.rows),
             "columns": found.rows.shape[1],
+            **({"node_type": found.node_type} if found.node_type is not None else {}),
             "layer": found.layer,
             "best_epoch": found.epoch,
             "seconds": time.perf_counter() - began,

@@ -8,6 +8,8 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.train.export import export_run
+from gcnzc.train.hetero.export import export_hetero_run
+from gcnzc.train.hetero.prediction import TrainedHeteroModel
 from gcnzc.train.options import check_options
 from gcnzc.train.prediction import load_model
 from gcnzc.train.progress import Reporter
@@ -18,7 +20,8 @@ class ExportConfig:
     """Export the best model of a run as a program that torch runs without gcnzc.
 
     Writes a .pt2 file with torch.export, compares its outputs with the model's, and prints one JSON
-    line. The program takes the blocks of a minibatch as plain tensors.
+    line. The program takes the blocks of a minibatch as plain tensors. Embeddings of node types
+    without features are written to a file beside it, with the suffix .embeddings.npz.
     """
 
     run: tyro.conf.Positional[Path]
@@ -39,7 +42,10 @@ def export_command(config: ExportConfig, reporter: Reporter) -> None:
     loaded = load_model(config.run, config.data, "cpu")
     is_replaced = config.out.exists()
     with reporter.task("export"):
-        description = export_run(loaded, config.out)
+        if isinstance(loaded, TrainedHeteroModel):
+            description = export_hetero_run(loaded, config.out)
+        else:
+            description = export_run(loaded, config.out)
     reporter.say(f"{'replaced' if is_replaced else 'wrote'} {config.out}")
     print_json(
         {

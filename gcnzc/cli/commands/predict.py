@@ -4,12 +4,14 @@ import difflib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import SPLITS
+from gcnzc.train.hetero.prediction import TrainedHeteroModel
+from gcnzc.train.options import Fanouts, check_fanouts
 from gcnzc.train.prediction import (
     TrainedModel,
     delete_scratch,
@@ -18,7 +20,14 @@ from gcnzc.train.prediction import (
     predict_pairs,
     split_indices,
 )
-from gcnzc.train.prediction_files import read_nodes, read_pairs, write_links, write_nodes
+from gcnzc.train.prediction_files import (
+    read_nodes,
+    read_pairs,
+    read_times,
+    write_links,
+    write_nodes,
+)
+from gcnzc.train.prediction_outputs import check_task
 from gcnzc.train.progress import Reporter
 from gcnzc.train.scratch_options import ScratchOptions
 
@@ -45,6 +54,13 @@ class PredictConfig(ScratchOptions):
     `target`, or .npy of shape (2, pairs)"""
     probabilities: bool = False
     """also write the probability of each class, or that a pair is an edge"""
+    time: int | None = None
+    """link prediction in heterogeneous graphs, with --temporal: time of all pairs, whose neighbours
+    are earlier; by default that of the column `time` in the file of pairs, and without such a
+    column after all edges and nodes"""
+    fanouts: Fanouts = ()
+    """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
+    layer first; by default all neighbours are read"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto uses CUDA if there is a GPU"""
 
@@ -55,12 +71,19 @@ class PredictConfig(ScratchOptions):
                 f"--nodes {self.nodes} with --pairs {self.pairs}\n\n"
                 "hint: --pairs is of link prediction, and --nodes of node classification"
             )
+        if self.time is not None and self.pairs is None:
+            raise ValueError(
+                f"--time {self.time} has no effect without --pairs\n\nhint: omit --time"
+            )
+        if self.fanouts:
+            check_fanouts(self.fanouts)
 
 
 def predict_command(config: PredictConfig, reporter: Reporter) -> None:
     """`gcnzc predict`."""
     began = time.perf_counter()
     loaded = load_model(config.run, config.data, config.device)
+    check_task(loaded.config.task, has_pairs=config.pairs is not None)
     write = _predict_nodes if config.pairs is None else _predict_links
     is_replaced = config.out.exists()
     count, columns = write(config, loaded, reporter)
@@ -81,7 +104,7 @@ def predict_command(config: PredictConfig, reporter: Reporter) -> None:
 
 
 def _predict_nodes(
-    config: PredictConfig, loaded: TrainedModel, reporter: Reporter
+    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
 ) -> tuple[int, list[str]]:
     if config.nodes == "all":
         nodes = None
@@ -97,14 +120,28 @@ def _predict_nodes(
                 f"hint: {suggestion}give all, train, valid, test or a file of ids"
             )
         nodes = read_nodes(path, loaded.node_index)
-    found = predict_nodes(loaded, nodes, reporter, config.scratch, config.memory_bytes)
+    found = predict_nodes(
+        loaded, nodes, reporter, config.scratch, config.memory_bytes, config.fanouts or None
+    )
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
 
 def _predict_links(
-    config: PredictConfig, loaded: TrainedModel, reporter: Reporter
+    config: PredictConfig, loaded: TrainedModel | TrainedHeteroModel, reporter: Reporter
 ) -> tuple[int, list[str]]:
     assert config.pairs is not None
-    pairs = read_pairs(config.pairs, loaded.node_index)
-    found = predict_pairs(loaded, *pairs, reporter, config.scratch, config.memory_bytes)
+    sources, targets = read_pairs(config.pairs, loaded.end_indices)
+    times: Any = config.time
+    if times is None and isinstance(loaded, TrainedHeteroModel) and loaded.is_temporal:
+        times = read_times(config.pairs)
+    found = predict_pairs(
+        loaded,
+        sources,
+        targets,
+        reporter,
+        config.scratch,
+        config.memory_bytes,
+        times,
+        config.fanouts or None,
+    )
     return len(found.scores), write_links(config.out, found, config.probabilities)

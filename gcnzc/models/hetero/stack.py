@@ -1,7 +1,7 @@
 """A stack of layers on heterogeneous blocks, with a projection of each node type's features."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,29 +164,79 @@ class HeteroModel(nn.Module):
                 or do not fit together, or a type of `x` is missing or has the wrong number of rows
                 or columns.
         """
-        self._check_blocks(blocks)
-        rows = self._project_features(blocks[0], x)
-        for index, (module, block) in enumerate(zip(self.layers, blocks, strict=True)):
-            outs: dict[int, Tensor] = module(block, rows)
+        self._check_blocks(blocks, len(self.layers))
+        outs = self._compute_layers(blocks, x)
+        if self.output_linears:
+            linears = zip(outs, self.output_linears, strict=True)
+            outs = {t: linear(outs[t]) for t, linear in linears}
+        numbers = [self.metadata.node_types.index(name) for name in self.targets]
+        if self.is_single:
+            return outs[numbers[0]]
+        return {name: outs[t] for name, t in zip(self.targets, numbers, strict=True)}
+
+    def layer_outputs(
+        self, blocks: Sequence[HeteroBlock], x: Mapping[str, Tensor], node_type: str
+    ) -> Tensor:
+        """Return the outputs of a layer for the seeds of a node type.
+
+        Args:
+            blocks: one for each of the first layers up to that whose outputs are returned.
+            x: features, see `forward`.
+            node_type: one of `layer_types` of this layer.
+
+        Returns:
+            (seeds, columns) outputs as the next layer receives them: after normalization and
+            activation, unless the layer computes the outputs of the model.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: there are no blocks or too many, the layer does not compute the node type,
+                or an argument is invalid, see `forward`.
+        """
+        count = len(blocks)
+        if not 1 <= count <= len(self.layers):
+            raise ValueError(
+                f"{count} blocks for a model of {len(self.layers)} layers\n\n"
+                "hint: pass one block for each layer up to that whose outputs are needed"
+            )
+        computed = self.layer_types(count)
+        if node_type not in computed:
+            raise ValueError(
+                f"layer {count} does not compute node type {node_type!r:.100}\n\n"
+                f"hint: it computes {', '.join(computed)}"
+            )
+        self._check_blocks(blocks, count)
+        return self._compute_layers(blocks, x)[self.metadata.node_types.index(node_type)]
+
+    def layer_types(self, layer: int) -> list[str]:
+        """Return the names of the node types that a layer computes.
+
+        Args:
+            layer: number of the layer, from 1.
+        """
+        computed = cast(HeteroLayer, self.layers[layer - 1]).out_types
+        return [self.metadata.node_types[t] for t in computed]
+
+    def _compute_layers(
+        self, blocks: Sequence[HeteroBlock], x: Mapping[str, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return the outputs of the last of some layers, without the linear projection."""
+        rows, outs = self._project_features(blocks[0], x), {}
+        for index, (module, block) in enumerate(zip(self.layers, blocks, strict=False)):
+            outs = module(block, rows)
             if self.residuals:
                 own_rows = block.destination_rows(rows)
                 for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
                     outs[t] = linear(own_rows[t]).add_(outs[t])
             if index == len(self.layers) - 1 and not self.output_linears:
-                break
+                return outs
             if self.norms:
                 for t, norm in zip(outs, self.norms[index], strict=True):  # type: ignore[call-overload]
                     # batch normalization has no statistics of no rows
                     outs[t] = normalize(norm, outs[t]) if len(outs[t]) else outs[t]
             rows = self._activate(self._concatenate(block, outs))
-            if index == len(self.layers) - 1:
-                parts = rows.split(list(block.num_dst))
-                linears = zip(outs, self.output_linears, strict=True)
-                outs = {t: linear(parts[t]) for t, linear in linears}
-        numbers = [self.metadata.node_types.index(name) for name in self.targets]
-        if self.is_single:
-            return outs[numbers[0]]
-        return {name: outs[t] for name, t in zip(self.targets, numbers, strict=True)}
+        parts = rows.split(list(blocks[-1].num_dst))
+        return {t: parts[t] for t in outs}
 
     def _activate(self, rows: Tensor) -> Tensor:
         p = self.dropout if self.training else 0.0
@@ -247,8 +297,8 @@ class HeteroModel(nn.Module):
                 "hint: one row for each of batch.nodes, and in_features columns"
             )
 
-    def _check_blocks(self, blocks: Sequence[HeteroBlock]) -> None:
-        if len(blocks) != len(self.layers):
+    def _check_blocks(self, blocks: Sequence[HeteroBlock], count: int) -> None:
+        if len(blocks) != count:
             raise ValueError(
                 f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
                 "hint: sample with as many hops as the model has layers"

@@ -115,19 +115,10 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
         FileNotFoundError: there is no folder.
         ValueError: the graph has one node type, or no labels for the task, or is damaged.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"there is no folder {path}\n\nhint: HeteroGraph.save writes one")
-    if not is_hetero(path):
-        raise ValueError(
-            f"--model {config.model} is for graphs with several node types, and {path} has no "
-            "prepared graph of this kind\n\n"
-            "hint: HeteroGraph.save writes one; use --model sage for other graphs"
-        )
+    _check_folder(config, path)
     graph = HeteroGraph.load(path)
     if config.task == "link":
-        edge_type = _find_edge_type(config, graph)
-        none = torch.full((1,), -1)
-        return HeteroDataset(graph, "", none, {}, 1, "mrr", path, edge_type)
+        return _data_of_links(config, graph, path)
     target = _find_target(config, graph, path)
     nodes = graph.nodes(target)
     assert nodes.labels is not None, "`_find_target` has checked"
@@ -150,6 +141,51 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
     num_classes = 2 if labels.ndim == 2 else max(int(labels.max()) + 1, 1)
     metric = "accuracy" if labels.ndim == 1 else "rocauc"
     return HeteroDataset(graph, target, labels, split, num_classes, metric, path)
+
+
+def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> HeteroDataset:
+    """Memory-map a graph to predict on, which needs no labels.
+
+    Args:
+        config: options of the run.
+        path: folder of the graph.
+        target: the node type that the model classifies; None to find it as `load_hetero` does.
+
+    Raises:
+        FileNotFoundError: there is no folder.
+        ValueError: the graph has one node type, or does not have the type to predict.
+    """
+    _check_folder(config, path)
+    graph = HeteroGraph.load(path)
+    if config.task == "link":
+        return _data_of_links(config, graph, path)
+    target = target or _find_target(config, graph, path)
+    if target not in graph.node_types:
+        raise ValueError(
+            f"{path} has no nodes of type {target!r}, which the model classifies\n\n"
+            f"hint: the node types are {', '.join(graph.node_types)}"
+        )
+    none = torch.full((graph.num_nodes(target),), -1)
+    split = dict(graph.nodes(target).split)
+    return HeteroDataset(graph, target, none, split, 1, "accuracy", path)
+
+
+def _check_folder(config: TrainConfig, path: Path) -> None:
+    """Check that a folder has a heterogeneous graph."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no folder {path}\n\nhint: HeteroGraph.save writes one")
+    if not is_hetero(path):
+        raise ValueError(
+            f"--model {config.model} is for graphs with several node types, and {path} has no "
+            "prepared graph of this kind\n\n"
+            "hint: HeteroGraph.save writes one; use --model sage for other graphs"
+        )
+
+
+def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> HeteroDataset:
+    edge_type = _find_edge_type(config, graph)
+    none = torch.full((1,), -1)
+    return HeteroDataset(graph, "", none, {}, 1, "mrr", path, edge_type)
 
 
 def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:

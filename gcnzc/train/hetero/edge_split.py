@@ -14,6 +14,8 @@ from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
 from gcnzc.loader.seeds import permutation
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
 
 # stream of the random generator; stream 0 shuffles the seeds of an epoch
 SPLIT = 3
@@ -108,6 +110,20 @@ def split_edges(
         graph,
         reverses,
         kind,
+    )
+
+
+def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSplit:
+    """Divide the edges that a run predicts, as its options say; see `split_edges`."""
+    assert data.edge_type is not None, "`load_hetero` has found it"
+    return split_edges(
+        data.graph,
+        data.edge_type,
+        config.edge_split,
+        config.valid_edges,
+        config.test_edges,
+        config.seed,
+        keep=config.temporal != "none",
     )
 
 

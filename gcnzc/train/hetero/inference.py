@@ -9,12 +9,14 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.features.table import FeatureTable
 from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.train.minibatch_outputs import Spans, minibatch_outputs
 
 # independent of the number of workers, as minibatches determine how outputs are rounded; those with
@@ -29,6 +31,52 @@ def with_embeddings(
     device = batch.blocks[0].device
     rows = {name: table.gather(batch.nodes[name], device) for name, table in embeddings.items()}
     return {**(batch.x or {}), **rows}
+
+
+def node_outputs(
+    model: nn.Module,
+    sampler: HeteroSampler,
+    seeds: tuple[str, Tensor],
+    tables: Mapping[str, FeatureTable],
+    compute: Callable[[nn.Module, HeteroBatch], Tensor],
+    num_columns: int,
+    device: torch.device,
+    *,
+    is_sampled: bool,
+    times: Any = None,
+    threads: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    group: Group | None = None,
+) -> Tensor:
+    """Compute outputs for nodes of one type, in minibatches; see `hetero_outputs`.
+
+    Args:
+        model: on `device`.
+        sampler: samples the neighbourhoods.
+        seeds: node type, and (M,) ids.
+        tables: features by node type.
+        compute: `compute(model, batch)` returns the (S, num_columns) outputs of a minibatch.
+        num_columns: columns of the outputs.
+        device: of the computation.
+        is_sampled: whether the sampler takes a sample of the neighbours, and not all.
+        times: (M,) times of the nodes, for a temporal sampler. Default: their own.
+        threads: of the loader.
+        progress, group: see `hetero_outputs`.
+
+    Returns:
+        (M, num_columns) on the host.
+    """
+    loader = HeteroLoader(
+        sampler,
+        seeds,
+        SAMPLED_SEEDS if is_sampled else WHOLE_SEEDS,
+        seed_times=times,
+        tables=tables,
+        device=device,
+        threads=threads,
+        may_be_empty=True,
+    )
+    return hetero_outputs(model, loader, compute, num_columns, progress, group)
 
 
 def hetero_outputs(

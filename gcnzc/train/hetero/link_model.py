@@ -7,7 +7,11 @@ from torch.nn import functional
 
 from gcnzc.graph.hetero.graph import EdgeType
 from gcnzc.models.hetero import HeteroModel
+from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.sampling.hetero_block import HeteroBlock
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.encoder import build_hetero_encoder
 
 
 class HeteroLinkModel(nn.Module):
@@ -39,3 +43,14 @@ class HeteroLinkModel(nn.Module):
         target = functional.embedding(pairs[1], rows[self.edge_type[2]])
         logits: Tensor = self.decoder(source, target)
         return logits
+
+
+def build_hetero_link_model(config: TrainConfig, data: HeteroDataset) -> HeteroLinkModel:
+    """Build the model of a run of link prediction on the CPU."""
+    assert data.edge_type is not None, "`load_hetero` has found it"
+    ends = list(dict.fromkeys(data.edge_type[::2]))
+    encoder = build_hetero_encoder(config, data, config.hidden, ends)
+    decoder: nn.Module = Dot()
+    if config.decoder == "mlp":
+        decoder = HadamardMLP(config.hidden, dropout=config.dropout)
+    return HeteroLinkModel(encoder, decoder, data.edge_type)

@@ -10,16 +10,16 @@ from torch.nn import functional
 from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
-from gcnzc.models.link import Dot, HadamardMLP
 from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.edge_split import split_edges
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
-from gcnzc.train.hetero.link_model import HeteroLinkModel
+from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
+from gcnzc.train.hetero.ranking import rank_among_all
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
@@ -35,7 +35,8 @@ EVALUATED_PAIRS = 4096
 class HeteroLinkTask:
     """Predict the edges of one type; a `Task`.
 
-    Each held-out edge is ranked among pairs of its source with random destinations.
+    Each held-out edge is ranked among pairs of its source with random destinations, or with all
+    nodes of their type.
 
     Raises:
         ValueError: the edges cannot be split as the options say.
@@ -47,7 +48,6 @@ class HeteroLinkTask:
     metric = "mrr"
 
     def __init__(self, config: TrainConfig, data: HeteroDataset) -> None:
-        assert data.edge_type is not None, "`load_hetero` has found it"
         if config.metric != "as-is":
             raise ValueError(
                 f"--metric {config.metric} is of node classification\n\n"
@@ -55,15 +55,7 @@ class HeteroLinkTask:
             )
         self.config, self.data = config, data
         self.is_temporal = config.temporal != "none"
-        self.split = split_edges(
-            data.graph,
-            data.edge_type,
-            config.edge_split,
-            config.valid_edges,
-            config.test_edges,
-            config.seed,
-            keep=self.is_temporal,
-        )
+        self.split = split_edges_of_run(config, data)
         if self.is_temporal and self.split.times is None:
             raise ValueError(
                 f"--temporal {config.temporal}: neither the edges {data.edge_type} nor their nodes "
@@ -97,13 +89,7 @@ class HeteroLinkTask:
 
     def model(self) -> nn.Module:
         """See `Task`."""
-        config, edge_type = self.config, self.split.edge_type
-        ends = list(dict.fromkeys(edge_type[::2]))
-        encoder = build_hetero_encoder(config, self.data, config.hidden, ends)
-        decoder: nn.Module = Dot()
-        if config.decoder == "mlp":
-            decoder = HadamardMLP(config.hidden, dropout=config.dropout)
-        return HeteroLinkModel(encoder, decoder, edge_type)
+        return build_hetero_link_model(self.config, self.data)
 
     def logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
         """See `Task`."""
@@ -145,24 +131,62 @@ class HeteroLinkTask:
     ) -> Scores:
         """See `Task`."""
         result: Scores = {}
+        count = self.config.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
-            rows = self._ranked(model, split, device, progress, group)
-            for name, value in score_pairs(rows[:, 0], rows[:, 1:], self.metric).items():
+            if count == "all":
+                scores = self._rank_among_all(model, split, device, progress, group)
+            else:
+                rows = self._logits(model, split, count, device, progress, group)
+                scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
+            for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
         return broadcast_scores(result, group)
 
-    def _ranked(
+    @property
+    def _evaluation_fanouts(self) -> Sequence[int]:
+        is_sampled = self.evaluator.method == "sampled"
+        return self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
+
+    def _rank_among_all(
+        self,
+        model: HeteroLinkModel,
+        split: str,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None,
+    ) -> dict[str, float]:
+        """Rank the edges of a split among all nodes of the destination type."""
+        config, times = self.config, None
+        if self.is_temporal:
+            assert self.split.times is not None, "checked by the constructor"
+            # neighbours are earlier than all edges of the split
+            times = int(self.split.times[split].min()) - 1
+        return rank_among_all(
+            model,
+            self.split,
+            split,
+            build_hetero_sampler(config, self.split.graph, self._evaluation_fanouts),
+            self.data.table.tables,
+            self.embeddings,
+            device,
+            is_sampled=self.evaluator.method == "sampled",
+            time=times,
+            threads=config.threads or None,
+            progress=progress,
+            group=group,
+        )
+
+    def _logits(
         self,
         model: nn.Module,
         split: str,
+        num_negatives: int,
         device: torch.device,
         progress: Progress,
         group: Group | None,
     ) -> Tensor:
         """Return the logits of each edge of a split, and then of its negatives."""
-        is_sampled = self.evaluator.method == "sampled"
-        fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
-        num_negatives = self.config.evaluate_negatives
+        fanouts = self._evaluation_fanouts
         loader = HeteroLoader(
             self._build_sampler(split, fanouts, num_negatives, exclude="none"),
             None,

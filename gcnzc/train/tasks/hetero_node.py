@@ -10,16 +10,11 @@ from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.metrics import score
-from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
+from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
-from gcnzc.train.hetero.inference import (
-    SAMPLED_SEEDS,
-    WHOLE_SEEDS,
-    hetero_outputs,
-    with_embeddings,
-)
+from gcnzc.train.hetero.inference import node_outputs, with_embeddings
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
 from gcnzc.train.tasks.node import NodeTask
 
@@ -134,18 +129,16 @@ class HeteroNodeTask(NodeTask):
         """Return the logits of nodes of the target, with all or sampled neighbours."""
         is_sampled = self.evaluator.method == "sampled"
         fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
-        loader = HeteroLoader(
+        return node_outputs(
+            model,
             build_hetero_sampler(self.config, self.data.graph, fanouts),
             (self.data.target, nodes),
-            SAMPLED_SEEDS if is_sampled else WHOLE_SEEDS,
-            tables=self.data.table.tables,
-            device=device,
+            self.data.table.tables,
+            self.logits,
+            self.num_outputs,
+            device,
+            is_sampled=is_sampled,
             threads=self.config.threads or None,
-            may_be_empty=True,
+            progress=progress,
+            group=group,
         )
-        return hetero_outputs(
-            model, loader, self._evaluation_logits, self.num_outputs, progress, group
-        )
-
-    def _evaluation_logits(self, model: nn.Module, batch: HeteroBatch) -> Tensor:
-        return self.logits(model, batch)

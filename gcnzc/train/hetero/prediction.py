@@ -1,0 +1,264 @@
+"""Predict with the best model of a run on a heterogeneous graph.
+
+Outputs are computed in minibatches, with all neighbours or with sampled ones.
+
+Notation: M nodes or pairs, C outputs of the model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gcnzc.datasets.numbering import KnownNodes
+from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.loader.hetero_loader import HeteroLoader
+from gcnzc.sampling.hetero import HeteroBatch
+from gcnzc.sampling.hetero_link import HeteroLinkSampler
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.evaluation import graph_of_run, load_best
+from gcnzc.train.hetero.data import HeteroDataset, load_unlabelled
+from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
+from gcnzc.train.hetero.link_model import build_hetero_link_model
+from gcnzc.train.options import check_fanouts
+from gcnzc.train.prediction_outputs import (
+    Array,
+    LinkPredictions,
+    NodePredictions,
+    check_finite,
+    predictions_of,
+)
+from gcnzc.train.progress import Reporter
+from gcnzc.train.schema import Schema, check_names, read_schema
+from gcnzc.train.setup import choose_device
+
+# pairs of a minibatch: each pair has two seeds
+SAMPLED_PAIRS, WHOLE_PAIRS = 1024, 256
+
+Compute: TypeAlias = Callable[[nn.Module, HeteroBatch], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainedHeteroModel:
+    """The best model of a run on a heterogeneous graph, with a graph to predict on.
+
+    Attributes:
+        model: on `device`; of node classification, or a `HeteroLinkModel`.
+        config: options of the run.
+        schema: what the model reads and predicts.
+        data: the graph.
+        graph: whose edges pass messages: without the held-out edges of the run in link prediction,
+            unless other data are given or the run is temporal.
+        embeddings: of the node types without features.
+        device: of the computation.
+        epoch: of the model, from 1.
+    """
+
+    model: Any
+    config: TrainConfig
+    schema: Schema
+    data: HeteroDataset
+    graph: HeteroGraph
+    embeddings: Mapping[str, EmbeddingTable]
+    device: torch.device
+    epoch: int
+
+    @property
+    def is_temporal(self) -> bool:
+        """Whether neighbours are not later than what is predicted."""
+        return self.config.temporal != "none"
+
+    @property
+    def node_index(self) -> KnownNodes:
+        """The ids of the nodes of the target."""
+        return KnownNodes(None, self.graph.num_nodes(self.data.target))
+
+    @property
+    def end_indices(self) -> tuple[KnownNodes, KnownNodes]:
+        """The ids of the nodes that are sources of pairs, and of those that are destinations."""
+        assert self.data.edge_type is not None, "the run is of link prediction"
+        source, _, destination = self.data.edge_type
+        return (
+            KnownNodes(None, self.graph.num_nodes(source)),
+            KnownNodes(None, self.graph.num_nodes(destination)),
+        )
+
+    def fanouts(self, given: Sequence[int] | None) -> Sequence[int]:
+        """Return fanouts, input layer first; all neighbours if none are given."""
+        return [-1] * self.config.layers if given is None else given
+
+    def inputs(self, batch: HeteroBatch) -> dict[str, Tensor]:
+        """Return the features of a minibatch, with rows of embeddings."""
+        return with_embeddings(batch, self.embeddings)
+
+
+def load_hetero_model(
+    run: Path, trained: TrainConfig, source: Path | None, device: str
+) -> TrainedHeteroModel:
+    """Load the best model of a run, and a graph; see `gcnzc.train.prediction.load_model`.
+
+    Raises:
+        FileNotFoundError: there is no graph, or no file of embeddings.
+        ValueError: the graph does not fit the model.
+    """
+    path = source or graph_of_run(run, trained)
+    schema = read_schema(run, trained)
+    data = load_unlabelled(trained, path, schema.target)
+    check_names(schema, data, path)
+    model: nn.Module
+    if trained.task == "link":
+        model = build_hetero_link_model(trained, data)
+    else:
+        model = build_hetero_encoder(trained, data, schema.num_outputs, data.target)
+    chosen = choose_device(device)
+    best = load_best(model.to(chosen), run, path, trained.data)
+    names = embedded_types(model, data)
+    embeddings = load_embeddings(run, best["epoch"], names, data)
+    graph = data.graph
+    if trained.task == "link" and source is None:
+        graph = split_edges_of_run(trained, data).graph
+    return TrainedHeteroModel(
+        model, trained, schema, data, graph, embeddings, chosen, best["epoch"] + 1
+    )
+
+
+def check_hetero_options(
+    loaded: TrainedHeteroModel,
+    scratch: Path | None,
+    memory: int | None,
+    fanouts: Sequence[int] | None,
+) -> None:
+    """Check options of a prediction.
+
+    Raises:
+        ValueError: layer outputs are to be stored, or fanouts do not fit the model.
+    """
+    if scratch is not None or memory is not None:
+        raise ValueError(
+            "a folder for layer outputs, or its memory, is given, but the outputs of heterogeneous "
+            "graphs are computed in minibatches\n\n"
+            "hint: omit --scratch and --memory (in Python `scratch` and `memory`)"
+        )
+    if fanouts is None:
+        return
+    check_fanouts(fanouts)
+    if len(fanouts) != loaded.config.layers:
+        raise ValueError(
+            f"{len(fanouts)} fanouts ({','.join(map(str, fanouts))}) for {loaded.config.layers} "
+            "layers\n\nhint: give one number per layer, input layer first"
+        )
+
+
+def predict_hetero_nodes(
+    loaded: TrainedHeteroModel,
+    nodes: Array | None,
+    reporter: Reporter,
+    fanouts: Sequence[int] | None = None,
+) -> NodePredictions:
+    """Predict the classes of nodes of the target, see `gcnzc.train.predict`.
+
+    Args:
+        loaded: the model, and the graph with N nodes of the target.
+        nodes: (M,) int64 node indices (0 to N - 1); None for all nodes.
+        reporter: shows the progress.
+        fanouts: neighbours per node and edge type, input layer first; None for all.
+
+    Raises:
+        ValueError: an output is not finite, or the run is temporal, and the nodes have no times.
+    """
+    target = loaded.data.target
+    ids = np.arange(loaded.graph.num_nodes(target)) if nodes is None else nodes
+    with reporter.task("predict") as bar:
+        logits = node_outputs(
+            loaded.model,
+            build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)),
+            (target, torch.from_numpy(ids)),
+            loaded.data.table.tables,
+            lambda model, batch: model(batch.blocks, loaded.inputs(batch)),
+            loaded.schema.num_outputs,
+            loaded.device,
+            is_sampled=fanouts is not None,
+            threads=loaded.config.threads or None,
+            progress=bar,
+        )
+    return predictions_of(logits, ids, loaded.schema, loaded.epoch)
+
+
+def predict_hetero_pairs(
+    loaded: TrainedHeteroModel,
+    sources: Array,
+    targets: Array,
+    reporter: Reporter,
+    times: Any = None,
+    fanouts: Sequence[int] | None = None,
+) -> LinkPredictions:
+    """Predict the scores of pairs of the edge type of a run, see `gcnzc.train.predict_links`.
+
+    Args:
+        loaded: the model and the graph.
+        sources, targets: (M,) int64 node indices of the pairs.
+        reporter: shows the progress.
+        times: (M,) times of the pairs, or one for all; None for times after everything.
+        fanouts: neighbours per node and edge type, input layer first; None for all.
+
+    Raises:
+        ValueError: a score is not finite, or times are given and the run is not temporal.
+    """
+    assert loaded.data.edge_type is not None, "the run is of link prediction"
+    _check_times(loaded, times)
+    if not len(sources):
+        return LinkPredictions(sources, targets, np.empty(0, np.float32), loaded.epoch)
+    if loaded.is_temporal and times is None:
+        times = after_everything(loaded.graph)
+    if times is not None and np.ndim(times) == 0:
+        times = np.full(len(sources), times)
+    sampler = HeteroLinkSampler(
+        build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)),
+        loaded.data.edge_type,
+        np.stack([sources, targets]),
+        times=times,
+        num_negatives=0,
+        strict=False,
+        exclude="none",
+        seed=loaded.config.seed,
+    )
+    loader = HeteroLoader(
+        sampler,
+        None,
+        WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
+        tables=loaded.data.table.tables,
+        device=loaded.device,
+        threads=loaded.config.threads or None,
+    )
+
+    def compute(model: nn.Module, batch: HeteroBatch) -> Tensor:
+        logits: Tensor = model(batch.blocks, loaded.inputs(batch), batch.pairs)
+        return logits[:, None]
+
+    with reporter.task("predict") as bar:
+        scores = hetero_outputs(loaded.model, loader, compute, 1, bar)[:, 0]
+    check_finite(scores)
+    return LinkPredictions(sources, targets, scores.numpy(), loaded.epoch)
+
+
+def after_everything(graph: HeteroGraph) -> int:
+    """Return a time that is later than all nodes and edges of a graph; 0 without times."""
+    times = [graph.nodes(name).time for name in graph.node_types]
+    times += [graph.edges(each).time for each in graph.edge_types]
+    return 1 + max((int(own.max()) for own in times if own is not None and len(own)), default=-1)
+
+
+def _check_times(loaded: TrainedHeteroModel, times: Any) -> None:
+    if times is not None and not loaded.is_temporal:
+        raise ValueError(
+            "times are given, but the run has --temporal none, and reads neighbours of any time"
+            "\n\nhint: omit the times (on the command line --time and the column `time`)"
+        )

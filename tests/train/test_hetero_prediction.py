@@ -1,0 +1,276 @@
+"""Predictions and embeddings of the best model of a run on a heterogeneous graph."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typed_papers import AUTHORS, CLASSES, PAPERS, SIZES, build
+from typed_shop import BOUGHT, BUYS, ITEMS, USERS, without_features
+from typed_shop import build as build_shop
+
+from gcnzc.cli import main
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.sampling import build_full_hetero_blocks
+from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.hetero.edge_split import split_edges
+from gcnzc.train.prediction import load_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Authors have embeddings."""
+    path = tmp_path_factory.mktemp("papers") / "graph"
+    without_features(build(), "author").save(path)
+    return TrainConfig(data=path, model="rgcn", **SIZES, norm="batch")
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shop") / "graph"
+    without_features(build_shop(), "user").save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def link_config(shop):
+    options = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 256, "epochs": 1}
+    return TrainConfig(
+        data=shop, model="hetero-sage", task="link", edge_type="buys", **options, decoder="dot"
+    )
+
+
+@pytest.fixture(scope="module")
+def link_run(link_config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("link_run") / "run"
+    train(link_config, folder)
+    return folder
+
+
+def test_predictions_are_those_of_the_evaluation(run, tmp_path):
+    evaluate(EvaluateConfig(run=run, predictions=tmp_path / "x.npy"))
+    logits = torch.from_numpy(np.load(tmp_path / "x.npy"))
+    found = predict(run)
+    assert found.nodes.tolist() == list(range(PAPERS))
+    assert found.probabilities.shape == (PAPERS, CLASSES)
+    np.testing.assert_array_equal(found.probabilities, logits.softmax(1))
+    np.testing.assert_array_equal(found.classes, logits.argmax(1))
+    few = predict(run, nodes=[3, 500, 3])
+    assert few.nodes.tolist() == [3, 500, 3]
+    np.testing.assert_allclose(few.probabilities, found.probabilities[[3, 500, 3]], atol=1e-6)
+    test = predict(run, nodes="test")
+    labels = build().nodes("paper").labels.numpy()
+    accuracy = (test.classes == labels[test.nodes]).mean()
+    scores = evaluate(EvaluateConfig(run=run))
+    assert accuracy == pytest.approx(scores["test_accuracy"])
+
+
+def test_sampled_predictions_are_those_of_a_sampled_evaluation(run):
+    scores = evaluate(EvaluateConfig(run=run, evaluate="sampled", evaluate_fanouts=(2, 1)))
+    found = predict(run, nodes="test", fanouts=(2, 1))
+    labels = build().nodes("paper").labels.numpy()
+    assert (found.classes == labels[found.nodes]).mean() == pytest.approx(
+        scores["test_accuracy"], abs=0.02
+    )
+    again = predict(run, nodes="test", fanouts=(2, 1))
+    np.testing.assert_array_equal(again.probabilities, found.probabilities)
+    whole = predict(run, nodes="test")
+    assert np.abs(whole.probabilities - found.probabilities).max() > 1e-3
+
+
+def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
+    graph = build()
+    features = graph.nodes("paper").table.rows
+    more = np.concatenate([features, features[:50]])
+    edges = {each: {"edge_index": graph.edges(each).edge_index()} for each in graph.edge_types}
+    nodes = {"paper": {"features": more}, "author": {"num_nodes": AUTHORS}}
+    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "more")
+    found = predict(run, tmp_path / "more")
+    assert len(found.nodes) == PAPERS + 50
+    np.testing.assert_allclose(found.probabilities[:PAPERS], predict(run).probabilities, atol=1e-6)
+    with pytest.raises(ValueError, match="has no test nodes"):
+        predict(run, tmp_path / "more", nodes="test")
+
+    def rejected(message, **changes):
+        own = {name: dict(value) for name, value in nodes.items()}
+        for name, value in changes.items():
+            own[name] = value
+        path = tmp_path / next(iter(changes))
+        HeteroGraph.from_arrays(own, edges).save(path)
+        with pytest.raises(ValueError, match=message):
+            predict(run, path)
+
+    rejected(
+        r"4 columns for node type 'paper', but the model was .* with 3",
+        paper={"features": np.ones((PAPERS, 4))},
+    )
+    rejected(
+        "has 201 nodes of type 'author', but the model has embeddings of 200",
+        author={"num_nodes": AUTHORS + 1},
+    )
+    HeteroGraph.from_arrays({"paper": {"features": more}}, {}).save(tmp_path / "one")
+    with pytest.raises(ValueError, match="has the types"):
+        predict(run, tmp_path / "one")
+
+
+def test_embeddings_are_the_outputs_of_layers(run, config, tmp_path):
+    loaded, graph = load_model(run), HeteroGraph.load(config.data)
+    model = loaded.model.eval()
+    inner, _ = build_full_hetero_blocks(graph, 2, targets=["paper"])
+    x = {name: table.gather(torch.arange(len(table))) for name, table in loaded.embeddings.items()}
+    x["paper"] = graph.nodes("paper").table.gather(torch.arange(PAPERS))
+    with torch.no_grad():
+        first, second = model.input_linears
+        inputs = [first(x["paper"]), second(x["author"])]
+        outs = model.layers[0](inner, torch.cat(inputs))
+        hidden = [norm(outs[t]).relu() for t, norm in zip(outs, model.norms[0], strict=True)]
+    for name, rows in zip(("paper", "author"), hidden, strict=True):
+        found = embed_nodes(run, node_type=name)
+        assert (found.node_type, found.layer) == (name, 1)
+        np.testing.assert_allclose(found.rows, rows, atol=1e-5)
+    assert embed_nodes(run).node_type == "paper"
+    logits = embed_nodes(run, layer=2).rows
+    probabilities = torch.from_numpy(logits).softmax(1)
+    np.testing.assert_allclose(probabilities, predict(run).probabilities, atol=1e-6)
+    sampled = embed_nodes(run, layer=1, fanouts=(1, 1)).rows
+    assert np.abs(sampled - hidden[0].numpy()).max() > 1e-3
+
+
+def test_layers_and_types_that_do_not_exist(run):
+    def rejected(message, **options):
+        with pytest.raises(ValueError, match=message):
+            embed_nodes(run, **options)
+
+    rejected("no node type 'venue'\n\nhint: the node types are paper, author", node_type="venue")
+    rejected(
+        r"layer 2 does not compute nodes of type 'author'.*\n\nhint: .*; --layer 1 computes author",
+        layer=2,
+        node_type="author",
+    )
+    rejected("layer 3 of a model of 2 layers", layer=3)
+    rejected("has --temporal none", time=3)
+    rejected("computed in minibatches", scratch="somewhere")
+    rejected(r"1 fanouts \(2\) for 2 layers", fanouts=(2,))
+
+
+def test_scores_of_pairs_are_those_of_embeddings_without_held_out_edges(link_run, shop):
+    random = np.random.default_rng(0)
+    pairs = random.integers(0, [[USERS], [ITEMS]], (2, 300))
+    found = predict_links(link_run, pairs=pairs)
+    users = embed_nodes(link_run, node_type="user").rows
+    items = embed_nodes(link_run, node_type="item").rows
+    expected = (users[pairs[0]] * items[pairs[1]]).sum(1)
+    np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
+    # the whole graph without held-out edges and their reverses
+    loaded, graph = load_model(link_run), HeteroGraph.load(shop)
+    kept = split_edges(graph, BUYS, "auto", 0.1, 0.1, 0, keep=False).graph
+    for has_all, used in ((False, kept), (True, graph)):
+        blocks = build_full_hetero_blocks(used, 2, targets=["user", "item"])
+        x = {"user": loaded.embeddings["user"].rows, "item": graph.nodes("item").table.rows}
+        with torch.no_grad():
+            whole = loaded.model.encoder.eval()(blocks, x)
+        source = shop if has_all else None
+        rows = embed_nodes(link_run, source, node_type="item").rows
+        np.testing.assert_allclose(rows, whole["item"], atol=1e-5)
+    with pytest.raises(ValueError, match=r"embeddings of the node types user, item"):
+        embed_nodes(link_run)
+    with pytest.raises(ValueError, match="has --temporal none"):
+        predict_links(link_run, pairs=pairs, times=3)
+    with pytest.raises(ValueError, match="no node '100'"):
+        predict_links(link_run, pairs=([0], [ITEMS]))
+    assert len(predict_links(link_run, pairs=([], [])).scores) == 0
+
+
+def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tmp_path):
+    run, graph = tmp_path / "run", HeteroGraph.load(shop)
+    train(replace(link_config, temporal="last"), run)
+    pairs = np.random.default_rng(1).integers(0, [[USERS], [ITEMS]], (2, 40))
+    times = np.where(np.arange(40) % 2, 200, 300)
+    found = predict_links(run, pairs=pairs, times=times)
+    for time in (200, 300):
+        edges = {}
+        for each in (BUYS, BOUGHT):
+            own = edge_times(graph, each)
+            is_earlier = own < time
+            ends = graph.edges(each).edge_index()[:, is_earlier]
+            edges[each] = {"edge_index": ends, "time": own[is_earlier]}
+        nodes = {"user": {"num_nodes": USERS}, "item": {"features": graph.nodes("item").features}}
+        HeteroGraph.from_arrays(nodes, edges).save(tmp_path / f"{time}")
+        # after everything in this graph
+        before = predict_links(run, tmp_path / f"{time}", pairs=pairs)
+        own = times == time
+        np.testing.assert_allclose(before.scores[own], found.scores[own], rtol=1e-4, atol=1e-5)
+        assert np.abs(before.scores[~own] - found.scores[~own]).max() > 1e-3
+        same = predict_links(run, pairs=pairs, times=time)
+        np.testing.assert_allclose(same.scores, before.scores, rtol=1e-4, atol=1e-5)
+        rows = embed_nodes(run, node_type="item", time=time).rows
+        other = embed_nodes(run, tmp_path / f"{time}", node_type="item").rows
+        np.testing.assert_allclose(rows, other, atol=1e-5)
+
+
+def test_the_tasks_of_runs_are_not_confused(run, link_run):
+    with pytest.raises(ValueError, match="predicts classes of nodes"):
+        predict_links(run, pairs=([0], [0]))
+    with pytest.raises(ValueError, match="predicts scores of pairs"):
+        predict(link_run)
+
+
+def printed(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--nodes", "valid", "--probabilities", "--device", "cpu"]
+    assert main(["predict", str(run), "--out", "papers.csv", *words]) == 0
+    line = printed(capsys)
+    assert line["columns"] == ["node", "class", "p_0", "p_1", "p_2"]
+    table = pd.read_csv("papers.csv")
+    assert len(table) == line["predictions"] == 100
+    expected = predict(run, nodes=table["node"].to_numpy())
+    assert table["class"].tolist() == expected.classes.tolist()
+    assert main(["embed-nodes", str(run), "--out", "a.npy", "--node-type", "author"]) == 0
+    assert printed(capsys)["node_type"] == "author"
+    np.testing.assert_array_equal(np.load("a.npy"), embed_nodes(run, node_type="author").rows)
+    pairs = pd.DataFrame({"source": [0, 1, 119], "target": [99, 3, 3], "time": [100, 250, 300]})
+    pairs.to_csv("pairs.csv", index=False)
+    words = ["--pairs", "pairs.csv", "--fanouts", "3,3"]
+    assert main(["predict", str(link_run), "--out", "links.parquet", *words]) == 0
+    assert printed(capsys)["columns"] == ["source", "target", "score"]
+    ends = pairs[["source", "target"]].to_numpy().T
+    expected = predict_links(link_run, pairs=ends, fanouts=(3, 3)).scores
+    np.testing.assert_array_equal(pd.read_parquet("links.parquet")["score"], expected)
+    # times in the file are those of the pairs of a temporal run
+    timed = tmp_path / "timed"
+    train(replace(link_config, temporal="uniform"), timed)
+    capsys.readouterr()
+    assert main(["predict", str(timed), "--pairs", "pairs.csv", "--out", "timed.npy"]) == 0
+    expected = predict_links(timed, pairs=ends, times=pairs["time"].to_numpy()).scores
+    np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
+    words = ["--pairs", "pairs.csv", "--out", "timed.npy", "--time", "7"]
+    assert main(["predict", str(timed), *words]) == 0
+    expected = predict_links(timed, pairs=ends, times=7).scores
+    np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
+    pairs["time"] = ["100", "soon", "7"]
+    pairs.to_csv("wrong.csv", index=False)
+    capsys.readouterr()
+    assert main(["predict", str(timed), "--pairs", "wrong.csv", "--out", "timed.npy"]) == 1
+    assert "line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
+    for words, message in (
+        (["--out", "x.csv", "--scratch", "here"], "computed in minibatches"),
+        (["--out", "x.csv", "--time", "3"], "--time 3 has no effect without --pairs"),
+        (["--out", "x.csv", "--fanouts", "3"], "1 fanouts (3) for 2 layers"),
+    ):
+        assert main(["predict", str(run), *words]) != 0
+        assert message in capsys.readouterr().err
