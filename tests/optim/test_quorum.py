@@ -187,6 +187,35 @@ def test_parameters_that_are_not_finite_do_not_spread():
     assert ranks[0].x.isfinite().all()
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_quorum_of_all_ranks_misses_no_round(seed):
+    """Also if ranks wait for sums of signals, and in collectives after a signal."""
+    choose = random.Random(seed)
+    world_size, steps = choose.randint(2, 4), choose.randint(1, 4)
+    options = {"quorum": world_size, "steps": steps, "control_interval": choose.randint(1, 3)}
+    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+    ranks[-1].optimizer.signals = [choose.random() < 0.5]
+    times = [[choose.choice([0.0, 0.1, 0.1]) for _ in range(12)] for _ in ranks]
+    run_ranks(ranks, times, choose.choice([None, Link(1e4, 0.05)]))
+    found = [(closed.round, closed.members) for closed in check_rounds(ranks)]
+    assert found == [(each, tuple(range(world_size))) for each in range(1, 1 + 12 // steps)]
+
+
+def test_a_rank_that_resumes_late_misses_no_round_of_all_ranks():
+    ranks = [Rank(rank, 2, quorum=2, steps=1, control_interval=1) for rank in range(2)]
+    resume = ranks[0].policy._resume
+
+    def late(policies):
+        yield Compute(10.0)
+        yield from resume(policies)
+
+    ranks[0].policy._resume = late
+    # after each sum, all ranks pause and wait for one another
+    ranks[1].optimizer.signals = [True]
+    run_ranks(ranks, [[1.0] * 6] * 2)
+    assert [closed.members for closed in check_rounds(ranks)] == [(0, 1)] * 6
+
+
 class Timed(Strategy):
     """A step takes a second of virtual time, so that equally fast ranks finish together."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gcnzc.exchange import (
     Algorithm,
+    AllGatherScalar,
     CompareAndSet,
     DeleteKeys,
     First,
@@ -147,6 +148,11 @@ class CloseRounds(Policy):
         if self.grace in (0.0, math.inf):
             return self.grace
         return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a round waits for all ranks, so that none of them can be ahead by a round."""
+        return self.grace == math.inf
 
     @property
     def _channel(self) -> str:
@@ -313,15 +319,21 @@ class CloseRounds(Policy):
     def resume_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`."""
         yield from self._resume([self, *self._others()])
+        if self.waits_for_all:
+            # otherwise a rank could close its next round while another one is still paused
+            yield AllGatherScalar(0)
 
     def _others(self) -> "list[CloseRounds]":
         """Return the policies of other optimizers of the group whose rounds this rank is in.
 
         While this rank waits in one optimizer, others must not wait for it in another: several
-        ranks could otherwise wait for one another forever.
+        ranks could otherwise wait for one another forever. Rounds that wait for all ranks are not
+        included: a rank that waits has taken part in all of them that slower ranks still need.
         """
         known = _POLICIES.get(self.strategy.group, ())
-        return [each for each in known if each is not self and each.status]
+        return [
+            each for each in known if each is not self and each.status and not each.waits_for_all
+        ]
 
     def _pause(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
         """Announce that this rank is paused in the rounds of some optimizers, until `_resume`."""
@@ -378,15 +390,15 @@ class CloseRounds(Policy):
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
-        # if all ranks are members of all rounds, the others need no later round to reach this step
-        limit_s = None if self.grace == math.inf else self.grace_s
+        # if rounds wait for all ranks, the others need no later round to reach this step
+        own = [] if self.waits_for_all else [self]
+        limit_s = 0.0 if self.waits_for_all else self.grace_s
         is_ended = (yield First([self.pending], limit_s)) is not None
-        if not is_ended:
-            yield from self.pause_exchanges()
+        paused = [] if is_ended else [*own, *self._others()]
+        yield from self._pause(paused)
         self.votes = yield Wait(self.pending)
         self.pending = None
-        if not is_ended:
-            yield from self.resume_exchanges()
+        yield from self._resume(paused)
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`; called while the exchanges are paused."""

@@ -144,6 +144,11 @@ class Quorum(CloseRounds):
         """See `CloseRounds`: a fixed time."""
         return self.grace
 
+    @property
+    def waits_for_all(self) -> bool:
+        """See `CloseRounds`."""
+        return self.quorum == self.strategy.group.world_size
+
     def describe(self) -> str:
         """See `Policy`."""
         return (
@@ -186,7 +191,7 @@ class QuorumOuterStep(OuterStep):
 
     def _write(self) -> None:
         strategy = self.strategy
-        if self.rounds.quorum == strategy.group.world_size:
+        if self.rounds.waits_for_all:
             strategy.set_parameters(self.anchor)
             return
         # other ranks may be in an earlier round
