@@ -310,6 +310,25 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at,
         assert torch.equal(ranks[0].x, others[0].x)
 
 
+@pytest.mark.parametrize(("world_size", "quorum"), [(2, 2), (3, 2), (3, 3)])
+def test_a_state_that_one_rank_alone_loads_is_found_in_the_next_round(world_size, quorum):
+    options = {"quorum": quorum, "steps": 2, "control_interval": 1000}
+    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+
+    def steps(number, rank):
+        yield from rank.optimizer.broadcast_model()
+        for step in range(100):
+            if step == 3:
+                state = saved(rank.optimizer.state_dict())
+            if step == 6 and number == 1:
+                rank.optimizer.load_state_dict(state)
+            yield from rank.step(1.0)
+
+    expected = "number of steps differs between ranks: 8 on rank 0, 4 on rank 1\n\nhint: "
+    with pytest.raises(ValueError, match=expected):
+        lockstep([steps(*each) for each in enumerate(ranks)])
+
+
 def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)

@@ -31,6 +31,8 @@ from gcnzc.exchange import (
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
 from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.group_options import find_difference
+from gcnzc.optim.strategy.gossip_graph import as_edges
 from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
@@ -197,6 +199,14 @@ class CloseRounds(Policy):
                 yield from self._agree_on_round()
                 continue
             statuses, closed = yield from self._read(number)
+            if closed is None and any(
+                0 <= each.loaded_after <= self.num_steps for each in statuses
+            ):
+                # that rank has loaded a state before a step that this one takes without it, so the
+                # ranks compare what they have loaded
+                self.loaded = self.last
+                yield from self.begin_rounds()
+                continue
             latest = max(each.round for each in statuses)
             if closed is None and latest == number:
                 if self.rules.can_close(self.last, statuses):
@@ -220,7 +230,7 @@ class CloseRounds(Policy):
             return
         # ranks that have not loaded the state yet end their rounds without this one, whose new
         # parameters they must not get
-        yield from self._pause([self])
+        yield from self._announce_pause(loaded_after=self.num_steps)
         closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
         old = [self._status_key(self.strategy.group.rank), *closed]
         self.last, self.loaded = self.loaded, None
@@ -294,15 +304,23 @@ class CloseRounds(Policy):
         """Agree on the round to begin with; see `begin_rounds`.
 
         After resuming, the last rounds of the ranks may differ.
+
+        Raises:
+            ValueError: the rounds begin again, and the ranks have not loaded the same state; raised
+                on all ranks.
         """
         others = self._others()
         yield from self._pause(others)
-        gather = all_gather_text(self.last.to_bytes().decode())
+        lines = self.strategy.compared_lines() if self.generation else []
+        gather = all_gather_text("\n".join([self.last.to_bytes().decode(), *lines]))
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
         yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
-        rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
+        found = [each.partition("\n") for each in texts]
+        if difference := find_difference({rank: each[2] for rank, each in enumerate(found)}):
+            raise ValueError(difference)
+        rounds = [ClosedRound.from_bytes(each[0].encode()) for each in found]
         # the keys of earlier rounds were in another store
         self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
@@ -350,9 +368,10 @@ class CloseRounds(Policy):
                 each.is_paused = False
                 yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
 
-    def _announce_pause(self) -> Algorithm[None]:
+    def _announce_pause(self, loaded_after: int = -1) -> Algorithm[None]:
         """Announce that this rank is paused, and close the round if the others waited for it."""
-        self.is_paused = yield from self._announce(RankStatus(self.last.round, StatusKind.PAUSED))
+        status = RankStatus(self.last.round, StatusKind.PAUSED, loaded_after)
+        self.is_paused = yield from self._announce(status)
         while self.is_paused:
             statuses, closed = yield from self._read(self.last.round + 1)
             number = max(each.round for each in statuses)
