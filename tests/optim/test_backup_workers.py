@@ -609,8 +609,14 @@ def test_bad_options_are_rejected(options, text):
         Rank(0, 3, **options)
 
 
+@pytest.mark.parametrize("topology", ["star", 5, [5], [(0, 1, 2)], [("a", "b")]])
+def test_a_topology_that_is_none_is_rejected_before_ranks_are_known(topology):
+    with pytest.raises(ValueError, match=r"(topology is|the edge) .*\n\nhint: "):
+        backup_workers(topology)
+
+
 def test_a_graph_of_edges():
-    ranks, _ = run_team([[1.0] * 3] * 3, topology=[(1, 0), (1, 2)])
+    ranks, _ = run_team([[1.0] * 3] * 3, topology=np.array([(1, 0), (1, 2)]))
     assert ranks[0].policy.rules.edges == [(0, 1), (1, 2)]
     check_rounds(ranks, [(0, 1), (1, 2)])
 

@@ -411,6 +411,19 @@ def test_bad_options_are_rejected(options, text):
         Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group(0, 4))
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
+        ({"grace_s": 1.0}, "grace_s is 1.0 without a quorum\n\nhint: "),
+        ({"grace_s": -1}, "grace_s is -1 without a quorum"),
+    ],
+)
+def test_bad_options_of_one_rank_are_rejected(options, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group())
+
+
 def train_as_worker():
     with init_group(timeout_s=60) as group:
         rank = Rank(group.rank, 3, group, grace_s=0.01)

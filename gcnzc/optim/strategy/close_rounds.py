@@ -40,6 +40,7 @@ from gcnzc.optim.validation import check_at_least_zero, check_count
 
 # least time that a rank waits before it closes a round, and number of steps whose times it keeps
 MIN_GRACE_S, STEPS_KEPT = 0.002, 16
+_REGULAR = re.compile(r"(\d+)-regular")
 
 _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary()
 """by group, the policies that have announced a status"""
@@ -48,19 +49,34 @@ _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary(
 def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
     """Return the edges of a graph of W ranks; see `backup_workers`.
 
+    Args:
+        topology: the result of `check_topology`.
+        world_size: W.
+
     Raises:
-        ValueError: there is no such graph.
+        ValueError: there is no such graph of so many ranks.
     """
     if not isinstance(topology, str):
         return check_graph(world_size, topology)
-    if degree := re.fullmatch(r"(\d+)-regular", topology):
+    if degree := _REGULAR.fullmatch(topology):
         return regular(world_size, int(degree[1]))
-    if topology not in GRAPHS:
+    return GRAPHS[topology](world_size)
+
+
+def check_topology(topology: str | Iterable[Edge]) -> str | list[Edge]:
+    """Return the name or the edges of a graph, after a check that does not need the ranks.
+
+    Raises:
+        ValueError: the name is unknown, or an edge is not a pair of integers.
+    """
+    if not isinstance(topology, str):
+        return list(as_edges(topology))
+    if topology not in GRAPHS and not _REGULAR.fullmatch(topology):
         raise ValueError(
             f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
             "in 4-regular, or edges (i, j) of ranks"
         )
-    return GRAPHS[topology](world_size)
+    return topology
 
 
 class CloseRounds(Policy):
@@ -84,9 +100,7 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.topology = (
-            topology if isinstance(topology, str) else [(low, high) for low, high in topology]
-        )
+        self.topology = check_topology(topology)
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
