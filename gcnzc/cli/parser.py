@@ -318,10 +318,10 @@ def _format_value_error(wrong: str) -> str:
     expected = re.match(r"(.*Expected one of )\((.*)\)\.$", " ".join(wrong.split()))
     if expected is not None:
         # of an optional choice, tyro also lists None, which it does not accept, in a random order
-        choices = re.findall(r"'([^']*)'", expected[2])
-        if "None" in choices:
-            choices = sorted(set(choices) - {"None"})
-        return f"{expected[1]}{', '.join(choices)}"
+        listed = re.findall(r"'([^']*)'", expected[2])
+        if "None" in listed:
+            listed = sorted(set(listed) - {"None"})
+        return f"{expected[1]}{', '.join(listed)}"
     found = re.match(r"Error parsing (\S+): (.*)", " ".join(wrong.split()))
     if found is None:
         return wrong
