@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
-from optim.kinds import LOCAL
+from optim.kinds import LOCAL, local
 from torch import nn
 
+from gcnzc.compress import Sign
 from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import DiLoCo
+
+KINDS = LOCAL | {"diloco sign": local(DiLoCo, compress=Sign(block=32))}
 
 
 def train(model, optimizer, steps):
@@ -25,7 +29,7 @@ def make(name, steps):
     torch.manual_seed(0)
     # each rank has a shard, of a multiple of 32 elements
     models = [nn.Linear(16, 8) for _ in range(2)]
-    optimizers = [LOCAL[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
+    optimizers = [KINDS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
     lockstep([train(*pair, steps) for pair in zip(models, optimizers, strict=True)])
     return models, optimizers
 
@@ -87,6 +91,18 @@ def test_a_damaged_vector_is_rejected_by_name_and_nothing_is_loaded(name):
             others[1].load_state_dict(state)
     assert bits_of(models[1], others[1]) == before
     others[1].load_state_dict(found)
+
+
+def test_compression_errors_of_another_shape_are_rejected_and_nothing_is_loaded():
+    _, optimizers = make("diloco sign", 6)
+    models, others = make("diloco sign", 2)
+    before = bits_of(models[1], others[1])
+    state = copy.deepcopy(optimizers[1].snapshot())
+    shorten(state["errors"]["difference"], "worker")
+    with pytest.raises(ValueError, match=r"^errors of shapes .*\n\nhint: "):
+        others[1].load_state_dict(state)
+    assert bits_of(models[1], others[1]) == before
+    others[1].load_state_dict(optimizers[1].snapshot())
 
 
 KEYS = ("inner", "shared", "local", "shards", "errors", "rank", "world_size")

@@ -92,6 +92,8 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
             part.check_state(shared, local, shards)
         if not strategy.is_inner_only:
             _check_vectors(strategy, snapshot)
+    for name, reducer in strategy.reducers.items():
+        reducer.check_errors(snapshot["errors"].get(name, {}))
     strategy.inner.load_state_dict(snapshot["inner"])
     strategy.share_inner_state()
     strategy.steps, strategy.steps_since_sync = numbers["steps"], numbers["since"]
