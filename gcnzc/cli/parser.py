@@ -315,6 +315,13 @@ def _flags(kind: type) -> list[str]:
 
 def _format_value_error(wrong: str) -> str:
     """Reword a message of tyro about a value, to begin with the option."""
+    expected = re.match(r"(.*Expected one of )\((.*)\)\.$", " ".join(wrong.split()))
+    if expected is not None:
+        # of an optional choice, tyro also lists None, which it does not accept, in a random order
+        listed = re.findall(r"'([^']*)'", expected[2])
+        if "None" in listed:
+            listed = sorted(set(listed) - {"None"})
+        return f"{expected[1]}{', '.join(listed)}"
     found = re.match(r"Error parsing (\S+): (.*)", " ".join(wrong.split()))
     if found is None:
         return wrong

@@ -152,10 +152,8 @@ class Reducer(ABC):
         named = {"worker": self.worker_error, "server": self.server_error}
         return {name: error for name, error in named.items() if error is not None}
 
-    def load_errors(self, errors: Mapping[str, Tensor]) -> None:
-        """Load the state that `errors` returned, or that `gcnzc.optim.resize_state` converted.
-
-        State that is missing becomes 0; a single rank, for example, has no errors.
+    def check_errors(self, errors: Mapping[str, Tensor]) -> None:
+        """Check the argument of `load_errors`.
 
         Raises:
             ValueError: the shapes are those of another vector or another number of ranks.
@@ -169,7 +167,17 @@ class Reducer(ABC):
                     "hint: convert the state of another number of ranks with "
                     "gcnzc.optim.resize_state"
                 )
-        for name, error in own.items():
+
+    def load_errors(self, errors: Mapping[str, Tensor]) -> None:
+        """Load the state that `errors` returned, or that `gcnzc.optim.resize_state` converted.
+
+        State that is missing becomes 0; a single rank, for example, has no errors.
+
+        Raises:
+            ValueError: see `check_errors`; nothing is loaded then.
+        """
+        self.check_errors(errors)
+        for name, error in self.errors().items():
             error.copy_(errors[name] if name in errors else torch.zeros_like(error))
 
     @property

@@ -21,16 +21,29 @@ class WorkerLost(RuntimeError):
 
 
 class ConnectionBroken(Exception):
-    """A request of torch.distributed failed; the cause is torch's error."""
+    """A request failed; the cause is torch's error, or one that says why it cannot end."""
+
+    hint = ""
+    """the remedy, if the cause is known; empty for the group's"""
+
+
+class BehindReceive(ConnectionBroken):
+    """A request waits for an earlier receive on its channel, which gets no message."""
+
+    hint = (
+        "a channel executes its requests in order, also those behind a receive that was abandoned; "
+        "send the message, or use another channel for what follows the receive"
+    )
 
 
 def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> str:
     """Describe the failed ranks, and append the first line of torch's error.
 
-    The other lines of torch's error may be C++ stack frames.
+    The other lines of torch's error may be C++ stack frames. A `TimeoutError` is not torch's.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{monitor.describe_failure()} (torch.distributed reports: {lines[0]})"
+    source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
+    return f"{monitor.describe_failure()} ({source}{lines[0]})"
 
 
 def worker_lost(

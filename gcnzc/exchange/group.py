@@ -420,7 +420,7 @@ class Group:
             failure = explain(self.monitor, error.__cause__)
             limit = f"; the time limit of a wait is {self.timeout_s:g} s"
             # NCCL has the time limit of its process group
-            hint = self.remedy + (limit if self.backend == "gloo" else "")
+            hint = (error.hint or self.remedy) + (limit if self.backend == "gloo" else "")
             waited = describe_rank(self.rank, self.ranks), waited_s, self.monitor.step
             raise worker_lost(*waited, request.describe(), failure, hint) from error.__cause__
         finally:

@@ -186,6 +186,8 @@ class Channel:
         if not isinstance(request, Collective):
             check_start(Start(request))
         assert isinstance(request, Collective | Subgroup), "checked above"
+        if isinstance(request, Collective):
+            request.check(self.group.world_size)
         is_nccl = self.group.backend == "nccl" and request.is_on_gpu
         if is_nccl and isinstance(request, Collective):
             # NCCL runs it on its own stream, without a thread

@@ -36,6 +36,7 @@ from gcnzc.optim.validation import (
     check_count,
     check_group,
     check_inner_options,
+    check_module,
     check_parameters,
 )
 
@@ -90,6 +91,7 @@ class DistributedOptimizer(Checkpointed):
         if total_steps is not None:
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
+        check_module(module, self.param_groups)
         self.group = current_group() if group is None else group
         self.total_steps, self.late_step = total_steps, late_step(total_steps)
         self.module = module

@@ -10,7 +10,12 @@ from torch.optim import Optimizer
 from gcnzc.compress import Reducer
 from gcnzc.exchange import Group
 from gcnzc.optim.group_options import Comparison, format_norms
-from gcnzc.optim.resize import check_state_dict_options, pack_state, unpack_state
+from gcnzc.optim.resize import (
+    check_mapping,
+    check_state_dict_options,
+    pack_state,
+    unpack_state,
+)
 from gcnzc.optim.state_layout import check_layout
 from gcnzc.optim.validation import check_rank
 
@@ -70,7 +75,9 @@ class Checkpointed(Optimizer):
                 model, or has an option that is out of its range. Nothing is loaded then.
         """
         snapshot = unpack_state(self.name, state_dict, self.group.rank)
-        self.check_loaded_options(snapshot.get("inner", snapshot)["param_groups"])
+        inner = snapshot.get("inner", snapshot)
+        check_mapping(inner, "param_groups")
+        self.check_loaded_options(inner["param_groups"])
         self.restore(snapshot)
         self.loaded_norms = format_norms(snapshot.get("shared", {}))
         self.mark_loaded()

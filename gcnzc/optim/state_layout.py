@@ -50,6 +50,34 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
             )
 
 
+def check_vector(
+    state: Mapping[str, Any], name: str, num_elements: int, *, is_finite: bool = True
+) -> None:
+    """Check a vector of a state, before anything is loaded.
+
+    Args:
+        state: tensors by name.
+        name: the name of the vector.
+        num_elements: its number of elements.
+        is_finite: whether all elements must be finite.
+
+    Raises:
+        ValueError: it is missing, of another shape, or has elements that are not finite.
+    """
+    value = state.get(name)
+    hint = "hint: load another checkpoint; this one is damaged, or was saved with other options"
+    if not isinstance(value, Tensor):
+        found = "is missing" if value is None else f"is a {type(value).__name__}"
+        raise ValueError(f"{name} of the state {found}\n\n{hint}")
+    if value.shape != (num_elements,):
+        raise ValueError(
+            f"{name} of the state has the shape {tuple(value.shape)}, not ({num_elements},)"
+            f"\n\n{hint}"
+        )
+    if is_finite and not bool(value.isfinite().all()):
+        raise ValueError(f"{name} of the state has elements that are not finite\n\n{hint}")
+
+
 def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Check that a state dict of an inner optimizer is of the same parameters.
 

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Group
@@ -63,6 +63,32 @@ def check_parameters(optimizer: str, parameters: Iterable[Tensor]) -> None:
         raise TypeError(
             f"parameter {index}, of shape {tuple(parameter.shape)}, is {parameter.dtype}, which "
             f"{optimizer} does not support\n\nhint: {hint}"
+        )
+
+
+def check_module(module: object, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check that `module` is a model of which an optimizer has parameters.
+
+    Args:
+        module: the model; None is valid.
+        groups: the parameter groups of the optimizer.
+
+    Raises:
+        TypeError: it is not a module.
+        ValueError: it has parameters, and none of them is one of the optimizer's.
+    """
+    if module is None:
+        return
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module is a {type(module).__name__}\n\nhint: give the model, a torch.nn.Module"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    given = {id(parameter) for group in groups for parameter in group["params"]}
+    if own and own.isdisjoint(given):
+        raise ValueError(
+            f"module is a {type(module).__name__} without any of the optimizer's parameters\n\n"
+            "hint: give the model whose parameters the optimizer has"
         )
 
 

@@ -203,7 +203,7 @@ def config_from_dict(kind: type[C], values: Mapping[str, Any], source: str) -> C
         except (TypeError, OverflowError):
             raise ValueError(
                 f"{source}: {name} cannot be {value!r:.100}\n\n"
-                f"hint: the default is {getattr(kind, name, None)!r}"
+                f"hint: {_describe(hints[name])}; the default is {getattr(kind, name, None)!r}"
             ) from None
     return kind(**given)
 

@@ -7,6 +7,7 @@ import torch
 from gcnzc.exchange import (
     AllGather,
     AllGatherScalar,
+    AllToAll,
     Broadcast,
     CompareAndSet,
     Compute,
@@ -46,6 +47,10 @@ WRONG = {
     "a mean": (lambda: ask(Mean(ones().requires_grad_())), "Mean of values that require"),
     "a list": (lambda: ask(Sum([1])), "Sum of values of the type list"),
     "an array": (lambda: ask(AllGather(np.ones(3))), "AllGather of values of the type ndarray"),
+    "a started list": (lambda: start(Sum([1])), "Sum of values of the type list"),
+    "parts": (lambda: ask(AllToAll([[1.0], [2.0]])), "AllToAll of parts of the type list"),
+    "array parts": (lambda: start(AllToAll([np.ones(3)] * 2)), "parts of the type ndarray"),
+    "no parts": (lambda: start(AllToAll(5)), "AllToAll of parts of the type int"),
     "a broadcast": (lambda: ask(Broadcast(np.ones(3))), "Broadcast of values of the type ndarray"),
     "a handle": (lambda: ask(Wait(3)), "a Wait for int 3"),
     "start Now": (lambda: start(Now()), "the start of a Now"),

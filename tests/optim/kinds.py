@@ -123,8 +123,6 @@ LOCAL = {
     "backup-workers": strategy(
         backup_workers, topology="complete", grace=math.inf, control_interval=2
     ),
-}
-QUORUM = {
     # with a quorum of fewer ranks, tests would wait in collectives for ranks that miss rounds
     "diloco quorum": lambda model, group, **options: Strategy(
         adamw(model),
@@ -133,7 +131,6 @@ QUORUM = {
         **options,
     ),
 }
-"""not in `KINDS` yet: test_grad_scaler.py does not pass with it; see test_quorum.py"""
 WITH_CLOSURE = {"fedglomo": with_closure(fedglomo, local_steps=4)}
 """which take local steps of SGD without momentum, with a closure"""
 LOCAL |= WITH_CLOSURE

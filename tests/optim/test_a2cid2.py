@@ -320,6 +320,7 @@ def test_half_precision_parameters_keep_their_dtype():
         ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
         ({"topology": [(0, 1), (1, 3)]}, r"the edge \(1, 3\) in a graph of 3 ranks"),
         ({"topology": [(0, 1, 2)]}, r"the edge \(0, 1, 2\) of a graph"),
+        ({"topology": 5}, "topology is 5\n\nhint: give the name of a graph, or pairs of ranks"),
         ({"topology": [(0.5, 1)]}, r"the edge \(0.5, 1\) of a graph"),
         ({"gossip_rate": 0}, "gossip_rate is 0\n\nhint: give a finite number above 0"),
         ({"gossip_rate": math.inf}, "gossip_rate is inf"),

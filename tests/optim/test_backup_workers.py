@@ -20,6 +20,7 @@ from gcnzc.exchange import (
     Group,
     Link,
     ReadKeys,
+    RequestMismatch,
     SlowDown,
     WaitForKey,
     init_group,
@@ -608,8 +609,14 @@ def test_bad_options_are_rejected(options, text):
         Rank(0, 3, **options)
 
 
+@pytest.mark.parametrize("topology", ["star", 5, [5], [(0, 1, 2)], [("a", "b")]])
+def test_a_topology_that_is_none_is_rejected_before_ranks_are_known(topology):
+    with pytest.raises(ValueError, match=r"(topology is|the edge) .*\n\nhint: "):
+        backup_workers(topology)
+
+
 def test_a_graph_of_edges():
-    ranks, _ = run_team([[1.0] * 3] * 3, topology=[(1, 0), (1, 2)])
+    ranks, _ = run_team([[1.0] * 3] * 3, topology=np.array([(1, 0), (1, 2)]))
     assert ranks[0].policy.rules.edges == [(0, 1), (1, 2)]
     check_rounds(ranks, [(0, 1), (1, 2)])
 
@@ -640,6 +647,33 @@ def test_processes_agree_on_rounds(tmp_path):
             assert rank in closed["members"]
             assert rounds.setdefault(closed["round"], closed) == closed
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
+
+
+def load_on_one_rank(options):
+    """The error after rank 1 alone has loaded an older state, and the time of all steps."""
+    with init_group(timeout_s=60) as group:
+        rank = Rank(group.rank, group.world_size, group, **options)
+        began = time.monotonic()
+        for step in range(100):
+            rank.set_gradient()
+            time.sleep(0.02)
+            try:
+                rank.optimizer.step()
+            except (ValueError, RequestMismatch) as error:
+                return str(error), time.monotonic() - began
+            if step == 1:
+                state = copy.deepcopy(rank.optimizer.state_dict())
+            if step == 5 and group.rank == 1:
+                rank.optimizer.load_state_dict(state)
+    return "", 0.0
+
+
+@pytest.mark.parametrize("options", [{"wait_interval": 4}, {"control_interval": 1000}])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_older_state_that_one_rank_loads_is_found_in_seconds(world_size, options, tmp_path):
+    for text, seconds in results(world_size, tmp_path, load_on_one_rank, options):
+        assert text.startswith("number of steps differs between ranks: "), text
+        assert seconds < 20
 
 
 def close_after_the_grace(policy, before, after):

@@ -16,7 +16,10 @@ STEPS, SCALE = 10, 1024.0
 OVERFLOWS, CLIPPED = 5, 7
 # of the methods with local steps: steps after which all ranks have the same parameters
 EXCHANGES = (4, 8)
-IN_SYNC = ("local-sgd", "diloco", "diloco sharded", "zero-one-adam local steps")
+IN_SYNC = (
+    *("local-sgd", "diloco", "diloco sharded", "diloco quorum"),
+    "zero-one-adam local steps",
+)
 
 
 def values_of(model):

@@ -49,12 +49,14 @@ def train(names, group, times, *, with_copies):
     return [x.detach() for x, _ in pairs], [optimizer.namespace for _, optimizer in pairs]
 
 
-@pytest.mark.parametrize("names", [("a2cid2",) * 2, ("backup",) * 2, ("quorum",) * 2])
+@pytest.mark.parametrize(
+    "names", [("a2cid2",) * 2, ("backup",) * 2, ("quorum",) * 2, ("backup", "quorum")]
+)
 @pytest.mark.parametrize("with_copies", [False, True])
 def test_random_schedules_of_several_optimizers_end(names, with_copies):
     for seed in range(30):
         choose = random.Random(seed)
-        world_size = choose.randint(3, 5) if names[0] != "quorum" else choose.choice([3, 4, 5])
+        world_size = choose.randint(3, 5)
         speeds = [choose.choice([0.1, 1.0, 4.0]) for _ in range(world_size)]
         steps = choose.randint(2, 8)
         times = [[each * choose.random() for _ in range(steps)] for each in speeds]
@@ -68,6 +70,26 @@ def test_random_schedules_of_several_optimizers_end(names, with_copies):
             assert namespaces == found[0][1]
             assert len(set(namespaces)) == len(names) * (1 + with_copies)
             assert all(map(torch.equal, values, found[0][0])), seed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_that_waits_in_another_optimizer_misses_no_round_of_all_ranks(seed):
+    choose, num_exchanges = random.Random(seed), [0] * 3
+
+    def steps(rank, times):
+        group = Group(rank, 3)
+        pairs = [make_pair(name, group) for name in ("backup", "quorum")]
+        for _, optimizer in pairs:
+            yield from optimizer.broadcast_model()
+        for seconds in times:
+            for pair in pairs:
+                yield Compute(seconds)
+                yield from step(pair, rank + 1.0)
+        num_exchanges[rank] = pairs[1][1].num_exchanges
+
+    lockstep([steps(rank, [choose.random() for _ in range(12)]) for rank in range(3)])
+    # a quorum of three ranks, every two steps
+    assert num_exchanges == [6] * 3
 
 
 def train_copies_in_another_order(name, rank):

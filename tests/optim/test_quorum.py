@@ -187,6 +187,35 @@ def test_parameters_that_are_not_finite_do_not_spread():
     assert ranks[0].x.isfinite().all()
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_quorum_of_all_ranks_misses_no_round(seed):
+    """Also if ranks wait for sums of signals, and in collectives after a signal."""
+    choose = random.Random(seed)
+    world_size, steps = choose.randint(2, 4), choose.randint(1, 4)
+    options = {"quorum": world_size, "steps": steps, "control_interval": choose.randint(1, 3)}
+    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+    ranks[-1].optimizer.signals = [choose.random() < 0.5]
+    times = [[choose.choice([0.0, 0.1, 0.1]) for _ in range(12)] for _ in ranks]
+    run_ranks(ranks, times, choose.choice([None, Link(1e4, 0.05)]))
+    found = [(closed.round, closed.members) for closed in check_rounds(ranks)]
+    assert found == [(each, tuple(range(world_size))) for each in range(1, 1 + 12 // steps)]
+
+
+def test_a_rank_that_resumes_late_misses_no_round_of_all_ranks():
+    ranks = [Rank(rank, 2, quorum=2, steps=1, control_interval=1) for rank in range(2)]
+    resume = ranks[0].policy._resume
+
+    def late(policies):
+        yield Compute(10.0)
+        yield from resume(policies)
+
+    ranks[0].policy._resume = late
+    # after each sum, all ranks pause and wait for one another
+    ranks[1].optimizer.signals = [True]
+    run_ranks(ranks, [[1.0] * 6] * 2)
+    assert [closed.members for closed in check_rounds(ranks)] == [(0, 1)] * 6
+
+
 class Timed(Strategy):
     """A step takes a second of virtual time, so that equally fast ranks finish together."""
 
@@ -281,6 +310,25 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at,
         assert torch.equal(ranks[0].x, others[0].x)
 
 
+@pytest.mark.parametrize(("world_size", "quorum"), [(2, 2), (3, 2), (3, 3)])
+def test_a_state_that_one_rank_alone_loads_is_found_in_the_next_round(world_size, quorum):
+    options = {"quorum": quorum, "steps": 2, "control_interval": 1000}
+    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+
+    def steps(number, rank):
+        yield from rank.optimizer.broadcast_model()
+        for step in range(100):
+            if step == 3:
+                state = saved(rank.optimizer.state_dict())
+            if step == 6 and number == 1:
+                rank.optimizer.load_state_dict(state)
+            yield from rank.step(1.0)
+
+    expected = "number of steps differs between ranks: 8 on rank 0, 4 on rank 1\n\nhint: "
+    with pytest.raises(ValueError, match=expected):
+        lockstep([steps(*each) for each in enumerate(ranks)])
+
+
 def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
@@ -361,6 +409,19 @@ def test_rules_of_closing():
 def test_bad_options_are_rejected(options, text):
     with pytest.raises(ValueError, match=f"^{text}"):
         Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
+        ({"grace_s": 1.0}, "grace_s is 1.0 without a quorum\n\nhint: "),
+        ({"grace_s": -1}, "grace_s is -1 without a quorum"),
+    ],
+)
+def test_bad_options_of_one_rank_are_rejected(options, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group())
 
 
 def train_as_worker():

@@ -356,6 +356,7 @@ def test_options_that_are_out_of_range_or_differ_are_an_error():
         ({"probe_interval": 0}, "probe_interval is 0"),
         ({"control_interval": 0}, "control_interval is 0"),
         ({"local_steps": 0}, "local_steps is 0"),
+        ({"seed": "x"}, "seed is 'x'"),
         ({"bandwidth": [[0, 1, 2]]}, r"shape \(1, 3\)"),
         ({"bandwidth": [[0, -1], [1, 0]]}, "negative or NaN"),
         ({"bandwidth": torch.ones(2, 2), "probe_interval": 5}, "both bandwidth and probe_interval"),

@@ -22,7 +22,7 @@ from gcnzc.optim import (
 ADAMS = [OneBitAdam, OneBitLamb, ZeroOneAdam]
 WRAPPERS = [
     Averaged,
-    lambda inner, group: LocalSGD(inner, group, local_steps=2),
+    lambda inner, group, **options: LocalSGD(inner, group, local_steps=2, **options),
     DiLoCo,
     lambda inner, group, **options: StreamingDiLoCo(inner, group, fragments=1, **options),
     CO2,
@@ -50,6 +50,19 @@ def test_a_complex_parameter_is_rejected_by_name(make):
     # one that is frozen is not trained
     values.requires_grad = False
     make([parameter(), values])
+
+
+@pytest.mark.parametrize("make", WRAPPERS, ids=NAMES)
+def test_a_module_that_is_another_model_is_rejected(make):
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="module is a int\n\nhint: "):
+        make(inner, Group(), module=5)
+    with pytest.raises(ValueError, match=r"module is a Linear without any of .*\n\nhint: "):
+        make(inner, Group(), module=nn.Linear(2, 2))
+    # a part of the parameters, of a larger model, and buffers only
+    for module in (nn.Sequential(model, nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False)):
+        make(inner, Group(), module=module)
 
 
 def test_sharded_parameters_are_rejected_by_their_type():

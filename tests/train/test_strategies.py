@@ -124,6 +124,11 @@ def test_words_that_are_no_options_stay():
         ),
         ("--strategy adamw", "invalid choice 'adamw' for argument '--strategy'"),
         ("--optimizer average", "invalid choice 'average' for argument '--optimizer'"),
+        (
+            "--topology star",
+            "invalid choice 'star' for argument '--topology'. Expected one of complete, "
+            "exponential, ring\n",
+        ),
         ("--inner-optimizer", "Missing value for argument '--optimizer'"),
         ("--optimizer --lr 3", "Missing value for argument '--optimizer'"),
     ],
@@ -144,6 +149,20 @@ def test_contradictions_in_files_and_in_python():
     given = {"optimizer": "adam", "inner_optimizer": "sgd"}
     with pytest.raises(ValueError, match=r"f\.toml: optimizer adam and inner_optimizer sgd are"):
         config_from_dict(TrainConfig, given, "f.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("outer_lr", "0.4", "its type is float; the default is None"),
+        ("epochs", 1.5, "its type is int; the default is "),
+        ("topology", "star", "choose one of ring, exponential, complete; the default is None"),
+    ],
+)
+def test_a_wrong_type_in_a_file_is_reported_with_the_valid_one(name, value, message):
+    expected = rf"^f\.toml: {name} cannot be {value!r}\n\nhint: {message}"
+    with pytest.raises(ValueError, match=expected):
+        config_from_dict(TrainConfig, {name: value}, "f.toml")
 
 
 def test_muloco_trains_with_muon(tmp_path):

@@ -53,6 +53,14 @@ class AllToAll(Collective):
 
     def check(self, world_size: int) -> None:
         """Check that there is a one-dimensional part for each rank, and that all have one dtype."""
+        parts = self.parts if isinstance(self.parts, Sequence | Tensor) else [self.parts]
+        for part in parts:
+            if not hasattr(part, "is_contiguous"):
+                raise ValueError(
+                    f"AllToAll of parts of the type {type(part).__name__}\n\n"
+                    "hint: give a list of tensors, one for each rank, such as "
+                    "torch.as_tensor(part)"
+                )
         if len(self.parts) != world_size:
             raise ValueError(
                 f"AllToAll: {len(self.parts)} parts for {world_size} ranks\n\n"

@@ -79,6 +79,11 @@ def diloco(
         rounds = Quorum(quorum, grace_s, control_interval)
         step = QuorumOuterStep(OuterSGD(outer_lr, outer_momentum, nesterov), rounds)
         return Recipe(name, rounds, step, QuorumMean(rounds, step), local_steps=local_steps)
+    if grace_s:
+        raise ValueError(
+            f"grace_s is {grace_s!r} without a quorum\n\nhint: give quorum, the number of ranks "
+            "that an outer step needs, or omit grace_s"
+        )
     if sharded and compress is not None and compress != Dense():
         raise ValueError(
             f"sharded=True with compress={compress}\n\nhint: omit one of them, because shards "

@@ -175,6 +175,14 @@ class ClippedStep(Update):
         """See `RecipePart`."""
         return {} if self.shards is None else self._vectors()
 
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        shards = self.shards
+        size = (
+            self.strategy.flat_params.num_elements if shards is None else shards.end - shards.begin
+        )
+        return dict.fromkeys(("start", "momentum"), size)
+
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gcnzc.exchange import (
     Algorithm,
+    AllGatherScalar,
     CompareAndSet,
     DeleteKeys,
     First,
@@ -30,6 +31,8 @@ from gcnzc.exchange import (
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
 from gcnzc.kernels.finite import can_be_squared
+from gcnzc.optim.group_options import find_difference
+from gcnzc.optim.strategy.gossip_graph import as_edges
 from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
@@ -37,6 +40,7 @@ from gcnzc.optim.validation import check_at_least_zero, check_count
 
 # least time that a rank waits before it closes a round, and number of steps whose times it keeps
 MIN_GRACE_S, STEPS_KEPT = 0.002, 16
+_REGULAR = re.compile(r"(\d+)-regular")
 
 _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary()
 """by group, the policies that have announced a status"""
@@ -45,19 +49,34 @@ _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary(
 def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
     """Return the edges of a graph of W ranks; see `backup_workers`.
 
+    Args:
+        topology: the result of `check_topology`.
+        world_size: W.
+
     Raises:
-        ValueError: there is no such graph.
+        ValueError: there is no such graph of so many ranks.
     """
     if not isinstance(topology, str):
         return check_graph(world_size, topology)
-    if degree := re.fullmatch(r"(\d+)-regular", topology):
+    if degree := _REGULAR.fullmatch(topology):
         return regular(world_size, int(degree[1]))
-    if topology not in GRAPHS:
+    return GRAPHS[topology](world_size)
+
+
+def check_topology(topology: str | Iterable[Edge]) -> str | list[Edge]:
+    """Return the name or the edges of a graph, after a check that does not need the ranks.
+
+    Raises:
+        ValueError: the name is unknown, or an edge is not a pair of integers.
+    """
+    if not isinstance(topology, str):
+        return list(as_edges(topology))
+    if topology not in GRAPHS and not _REGULAR.fullmatch(topology):
         raise ValueError(
             f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
             "in 4-regular, or edges (i, j) of ranks"
         )
-    return GRAPHS[topology](world_size)
+    return topology
 
 
 class CloseRounds(Policy):
@@ -81,9 +100,7 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.topology = (
-            topology if isinstance(topology, str) else [(low, high) for low, high in topology]
-        )
+        self.topology = check_topology(topology)
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
@@ -149,6 +166,11 @@ class CloseRounds(Policy):
         return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
 
     @property
+    def waits_for_all(self) -> bool:
+        """Whether a round waits for all ranks, so that none of them can be ahead by a round."""
+        return self.grace == math.inf
+
+    @property
     def _channel(self) -> str:
         """The channel of the sums of signals."""
         return f"{self.strategy.namespace}/control"
@@ -191,6 +213,14 @@ class CloseRounds(Policy):
                 yield from self._agree_on_round()
                 continue
             statuses, closed = yield from self._read(number)
+            if closed is None and any(
+                0 <= each.loaded_after <= self.num_steps for each in statuses
+            ):
+                # that rank has loaded a state before a step that this one takes without it, so the
+                # ranks compare what they have loaded
+                self.loaded = self.last
+                yield from self.begin_rounds()
+                continue
             latest = max(each.round for each in statuses)
             if closed is None and latest == number:
                 if self.rules.can_close(self.last, statuses):
@@ -214,7 +244,7 @@ class CloseRounds(Policy):
             return
         # ranks that have not loaded the state yet end their rounds without this one, whose new
         # parameters they must not get
-        yield from self._pause([self])
+        yield from self._announce_pause(loaded_after=self.num_steps)
         closed = map(self._closed_key, range(self.last.oldest, self.last.round + 1))
         old = [self._status_key(self.strategy.group.rank), *closed]
         self.last, self.loaded = self.loaded, None
@@ -288,15 +318,23 @@ class CloseRounds(Policy):
         """Agree on the round to begin with; see `begin_rounds`.
 
         After resuming, the last rounds of the ranks may differ.
+
+        Raises:
+            ValueError: the rounds begin again, and the ranks have not loaded the same state; raised
+                on all ranks.
         """
         others = self._others()
         yield from self._pause(others)
-        gather = all_gather_text(self.last.to_bytes().decode())
+        lines = self.strategy.compared_lines() if self.generation else []
+        gather = all_gather_text("\n".join([self.last.to_bytes().decode(), *lines]))
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
         yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
-        rounds = [ClosedRound.from_bytes(each.encode()) for each in texts]
+        found = [each.partition("\n") for each in texts]
+        if difference := find_difference({rank: each[2] for rank, each in enumerate(found)}):
+            raise ValueError(difference)
+        rounds = [ClosedRound.from_bytes(each[0].encode()) for each in found]
         # the keys of earlier rounds were in another store
         self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
@@ -313,15 +351,21 @@ class CloseRounds(Policy):
     def resume_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`."""
         yield from self._resume([self, *self._others()])
+        if self.waits_for_all:
+            # otherwise a rank could close its next round while another one is still paused
+            yield AllGatherScalar(0)
 
     def _others(self) -> "list[CloseRounds]":
         """Return the policies of other optimizers of the group whose rounds this rank is in.
 
         While this rank waits in one optimizer, others must not wait for it in another: several
-        ranks could otherwise wait for one another forever.
+        ranks could otherwise wait for one another forever. Rounds that wait for all ranks are not
+        included: a rank that waits has taken part in all of them that slower ranks still need.
         """
         known = _POLICIES.get(self.strategy.group, ())
-        return [each for each in known if each is not self and each.status]
+        return [
+            each for each in known if each is not self and each.status and not each.waits_for_all
+        ]
 
     def _pause(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
         """Announce that this rank is paused in the rounds of some optimizers, until `_resume`."""
@@ -338,9 +382,10 @@ class CloseRounds(Policy):
                 each.is_paused = False
                 yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
 
-    def _announce_pause(self) -> Algorithm[None]:
+    def _announce_pause(self, loaded_after: int = -1) -> Algorithm[None]:
         """Announce that this rank is paused, and close the round if the others waited for it."""
-        self.is_paused = yield from self._announce(RankStatus(self.last.round, StatusKind.PAUSED))
+        status = RankStatus(self.last.round, StatusKind.PAUSED, loaded_after)
+        self.is_paused = yield from self._announce(status)
         while self.is_paused:
             statuses, closed = yield from self._read(self.last.round + 1)
             number = max(each.round for each in statuses)
@@ -378,15 +423,15 @@ class CloseRounds(Policy):
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
-        # if all ranks are members of all rounds, the others need no later round to reach this step
-        limit_s = None if self.grace == math.inf else self.grace_s
+        # if rounds wait for all ranks, the others need no later round to reach this step
+        own = [] if self.waits_for_all else [self]
+        limit_s = 0.0 if self.waits_for_all else self.grace_s
         is_ended = (yield First([self.pending], limit_s)) is not None
-        if not is_ended:
-            yield from self.pause_exchanges()
+        paused = [] if is_ended else [*own, *self._others()]
+        yield from self._pause(paused)
         self.votes = yield Wait(self.pending)
         self.pending = None
-        if not is_ended:
-            yield from self.resume_exchanges()
+        yield from self._resume(paused)
 
     def apply_pending(self) -> Algorithm[None]:
         """See `RecipePart`; called while the exchanges are paused."""

@@ -287,6 +287,10 @@ class DelayedRound(Delayed):
             "skip_reason": result.skip_reason,
         }
 
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        return {"next": self.source.num_elements}
+
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:

@@ -77,6 +77,10 @@ class EagerRound(DelayedRound):
         """See `RecipePart`."""
         return {"own": self.own}
 
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        return {**super().vector_sizes(), "own": self.source.num_elements}
+
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:

@@ -5,6 +5,7 @@ Notation: W ranks, L (W, W) the Laplacian whose entry for an edge is its exchang
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from gcnzc.exchange.topology import (
     GRAPHS,
@@ -84,11 +85,17 @@ def as_edges(pairs: Iterable[Iterable[int]]) -> tuple[Edge, ...]:
     Raises:
         ValueError: an element is not a pair of integers.
     """
-    edges = tuple(tuple(each) for each in pairs)
+    try:
+        edges = tuple(tuple(each) for each in pairs)
+    except TypeError:
+        raise ValueError(
+            f"topology is {pairs!r}\n\nhint: give the name of a graph, or pairs of ranks, such as "
+            "[(0, 1), (1, 2)]"
+        ) from None
     for edge in edges:
-        if len(edge) != 2 or not all(isinstance(rank, int) for rank in edge):
+        if len(edge) != 2 or not all(isinstance(rank, Integral) for rank in edge):
             raise ValueError(f"the edge {edge} of a graph\n\nhint: give pairs of ranks, as (0, 1)")
-    return tuple((low, high) for low, high in edges)
+    return tuple((int(low), int(high)) for low, high in edges)
 
 
 def compute_momentum(

@@ -85,6 +85,10 @@ class OuterState(BaseUpdate):
         """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
 
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        return dict.fromkeys(("anchor", "momentum"), self.strategy.flat_params.num_elements)
+
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
@@ -171,6 +175,10 @@ class ShardedOuterStep(Update):
     def shard_state(self) -> dict[str, Tensor]:
         """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
+
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        return dict.fromkeys(("anchor", "momentum"), self.shards.end - self.shards.begin)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -62,6 +62,10 @@ class DifferenceMean(Update):
         """See `RecipePart`."""
         return {"anchor": self.anchor}
 
+    def vector_sizes(self) -> dict[str, int]:
+        """See `RecipePart`."""
+        return {"anchor": self.strategy.flat_params.num_elements}
+
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:

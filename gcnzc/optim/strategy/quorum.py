@@ -128,14 +128,14 @@ class Quorum(CloseRounds):
         """
         super().attach(strategy)
         world_size = strategy.group.world_size
+        if not world_size < 2 * self.quorum <= 2 * world_size:
+            least = world_size // 2 + 1
+            valid = f"{least} to {world_size}" if least < world_size else f"{least}"
+            raise ValueError(
+                f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give {valid}, so "
+                "that any two quorums have a rank in common"
+            )
         if world_size > 1:
-            if not world_size < 2 * self.quorum <= 2 * world_size:
-                least = world_size // 2 + 1
-                valid = f"{least} to {world_size}" if least < world_size else f"{least}"
-                raise ValueError(
-                    f"a quorum of {self.quorum} of {world_size} ranks\n\nhint: give {valid}, so "
-                    "that any two quorums have a rank in common"
-                )
             self.rules = QuorumRules(world_size, self.quorum)
             self.last = self.rules.begin()
 
@@ -143,6 +143,11 @@ class Quorum(CloseRounds):
     def grace_s(self) -> float:
         """See `CloseRounds`: a fixed time."""
         return self.grace
+
+    @property
+    def waits_for_all(self) -> bool:
+        """See `CloseRounds`."""
+        return self.quorum == self.strategy.group.world_size
 
     def describe(self) -> str:
         """See `Policy`."""
@@ -186,7 +191,7 @@ class QuorumOuterStep(OuterStep):
 
     def _write(self) -> None:
         strategy = self.strategy
-        if self.rounds.quorum == strategy.group.world_size:
+        if self.rounds.waits_for_all:
             strategy.set_parameters(self.anchor)
             return
         # other ranks may be in an earlier round

@@ -94,6 +94,10 @@ class RecipePart:
         """Return this rank's shards of sharded vectors."""
         return {}
 
+    def vector_sizes(self) -> dict[str, int]:
+        """Return by name the lengths of vectors that each state has, checked before `load`."""
+        return {}
+
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:

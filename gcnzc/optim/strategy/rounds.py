@@ -29,18 +29,21 @@ class RankStatus:
 
     round: int
     kind: StatusKind
+    loaded_after: int = -1
+    """the number of steps after which the rank has loaded a state, so that its rounds begin again;
+    -1 if it has not"""
 
     def to_bytes(self) -> bytes:
         """Return the status as the value of a key."""
-        return f"{self.round} {self.kind.value}".encode()
+        return f"{self.round} {self.kind.value} {self.loaded_after}".encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RankStatus":
         """Return the status in a value; an empty value is that of a rank before its first step."""
         if not data:
             return cls(-1, StatusKind.FINISHED)
-        number, kind = data.decode().split()
-        return cls(int(number), StatusKind(kind))
+        number, kind, loaded_after = data.decode().split()
+        return cls(int(number), StatusKind(kind), int(loaded_after))
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def saps(
         ValueError: an option is out of range, or `bandwidth` is not a matrix of numbers from 0 on.
     """
     check_count("control_interval", control_interval, 1)
+    check_count("seed", seed)
     matching = AdaptiveMatching(bandwidth, window, threshold, probe_interval, seed)
     return Recipe(
         "SAPS",

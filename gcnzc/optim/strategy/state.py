@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gcnzc.optim.state_layout import check_inner_state, check_layout
+from gcnzc.optim.resize import check_mapping
+from gcnzc.optim.state_layout import check_inner_state, check_layout, check_vector
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
+
+
+PLACES = ("shared", "local", "shards")
+"""the parts of a snapshot that have vectors"""
+MEAN = "next"
+"""the name of the mean of a `DelayedRound`"""
 
 
 def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
@@ -72,13 +79,21 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
         ValueError: it is the state of another rank, of another number of ranks, of other
             parameters, or was saved with other options. Nothing is loaded then.
     """
+    keys = "inner", "shared", "local", "shards", "errors", "rank", "world_size"
+    check_mapping(snapshot, *keys)
     shared, local, shards = (snapshot[name] for name in ("shared", "local", "shards"))
+    check_mapping(shared, "numbers")
     numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
+    check_mapping(numbers, "steps", "since", "local_steps", "is_plain")
     strategy.check_rank_state(snapshot)
     _check_parameters(strategy, snapshot)
     if not numbers["is_plain"]:
         for part in parts:
             part.check_state(shared, local, shards)
+        if not strategy.is_inner_only:
+            _check_vectors(strategy, snapshot)
+    for name, reducer in strategy.reducers.items():
+        reducer.check_errors(snapshot["errors"].get(name, {}))
     strategy.inner.load_state_dict(snapshot["inner"])
     strategy.share_inner_state()
     strategy.steps, strategy.steps_since_sync = numbers["steps"], numbers["since"]
@@ -113,3 +128,21 @@ def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None
         counts = strategy.flat_params.num_elements, len(vector)
         check_layout(*([f"{count} elements"] for count in counts))
     check_inner_state(strategy.inner, snapshot["inner"])
+    shared = snapshot["shared"]
+    # those of one rank may have overflowed in its last step
+    is_shared = "parameters" in shared
+    check_vector(
+        shared if is_shared else snapshot["local"],
+        "parameters",
+        strategy.flat_params.num_elements,
+        is_finite=is_shared,
+    )
+
+
+def _check_vectors(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
+    for part in strategy.recipe.parts:
+        for name, num_elements in part.vector_sizes().items():
+            place = next((each for each in PLACES if name in snapshot[each]), "shared")
+            # as for the parameters; a mean that is not applied may have overflowed
+            is_finite = place != "local" and name != MEAN
+            check_vector(snapshot[place], name, num_elements, is_finite=is_finite)

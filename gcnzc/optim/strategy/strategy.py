@@ -72,7 +72,8 @@ class Strategy(Wrapper):
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
             sharded, complex, or of a dtype that cannot be averaged.
-        ValueError: an option is out of range, or the parameters of the ranks differ.
+        ValueError: an option is out of range, `module` has none of the inner optimizer's
+            parameters, or the parameters of the ranks differ.
     """
 
     is_replicated = False
