@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gcnzc.kernels.sample import DIRECT_NODES, MAX_NODES
 from gcnzc.kernels.sample.hetero_choice import subgraph_keys
-from gcnzc.kernels.sample.hetero_cpu import find_columns, induce_edges, sample_columns
+from gcnzc.kernels.sample.hetero_columns import find_columns
+from gcnzc.kernels.sample.hetero_cpu import induce_edges, sample_columns
 from gcnzc.kernels.sample.hetero_graph import HeteroTables
 from gcnzc.kernels.sample.hetero_layout import (
     BEGIN,
