@@ -177,10 +177,9 @@ class Network:
         return lines
 
     def _queue(self, link_rate: float) -> str:
-        """Return a queue that divides packets which are larger than frames, without offload."""
+        """Return the queue of a receiver. Without offload, it splits packets into frames."""
         burst = OFFLOADED_BYTES if self.offload else MIN_BURST_BYTES
-        limit = max(MIN_QUEUE_BYTES, _bytes_sent_in(QUEUE_S, link_rate))
-        return f"tbf rate {_bit(MAX_MBIT_PER_S)} burst {burst} limit {limit}"
+        return f"tbf rate {_bit(MAX_MBIT_PER_S)} burst {burst} limit {_queue_bytes(link_rate)}"
 
     def _rate(self, guaranteed: float, ceiling: float) -> str:
         """Return the parameters of an htb class, given its guaranteed and maximum Mbit/s."""
@@ -201,9 +200,8 @@ def tbf(device: str, parent: str, mbit_per_s: float | None, *, offload: bool = F
     """
     if mbit_per_s is None:
         return []
-    queue = max(MIN_QUEUE_BYTES, _bytes_sent_in(QUEUE_S, mbit_per_s))
     burst = max(_burst(mbit_per_s), OFFLOADED_BYTES if offload else 0)
-    limits = f"rate {_bit(mbit_per_s)} burst {burst} limit {queue}"
+    limits = f"rate {_bit(mbit_per_s)} burst {burst} limit {_queue_bytes(mbit_per_s)}"
     return [f"tc qdisc add dev {device} {parent} tbf {limits}"]
 
 
@@ -224,6 +222,10 @@ def _without_ipv6(device: str) -> str:
 
 def _bytes_sent_in(seconds: float, mbit_per_s: float) -> int:
     return round(seconds * mbit_per_s * 1e6 / 8)
+
+
+def _queue_bytes(mbit_per_s: float) -> int:
+    return max(MIN_QUEUE_BYTES, _bytes_sent_in(QUEUE_S, mbit_per_s))
 
 
 def _bit(mbit_per_s: float) -> str:

@@ -12,7 +12,7 @@ from gcnzc.kernels.philox import MASK, philox4x32
 from gcnzc.kernels.sample.cpu import CHUNK_DESTINATIONS, MAX_COMPARED, choose_distinct
 from gcnzc.kernels.sample.hetero_layout import EPOCH, HOP, REPLACE
 
-MAX_SIZE = 2**32 - 1  # of columns that `sample_chunk` samples from
+MAX_DEGREE = 2**32 - 1  # largest number of edges of a destination in a chunk
 
 
 @njit(cache=True, nogil=True)
@@ -42,10 +42,13 @@ def random_words(quad, node, options, key_0, key_1):
 
 @njit(cache=True, nogil=True)
 def new_chunk():
-    """Allocate the columns of a chunk: low and high halves of counters, keys, sizes, and results.
+    """Allocate a chunk, of which each column is a destination.
 
-    The rows of the result are padded by a cache line, so that the elements of a column are in
-    different cache sets.
+    Returns:
+        (5, columns) uint32: low and high halves of the counter, two words of the key, and the
+        number of edges; (MAX_COMPARED, more columns) uint32 for the sampled positions; and
+        (columns,) uint32, scratch memory. The rows of positions are padded by a cache line, so
+        that the elements of a column are in different cache sets.
     """
     return (
         np.empty((5, CHUNK_DESTINATIONS), np.uint32),
@@ -56,7 +59,7 @@ def new_chunk():
 
 @njit(cache=True, nogil=True)
 def add_to_chunk(chunk, place, node, size, options, key_0, key_1):
-    """Write a destination, from whose `size` edges to sample, to a place of a chunk."""
+    """Write a destination with `size` eligible edges to column `place` of a chunk."""
     columns = chunk[0]
     columns[0, place] = node & MASK
     columns[1, place] = (node >> 32) | (options[HOP] << 16)
@@ -67,11 +70,11 @@ def add_to_chunk(chunk, place, node, size, options, key_0, key_1):
 
 @njit(cache=True, nogil=True)
 def sample_chunk(chunk, count, fanout, options):
-    """Sample as `sample_uniform` does for many destinations at once, in loops LLVM vectorizes.
+    """Sample as `sample_uniform` does for many destinations at once, in loops that LLVM vectorizes.
 
     Args:
         chunk: from `new_chunk`; its first `count` columns are destinations with more than `fanout`
-            edges, or with one if the sampling is with replacement, and at most `MAX_SIZE`.
+            edges, or at least one when sampling with replacement, and at most `MAX_DEGREE`.
             Column i of its second array receives `fanout` positions.
         count: number of destinations.
         fanout: of 1 to `MAX_COMPARED`.
@@ -99,8 +102,15 @@ def sample_chunk(chunk, count, fanout, options):
 def sample_uniform(size, fanout, node, options, key_0, key_1, bits, out, first):
     """Sample `fanout` of more than `fanout` positions, with Floyd's algorithm or replacement.
 
-    `bits` is a bitmap of at least `size` bits, which is zero before and after; unused with
-    replacement.
+    Args:
+        size: number of edges; with replacement at least 1, otherwise more than `fanout`.
+        fanout: number of positions to sample.
+        node: destination, of the counter.
+        options: (NUM_OPTIONS,) int64.
+        key_0, key_1: words of the key, below 2**32.
+        bits: uint64 with at least `size` bits, zero before and after; unused with replacement.
+        out: int64, receives `fanout` positions below `size`.
+        first: where in `out`.
     """
     replace = options[REPLACE] != 0
     for quad in range((fanout + 3) // 4):

@@ -40,10 +40,10 @@ GROUP = 64  # destinations whose columns are found at once
 
 @njit(cache=True, nogil=True)
 def _find_ends(relation, times, begins, ends, count):
-    """Move the ends of columns that are sorted by time before the first edge that is too late.
+    """Shorten columns that are sorted by time to their edges that are not too late.
 
     An edge is as late as the later of its own time and the time of its source. The binary searches
-    of all columns take their steps together, since the reads of one search depend on each other,
+    of all columns run in lockstep, since the reads of one search depend on each other,
     and those of different searches do not.
 
     Args:

@@ -16,7 +16,7 @@ from gcnzc.kernels.sample.cpu import (
     is_any_out_of_range,
 )
 from gcnzc.kernels.sample.hetero_choice import (
-    MAX_SIZE,
+    MAX_DEGREE,
     add_to_chunk,
     new_chunk,
     sample_chunk,
@@ -139,7 +139,7 @@ def sample_columns(
                 end += 1
             if total > len(positions):
                 positions = np.empty(2 * total, np.int64)
-            in_chunk = not is_weighted and 0 < fanout <= MAX_COMPARED and longest <= MAX_SIZE
+            in_chunk = not is_weighted and 0 < fanout <= MAX_COMPARED and longest <= MAX_DEGREE
             if is_weighted:
                 if longest > len(scratch):
                     scratch = np.empty(2 * longest, np.float64)
