@@ -68,8 +68,9 @@ class HeteroNegatives:
                 f"all nodes of type {self.edge_type[2]!r} are later than the edge from {source} to "
                 f"{target} of {self.edge_type}, whose time is {int(times[place])}, so that it has "
                 f"no negative: the earliest node has time {self._times[0]}\n\n"
-                "hint: remove such edges; if the times of nodes have another unit, "
-                "HeteroSampler(..., time='edge') ignores them"
+                "hint: remove such edges; if nodes exist before their times, or these have another "
+                "unit, HeteroSampler(..., time='edge') ignores them, or build the graph without "
+                "them"
             )
 
     def sample(self, positives: Tensor, items: Tensor, times: Tensor | None, epoch: int) -> Tensor:

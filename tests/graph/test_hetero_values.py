@@ -5,7 +5,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from gcnzc.graph.hetero import HeteroGraph, folder
+from gcnzc.graph.hetero import HeteroGraph, NodeStore, folder
 from gcnzc.loader import HeteroLoader
 from gcnzc.models import RGCN
 from gcnzc.sampling import HeteroSampler
@@ -84,6 +84,13 @@ def test_wrong_splits_are_named(split, message):
 def test_a_split_that_is_no_dict_is_named(split):
     with pytest.raises(TypeError, match=r"split of node type 'user' is .*\n\nhint: a dict"):
         graph_of({"num_nodes": 4, "split": split})
+
+
+@pytest.mark.parametrize("values", [{"labels": [0, 1]}, {"features": np.eye(2)}, {"split": [0, 1]}])
+def test_stores_of_arrays_are_named(values):
+    (what,) = values
+    with pytest.raises(TypeError, match=f"^{what} of node type 'user' is .*\n\nhint: "):
+        HeteroGraph({"user": NodeStore(2, **values)}, {})
 
 
 def test_a_split_may_be_words():

@@ -407,7 +407,10 @@ def _check_nodes(node_type: str, store: NodeStore) -> None:
     check_kind(name, store, NodeStore, "HeteroGraph.from_arrays converts dicts of arrays")
     if check_integer(f"num_nodes of {name}", store.num_nodes, 0) == 0:
         raise ValueError(f"{name} has no nodes\n\nhint: remove the type and its edge types")
+    check_kind(f"split of {name}", store.split, Mapping, "{'train': ids}, with tensors of int64")
     for what, rows in (("features", store.features), ("labels", store.labels)):
+        if rows is not None:
+            check_kind(f"{what} of {name}", rows, Tensor, "HeteroGraph.from_arrays converts arrays")
         if rows is not None and len(rows) != store.num_nodes:
             raise ValueError(
                 f"{name} has {store.num_nodes} nodes, but {len(rows)} rows of {what}\n\n"
