@@ -16,6 +16,9 @@ from gcnzc.train import embed_nodes, predict, train
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.export import check_difference
 
+# to export a layer takes seconds
+ONE_LAYER = SIZES | {"layers": 1, "fanouts": (4,), "epochs": 1}
+
 
 def exported(path):
     """The program and its description."""
@@ -80,9 +83,9 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
     graph = build_shop(has_times=False)
     graph.save(tmp_path / "graph")
     config = TrainConfig(
-        data=tmp_path / "graph", model="rgat", task="link", edge_type="buys", **SIZES, heads=2
+        data=tmp_path / "graph", model="rgat", task="link", edge_type="buys", **ONE_LAYER, heads=2
     )
-    train(replace(config, epochs=1), tmp_path / "run")
+    train(config, tmp_path / "run")
     path = tmp_path / "model.pt2"
     # all edges of the graph are used, as it is given
     words = [str(tmp_path / "run"), str(tmp_path / "graph"), "--out", str(path)]
@@ -101,8 +104,8 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
 
 def test_a_temporal_run_is_exported(tmp_path):
     build().save(tmp_path / "graph")
-    config = TrainConfig(data=tmp_path / "graph", model="hetero-sage", **SIZES, temporal="last")
-    train(replace(config, epochs=1), tmp_path / "run")
+    config = TrainConfig(data=tmp_path / "graph", model="hetero-sage", **ONE_LAYER, temporal="last")
+    train(config, tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.pt2")]) == 0
     assert exported(tmp_path / "m.pt2")[1]["temporal"] == "last"
 
