@@ -466,7 +466,7 @@ def test_times_of_seeds_have_the_unit_of_the_data_and_are_no_dates(data):
 def test_attributes_of_dates_are_named(data):
     data["user"].day = np.datetime64("2020-01-01") + np.arange(USERS)
     with pytest.raises(
-        ValueError, match=r"data\['user'\]\.day is a ndarray, which cannot be sliced"
+        ValueError, match=r"data\['user'\]\.day is an array of datetime64.*, which cannot be sliced"
     ):
         NeighborLoader(data, [-1], "user")
 
