@@ -19,8 +19,8 @@ class HeldOutEdges:
     """Edges to rank among all nodes of the destination type, except those that are known already.
 
     The candidates for a source are all N nodes without its known destinations. Destinations that
-    are held out are candidates, also if they are known. With sources and destinations of one type,
-    a source is no candidate for itself.
+    are held out are candidates, even if they are also known. With sources and destinations of one
+    type, a source is not a candidate for itself.
 
     Args:
         edges: (2, E) int64 sources and destinations to rank; may have duplicates.
@@ -30,7 +30,6 @@ class HeldOutEdges:
 
     Attributes:
         edges: the edges, sorted by source.
-        order: (E,) positions of the sorted edges among the given ones.
         sources: (U,) the different sources, ascending.
     """
 
@@ -39,8 +38,7 @@ class HeldOutEdges:
     ) -> None:
         # sources whose scores are computed at once
         self._step = max(1, PAIRS_PER_CHUNK // num_destinations)
-        self.order = edges[0].argsort(stable=True)
-        self.edges = edges[:, self.order]
+        self.edges = edges[:, edges[0].argsort(stable=True)]
         self.sources, self._rows = self.edges[0].unique_consecutive(return_inverse=True)
         if is_one_type:
             known = torch.cat([known, self.sources.expand(2, -1)], dim=1)
@@ -100,13 +98,13 @@ class HeldOutEdges:
         for row, item in zip(rows.split(self._step), items.split(self._step), strict=True):
             of_edge = scores[row, item][:, None]
             everything = _places(scores[row], of_edge)
-            # the held-out destinations of each edge's source, in as many columns as the most
+            # the held-out destinations of each edge's source, padded to the longest list
             bounds = torch.searchsorted(held_rows, torch.stack([row, row + 1]))
             columns = bounds[0][:, None] + torch.arange(int((bounds[1] - bounds[0]).max()))
             is_own = columns < bounds[1][:, None]
             values = held_scores[columns.clamp(max=len(held_scores) - 1)]
             others = _places(values.masked_fill(~is_own, -torch.inf), of_edge)
-            # both numbers include a half for the edge itself
+            # both counts include 0.5 for the edge, which equals itself
             ranks.append(torch.stack([everything - others + 1, everything + 0.5], dim=1))
         return torch.cat(ranks)
 
@@ -136,7 +134,7 @@ def _group(edges: Tensor, sources: Tensor) -> _Groups:
 
 
 def _places(scores: Tensor, of_edge: Tensor) -> Tensor:
-    """Return the (n,) float64 number of better scores, and half of the number of equal ones."""
+    """Return (n,) float64: the number of better scores plus half the number of equal scores."""
     better = (scores > of_edge).sum(dim=1)
     no_worse = (scores >= of_edge).sum(dim=1)
     return 0.5 * (better + no_worse).double()
@@ -153,8 +151,8 @@ def score_ranks(edges: Tensor, ranks: Tensor) -> dict[str, float]:
         Values in [0, 1] by metric:
 
         - `mrr`, the mean over the edges of the inverse rank, and `hits@1`, `hits@3` and `hits@10`,
-          the fractions of edges with at most that rank, both without the other held-out
-          destinations of the source;
+          the fractions of edges with at most that rank. These compare an edge with no other
+          held-out destination of its source;
         - `recall@K` for each K of `TOP`, the mean over the sources of the fraction of their
           held-out destinations with a rank of at most K;
         - `hit_rate@K`, the fraction of sources with at least one such destination.

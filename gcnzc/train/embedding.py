@@ -68,9 +68,9 @@ def embed_nodes(
             None for the last hidden layer, or in link prediction for the rows from which the scores
             are computed.
         time: temporal runs on heterogeneous graphs: time of all nodes, in the unit of the graph's
-            times. Neighbours are not later; in link prediction they are earlier. None for the
-            nodes' own times, or for nodes without times and in link prediction a time after
-            everything.
+            times. Neighbours are not later; in link prediction they are earlier. Default: the
+            times of the nodes; in link prediction, or if nodes have no times, later than all nodes
+            and edges.
         fanouts: heterogeneous graphs: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.

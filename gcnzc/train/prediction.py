@@ -121,10 +121,11 @@ def predict(
     memory: int | None = None,
     reporter: Reporter | None = None,
 ) -> NodePredictions:
-    """Predict the classes of nodes with the best model of a run, with all neighbours.
+    """Predict the classes of nodes with the best model of a run.
 
-    In a heterogeneous graph, the nodes are those of the type that the model classifies, and a
-    temporal run reads neighbours that are not later than the node.
+    All neighbours are read unless `fanouts` is given. In a heterogeneous graph, the nodes are those
+    of the type that the model classifies, and a temporal run reads neighbours that are not later
+    than the node.
 
     Args:
         run: the run folder.
@@ -142,11 +143,21 @@ def predict(
         The classes and probabilities of the M nodes, in the order of `nodes`.
 
     Raises:
-        FileNotFoundError: the folder has no run, or there is no graph.
+        FileNotFoundError: the folder has no run, or there is no graph or no file of embeddings.
         TypeError: `memory` is not an integer.
-        ValueError: the graph does not fit the model, a node is unknown, the run is of link
-            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
-            or the scratch folder has rows of another computation.
+        ValueError: one of
+
+            - the graph does not fit the model;
+            - a node or a split is unknown, or a split has no nodes;
+            - the run is of link prediction;
+            - the run is temporal, and the nodes have no times;
+            - an output is not finite;
+            - `memory` is below 2**20 or given without `scratch`, or the scratch folder has rows of
+              another computation;
+            - `scratch` or `memory` is given for a heterogeneous graph, or `fanouts` for another
+              graph;
+            - `fanouts` is invalid, or does not have one number per layer.
+
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -174,15 +185,16 @@ def predict_links(
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes with the best model of a link prediction run.
 
-    In a heterogeneous graph, the pairs are of the edge type that the model predicts. The
-    neighbourhoods have no held-out edges of the run, unless `data` is given.
+    All neighbours are read unless `fanouts` is given. In a heterogeneous graph, the pairs are of
+    the edge type that the model predicts. Held-out edges of the run are not in the neighbourhoods,
+    unless `data` is given or the run is temporal.
 
     Args:
         run: the run folder.
         data: see `predict`.
         pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
         times: of the pairs, for temporal runs: (M,) integers in the unit of the graph's times, or
-            one for all. Neighbours are earlier. None for times after all edges and nodes.
+            one for all. Neighbours are earlier. None for a time after all nodes and edges.
         fanouts: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -192,11 +204,21 @@ def predict_links(
         The scores of the M pairs, in the order of `pairs`.
 
     Raises:
-        FileNotFoundError: the folder has no run, or there is no graph.
+        FileNotFoundError: the folder has no run, or there is no graph or no file of embeddings.
         TypeError: `memory` is not an integer.
-        ValueError: the graph does not fit the model, a node is unknown, the run is not of link
-            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
-            or the scratch folder has rows of another computation.
+        ValueError: one of
+
+            - the graph does not fit the model;
+            - `pairs` are not (2, M), or a node is unknown;
+            - the run is not of link prediction;
+            - `times` are given, and the run is not temporal, or they are not M integers;
+            - an output is not finite;
+            - `memory` is below 2**20 or given without `scratch`, or the scratch folder has rows of
+              another computation;
+            - `scratch` or `memory` is given for a heterogeneous graph, or `times` or `fanouts` for
+              another graph;
+            - `fanouts` is invalid, or does not have one number per layer.
+
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -313,10 +335,10 @@ def _outputs(
 
 
 def check_options_of_one_type(**given: object) -> None:
-    """Raise a ValueError if an option of heterogeneous graphs is given; None is not."""
+    """Raise a ValueError if an option of heterogeneous graphs is given; None means not given."""
     for name, value in given.items():
         if value is not None:
-            # all pairs have one time on the command line
+            # the command line has `--time`, one value for all pairs
             option = option_name(name.removesuffix("s") if name == "times" else name)
             raise ValueError(
                 f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "

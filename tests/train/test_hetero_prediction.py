@@ -162,7 +162,7 @@ def test_layers_and_types_that_do_not_exist(run):
     )
     rejected("layer 3 of a model of 2 layers", layer=3)
     rejected("has --temporal none", time=3)
-    rejected("computed in minibatches", scratch="somewhere")
+    rejected("heterogeneous graphs are not stored", scratch="somewhere")
     rejected(r"1 fanouts \(2\) for 2 layers", fanouts=(2,))
 
 
@@ -279,7 +279,7 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     assert main(["predict", str(timed), "--pairs", "wrong.csv", "--out", "timed.npy"]) == 1
     assert "line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
     for words, message in (
-        (["--out", "x.csv", "--scratch", "here"], "computed in minibatches"),
+        (["--out", "x.csv", "--scratch", "here"], "heterogeneous graphs are not stored"),
         (["--out", "x.csv", "--time", "3"], "--time 3 has no effect without --pairs"),
         (["--out", "x.csv", "--fanouts", "3"], "1 fanouts (3) for 2 layers"),
     ):

@@ -62,7 +62,7 @@ def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
     elif kind not in "iub":
         raise ValueError(
             f"{name} has type {column.dtype}\n\nhint: labels are numbers; "
-            "frame[column].astype('category') numbers other values"
+            "frame[column].astype('category') maps other values to classes"
         )
     classes = np.full(len(column), -1)
     dtype = np.uint64 if kind == "u" else np.int64

@@ -67,7 +67,8 @@ def from_tables(
             `database.table_dict`.
         labels: for tables with labels, the name of the column: integers or booleans, which are
             classes, -1 for missing values; a categorical, whose classes are the positions of its
-            categories; or numbers with fractions. Several names are columns of labels.
+            categories; or floating-point numbers, which are classes if none has a fraction. Several
+            names are columns of labels.
         splits: for tables with a split, the name of a column of the words "train", "valid" and
             "test"; or the times at which parts begin, `{"valid": time, "test": time}`, integers or
             dates like those of the table: rows before "valid" are train.

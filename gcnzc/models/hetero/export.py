@@ -66,8 +66,8 @@ def export_hetero_model(model: HeteroModel) -> ExportedProgram:
 
     Raises:
         TypeError: `model` is not a heterogeneous model of gcnzc.
-        ValueError: its activation is another function than ReLU and ELU, or the names of two edge
-            types are the same text.
+        ValueError: its activation is neither ReLU nor ELU, or the names of two edge types are
+            equal.
     """
     check_kind("model", model, HeteroModel, "pass gcnzc.models.RGCN, RGAT, HGT or HeteroSAGE")
     names = [edge_name(each) for each in model.metadata.edge_types]
@@ -166,7 +166,7 @@ class _PlainHeteroModel(nn.Module):
         super().__init__()
         self.model = copy.deepcopy(model).eval()
         is_hgt = isinstance(model, HGT)
-        # HGT has dropout alone between layers
+        # HGT has only dropout between layers
         self.model.activate = _identity if is_hgt else plain_activation(model.activate)
 
     def forward(
@@ -209,7 +209,7 @@ class _PlainHeteroModel(nn.Module):
 
 
 class _Inputs(NamedTuple):
-    """What a layer reads."""
+    """The inputs of a layer."""
 
     metadata: HeteroMetadata
     edges: Mapping[int, _Edges]  # by edge type
@@ -245,7 +245,7 @@ def _compute_means(layer: MeanLayer, inputs: _Inputs) -> dict[int, Tensor]:
     for t, weights in zip(layer.out_types, layer.weights(), strict=True):
         own = inputs.own[t]
         if weights.own is None:
-            # not repeated by a size, which would be a constraint of the program
+            # `expand` with a size would fix that size in the program
             out = own.new_zeros(own.shape[0], 1) + weights.bias
         else:
             out = own @ weights.own + weights.bias

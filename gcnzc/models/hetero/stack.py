@@ -164,7 +164,12 @@ class HeteroModel(nn.Module):
                 or do not fit together, or a type of `x` is missing or has the wrong number of rows
                 or columns.
         """
-        self._check_blocks(blocks, len(self.layers))
+        if len(blocks) != len(self.layers):
+            raise ValueError(
+                f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
+                "hint: sample with as many hops as the model has layers"
+            )
+        self._check_blocks(blocks)
         outs = self._compute_layers(blocks, x)
         if self.output_linears:
             linears = zip(outs, self.output_linears, strict=True)
@@ -205,7 +210,7 @@ class HeteroModel(nn.Module):
                 f"layer {count} does not compute node type {node_type!r:.100}\n\n"
                 f"hint: it computes {', '.join(computed)}"
             )
-        self._check_blocks(blocks, count)
+        self._check_blocks(blocks)
         return self._compute_layers(blocks, x)[self.metadata.node_types.index(node_type)]
 
     def layer_types(self, layer: int) -> list[str]:
@@ -220,7 +225,7 @@ class HeteroModel(nn.Module):
     def _compute_layers(
         self, blocks: Sequence[HeteroBlock], x: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        """Return the outputs of the last of some layers, without the linear projection."""
+        """Return the outputs of layer `len(blocks)`, before the output linear layers."""
         rows, outs = self._project_features(blocks[0], x), {}
         for index, (module, block) in enumerate(zip(self.layers, blocks, strict=False)):
             outs = module(block, rows)
@@ -297,12 +302,7 @@ class HeteroModel(nn.Module):
                 "hint: one row for each of batch.nodes, and in_features columns"
             )
 
-    def _check_blocks(self, blocks: Sequence[HeteroBlock], count: int) -> None:
-        if len(blocks) != count:
-            raise ValueError(
-                f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
-                "hint: sample with as many hops as the model has layers"
-            )
+    def _check_blocks(self, blocks: Sequence[HeteroBlock]) -> None:
         for index, block in enumerate(blocks):
             check_kind(f"blocks[{index}]", block, HeteroBlock, "build_hetero_blocks(batch)")
             if block.metadata != self.metadata:
@@ -322,7 +322,7 @@ def as_metadata(metadata: Any) -> HeteroMetadata:
     """Return a pair of node types and edge types as `HeteroMetadata`.
 
     Raises:
-        TypeError: it is no such pair.
+        TypeError: it is not such a pair.
         ValueError: an edge type has an unknown node type, or a type is given twice.
     """
     if isinstance(metadata, HeteroMetadata):

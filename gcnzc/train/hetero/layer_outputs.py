@@ -43,8 +43,8 @@ def embed_hetero(
         layer: number of the layer, from 1. None for the last hidden layer, or for ends of predicted
             edges the rows from which scores are computed.
         reporter: shows the progress.
-        time: for temporal runs, of all nodes; None for their own, or for nodes without times and in
-            link prediction a time after everything.
+        time: for temporal runs, of all nodes. Default: the times of the nodes; in link prediction,
+            or if nodes have no times, later than all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:
@@ -146,4 +146,4 @@ def _times(loaded: TrainedHeteroModel, node_type: str, time: int | None) -> Tens
             return None
         time = after_everything(loaded.graph)
     # neighbours of pairs are earlier than the pair, as in training
-    return torch.full((loaded.graph.num_nodes(node_type),), time - is_link)
+    return torch.full((loaded.graph.num_nodes(node_type),), time - 1 if is_link else time)

@@ -5,10 +5,10 @@ Outputs are computed in minibatches, with all neighbours or with sampled ones.
 Notation: M nodes or pairs, C outputs of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ from gcnzc.train.setup import choose_device
 # pairs of a minibatch: each pair has two seeds
 SAMPLED_PAIRS, WHOLE_PAIRS = 1024, 256
 
-Compute: TypeAlias = Callable[[nn.Module, HeteroBatch], Tensor]
-
 
 @dataclass(frozen=True)
 class TrainedHeteroModel:
@@ -55,8 +53,8 @@ class TrainedHeteroModel:
         config: options of the run.
         schema: what the model reads and predicts.
         data: the graph.
-        graph: whose edges pass messages: without the held-out edges of the run in link prediction,
-            unless other data are given or the run is temporal.
+        graph: for message passing; in link prediction without the held-out edges of the run, unless
+            other data are given or the run is temporal.
         embeddings: of the node types without features.
         device: of the computation.
         epoch: of the model, from 1.
@@ -139,12 +137,12 @@ def check_hetero_options(
     """Check options of a prediction.
 
     Raises:
-        ValueError: layer outputs are to be stored, or fanouts do not fit the model.
+        ValueError: `scratch` or `memory` is given, or `fanouts` do not fit the model.
     """
     if scratch is not None or memory is not None:
         raise ValueError(
-            "a folder for layer outputs, or its memory, is given, but the outputs of heterogeneous "
-            "graphs are computed in minibatches\n\n"
+            "--scratch or --memory is given, but layer outputs of heterogeneous graphs are not "
+            "stored\n\n"
             "hint: omit --scratch and --memory (in Python `scratch` and `memory`)"
         )
     if fanouts is None:
@@ -206,7 +204,7 @@ def predict_hetero_pairs(
         loaded: the model and the graph.
         sources, targets: (M,) int64 node indices of the pairs.
         reporter: shows the progress.
-        times: (M,) times of the pairs, or one for all; None for times after everything.
+        times: (M,) times of the pairs, or one for all; None for a time after all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:

@@ -80,7 +80,8 @@ class HeteroLinkTask:
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.config.strict_negatives,
-            # temporal neighbourhoods are earlier than their edge, which None checks for reverses
+            # None removes no edges, because temporal neighbourhoods are earlier than their edge,
+            # but checks that reverse types have times
             exclude=None if self.is_temporal else exclude,
             reverse_types=None if self.is_temporal else self.split.reverse_types,
             known=self.data.graph,
