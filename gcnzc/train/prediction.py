@@ -29,7 +29,7 @@ from gcnzc.train.evaluation import check_features, graph_of_run, load_best
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.prediction import (
     TrainedHeteroModel,
-    check_hetero_options,
+    check_prediction_options,
     load_hetero_model,
     predict_hetero_nodes,
     predict_hetero_pairs,
@@ -42,11 +42,11 @@ from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
     NodePredictions,
+    build_predictions,
     check_finite,
     check_pairs,
     check_task,
     node_indices,
-    predictions_of,
 )
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
@@ -168,7 +168,8 @@ def predict(
     elif nodes is not None:
         indices = node_indices(loaded.node_index, nodes, loaded.data.folder)
     folder = None if scratch is None else Path(scratch)
-    return predict_nodes(loaded, indices, reporter or NullReporter(), folder, memory, fanouts)
+    reporter = reporter or NullReporter()
+    return predict_nodes(loaded, indices, reporter, folder, memory, fanouts=fanouts)
 
 
 def predict_links(
@@ -233,7 +234,9 @@ def predict_links(
     )
     folder = None if scratch is None else Path(scratch)
     reporter = reporter or NullReporter()
-    return predict_pairs(loaded, sources, targets, reporter, folder, memory, times, fanouts)
+    return predict_pairs(
+        loaded, sources, targets, reporter, folder, memory, times=times, fanouts=fanouts
+    )
 
 
 def predict_nodes(
@@ -242,6 +245,7 @@ def predict_nodes(
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    *,
     fanouts: Sequence[int] | None = None,
 ) -> NodePredictions:
     """Predict the classes of nodes with a loaded model, see `predict`.
@@ -255,12 +259,12 @@ def predict_nodes(
     """
     check_task(loaded.config.task, has_pairs=False)
     if isinstance(loaded, TrainedHeteroModel):
-        check_hetero_options(loaded, scratch, memory, fanouts)
+        check_prediction_options(loaded, scratch, memory, fanouts)
         return predict_hetero_nodes(loaded, nodes, reporter, fanouts)
-    check_options_of_one_type(fanouts=fanouts)
+    reject_hetero_options(fanouts=fanouts)
     with feature_rows(loaded) as table:
         logits = _outputs(loaded, loaded.model, table, nodes, reporter, scratch, memory)
-    return predictions_of(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
+    return build_predictions(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
 
 
 def predict_pairs(
@@ -270,6 +274,7 @@ def predict_pairs(
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    *,
     times: Any = None,
     fanouts: Sequence[int] | None = None,
 ) -> LinkPredictions:
@@ -285,9 +290,9 @@ def predict_pairs(
     check_task(loaded.config.task, has_pairs=True)
     check_pairs(sources, targets)
     if isinstance(loaded, TrainedHeteroModel):
-        check_hetero_options(loaded, scratch, memory, fanouts)
+        check_prediction_options(loaded, scratch, memory, fanouts)
         return predict_hetero_pairs(loaded, sources, targets, reporter, times, fanouts)
-    check_options_of_one_type(times=times, fanouts=fanouts)
+    reject_hetero_options(times=times, fanouts=fanouts)
     nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
     with feature_rows(loaded) as table:
         encoder = loaded.model.encoder
@@ -334,7 +339,7 @@ def _outputs(
         )
 
 
-def check_options_of_one_type(**given: object) -> None:
+def reject_hetero_options(**given: object) -> None:
     """Raise a ValueError if an option of heterogeneous graphs is given; None means not given."""
     for name, value in given.items():
         if value is not None:

@@ -221,7 +221,7 @@ def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tm
         np.testing.assert_allclose(rows, other, atol=1e-5)
 
 
-def test_the_tasks_of_runs_are_not_confused(run, link_run):
+def test_predict_and_predict_links_reject_runs_of_the_other_task(run, link_run):
     with pytest.raises(ValueError, match="predicts classes of nodes"):
         predict_links(run, pairs=([0], [0]))
     with pytest.raises(ValueError, match="predicts scores of pairs"):

@@ -56,7 +56,7 @@ def as_weights(name: str, value: Any, count: int) -> Tensor:
         raise ValueError(f"{name} has type {weights.dtype}\n\nhint: weights are numbers")
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(weights, np.float32)
-    if (place := first(~(np.isfinite(converted) & (converted >= 0)))) is not None:
+    if (place := first_true(~(np.isfinite(converted) & (converted >= 0)))) is not None:
         raise ValueError(
             f"{name}[{place}] is {weights[place]}\n\n"
             "hint: weights are finite and at least 0; an edge of weight 0 is never sampled"
@@ -199,7 +199,7 @@ def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
                 f"{own} has shape {ids.shape} and type {ids.dtype}\n\nhint: node ids, or a mask"
             )
         ids = ids.astype(np.int64)
-        if (place := first((ids < 0) | (ids >= count))) is not None:
+        if (place := first_true((ids < 0) | (ids >= count))) is not None:
             raise ValueError(
                 f"{own} contains the node {ids[place]}, but the type has {count} nodes\n\n"
                 f"hint: ids are from 0 to {count - 1}"
@@ -256,7 +256,7 @@ def _wrong_length(name: str, shape: tuple[int, ...], count: int) -> ValueError:
     )
 
 
-def first(is_wrong: NDArray[np.bool_]) -> int | None:
+def first_true(is_wrong: NDArray[np.bool_]) -> int | None:
     """Return the first position that is True; None if there is none."""
     return int(is_wrong.argmax()) if is_wrong.any() else None
 

@@ -16,7 +16,7 @@ from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.edge_split import split_edges_of_run
-from gcnzc.train.hetero.encoder import build_hetero_sampler
+from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
 from gcnzc.train.hetero.ranking import rank_among_all
@@ -137,16 +137,11 @@ class HeteroLinkTask:
             if count == "all":
                 scores = self._rank_among_all(model, split, device, progress, group)
             else:
-                rows = self._logits(model, split, count, device, progress, group)
+                rows = self._score_with_negatives(model, split, count, device, progress, group)
                 scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
             for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
         return broadcast_scores(result, group)
-
-    @property
-    def _evaluation_fanouts(self) -> Sequence[int]:
-        is_sampled = self.evaluator.method == "sampled"
-        return self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
 
     def _rank_among_all(
         self,
@@ -157,7 +152,7 @@ class HeteroLinkTask:
         group: Group | None,
     ) -> dict[str, float]:
         """Rank the edges of a split among all nodes of the destination type."""
-        config, times = self.config, None
+        config, fanouts, times = self.config, self.evaluator.sampled_fanouts, None
         if self.is_temporal:
             assert self.split.times is not None, "checked by the constructor"
             # neighbours are earlier than all edges of the split
@@ -166,18 +161,18 @@ class HeteroLinkTask:
             model,
             self.split,
             split,
-            build_hetero_sampler(config, self.split.graph, self._evaluation_fanouts),
+            build_hetero_sampler(config, self.split.graph, choose_fanouts(fanouts, config.layers)),
             self.data.table.tables,
-            self.embeddings,
-            device,
-            is_sampled=self.evaluator.method == "sampled",
+            embeddings=self.embeddings,
+            device=device,
+            is_sampled=fanouts is not None,
             time=times,
             threads=config.threads or None,
             progress=progress,
             group=group,
         )
 
-    def _logits(
+    def _score_with_negatives(
         self,
         model: nn.Module,
         split: str,
@@ -187,7 +182,7 @@ class HeteroLinkTask:
         group: Group | None,
     ) -> Tensor:
         """Return the logits of each edge of a split, and then of its negatives."""
-        fanouts = self._evaluation_fanouts
+        fanouts = choose_fanouts(self.evaluator.sampled_fanouts, self.config.layers)
         loader = HeteroLoader(
             self._build_sampler(split, fanouts, num_negatives, exclude="none"),
             None,
