@@ -192,21 +192,14 @@ class _PlainHeteroModel(nn.Module):
                 edges[r] = _with_destinations(indptr[index][key], indices[index][key])
             outs = _compute(layer, _Inputs(metadata, edges, rows, own))
             if model.residuals:
-                for t, linear in zip(outs, model.residuals[index], strict=True):  # type: ignore[call-overload]
-                    outs[t] = linear(own[t]) + outs[t]
+                model.add_residuals(index, outs, own)
             if index == last and not model.output_linears:
                 break
             if model.norms:
                 for t, norm in zip(outs, model.norms[index], strict=True):  # type: ignore[call-overload]
                     outs[t] = norm(outs[t])
-            rows = {t: model.activate(out, 0.0, 0) for t, out in outs.items()}
-            if index == last:
-                finals = zip(rows.items(), model.output_linears, strict=True)
-                outs = {t: linear(own_rows) for (t, own_rows), linear in finals}
-        numbers = [names.index(name) for name in model.targets]
-        if model.is_single:
-            return outs[numbers[0]]
-        return {name: outs[t] for name, t in zip(model.targets, numbers, strict=True)}
+            rows = outs = {t: model.activate(out, 0.0, 0) for t, out in outs.items()}
+        return model.project_outputs(outs)
 
 
 class _Inputs(NamedTuple):

@@ -170,7 +170,14 @@ class HeteroModel(nn.Module):
                 "hint: sample with as many hops as the model has layers"
             )
         self._check_blocks(blocks)
-        outs = self._compute_layers(blocks, x)
+        return self.project_outputs(self._compute_layers(blocks, x))
+
+    def project_outputs(self, outs: dict[int, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Apply the output linear layers, if there are any, and return the result of `forward`.
+
+        Args:
+            outs: outputs of the last layer by number of the node type.
+        """
         if self.output_linears:
             linears = zip(outs, self.output_linears, strict=True)
             outs = {t: linear(outs[t]) for t, linear in linears}
@@ -230,9 +237,7 @@ class HeteroModel(nn.Module):
         for index, (module, block) in enumerate(zip(self.layers, blocks, strict=False)):
             outs = module(block, rows)
             if self.residuals:
-                own_rows = block.destination_rows(rows)
-                for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
-                    outs[t] = linear(own_rows[t]).add_(outs[t])
+                self.add_residuals(index, outs, block.destination_rows(rows))
             if index == len(self.layers) - 1 and not self.output_linears:
                 return outs
             if self.norms:
@@ -242,6 +247,19 @@ class HeteroModel(nn.Module):
             rows = self._activate(self._concatenate(block, outs))
         parts = rows.split(list(blocks[-1].num_dst))
         return {t: parts[t] for t in outs}
+
+    def add_residuals(
+        self, index: int, outs: dict[int, Tensor], own: Sequence[Tensor] | Mapping[int, Tensor]
+    ) -> None:
+        """Add the residuals of a layer to its outputs, in place.
+
+        Args:
+            index: of the layer, from 0.
+            outs: outputs by number of the node type.
+            own: rows of the destinations by number of the node type.
+        """
+        for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
+            outs[t] = linear(own[t]).add_(outs[t])
 
     def _activate(self, rows: Tensor) -> Tensor:
         p = self.dropout if self.training else 0.0
