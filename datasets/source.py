@@ -354,7 +354,7 @@ def is_mask(ids: Array, num_nodes: int) -> bool:
 
 
 def check_once(ids: Array, owner: Array, number: int, where: str) -> None:
-    """Check that no node of a split is in another one or twice in it, and set its owner.
+    """Mark the nodes of a split in `owner`, and check that none is marked already or occurs twice.
 
     Args:
         ids: of the nodes.

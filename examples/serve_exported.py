@@ -77,7 +77,10 @@ class Predictor:
         self.model = torch.export.load(model, extra_files=extra).module()
         self.about = json.loads(extra["gcnzc.json"])
         if "node_types" in self.about:
-            raise ValueError(f"{model} is of a heterogeneous graph, and this script has one type")
+            raise ValueError(
+                f"{model} is of a heterogeneous graph, and this script serves graphs of one node "
+                "type"
+            )
         if self.about["task"] != "node":
             raise ValueError(f"{model} predicts links, and this script predicts labels of nodes")
         self.features = Features(Path(folder), self.about["label_columns"])

@@ -54,7 +54,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
             minibatches without `y`.
         seed_times: (S,) times of the seed nodes in the order of `seeds`, for temporal sampling:
             integers in the unit of the graph's times; or dates, which are rounded down to this
-            unit, if the graph knows it. Default: those of the nodes.
+            unit, if `graph.time_unit` is set. Default: those of the nodes.
         tables: features on the host by node type. Default: those of the graph. Node types without a
             table are not in `x`.
         device: device of the minibatches.

@@ -50,7 +50,7 @@ def export_model(model: Model) -> ExportedProgram:
 
     Raises:
         TypeError: `model` is not a model of gcnzc.
-        ValueError: its activation is another function than ReLU and ELU.
+        ValueError: its activation is neither ReLU nor ELU.
     """
     check_kind("model", model, Model, "pass a model of gcnzc.models")
     program = _PlainModel(model)

@@ -28,8 +28,11 @@ class Dot(nn.Module):
         """Return the (P,) scores of pairs, given both nodes' embeddings, each (P, D)."""
         return (source * target).sum(dim=-1)
 
-    def all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D)."""
+    def score_all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D).
+
+        The scores have the device and dtype of the embeddings.
+        """
         return source @ target.t()
 
 
@@ -68,8 +71,11 @@ class HadamardMLP(nn.Module):
             x = functional.dropout(functional.relu(layer(x)), self.dropout, self.training)
         return self.layers[-1](x).squeeze(-1)
 
-    def all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D)."""
+    def score_all_pairs(self, source: Tensor, target: Tensor) -> Tensor:
+        """Return the (S, T) scores of all pairs, given the embeddings (S, D) and (T, D).
+
+        The embeddings and the scores have the device and dtype of the decoder.
+        """
         step = max(1, PAIRS_PER_CHUNK // max(1, len(source)))
         parts = [self(source[:, None], part) for part in target.split(step)]
         return torch.cat(parts, dim=1)

@@ -14,6 +14,9 @@ RANKING = ("rocauc", "average_precision")
 
 F1 = ("f1_micro", "f1_macro")
 
+# K of hits@K that are computed with mrr
+HITS_K = (1, 3, 10)
+
 
 def compute_loss(
     logits: Tensor,
@@ -124,7 +127,7 @@ def _mean_over_columns(
         known = ~torch.isnan(labels[:, column])
         truth = labels[known, column]
         if len(truth) and truth.min() != truth.max():
-            _check_finite("logits", logits[known, column])
+            check_rankable("logits", logits[known, column])
             values.append(measure(truth, logits[known, column]))
     return sum(values) / len(values) if values else math.nan
 
@@ -163,7 +166,8 @@ def _roc_area(truth: Tensor, scores: Tensor) -> float:
     return float(roc_auc_score(truth.numpy(), scores.numpy()))
 
 
-def _check_finite(name: str, scores: Tensor) -> None:
+def check_rankable(name: str, scores: Tensor) -> None:
+    """Raise a ValueError if a score is NaN or infinite."""
     count = int((~torch.isfinite(scores)).sum())
     if count:
         raise ValueError(
@@ -207,9 +211,19 @@ def ranks(positives: Tensor, negatives: Tensor) -> Tensor:
         positives: (P,) scores of the edges.
         negatives: (P, K) scores of the negatives of each edge.
     """
-    better = (negatives > positives[:, None]).sum(dim=1)
-    no_worse = (negatives >= positives[:, None]).sum(dim=1)
-    return 0.5 * (better + no_worse).float() + 1
+    return count_better(negatives, positives).float() + 1
+
+
+def count_better(scores: Tensor, own: Tensor) -> Tensor:
+    """Return (P,) float64: the number of better scores plus half the number of equal scores.
+
+    Args:
+        scores: (P, K).
+        own: (P,) scores with which each row is compared.
+    """
+    better = (scores > own[:, None]).sum(dim=1)
+    no_worse = (scores >= own[:, None]).sum(dim=1)
+    return 0.5 * (better + no_worse).double()
 
 
 def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, float]:
@@ -235,15 +249,15 @@ def score_pairs(positives: Tensor, negatives: Tensor, metric: str) -> dict[str, 
         )
     k = metric.removeprefix("hits@")
     is_hits = k != metric and k.isdecimal() and int(k) > 0
-    _check_finite("positives", positives)
-    _check_finite("negatives", negatives)
+    check_rankable("positives", positives)
+    check_rankable("negatives", negatives)
     result = {"auc": auc(positives, negatives)}
     if is_hits:
         result[metric] = hits(positives, negatives.flatten(), int(k))
     elif metric == "mrr" and negatives.ndim == 2:
         positions = ranks(positives, negatives)
         result["mrr"] = (1 / positions).mean().item()
-        result |= {f"hits@{k}": (positions <= k).float().mean().item() for k in (1, 3, 10)}
+        result |= {f"hits@{k}": (positions <= k).float().mean().item() for k in HITS_K}
     elif metric != "auc":
         shape = tuple(negatives.shape)
         cause = f"unknown metric {metric}"

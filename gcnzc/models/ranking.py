@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from gcnzc.models.link import PAIRS_PER_CHUNK
+from gcnzc.models.metrics import HITS_K, check_rankable, count_better
 
-# K of recall@K and hit_rate@K, and of hits@K
-TOP, TOP_OF_EDGES = (10, 20, 50), (1, 3, 10)
+# K of recall@K and hit_rate@K
+RECALL_K = (10, 20, 50)
 
 
 class HeldOutEdges:
     """Edges to rank among all nodes of the destination type, except those that are known already.
 
     The candidates for a source are all N nodes without its known destinations. Destinations that
-    are held out are candidates, also if they are known. With sources and destinations of one type,
-    a source is no candidate for itself.
+    are held out are candidates, even if they are also known. With sources and destinations of one
+    type, a source is not a candidate for itself.
 
     Args:
         edges: (2, E) int64 sources and destinations to rank; may have duplicates.
@@ -30,7 +31,6 @@ class HeldOutEdges:
 
     Attributes:
         edges: the edges, sorted by source.
-        order: (E,) positions of the sorted edges among the given ones.
         sources: (U,) the different sources, ascending.
     """
 
@@ -39,15 +39,14 @@ class HeldOutEdges:
     ) -> None:
         # sources whose scores are computed at once
         self._step = max(1, PAIRS_PER_CHUNK // num_destinations)
-        self.order = edges[0].argsort(stable=True)
-        self.edges = edges[:, self.order]
+        self.edges = edges[:, edges[0].argsort(stable=True)]
         self.sources, self._rows = self.edges[0].unique_consecutive(return_inverse=True)
         if is_one_type:
             known = torch.cat([known, self.sources.expand(2, -1)], dim=1)
         self._held_out = _group(self.edges.unique(dim=1), self.sources)
         self._known = _group(known, self.sources)
 
-    def ranks(
+    def compute_ranks(
         self, spans: Sequence[tuple[int, int]], score: Callable[[Tensor], Tensor]
     ) -> Generator[Tensor, None, None]:
         """Yield the ranks of ranges of the sorted edges.
@@ -86,27 +85,22 @@ class HeldOutEdges:
             rows: (n,) rows of the edges in `scores`.
             items: (n,) destinations of the edges.
         """
-        wrong = int((~torch.isfinite(scores)).sum())
-        if wrong:
-            raise ValueError(
-                f"{wrong:,} of {scores.numel():,} scores are NaN or infinite, and have no rank\n\n"
-                "hint: has training diverged? A smaller learning rate or clipped gradients may help"
-            )
+        check_rankable("scores", scores)
         held_rows, held_items = self._held_out.of(own)
         held_scores = scores[held_rows, held_items]
         scores[self._known.of(own)] = -torch.inf
         scores[held_rows, held_items] = held_scores
         ranks = []
         for row, item in zip(rows.split(self._step), items.split(self._step), strict=True):
-            of_edge = scores[row, item][:, None]
-            everything = _places(scores[row], of_edge)
-            # the held-out destinations of each edge's source, in as many columns as the most
+            of_edge = scores[row, item]
+            everything = count_better(scores[row], of_edge)
+            # the held-out destinations of each edge's source, padded to the longest list
             bounds = torch.searchsorted(held_rows, torch.stack([row, row + 1]))
             columns = bounds[0][:, None] + torch.arange(int((bounds[1] - bounds[0]).max()))
             is_own = columns < bounds[1][:, None]
             values = held_scores[columns.clamp(max=len(held_scores) - 1)]
-            others = _places(values.masked_fill(~is_own, -torch.inf), of_edge)
-            # both numbers include a half for the edge itself
+            others = count_better(values.masked_fill(~is_own, -torch.inf), of_edge)
+            # both counts include 0.5 for the edge, which equals itself
             ranks.append(torch.stack([everything - others + 1, everything + 0.5], dim=1))
         return torch.cat(ranks)
 
@@ -135,39 +129,32 @@ def _group(edges: Tensor, sources: Tensor) -> _Groups:
     return _Groups(torch.cat([torch.zeros(1, dtype=torch.int64), ends]), edges[1])
 
 
-def _places(scores: Tensor, of_edge: Tensor) -> Tensor:
-    """Return the (n,) float64 number of better scores, and half of the number of equal ones."""
-    better = (scores > of_edge).sum(dim=1)
-    no_worse = (scores >= of_edge).sum(dim=1)
-    return 0.5 * (better + no_worse).double()
-
-
 def score_ranks(edges: Tensor, ranks: Tensor) -> dict[str, float]:
     """Compute metrics of a ranking of held-out edges.
 
     Args:
         edges: (2, E) sources and destinations.
-        ranks: (E, 2) ranks of `HeldOutEdges.ranks`, in the order of `edges`.
+        ranks: (E, 2) ranks of `HeldOutEdges.compute_ranks`, in the order of `edges`.
 
     Returns:
         Values in [0, 1] by metric:
 
         - `mrr`, the mean over the edges of the inverse rank, and `hits@1`, `hits@3` and `hits@10`,
-          the fractions of edges with at most that rank, both without the other held-out
-          destinations of the source;
-        - `recall@K` for each K of `TOP`, the mean over the sources of the fraction of their
+          the fractions of edges with at most that rank. These compare an edge with no other
+          held-out destination of its source;
+        - `recall@K` for each K of `RECALL_K`, the mean over the sources of the fraction of their
           held-out destinations with a rank of at most K;
         - `hit_rate@K`, the fraction of sources with at least one such destination.
     """
     result = {"mrr": (1 / ranks[:, 0]).mean().item()}
-    result |= {f"hits@{k}": (ranks[:, 0] <= k).double().mean().item() for k in TOP_OF_EDGES}
+    result |= {f"hits@{k}": (ranks[:, 0] <= k).double().mean().item() for k in HITS_K}
     # a pair that occurs twice counts once; its ranks are equal
     pairs, numbers = edges.unique(dim=1, return_inverse=True)
     rank = ranks.new_empty(pairs.shape[1])
     rank[numbers] = ranks[:, 1]
     _, source = pairs[0].unique_consecutive(return_inverse=True)
     total = source.bincount().double()
-    for k in TOP:
+    for k in RECALL_K:
         found = source.bincount((rank <= k).double())
         result[f"recall@{k}"] = (found / total).mean().item()
         result[f"hit_rate@{k}"] = (found > 0).double().mean().item()

@@ -66,7 +66,7 @@ class HeteroBatch:
         blocks: for a loader's minibatch one block for each layer, input layer first.
         x: for a loader's minibatch (B_t, D_t) features of `nodes` of the types that have some, with
             the dtype of the features. The models convert them; `torch.nn.Linear` requires
-            `x[name].float()` for other dtypes than float32.
+            `x[name].float()` for dtypes other than float32.
         y: (S,) or (S, T) labels of the seeds; for link prediction (P,) float32, 1 for edges and 0
             for negatives.
         pairs: for link prediction (2, P) positions of the pairs to score: of their sources in
@@ -276,7 +276,8 @@ class HeteroSampler:
             epoch: in [0, 2**32); the sampled neighbours differ between epochs.
             seed_times: for temporal sampling a dict like `seeds`, or (S,) times of all seeds in
                 their order: integers in the unit of the graph's times; or dates, which are rounded
-                down to this unit, if the graph knows it. None uses the times of the seed nodes.
+                down to this unit, if `graph.time_unit` is set. None uses the times of the seed
+                nodes.
             exclude: for each edge type ids of edges that are not sampled at any hop, such as
                 the edges whose existence is to be predicted. Neighbours are sampled among the other
                 edges.

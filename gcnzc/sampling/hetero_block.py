@@ -246,7 +246,7 @@ def build_full_hetero_blocks(
         One block per layer. Layers with the same destinations have the same block.
 
     Raises:
-        ValueError: a target is no node type, or the graph has a value out of range.
+        ValueError: a target is not a node type, or the graph has a value out of range.
     """
     check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_dgl or from_arrays")
     num_layers = check_integer("num_layers", num_layers, 1)

@@ -16,7 +16,7 @@ from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
-from gcnzc.sampling.hetero_negatives import HeteroNegatives
+from gcnzc.sampling.hetero_negatives import HeteroNegativeSampler
 from gcnzc.sampling.link import MAX_NEGATIVES
 from gcnzc.sampling.neighbor import check_range
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -42,10 +42,10 @@ class HeteroLinkSampler:
     seed edges, in [0, E). The negatives of an edge depend only on the random seed, the epoch and
     the index of the edge.
 
-    With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1, so
-    that no edge sees itself or edges of the same time. Its negatives have the same neighbourhood
-    times. They are nodes that are not later than t, if their node type has times, and the sampler
-    counts times of nodes.
+    With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1: it
+    contains neither the edge nor edges of the same time. Its negatives have the same neighbourhood
+    times. They are nodes that are not later than t, if their node type has times and `time` of the
+    sampler is "node" or "both".
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
@@ -53,28 +53,33 @@ class HeteroLinkSampler:
         edges: (2, E) sources and destinations of the seed edges. Default: those of the graph, in
             the order of the edge ids.
         times: (E,) times of the seed edges, for a temporal sampler: integers in the unit of the
-            graph's times; or dates, which are rounded down to this unit, if the graph knows it.
-            Default: those of the graph.
+            graph's times; or dates, which are rounded down to this unit, if `graph.time_unit` is
+            set. Default: those of the graph.
         num_negatives: K, the negatives of each edge: its source with random destinations.
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
             the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
             "none" with a temporal sampler. A node with a removed edge has one neighbour less.
         reverse_types: edge types of the reverse edges, from which the reverses of seed edges are
-            removed as far as they are there. Default: the types whose edges are reverses of all
+            removed where they exist. Default: the types whose edges are reverses of all
             edges of `edge_type` or of almost all; and those that are named like the reverse of
             `edge_type`, such as `rev_buys` or `buys_rev` for `buys`, and have some of its reverse
             edges.
-        known: graph with the edges of `edge_type` that are no valid negatives. Default: that of
+        known: graph with the edges of `edge_type` that are not valid negatives. Default: that of
             the sampler.
         seed: 64-bit integer key of the negatives.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an edge type is unknown, an edge is out of range, times are missing, an option
-            is invalid, or with a temporal sampler a reverse type has no times, so that it would
-            show edges that are later, or all nodes are later than an edge, so that it has no
-            negative.
+        ValueError: one of
+
+            - an edge type is unknown;
+            - an edge is out of range;
+            - times are missing;
+            - an option is invalid;
+            - with a temporal sampler, a reverse type has no times: its later edges would be
+              sampled;
+            - with a temporal sampler, all nodes are later than an edge: it has no negative.
     """
 
     def __init__(
@@ -128,9 +133,10 @@ class HeteroLinkSampler:
             if self.graph.edges(each).time is None:
                 raise ValueError(
                     f"the edges {each} are the reverses of {self.edge_type}, but have no times, so "
-                    "a temporal sampler shows each edge its own reverse and later ones\n\n"
+                    "a temporal sampler samples the reverse of the edge itself and of later edges"
+                    "\n\n"
                     f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] if they "
-                    "are no reverses"
+                    "are not reverses"
                 )
 
     @property
@@ -271,7 +277,7 @@ class HeteroLinkSampler:
             )
         return as_times("times", times, self.num_items, self.graph.time_unit, is_limit=True)
 
-    def _build_negatives(self, known: HeteroGraph) -> HeteroNegatives:
+    def _build_negatives(self, known: HeteroGraph) -> HeteroNegativeSampler:
         check_kind("known", known, HeteroGraph, "a HeteroGraph with the same nodes, or None")
         for end in self.edge_type[::2]:
             if known.num_nodes(end) != self.graph.num_nodes(end):
@@ -282,11 +288,11 @@ class HeteroLinkSampler:
         node_times = None
         if self.times is not None and self._sampler.time != "edge":
             node_times = self.graph.nodes(self.edge_type[2]).time
-        negatives = HeteroNegatives(
+        negatives = HeteroNegativeSampler(
             known, self.edge_type, self.num_negatives, self.strict, self.seed, node_times
         )
         if self.times is not None:
-            negatives.check(self.edges, self.times)
+            negatives.check_eligible(self.edges, self.times)
         return negatives
 
     def _check_reverse(self, given: EdgeType | str) -> EdgeType:

@@ -14,11 +14,11 @@ from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
 from gcnzc.kernels.sample.negatives import sample_negatives, sample_timed_negatives
 
 
-class HeteroNegatives:
+class HeteroNegativeSampler:
     """Sample the negatives of edges of one type.
 
     Args:
-        known: graph with the edges that are no valid negatives.
+        known: graph with the edges that are not valid negatives.
         edge_type: of the edges.
         num_negatives: K.
         strict: reject negatives that are edges of `known`.
@@ -49,7 +49,7 @@ class HeteroNegatives:
             self._order = np.argsort(own, kind="stable")
             self._times = own[self._order]
 
-    def check(self, edges: Tensor, times: Tensor) -> None:
+    def check_eligible(self, edges: Tensor, times: Tensor) -> None:
         """Check that each edge has a destination that is not later.
 
         Args:

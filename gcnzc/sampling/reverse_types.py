@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,29 +33,30 @@ def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[Ed
             its edges has a reverse edge of the same type.
 
     Warns:
-        UserWarning: an edge type has the name of a reverse, but most of its edges are no reverses.
+        UserWarning: an edge type has the name of a reverse, but fewer than half of the pairs of
+            the smaller of the two types are common.
     """
     edge_type = graph.edge_type(edge_type)
-    count, own = graph.num_edges(edge_type), None
+    own = None
     found = []
     for other in graph.edge_types:
         if other[::2] != edge_type[::-2]:
             continue
         is_named = _is_named_reverse(edge_type[1], other[1])
-        smaller, larger = sorted((graph.num_edges(other), count))
-        if not is_named and smaller < COMMON * larger:
-            continue
         if own is None:
             own = _sorted_keys(graph, edge_type, is_reverse=False)
-        its = _sorted_keys(graph, other, is_reverse=True)
-        if torch.equal(own, its):
+            own_pairs = own.unique_consecutive()
+        if not is_named and graph.num_edges(other) < COMMON * len(own_pairs):
+            continue
+        keys = _sorted_keys(graph, other, is_reverse=True)
+        if torch.equal(own, keys):
             found.append(other)
         elif other != edge_type:
-            numbers = _count_common(own, its)
-            if is_named and numbers[0]:
+            counts = _count_pairs(own_pairs, keys.unique_consecutive())
+            if is_named and counts.num_common:
                 found.append(other)
-                _warn(edge_type, other, *numbers)
-            elif numbers[0] >= COMMON * max(numbers[1:]):
+                _warn(edge_type, other, counts)
+            elif counts.num_common >= COMMON * max(counts.num_own, counts.num_other):
                 found.append(other)
     return found
 
@@ -77,22 +79,29 @@ def _sorted_keys(graph: HeteroGraph, edge_type: EdgeType, *, is_reverse: bool) -
     return (first * count + second).sort().values
 
 
-def _count_common(own: Tensor, its: Tensor) -> tuple[int, int, int]:
-    """Return the number of common keys, and of each set of keys, without duplicates."""
-    own, its = own.unique_consecutive(), its.unique_consecutive()
-    if not len(own) or not len(its):
-        return 0, len(own), len(its)
-    places = torch.searchsorted(own, its).clamp(max=len(own) - 1)
-    return int((own[places] == its).sum()), len(own), len(its)
+class _Counts(NamedTuple):
+    """Numbers of different pairs of nodes of two edge types."""
+
+    num_common: int
+    num_own: int
+    num_other: int
 
 
-def _warn(
-    edge_type: EdgeType, other: EdgeType, num_common: int, num_own: int, num_its: int
-) -> None:
-    if num_common < min(num_own, num_its) / 2:
+def _count_pairs(own: Tensor, other: Tensor) -> _Counts:
+    """Count ascending keys without duplicates."""
+    if not len(own) or not len(other):
+        return _Counts(0, len(own), len(other))
+    places = torch.searchsorted(own, other).clamp(max=len(own) - 1)
+    return _Counts(int((own[places] == other).sum()), len(own), len(other))
+
+
+def _warn(edge_type: EdgeType, other: EdgeType, counts: _Counts) -> None:
+    smaller = min(counts.num_own, counts.num_other)
+    if counts.num_common < smaller / 2:
         warnings.warn(
             f"{other} has the name of the reverse of {edge_type}, and is treated as such, but only "
-            f"{num_common:,} of its {num_its:,} pairs of nodes are reverses\n\n"
+            f"{counts.num_common:,} of {smaller:,} pairs of nodes of the smaller type are reverses"
+            "\n\n"
             "hint: reverse_types=[] if it is not; otherwise check the node ids of both types",
             stacklevel=4,
         )

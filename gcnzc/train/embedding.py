@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from gcnzc.models.stack import Model
-from gcnzc.train.hetero.layer_outputs import embed_hetero
-from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_hetero_options
+from gcnzc.train.hetero.layer_outputs import compute_layer_outputs
+from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_prediction_options
 from gcnzc.train.inference import inference
 from gcnzc.train.prediction import (
     TrainedModel,
-    check_options_of_one_type,
     feature_rows,
     get_node_ids,
     load_model,
+    reject_hetero_options,
 )
 from gcnzc.train.prediction_outputs import Array, check_finite
 from gcnzc.train.progress import NullReporter, Reporter
@@ -68,9 +68,9 @@ def embed_nodes(
             None for the last hidden layer, or in link prediction for the rows from which the scores
             are computed.
         time: temporal runs on heterogeneous graphs: time of all nodes, in the unit of the graph's
-            times. Neighbours are not later; in link prediction they are earlier. None for the
-            nodes' own times, or for nodes without times and in link prediction a time after
-            everything.
+            times. Neighbours are not later; in link prediction they are earlier. Default: the
+            times of the nodes; in link prediction, or if nodes have no times, later than all nodes
+            and edges.
         fanouts: heterogeneous graphs: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -90,7 +90,9 @@ def embed_nodes(
     loaded = load_model(Path(run), None if data is None else Path(data), device)
     folder = None if scratch is None else Path(scratch)
     reporter = reporter or NullReporter()
-    return embed_loaded(loaded, layer, reporter, folder, memory, node_type, time, fanouts)
+    return embed_loaded(
+        loaded, layer, reporter, folder, memory, node_type=node_type, time=time, fanouts=fanouts
+    )
 
 
 def embed_loaded(
@@ -99,17 +101,20 @@ def embed_loaded(
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    *,
     node_type: str | None = None,
     time: int | None = None,
     fanouts: Sequence[int] | None = None,
 ) -> NodeEmbeddings:
     """Compute the output of a layer with a loaded model, see `embed_nodes`."""
     if isinstance(loaded, TrainedHeteroModel):
-        check_hetero_options(loaded, scratch, memory, fanouts)
-        found = embed_hetero(loaded, node_type, layer, reporter, time, fanouts)
+        check_prediction_options(loaded, scratch, memory, fanouts)
+        found = compute_layer_outputs(
+            loaded, node_type, layer, reporter, time=time, fanouts=fanouts
+        )
         nodes = np.arange(len(found.rows))
         return NodeEmbeddings(nodes, found.rows.numpy(), found.layer, loaded.epoch, found.node_type)
-    check_options_of_one_type(node_type=node_type, time=time, fanouts=fanouts)
+    reject_hetero_options(node_type=node_type, time=time, fanouts=fanouts)
     is_link = loaded.config.task == "link"
     encoder: Model = loaded.model.encoder if is_link else loaded.model
     if layer is None and not is_link:

@@ -45,9 +45,17 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         `correct_and_smooth`.
 
     Raises:
-        FileNotFoundError: the folder has no run.
-        ValueError: the graph does not fit the model, or Correct & Smooth is given for a run of link
-            prediction.
+        FileNotFoundError: the folder has no run, or there is no graph or no file of embeddings.
+        ValueError: one of
+
+            - the graph does not fit the model, or has no features;
+            - Correct & Smooth is given for link prediction or a heterogeneous graph;
+            - `evaluate_negatives` is given, and the run is not of link prediction in a
+              heterogeneous graph;
+            - the metric does not fit the task;
+            - the fanouts are invalid, or `evaluate` is "sampled", and the run reads all neighbours;
+            - an output is not finite.
+
         OSError: the file of the predictions cannot be written.
     """
     reporter = reporter or NullReporter()
@@ -79,8 +87,8 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
             method = "needed"
             if trained.evaluate == "sampled":
                 reporter.say(
-                    "evaluation: needed, with all neighbours; the scores of the run are of sampled "
-                    "neighbours, which --evaluate sampled repeats"
+                    "evaluation: needed, with all neighbours; the run was scored with sampled "
+                    "neighbours; --evaluate sampled repeats that"
                 )
     check_evaluate_fanouts(config.evaluate_fanouts, trained.layers)
     fanouts = config.evaluate_fanouts or trained.evaluate_fanouts
@@ -209,13 +217,16 @@ def load_best(model: nn.Module, run: Path, source: Path, trained_on: Path | None
 
 
 def _check_sizes(
-    here: Mapping[str, Any], there: Mapping[str, Any], source: Path, trained_on: Path | None
+    new_state: Mapping[str, Any],
+    trained_state: Mapping[str, Any],
+    source: Path,
+    trained_on: Path | None,
 ) -> None:
     """Check that a graph has as many feature columns and classes as the graph of the run.
 
     Args:
-        here: state dict of a new model for the graph to evaluate.
-        there: state dict of the trained model.
+        new_state: state dict of a new model for the graph to evaluate.
+        trained_state: state dict of the trained model.
         source: the graph to evaluate.
         trained_on: the graph of the run.
 
@@ -223,7 +234,7 @@ def _check_sizes(
         ValueError: a number differs.
     """
     for what, size_of in (("outputs (classes)", _num_outputs), ("feature columns", _num_columns)):
-        found, expected = size_of(here), size_of(there)
+        found, expected = size_of(new_state), size_of(trained_state)
         if found != expected and None not in (found, expected):
             raise ValueError(
                 f"{source} has {found} {what}, but the model was trained on {trained_on} with "
@@ -234,8 +245,8 @@ def _check_sizes(
 
 def _check_typed_columns(
     encoder: HeteroModel,
-    here: Mapping[str, Any],
-    there: Mapping[str, Any],
+    new_state: Mapping[str, Any],
+    trained_state: Mapping[str, Any],
     source: Path,
     trained_on: Path | None,
 ) -> None:
@@ -243,8 +254,8 @@ def _check_typed_columns(
 
     Args:
         encoder: of the new model, for the graph to evaluate.
-        here: state dict of the new model.
-        there: state dict of the trained model.
+        new_state: state dict of the new model.
+        trained_state: state dict of the trained model.
         source: the graph to evaluate.
         trained_on: the graph of the run.
 
@@ -253,13 +264,13 @@ def _check_typed_columns(
     """
     for number, t in enumerate(encoder.in_types):
         name, ending = encoder.metadata.node_types[t], f"input_linears.{number}.weight"
-        key = next((each for each in here if each.endswith(ending)), "")
-        if key not in there or there[key].shape == here[key].shape:
+        key = next((each for each in new_state if each.endswith(ending)), "")
+        if key not in trained_state or trained_state[key].shape == new_state[key].shape:
             continue
+        found, expected = new_state[key].shape[1], trained_state[key].shape[1]
         raise ValueError(
-            f"{source} has {here[key].shape[1]} columns for node type {name!r}, but the model was "
-            f"trained on {trained_on} with {there[key].shape[1]}\n\nhint: a model fits only "
-            "graphs with the same features; nodes without features have embeddings"
+            f"{source} has {found} columns for node type {name!r}, but the model was trained on "
+            f"{trained_on} with {expected}\n\nhint: a model fits only graphs with the same features"
         )
 
 

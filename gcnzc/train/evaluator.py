@@ -33,6 +33,11 @@ class Evaluator:
     fanouts: Sequence[int] = ()
     seed: int = 0
 
+    @property
+    def sampled_fanouts(self) -> Sequence[int] | None:
+        """The fanouts if the method is "sampled"; None if all neighbours are read."""
+        return self.fanouts if self.method == "sampled" else None
+
     def choose(
         self,
         model: Model,

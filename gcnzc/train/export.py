@@ -3,9 +3,10 @@
 The .pt2 file also has a JSON object, `gcnzc.json`, which says what the program reads and returns.
 """
 
+import copy
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from gcnzc._files import replacing
+from gcnzc.features.table import FeatureTable
 from gcnzc.models.export import export_arguments, export_model, needs_degrees
 from gcnzc.models.stack import Model
 from gcnzc.sampling.neighbor import Sampler
+from gcnzc.train.hetero.prediction import TrainedHeteroModel
 from gcnzc.train.prediction import TrainedModel, feature_rows
 
 # `examples/serve_exported.py` and other readers of the .pt2 file find the description by its name
@@ -36,7 +39,7 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
     In link prediction, the encoder is exported, whose outputs are the decoder's inputs.
 
     Args:
-        loaded: the model, with a graph to compare on.
+        loaded: the model, with a graph to compare on; it is not changed.
         path: .pt2 file, which is written atomically.
 
     Returns:
@@ -49,24 +52,38 @@ def export_run(loaded: TrainedModel, path: Path) -> dict[str, Any]:
         RuntimeError: the outputs of the program differ from those of the model.
         OSError: the disk is full or may not be written.
     """
-    encoder: Model = loaded.model.encoder if loaded.config.task == "link" else loaded.model
-    encoder = encoder.cpu().eval()
+    encoder: Model = copy_encoder(loaded)
     program = export_model(encoder)
-    schema = loaded.schema
+    with feature_rows(loaded) as table:
+        difference = compare_outputs(program, encoder, _minibatches(encoder, loaded, table))
     description = {
-        "model": loaded.config.model,
-        "task": loaded.config.task,
+        **describe_run(loaded, encoder),
         "in_features": encoder.in_features,
-        "label_columns": schema.num_outputs if loaded.config.label_inputs else 0,
-        "outputs": encoder.out_features,
-        "num_tasks": schema.num_label_columns,
-        "fanouts": list(loaded.config.fanouts),
+        "label_columns": loaded.schema.num_outputs if loaded.config.label_inputs else 0,
         "needs_degrees": needs_degrees(encoder),
-        "classes": None if schema.classes is None else list(map(str, schema.classes)),
-        "largest_difference": _compare(program, encoder, loaded),
+        "largest_difference": difference,
     }
     write_program(program, description, path)
     return description
+
+
+def copy_encoder(loaded: TrainedModel | TrainedHeteroModel) -> Any:
+    """Return a copy of the encoder of a loaded model, on the CPU and in evaluation mode."""
+    encoder = loaded.model.encoder if loaded.config.task == "link" else loaded.model
+    return copy.deepcopy(encoder).cpu().eval()
+
+
+def describe_run(loaded: TrainedModel | TrainedHeteroModel, encoder: Any) -> dict[str, Any]:
+    """Return the part of a description that is the same for graphs of one and of several types."""
+    schema = loaded.schema
+    return {
+        "model": loaded.config.model,
+        "task": loaded.config.task,
+        "outputs": encoder.out_features,
+        "num_tasks": schema.num_label_columns,
+        "fanouts": list(loaded.config.fanouts),
+        "classes": None if schema.classes is None else list(map(str, schema.classes)),
+    }
 
 
 def write_program(program: ExportedProgram, description: Mapping[str, Any], path: Path) -> None:
@@ -101,17 +118,40 @@ def check_difference(found: Tensor, expected: Tensor) -> float:
     return difference
 
 
-def _compare(program: ExportedProgram, encoder: Model, loaded: TrainedModel) -> float:
-    """Return the largest difference between the outputs of the program and the model."""
-    graph, largest = loaded.data.graph, 0.0
-    run = program.module()
-    sampler = Sampler(graph, loaded.config.fanouts, loaded.config.seed)
-    with torch.no_grad(), feature_rows(loaded) as table:
-        # several minibatches, because sizes differ
-        for count in (1, min(CHECKED_NODES, graph.num_nodes)):
-            batch = sampler.sample(torch.arange(count), epoch=0)
-            x = table.gather(batch.nodes.to(table.device)).cpu()
-            expected = encoder(batch.blocks, x)
-            found = run(*export_arguments(encoder, batch, x))
-            largest = max(largest, check_difference(found, expected))
+def compare_outputs(
+    program: ExportedProgram, encoder: Any, minibatches: Iterable[tuple[Any, Any]]
+) -> float:
+    """Return the largest difference between the outputs of a program and its model.
+
+    Args:
+        program: of the model.
+        encoder: the model, in evaluation mode.
+        minibatches: the arguments of the model, and those of the program.
+
+    Raises:
+        RuntimeError: it exceeds rounding errors.
+    """
+    run, largest = program.module(), 0.0
+    with torch.no_grad():
+        for inputs, arguments in minibatches:
+            expected, found = _by_type(encoder(*inputs)), _by_type(run(*arguments))
+            for name, rows in expected.items():
+                largest = max(largest, check_difference(found[name], rows))
     return largest
+
+
+def _by_type(outputs: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"": outputs} if isinstance(outputs, Tensor) else outputs
+
+
+def _minibatches(
+    encoder: Model, loaded: TrainedModel, table: FeatureTable
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of the model and of its program for several minibatches."""
+    graph = loaded.data.graph
+    sampler = Sampler(graph, loaded.config.fanouts, loaded.config.seed)
+    # their sizes differ
+    for count in (1, min(CHECKED_NODES, graph.num_nodes)):
+        batch = sampler.sample(torch.arange(count), epoch=0)
+        x = table.gather(batch.nodes.to(table.device)).cpu()
+        yield (batch.blocks, x), export_arguments(encoder, batch, x)

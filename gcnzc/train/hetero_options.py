@@ -31,8 +31,9 @@ class HeteroOptions(Options):
     """heterogeneous graphs, link prediction: fraction of the edges that is held out for test"""
     evaluate_negatives: int | Literal["all"] = 100
     """heterogeneous graphs, link prediction: random destinations with which each held-out edge is
-    ranked in an evaluation; all: every node of their type to which its source has no earlier edge,
-    which also gives recall@K and hit_rate@K"""
+    ranked in an evaluation; all: all nodes of their type to which its source has no training edge
+    (for test: no training or validation edge), which gives recall@K and hit_rate@K instead of
+    auc"""
     temporal: Literal["none", "uniform", "last"] = "none"
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,

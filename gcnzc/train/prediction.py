@@ -29,7 +29,7 @@ from gcnzc.train.evaluation import check_features, graph_of_run, load_best
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.prediction import (
     TrainedHeteroModel,
-    check_hetero_options,
+    check_prediction_options,
     load_hetero_model,
     predict_hetero_nodes,
     predict_hetero_pairs,
@@ -42,11 +42,11 @@ from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
     NodePredictions,
+    build_predictions,
     check_finite,
     check_pairs,
     check_task,
     node_indices,
-    predictions_of,
 )
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import read_config
@@ -121,10 +121,11 @@ def predict(
     memory: int | None = None,
     reporter: Reporter | None = None,
 ) -> NodePredictions:
-    """Predict the classes of nodes with the best model of a run, with all neighbours.
+    """Predict the classes of nodes with the best model of a run.
 
-    In a heterogeneous graph, the nodes are those of the type that the model classifies, and a
-    temporal run reads neighbours that are not later than the node.
+    All neighbours are read unless `fanouts` is given. In a heterogeneous graph, the nodes are those
+    of the type that the model classifies, and a temporal run reads neighbours that are not later
+    than the node.
 
     Args:
         run: the run folder.
@@ -142,11 +143,21 @@ def predict(
         The classes and probabilities of the M nodes, in the order of `nodes`.
 
     Raises:
-        FileNotFoundError: the folder has no run, or there is no graph.
+        FileNotFoundError: the folder has no run, or there is no graph or no file of embeddings.
         TypeError: `memory` is not an integer.
-        ValueError: the graph does not fit the model, a node is unknown, the run is of link
-            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
-            or the scratch folder has rows of another computation.
+        ValueError: one of
+
+            - the graph does not fit the model;
+            - a node or a split is unknown, or a split has no nodes;
+            - the run is of link prediction;
+            - the run is temporal, and the nodes have no times;
+            - an output is not finite;
+            - `memory` is below 2**20 or given without `scratch`, or the scratch folder has rows of
+              another computation;
+            - `scratch` or `memory` is given for a heterogeneous graph, or `fanouts` for another
+              graph;
+            - `fanouts` is invalid, or does not have one number per layer.
+
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -157,7 +168,8 @@ def predict(
     elif nodes is not None:
         indices = node_indices(loaded.node_index, nodes, loaded.data.folder)
     folder = None if scratch is None else Path(scratch)
-    return predict_nodes(loaded, indices, reporter or NullReporter(), folder, memory, fanouts)
+    reporter = reporter or NullReporter()
+    return predict_nodes(loaded, indices, reporter, folder, memory, fanouts=fanouts)
 
 
 def predict_links(
@@ -174,15 +186,16 @@ def predict_links(
 ) -> LinkPredictions:
     """Predict the scores of pairs of nodes with the best model of a link prediction run.
 
-    In a heterogeneous graph, the pairs are of the edge type that the model predicts. The
-    neighbourhoods have no held-out edges of the run, unless `data` is given.
+    All neighbours are read unless `fanouts` is given. In a heterogeneous graph, the pairs are of
+    the edge type that the model predicts. Held-out edges of the run are not in the neighbourhoods,
+    unless `data` is given or the run is temporal.
 
     Args:
         run: the run folder.
         data: see `predict`.
         pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
         times: of the pairs, for temporal runs: (M,) integers in the unit of the graph's times, or
-            one for all. Neighbours are earlier. None for times after all edges and nodes.
+            one for all. Neighbours are earlier. None for a time after all nodes and edges.
         fanouts: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -192,11 +205,21 @@ def predict_links(
         The scores of the M pairs, in the order of `pairs`.
 
     Raises:
-        FileNotFoundError: the folder has no run, or there is no graph.
+        FileNotFoundError: the folder has no run, or there is no graph or no file of embeddings.
         TypeError: `memory` is not an integer.
-        ValueError: the graph does not fit the model, a node is unknown, the run is not of link
-            prediction, an output is not finite, `memory` is below 2**20 or given without `scratch`,
-            or the scratch folder has rows of another computation.
+        ValueError: one of
+
+            - the graph does not fit the model;
+            - `pairs` are not (2, M), or a node is unknown;
+            - the run is not of link prediction;
+            - `times` are given, and the run is not temporal, or they are not M integers;
+            - an output is not finite;
+            - `memory` is below 2**20 or given without `scratch`, or the scratch folder has rows of
+              another computation;
+            - `scratch` or `memory` is given for a heterogeneous graph, or `times` or `fanouts` for
+              another graph;
+            - `fanouts` is invalid, or does not have one number per layer.
+
         OSError: the disk of the scratch folder is full.
     """
     loaded = load_model(Path(run), None if data is None else Path(data), device)
@@ -211,7 +234,9 @@ def predict_links(
     )
     folder = None if scratch is None else Path(scratch)
     reporter = reporter or NullReporter()
-    return predict_pairs(loaded, sources, targets, reporter, folder, memory, times, fanouts)
+    return predict_pairs(
+        loaded, sources, targets, reporter, folder, memory, times=times, fanouts=fanouts
+    )
 
 
 def predict_nodes(
@@ -220,6 +245,7 @@ def predict_nodes(
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    *,
     fanouts: Sequence[int] | None = None,
 ) -> NodePredictions:
     """Predict the classes of nodes with a loaded model, see `predict`.
@@ -233,12 +259,12 @@ def predict_nodes(
     """
     check_task(loaded.config.task, has_pairs=False)
     if isinstance(loaded, TrainedHeteroModel):
-        check_hetero_options(loaded, scratch, memory, fanouts)
+        check_prediction_options(loaded, scratch, memory, fanouts)
         return predict_hetero_nodes(loaded, nodes, reporter, fanouts)
-    check_options_of_one_type(fanouts=fanouts)
+    reject_hetero_options(fanouts=fanouts)
     with feature_rows(loaded) as table:
         logits = _outputs(loaded, loaded.model, table, nodes, reporter, scratch, memory)
-    return predictions_of(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
+    return build_predictions(logits, get_node_ids(loaded.data, nodes), loaded.schema, loaded.epoch)
 
 
 def predict_pairs(
@@ -248,6 +274,7 @@ def predict_pairs(
     reporter: Reporter,
     scratch: Path | None = None,
     memory: int | None = None,
+    *,
     times: Any = None,
     fanouts: Sequence[int] | None = None,
 ) -> LinkPredictions:
@@ -263,9 +290,9 @@ def predict_pairs(
     check_task(loaded.config.task, has_pairs=True)
     check_pairs(sources, targets)
     if isinstance(loaded, TrainedHeteroModel):
-        check_hetero_options(loaded, scratch, memory, fanouts)
+        check_prediction_options(loaded, scratch, memory, fanouts)
         return predict_hetero_pairs(loaded, sources, targets, reporter, times, fanouts)
-    check_options_of_one_type(times=times, fanouts=fanouts)
+    reject_hetero_options(times=times, fanouts=fanouts)
     nodes, places = np.unique(np.concatenate([sources, targets]), return_inverse=True)
     with feature_rows(loaded) as table:
         encoder = loaded.model.encoder
@@ -312,11 +339,11 @@ def _outputs(
         )
 
 
-def check_options_of_one_type(**given: object) -> None:
-    """Raise a ValueError if an option of heterogeneous graphs is given; None is not."""
+def reject_hetero_options(**given: object) -> None:
+    """Raise a ValueError if an option of heterogeneous graphs is given; None means not given."""
     for name, value in given.items():
         if value is not None:
-            # all pairs have one time on the command line
+            # the command line has `--time`, one value for all pairs
             option = option_name(name.removesuffix("s") if name == "times" else name)
             raise ValueError(
                 f"{option} (in Python `{name}`) is given, and the model of the run is for graphs "

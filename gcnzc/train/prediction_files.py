@@ -111,7 +111,7 @@ def read_times(path: Path) -> Array | None:
         (M,) int64.
 
     Raises:
-        ValueError: a time is missing or no integer; the message names the line.
+        ValueError: a time is missing or not an integer; the message names the line.
     """
     if path.suffix == ".npy":
         return None
@@ -122,7 +122,7 @@ def read_times(path: Path) -> Array | None:
     times = [np.empty(0, np.int64)]
     for chunk in table.chunks([found]):
         codes, values = chunk.texts[found]
-        wrong = [not _is_integer(value) for value in values]
+        wrong = [not _is_int64(value) for value in values]
         places = np.flatnonzero(np.array(wrong, bool)[codes])
         if len(places):
             place = int(places[0])
@@ -134,9 +134,12 @@ def read_times(path: Path) -> Array | None:
     return np.concatenate(times)
 
 
-def _is_integer(text: str) -> bool:
+def _is_int64(text: str) -> bool:
     digits = text.removeprefix("-")
-    return digits.isdecimal() and digits.isascii() and len(digits) < 19
+    # int() rejects texts of thousands of digits
+    if not (digits.isdecimal() and digits.isascii() and len(digits) < 100):
+        return False
+    return -(2**63) <= int(text) < 2**63
 
 
 def _load_npy(path: Path) -> Array:

@@ -59,7 +59,7 @@ class LinkPredictions:
     epoch: int
 
 
-def predictions_of(logits: Tensor, ids: Array, schema: Schema, epoch: int) -> NodePredictions:
+def build_predictions(logits: Tensor, ids: Array, schema: Schema, epoch: int) -> NodePredictions:
     """Return the classes and probabilities of nodes.
 
     Args:

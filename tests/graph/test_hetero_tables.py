@@ -59,12 +59,18 @@ def parts(graph, name):
         (pd.Categorical(["b", "a", None, "b"]), [1, 0, -1, 1]),
         (pd.Categorical(["b", "a", None, "b"], ["c", "b", "a"]), [1, 2, -1, 1]),
         ([0.5, 1.0, 2.0, 3.0], [0.5, 1.0, 2.0, 3.0]),
-        ([1.0, 1.0, 2.0, 3.0], [1.0, 1.0, 2.0, 3.0]),
+        # the same task with and without missing values
+        ([1.0, 0.0, 2.0, 3.0], [1, 0, 2, 3]),
+        ([1.0, 0.0, 2.0, None], [1, 0, 2, -1]),
+        ([1.0, 0.0, 2.5, None], [1.0, 0.0, 2.5, float("nan")]),
+        ([1.0, 0.0, 2.0**60, 3.0], [1.0, 0.0, 2.0**60, 3.0]),
     ],
 )
 def test_labels_of_a_column(values, expected):
     found = labels("y", USERS.assign(y=values))
-    assert torch.equal(found, torch.tensor(expected))
+    expected = torch.tensor(expected)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_missing_numbers_are_nan_and_several_columns_are_labels():
@@ -120,7 +126,10 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         ({"splits": {"user": "gone"}}, "table 'user' has no column 'gone' for its split"),
         ({"labels": {"user": "kind"}}, "column 'kind' of table 'user' has type .*astype"),
         ({"labels": {"order": "date"}}, "column 'date' of table 'order' has type datetime64"),
-        ({"labels": {"user": "age"}}, "column 'age' of table 'user' is a feature, and its label"),
+        (
+            {"labels": {"user": "age"}},
+            "column 'age' of table 'user' is both a feature",
+        ),
         ({"labels": {"user": []}}, r"labels\['user'\] has no columns"),
         ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
         ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),
@@ -133,6 +142,14 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
             "test begins at 2024-02-01.*, before valid at 2024-03-01",
         ),
         ({"time": "day", "splits": {"order": {"valid": "2023", "test": 3}}}, "hint: an integer"),
+        (
+            {"time": "day", "splits": {"order": {"valid": float("nan"), "test": 3}}},
+            "is nan",
+        ),
+        (
+            {"time": "day", "splits": {"order": {"valid": 3, "test": np.float32("nan")}}},
+            r"nan.*\n\nhint: an",
+        ),
     ],
 )
 def test_wrong_labels_and_splits_are_named(options, message):

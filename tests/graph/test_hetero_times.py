@@ -119,7 +119,7 @@ def test_loaders_convert_dates():
     assert torch.equal(links.sample([0], 0).nodes["user"], torch.tensor([3, 0, 1, 2]))
 
 
-def test_pyg_loaders_convert_dates():
+def test_pyg_loaders_reject_dates_as_seed_times():
     pyg = pytest.importorskip("torch_geometric")
     from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
 

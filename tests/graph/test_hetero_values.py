@@ -32,7 +32,7 @@ def graph_of(nodes, edges=None):
         (np.array([[0, 1], [1, 0], [0, -7], [1, 1]]), "-7"),
     ],
 )
-def test_labels_that_are_no_classes_are_named(labels, value):
+def test_labels_that_are_not_classes_are_rejected(labels, value):
     message = f"labels of node type 'user': node 2 has the label {value}, which is not a class"
     with pytest.raises(ValueError, match=message) as error:
         graph_of({"labels": labels})

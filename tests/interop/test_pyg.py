@@ -500,7 +500,10 @@ EDGE = torch.tensor([[0], [1]])
             {"data": Data(edge_index=EDGE, x=torch.eye(2).to_sparse_coo())},
             "x is of torch.sparse_coo",
         ),
-        ({"data": Data(edge_index=EDGE, names=["a", "b"], num_nodes=2)}, "data.names is a list"),
+        (
+            {"data": Data(edge_index=EDGE, names=["a", "b"], num_nodes=2)},
+            r"data.names is \['a', 'b'\], which",
+        ),
         ({"tables": {"x": FeatureTable(torch.rand(3, 2))}}, r"x has shape \(3, 2\), but 300 rows"),
         ({"num_neighbors": {("a", "to", "b"): [2]}}, "num_neighbors by edge type"),
         ({"num_neighbors": 5}, "num_neighbors is 5, not a list or tuple"),

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -388,8 +389,8 @@ def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
         ({"replace": 3}, "replace"),
         ({"disjoint": "yes"}, "disjoint"),
         ({"directed": 2}, "directed"),
-        ({"time_attr": "day"}, "time_attr is 'day', which is no attribute of nodes or edges"),
-        ({"time_attr": "name"}, "time_attr is 'name', which is no attribute"),
+        ({"time_attr": "day"}, "time_attr is 'day', which is not an attribute of nodes or edges"),
+        ({"time_attr": "name"}, "time_attr is 'name', which is not an attribute"),
         ({"time_attr": 5}, "time_attr is 5"),
         ({"time_attr": "x"}, "data.x"),
         ({"time_attr": "weight"}, "times are integers"),
@@ -404,6 +405,15 @@ def test_invalid_arguments_are_rejected_by_name(data, Loader, change, message):
     data.negative = -torch.ones(EDGES)
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(**({"data": data, "num_neighbors": [2]} | change))
+
+
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+def test_attributes_of_dates_are_named(data, Loader):
+    data.day = np.datetime64("2020-01-01") + np.arange(NODES)
+    with pytest.raises(ValueError, match=r"data.day is an array of datetime64.*, which cannot be"):
+        Loader(data, [2])
+    with pytest.raises(ValueError, match=r"data.day has dates, but the times of the graph are"):
+        Loader(data, [2], time_attr="day")
 
 
 def test_times_of_items_are_checked(data):

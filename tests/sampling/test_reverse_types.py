@@ -69,6 +69,10 @@ def test_reverses_are_found_by_their_pairs_and_names(relation, share, more, is_r
 def test_duplicates_and_self_loops_do_not_matter():
     graph = graph_of(np.concatenate([mixed(1.0), mixed(0.1)], axis=1), "bought_by")
     assert found(graph) == ["bought_by"]
+    # each edge twice, and each reverse once
+    graph = graph_of(mixed(1.0), "bought_by", np.concatenate([pairs_of(), pairs_of()], axis=1))
+    assert found(graph) == ["bought_by"]
+    assert found(graph, ("item", "bought_by", "user")) == ["buys"]
     random = np.random.default_rng(0)
     cites = random.integers(0, 30, (2, 100))
     edges = {("p", "cites", "p"): cites, ("p", "rev_cites", "p"): cites[::-1, :60]}
@@ -81,12 +85,15 @@ def test_duplicates_and_self_loops_do_not_matter():
 def test_a_name_without_reverses_causes_a_warning():
     graph = graph_of(mixed(0.01, 297))
     with pytest.warns(
-        UserWarning, match=r"'rev_buys'.* treated as such, but only \d+ of"
+        UserWarning, match=r"'rev_buys'.* treated as such, but only \d+ of 300 pairs"
     ) as caught:
         assert found(graph) == ["rev_buys"]
     assert "\n\nhint: reverse_types=[]" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # half of the pairs of the smaller type are reverses
+        assert found(graph_of(mixed(0.5, 150))) == ["rev_buys"]
+        assert found(graph_of(mixed(0.5, 1000))) == ["rev_buys"]
         # no pair to exclude
         others = pairs_of(2, 2000)
         own = {tuple(pair) for pair in pairs_of().T.tolist()}
@@ -98,7 +105,7 @@ def test_a_name_without_reverses_causes_a_warning():
 
 
 @pytest.mark.parametrize("kind", ["missing", "more"])
-def test_reverses_that_are_there_are_excluded_and_held_out(kind):
+def test_existing_reverses_are_excluded_and_held_out(kind):
     reverse = mixed(0.6) if kind == "missing" else mixed(1.0, 200)
     graph = graph_of(reverse)
     rev = ("item", "rev_buys", "user")

@@ -15,6 +15,8 @@ from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.train import embed_nodes, predict, train
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.export import check_difference
+from gcnzc.train.hetero.export import export_hetero_run
+from gcnzc.train.prediction import load_model
 
 # to export a layer takes seconds
 ONE_LAYER = SIZES | {"layers": 1, "fanouts": (4,), "epochs": 1}
@@ -38,9 +40,9 @@ def whole_graph(graph, about, path):
     for name in about["arguments"]["x"]:
         rows = embeddings[name] if name in embeddings else graph.nodes(name).table.rows
         x[name] = torch.as_tensor(rows).float()
-    targets = [
+    destinations = [
         {name: torch.arange(sizes[name]) for name in names}
-        for names in about["arguments"]["targets"]
+        for names in about["arguments"]["destinations"]
     ]
     edge_types = {"__".join(each): tuple(each) for each in about["edge_types"]}
     indptr, indices = [], []
@@ -53,7 +55,7 @@ def whole_graph(graph, about, path):
             sources[name] = torch.from_numpy(row[np.argsort(col, kind="stable")])
         indptr.append(offsets)
         indices.append(sources)
-    return x, targets, indptr, indices
+    return x, destinations, indptr, indices
 
 
 def test_an_exported_run_predicts_what_gcnzc_predicts(tmp_path, capsys):
@@ -67,7 +69,7 @@ def test_an_exported_run_predicts_what_gcnzc_predicts(tmp_path, capsys):
     program, about = exported(path)
     assert about.items() <= line.items()
     assert about["in_features"] == {"paper": 3, "author": 8}
-    assert (about["targets"], about["outputs"], about["num_tasks"]) == (["paper"], 3, 1)
+    assert (about["output_types"], about["outputs"], about["num_tasks"]) == (["paper"], 3, 1)
     assert about["largest_difference"] < 1e-4
     assert about["embeddings"]["node_types"] == ["author"]
     with torch.no_grad():
@@ -93,7 +95,7 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
     program, about = exported(path)
     assert about["embeddings"] is None
     assert not path.with_name("model.embeddings.npz").exists()
-    assert about["targets"] == ["user", "item"]
+    assert about["output_types"] == ["user", "item"]
     with torch.no_grad():
         found = program(*whole_graph(graph, about, path))
     for name, count in (("user", USERS), ("item", ITEMS)):
@@ -108,6 +110,11 @@ def test_a_temporal_run_is_exported(tmp_path):
     train(config, tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.pt2")]) == 0
     assert exported(tmp_path / "m.pt2")[1]["temporal"] == "last"
+    # the loaded model is not changed
+    loaded = load_model(tmp_path / "run")
+    loaded.model.train()
+    export_hetero_run(loaded, tmp_path / "m.pt2")
+    assert loaded.model.training
 
 
 def test_outputs_that_differ_are_an_error():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.prediction import load_model
+from gcnzc.train.prediction_files import read_times
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_layers_and_types_that_do_not_exist(run):
     )
     rejected("layer 3 of a model of 2 layers", layer=3)
     rejected("has --temporal none", time=3)
-    rejected("computed in minibatches", scratch="somewhere")
+    rejected("heterogeneous graphs are not stored", scratch="somewhere")
     rejected(r"1 fanouts \(2\) for 2 layers", fanouts=(2,))
 
 
@@ -219,7 +221,7 @@ def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tm
         np.testing.assert_allclose(rows, other, atol=1e-5)
 
 
-def test_the_tasks_of_runs_are_not_confused(run, link_run):
+def test_predict_and_predict_links_reject_runs_of_the_other_task(run, link_run):
     with pytest.raises(ValueError, match="predicts classes of nodes"):
         predict_links(run, pairs=([0], [0]))
     with pytest.raises(ValueError, match="predicts scores of pairs"):
@@ -262,13 +264,22 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     assert main(["predict", str(timed), *words]) == 0
     expected = predict_links(timed, pairs=ends, times=7).scores
     np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
+    # nanoseconds have 19 digits
+    pairs["time"] = [-(2**63) + 1, 1_700_000_000_000_000_000, 2**63 - 1]
+    pairs.to_csv("nanoseconds.csv", index=False)
+    np.testing.assert_array_equal(read_times(Path("nanoseconds.csv")), pairs["time"])
+    for value in (str(2**63), str(-(2**63) - 1), "9" * 5000, "7.5", "\u0663"):
+        pairs["time"] = ["100", value, "7"]
+        pairs.to_csv("wrong.csv", index=False)
+        with pytest.raises(ValueError, match=r"line 3, column 'time': .* is not a time"):
+            read_times(Path("wrong.csv"))
     pairs["time"] = ["100", "soon", "7"]
     pairs.to_csv("wrong.csv", index=False)
     capsys.readouterr()
     assert main(["predict", str(timed), "--pairs", "wrong.csv", "--out", "timed.npy"]) == 1
     assert "line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
     for words, message in (
-        (["--out", "x.csv", "--scratch", "here"], "computed in minibatches"),
+        (["--out", "x.csv", "--scratch", "here"], "heterogeneous graphs are not stored"),
         (["--out", "x.csv", "--time", "3"], "--time 3 has no effect without --pairs"),
         (["--out", "x.csv", "--fanouts", "3"], "1 fanouts (3) for 2 layers"),
     ):

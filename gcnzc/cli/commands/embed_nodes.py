@@ -66,9 +66,9 @@ def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
         reporter,
         config.scratch,
         config.memory_bytes,
-        config.node_type,
-        config.time,
-        config.fanouts or None,
+        node_type=config.node_type,
+        time=config.time,
+        fanouts=config.fanouts or None,
     )
     files.write_array(config.out, found.rows)
     delete_scratch(config.scratch)

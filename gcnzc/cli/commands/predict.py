@@ -121,7 +121,12 @@ def _predict_nodes(
             )
         nodes = read_nodes(path, loaded.node_index)
     found = predict_nodes(
-        loaded, nodes, reporter, config.scratch, config.memory_bytes, config.fanouts or None
+        loaded,
+        nodes,
+        reporter,
+        config.scratch,
+        config.memory_bytes,
+        fanouts=config.fanouts or None,
     )
     return len(found.nodes), write_nodes(config.out, found, config.probabilities)
 
@@ -141,7 +146,7 @@ def _predict_links(
         reporter,
         config.scratch,
         config.memory_bytes,
-        times,
-        config.fanouts or None,
+        times=times,
+        fanouts=config.fanouts or None,
     )
     return len(found.scores), write_links(config.out, found, config.probabilities)

@@ -13,7 +13,7 @@ from gcnzc.datasets.part_names import part_of
 from gcnzc.graph.hetero.times import to_dates
 from gcnzc.system.arguments import describe
 
-# floating-point numbers below it have exact integers
+# integers below it are exact in float64
 EXACT = 2**53
 
 
@@ -23,11 +23,11 @@ def labels_of(columns: Mapping[str, Any]) -> NDArray[Any]:
     Args:
         columns: by their names for messages, one or several `pandas.Series`: integers or booleans,
             also with missing values; categoricals, whose classes are the positions of the
-            categories; or other numbers.
+            categories; or floating-point numbers, which are classes if none has a fraction.
 
     Returns:
         (N,), or (N, T) of several columns: int64 classes, -1 for missing values; or float64, NaN
-        for missing values, if a column has numbers with fractions, or none is missing.
+        for missing values, if a column has numbers with fractions.
 
     Raises:
         ValueError: a column has text, dates or other values.
@@ -53,15 +53,16 @@ def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
     if kind == "f":
         numbers = present.to_numpy(np.float64)
         is_whole = (numbers == np.floor(numbers)) & (np.abs(numbers) < EXACT)
-        # pandas stores integers with missing values as floating-point numbers
-        if not is_missing.any() or not is_whole.all():
+        # pandas stores integers with missing values as floating-point numbers; a column without
+        # missing values is the same task
+        if not is_whole.all():
             found = np.full(len(column), np.nan)
             found[~is_missing] = numbers
             return found
     elif kind not in "iub":
         raise ValueError(
             f"{name} has type {column.dtype}\n\nhint: labels are numbers; "
-            "frame[column].astype('category') numbers other values"
+            "frame[column].astype('category') maps other values to classes"
         )
     classes = np.full(len(column), -1)
     dtype = np.uint64 if kind == "u" else np.int64
@@ -70,23 +71,23 @@ def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
 
 
 def split_by_time(
-    name: str, column: Any, begins: Mapping[str, Any]
+    name: str, column: Any, starts: Mapping[str, Any]
 ) -> dict[str, NDArray[np.bool_]]:
     """Return masks of the train, valid and test rows, by their time.
 
     Args:
         name: of the split, for messages.
         column: a `pandas.Series` of integers or dates.
-        begins: the times at which "valid" and "test" begin, integers or dates like the column;
+        starts: the times at which "valid" and "test" begin, integers or dates like the column;
             earlier rows are train.
 
     Raises:
         ValueError: a name or a time is wrong, or test begins before valid.
     """
-    named = {part_of(key): value for key, value in begins.items()}
-    if set(named) != {"valid", "test"} or len(begins) != 2:
+    named = {part_of(key): value for key, value in starts.items()}
+    if set(named) != {"valid", "test"} or len(starts) != 2:
         raise ValueError(
-            f"{name} has the keys {', '.join(map(repr, begins)) or 'none'}\n\n"
+            f"{name} has the keys {', '.join(map(repr, starts)) or 'none'}\n\n"
             "hint: the times at which two parts begin, {'valid': time, 'test': time}; earlier rows "
             "are train"
         )
@@ -105,20 +106,21 @@ def split_by_time(
 def _cut(name: str, value: Any, is_date: bool) -> Any:
     """Return a time that can be compared with those of the table."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if is_number and not is_date:
+    # NaN is not equal to itself
+    if is_number and not is_date and value == value:
         return value
     if not is_number and is_date and not isinstance(value, bool):
         import pandas
 
         try:
-            # in UTC; a missing date is no cut
+            # in UTC; a missing date cannot begin a part
             moment = pandas.Timestamp(value).to_datetime64()
         except (TypeError, ValueError):
             moment = np.datetime64("NaT")
         if not np.isnat(moment):
             return moment
     kind = "a date, such as pandas.Timestamp('2024-01-31')" if is_date else "an integer"
-    raise ValueError(f"{name} is {describe(value)}\n\nhint: {kind}, as the times of the table are")
+    raise ValueError(f"{name} is {describe(value)}\n\nhint: {kind}, like the times of the table")
 
 
 def names_of(given: str | Sequence[str]) -> list[str]:

@@ -67,7 +67,8 @@ def from_tables(
             `database.table_dict`.
         labels: for tables with labels, the name of the column: integers or booleans, which are
             classes, -1 for missing values; a categorical, whose classes are the positions of its
-            categories; or numbers with fractions. Several names are columns of labels.
+            categories; or floating-point numbers, which are classes if none has a fraction. Several
+            names are columns of labels.
         splits: for tables with a split, the name of a column of the words "train", "valid" and
             "test"; or the times at which parts begin, `{"valid": time, "test": time}`, integers or
             dates like those of the table: rows before "valid" are train.
@@ -157,7 +158,7 @@ def _features(name: str, table: Table) -> NDArray[np.float32] | None:
 def _tables_of(
     argument: str, given: Mapping[str, Any] | None, known: Mapping[str, Table]
 ) -> Iterator[tuple[str, Table, Any]]:
-    """Yield the names and tables that an argument has values for, and the values."""
+    """Yield (name, table, value) for each table in `given`."""
     if given is None:
         return
     check_kind(argument, given, Mapping, "a dict by table, such as {'customer': 'column'}")
@@ -175,7 +176,7 @@ def _labels(name: str, table: Table, given: Any) -> NDArray[Any]:
     leaked = [each for each in names if each in table.features]
     if leaked:
         raise ValueError(
-            f"column {leaked[0]!r} of table {name!r} is a feature, and its label\n\n"
+            f"column {leaked[0]!r} of table {name!r} is both a feature and the label\n\n"
             "hint: remove it from features, which would show the label to the model"
         )
     columns = {

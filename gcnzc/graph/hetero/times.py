@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.graph.hetero.values import check_length, first, to_array, writable
+from gcnzc.graph.hetero.values import check_length, first_true, to_array, writable
 
 TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
 # int64's least value, which NumPy and pandas write for a missing time (NaT)
@@ -29,10 +29,11 @@ def as_times(
             `to_dates`, which become the time since 1970 in `unit`.
         count: number of nodes, edges or seeds.
         unit: "s", "ms", "us" or "ns"; None for a graph whose times have no known unit.
-        is_limit: the times limit what seeds see. Dates are rounded down, so that nothing later is
-            seen; otherwise they are rounded up, so that nothing seems to happen before its time.
+        is_limit: the times are limits for neighbours. Dates are rounded down, so that no later
+            neighbour is sampled; otherwise they are rounded up, so that no time is before its date.
 
     Raises:
+        TypeError: the value is sparse, or not an array.
         ValueError: a time is missing or has a fraction, the shape is wrong, or there are dates and
             no unit.
     """
@@ -43,30 +44,30 @@ def as_times(
         if unit is None:
             raise ValueError(
                 f"{name} has dates, but the times of the graph are integers whose unit is not "
-                "known\n\nhint: pass integers like those of the graph; graphs that are built from "
-                "dates, or with time_unit=, know the unit"
+                "known\n\nhint: pass integers like those of the graph; dates are converted if "
+                "`graph.time_unit` is set, by building the graph from dates or with time_unit="
             )
-        if (place := first(np.isnat(times))) is not None:
+        if (place := first_true(np.isnat(times))) is not None:
             raise _missing_time(name, place, "NaT")
         return torch.from_numpy(_since_1970(times, UNITS[unit], is_limit))
     if times.dtype.kind == "f":
-        if (place := first(~np.isfinite(times))) is not None:
+        if (place := first_true(~np.isfinite(times))) is not None:
             raise _missing_time(name, place, str(times[place]))
         whole = (times == np.floor(times)) & (np.abs(times) < 2.0**63)
-        if (place := first(~whole)) is not None:
+        if (place := first_true(~whole)) is not None:
             raise ValueError(
                 f"{name}[{place}] is {times[place]}\n\nhint: times are integers; convert them to a "
                 "smaller unit, such as milliseconds"
             )
     elif times.dtype.kind not in "iu":
         raise ValueError(f"{name} has type {times.dtype}\n\nhint: times are integers or dates")
-    elif (place := first(times > np.iinfo(np.int64).max)) is not None:
+    elif (place := first_true(times > np.iinfo(np.int64).max)) is not None:
         raise ValueError(
-            f"{name}[{place}] is {times[place]}, which int64 does not have\n\n"
+            f"{name}[{place}] is {times[place]}, which does not fit in int64\n\n"
             "hint: times are below 2**63; subtract the earliest, or use a larger unit"
         )
     converted = np.ascontiguousarray(times.astype(np.int64, copy=False))
-    if (place := first(converted == MISSING_TIME)) is not None:
+    if (place := first_true(converted == MISSING_TIME)) is not None:
         raise _missing_time(name, place, "NaT")
     return torch.from_numpy(writable(converted))
 
@@ -111,7 +112,7 @@ def _to_date(value: Any) -> np.datetime64:
 
 
 def _since_1970(times: NDArray[Any], unit: int, is_limit: bool) -> NDArray[np.int64]:
-    """Return dates or durations as numbers of units of so many nanoseconds; see `as_times`."""
+    """Return dates or durations as int64 multiples of `unit` nanoseconds; see `as_times`."""
     name, count = np.datetime_data(times.dtype)
     if name not in DATE_UNITS:
         # years, months and weeks
@@ -125,7 +126,7 @@ def _since_1970(times: NDArray[Any], unit: int, is_limit: bool) -> NDArray[np.in
         return ticks // ratio if is_limit else -(-ticks // ratio)
     factor = own // unit
     limit = np.iinfo(np.int64).max // factor
-    if (place := first((ticks > limit) | (ticks < -limit))) is not None:
+    if (place := first_true((ticks > limit) | (ticks < -limit))) is not None:
         raise ValueError(
             f"the date {times[place]} at position {place} is out of the range of int64 in this "
             "time_unit\n\nhint: use a larger time_unit, such as 's'"

@@ -17,7 +17,7 @@ def to_array(name: str, value: Any) -> NDArray[Any]:
     """Return a tensor on any device, an array, a pandas column or a list as an array.
 
     Raises:
-        TypeError: the value is sparse, or is no array.
+        TypeError: the value is sparse, or not an array.
     """
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
@@ -45,6 +45,7 @@ def as_weights(name: str, value: Any, count: int) -> Tensor:
     """Return sampling weights as a contiguous float32 tensor.
 
     Raises:
+        TypeError: the value is sparse, or not an array.
         ValueError: a weight is negative or not finite, or the shape is wrong.
     """
     weights = to_array(name, value)
@@ -55,7 +56,7 @@ def as_weights(name: str, value: Any, count: int) -> Tensor:
         raise ValueError(f"{name} has type {weights.dtype}\n\nhint: weights are numbers")
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(weights, np.float32)
-    if (place := first(~(np.isfinite(converted) & (converted >= 0)))) is not None:
+    if (place := first_true(~(np.isfinite(converted) & (converted >= 0)))) is not None:
         raise ValueError(
             f"{name}[{place}] is {weights[place]}\n\n"
             "hint: weights are finite and at least 0; an edge of weight 0 is never sampled"
@@ -70,6 +71,7 @@ def as_features(name: str, value: Any, count: int) -> Tensor:
     float32.
 
     Raises:
+        TypeError: the value is not an array.
         ValueError: the shape or dtype is wrong.
     """
     if hasattr(value, "tocsr"):
@@ -123,6 +125,7 @@ def as_labels(name: str, value: Any, count: int) -> Tensor:
     """Return labels: (count,) or (count, T), int64 for integers, float32 for other numbers.
 
     Raises:
+        TypeError: the value is sparse, or not an array.
         ValueError: the shape or dtype is wrong, or an integer is not a class.
     """
     labels = to_array(name, value)
@@ -132,7 +135,8 @@ def as_labels(name: str, value: Any, count: int) -> Tensor:
     if labels.dtype.kind not in "fiub":
         raise ValueError(
             f"{name} has type {labels.dtype}\n\nhint: labels are numbers; "
-            "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers others"
+            "`classes, labels = numpy.unique(labels, return_inverse=True)` maps other values to "
+            "classes"
         )
     check_classes(name, labels)
     dtype = np.float32 if labels.dtype.kind == "f" else np.int64
@@ -143,7 +147,7 @@ def check_classes(name: str, labels: NDArray[Any]) -> None:
     """Check that integer labels are classes or -1; others are not checked.
 
     Raises:
-        ValueError: a label is below -1, or too large to be the class of so many nodes.
+        ValueError: a label is below -1, or larger than `max_classes` allows.
     """
     if labels.dtype.kind not in "iu" or not labels.size:
         return
@@ -157,8 +161,8 @@ def check_classes(name: str, labels: NDArray[Any]) -> None:
     raise ValueError(
         f"{name}: node {place[0]} has the label {labels[place]}, which is not a class (classes "
         f"start at 0 and are at most {most})\n\nhint: -1 marks a node without a label; "
-        "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers other classes; "
-        "numbers to predict are floating-point"
+        "`classes, labels = numpy.unique(labels, return_inverse=True)` maps other values to "
+        "classes; numbers to predict are floating-point"
     )
 
 
@@ -171,7 +175,7 @@ def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
         count: number of nodes.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `value` is neither a dict nor words.
         ValueError: a name, an id or a shape is wrong, or a node is in two parts or twice in one.
     """
     if not isinstance(value, Mapping):
@@ -195,7 +199,7 @@ def as_split(name: str, value: Any, count: int) -> dict[str, Tensor]:
                 f"{own} has shape {ids.shape} and type {ids.dtype}\n\nhint: node ids, or a mask"
             )
         ids = ids.astype(np.int64)
-        if (place := first((ids < 0) | (ids >= count))) is not None:
+        if (place := first_true((ids < 0) | (ids >= count))) is not None:
             raise ValueError(
                 f"{own} contains the node {ids[place]}, but the type has {count} nodes\n\n"
                 f"hint: ids are from 0 to {count - 1}"
@@ -231,8 +235,8 @@ def _split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
         part = part_of(word)
         if part is None and str(word).lower() not in ("", "none", "nan", "<na>", "nat"):
             raise ValueError(
-                f"{name} has the word {word!r:.100}\n\nhint: train, valid (or val) and test; None "
-                "is for nodes in none of them"
+                f"{name} has the word {word!r:.100}\n\nhint: train, valid (or val) and test; use "
+                "None for nodes in no part"
             )
         numbers[word] = -1 if part is None else SPLITS.index(part)
     parts = np.array([numbers[word] for word in words.tolist()], np.int64)
@@ -252,7 +256,7 @@ def _wrong_length(name: str, shape: tuple[int, ...], count: int) -> ValueError:
     )
 
 
-def first(is_wrong: NDArray[np.bool_]) -> int | None:
+def first_true(is_wrong: NDArray[np.bool_]) -> int | None:
     """Return the first position that is True; None if there is none."""
     return int(is_wrong.argmax()) if is_wrong.any() else None
 

@@ -161,11 +161,11 @@ def _prefetched_column(nodes: dict[str, Column], tables: Tables) -> Column | Non
 
 
 def _check_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return torch.from_numpy(value)
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"data.{name} is a {type(value).__name__}, which cannot be sliced to a minibatch\n\n"
+            f"data.{name} is {describe(value)}, which cannot be sliced to a minibatch\n\n"
             "hint: a tensor with one row for each node or edge"
         )
     return value

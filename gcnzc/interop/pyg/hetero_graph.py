@@ -16,6 +16,7 @@ from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.loader.checks import is_copied
+from gcnzc.system.arguments import describe
 
 # a node type or an edge type, and the name of an attribute
 Key: TypeAlias = tuple[Any, str]
@@ -226,7 +227,7 @@ def _add(
         found.others[key] = value, dim
     else:
         raise ValueError(
-            f"{name} is a {type(value).__name__}, which cannot be sliced to a minibatch\n\n"
+            f"{name} is {describe(value)}, which cannot be sliced to a minibatch\n\n"
             "hint: a tensor with one row for each node or edge"
         )
 

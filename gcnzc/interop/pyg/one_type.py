@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, NodeStore, TimeKind
-from gcnzc.graph.hetero.times import TimeUnit, as_times, to_dates
+from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.pyg.graph import CscEdges
 from gcnzc.interop.pyg.hetero_arguments import Sampling
@@ -50,11 +50,10 @@ def to_one_type(
         graph, order = csc.graph, None if csc.order is None else csc.order.rows
         graph.check()
         node_time = edge_time = edge_weight = None
-        unit: TimeUnit | None = None if to_dates(time) is None else "s"
         if kind == "node":
-            node_time = as_times(f"data.{time_attr}", time, graph.num_nodes, unit)
+            node_time = as_times(f"data.{time_attr}", time, graph.num_nodes, None)
         elif kind == "edge":
-            edge_time = as_times(f"data.{time_attr}", time, graph.num_edges, unit)
+            edge_time = as_times(f"data.{time_attr}", time, graph.num_edges, None)
         if weight is not None:
             edge_weight = as_weights(f"data.{weight_attr}", weight, graph.num_edges)
         if order is not None:
@@ -64,7 +63,7 @@ def to_one_type(
             graph.indptr, graph.indices, edge_ids=order, time=edge_time, weight=edge_weight
         )
         nodes = {NODE: NodeStore(graph.num_nodes, time=node_time)}
-        found = HeteroGraph(nodes, {EDGE: edges}, time_unit=unit)
+        found = HeteroGraph(nodes, {EDGE: edges})
         if kind is not None:
             found = found.sort_by_time(kind)
         return TypedGraph(found, kind, (csc, time, weight))
@@ -79,8 +78,8 @@ def _attribute(data: Any, argument: str, name: str | None) -> Any:
     if name in data and (data.is_node_attr(name) or data.is_edge_attr(name)):
         return data[name]
     raise ValueError(
-        f"{argument} is {name!r:.100}, which is no attribute of nodes or edges of the data\n\n"
-        f"hint: data.{name} = ..., with one value for each edge or each node"
+        f"{argument} is {name!r:.100}, which is not an attribute of nodes or edges of the data\n\n"
+        f"hint: data.{name} = ..., a tensor with one value for each edge or node"
     )
 
 

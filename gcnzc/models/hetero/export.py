@@ -1,6 +1,6 @@
 """Export a heterogeneous model as a program of plain torch operations, which needs torch alone.
 
-Notation: for node type t: S_t sources, T_t targets (destination nodes) of a block; for edge type r:
+Notation: for node type t: S_t sources, T_t destinations of a block; for edge type r:
 E_r edges of a block. H heads, F columns of the input.
 """
 
@@ -33,7 +33,7 @@ class ProgramTypes(NamedTuple):
 
     x: list[str]
     """node types"""
-    targets: list[list[str]]
+    destinations: list[list[str]]
     """of each block: node types"""
     edges: list[list[str]]
     """of each block: edge types as `SOURCE__RELATION__DESTINATION`"""
@@ -44,19 +44,19 @@ def export_hetero_model(model: HeteroModel) -> ExportedProgram:
 
     The program takes a minibatch with any number of nodes and edges, and returns the outputs of its
     seeds, as the model does: a tensor, or a dict by node type if the model has several targets. Its
-    arguments are dicts by type, with the types and the order of `program_types`:
+    arguments are dicts by type, with the types and the order of `list_program_types`:
 
     - `x`: (S_t, in_features) features of the sources of the first block, or rows of trainable
       embeddings, in the model's dtype;
-    - `targets`: a list with a dict for each block, input layer first: (T_t,) int64 positions of the
-      targets among the sources of their type;
+    - `destinations`: a list with a dict for each block, input layer first: (T_t,) int64 positions
+      of the destinations among the sources of their type;
     - `indptr`: a list of dicts by edge type: (T_t + 1,) int64 offsets of the in-edges of each
-      target;
+      destination;
     - `indices`: a list of dicts by edge type: (E_r,) int64 positions of the sources of the edges,
       among the sources of their type.
 
-    The targets of a block are the sources of the next block, in their order. The outputs are those
-    of the model up to rounding.
+    The destinations of a block are the sources of the next block, in their order. The outputs are
+    those of the model up to rounding.
 
     Args:
         model: a model on any device; it is not changed.
@@ -66,8 +66,8 @@ def export_hetero_model(model: HeteroModel) -> ExportedProgram:
 
     Raises:
         TypeError: `model` is not a heterogeneous model of gcnzc.
-        ValueError: its activation is another function than ReLU and ELU, or the names of two edge
-            types are the same text.
+        ValueError: its activation is neither ReLU nor ELU, or the names of two edge types are
+            equal.
     """
     check_kind("model", model, HeteroModel, "pass gcnzc.models.RGCN, RGAT, HGT or HeteroSAGE")
     names = [edge_name(each) for each in model.metadata.edge_types]
@@ -91,7 +91,7 @@ def edge_name(edge_type: Sequence[str]) -> str:
     return "__".join(edge_type)
 
 
-def program_types(model: HeteroModel) -> ProgramTypes:
+def list_program_types(model: HeteroModel) -> ProgramTypes:
     """Return the types that the arguments of the exported program of a model have."""
     metadata = model.metadata
     layers = [cast(HeteroLayer, layer) for layer in model.layers]
@@ -113,8 +113,8 @@ def hetero_export_arguments(
         x: features of the sources of the first block by node type, see `HeteroModel.forward`.
 
     Returns:
-        `x`, `targets`, `indptr` and `indices`, see `export_hetero_model`: call the program's module
-        with `*arguments`.
+        `x`, `destinations`, `indptr` and `indices`, see `export_hetero_model`: call the program's
+        module with `*arguments`.
     """
     dtype, device = parameter_dtype(model), blocks[0].device
     names = model.metadata.node_types
@@ -124,16 +124,16 @@ def hetero_export_arguments(
         if rows is None:
             rows = torch.empty(0, model.in_features[names[t]], device=device)
         own[names[t]] = rows.to(dtype)
-    targets, indptr, indices = [], [], []
+    destinations, indptr, indices = [], [], []
     for module, block in zip(model.layers, blocks, strict=True):
         layer = cast(HeteroLayer, module)
         positions = {t: torch.arange(block.num_dst[t], device=device) for t in layer.out_types}
-        targets.append({names[t]: own_positions for t, own_positions in positions.items()})
+        destinations.append({names[t]: own_positions for t, own_positions in positions.items()})
         edges = {r: _edges_of(block, r) for r in layer.edge_types}
         keys = {r: edge_name(model.metadata.edge_types[r]) for r in edges}
         indptr.append({keys[r]: offsets for r, (offsets, _) in edges.items()})
         indices.append({keys[r]: sources for r, (_, sources) in edges.items()})
-    return own, targets, indptr, indices
+    return own, destinations, indptr, indices
 
 
 def _edges_of(block: HeteroBlock, r: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class _Edges(NamedTuple):
     """The in-edges of one edge type in a block."""
 
     sources: Tensor  # (E,) positions among the sources of their type
-    targets: Tensor  # (E,) numbers of the targets
+    destinations: Tensor  # (E,) numbers of the destinations
 
 
 class _PlainHeteroModel(nn.Module):
@@ -166,13 +166,13 @@ class _PlainHeteroModel(nn.Module):
         super().__init__()
         self.model = copy.deepcopy(model).eval()
         is_hgt = isinstance(model, HGT)
-        # HGT has dropout alone between layers
+        # HGT has only dropout between layers
         self.model.activate = _identity if is_hgt else plain_activation(model.activate)
 
     def forward(
         self,
         x: dict[str, Tensor],
-        targets: list[dict[str, Tensor]],
+        destinations: list[dict[str, Tensor]],
         indptr: list[dict[str, Tensor]],
         indices: list[dict[str, Tensor]],
     ) -> Tensor | dict[str, Tensor]:
@@ -184,37 +184,31 @@ class _PlainHeteroModel(nn.Module):
         last = len(model.layers) - 1
         for index, module in enumerate(model.layers):
             layer = cast(HeteroLayer, module)
-            own = {t: rows[t].index_select(0, targets[index][names[t]]) for t in layer.out_types}
+            positions = destinations[index]
+            own = {t: rows[t].index_select(0, positions[names[t]]) for t in layer.out_types}
             edges = {}
             for r in layer.edge_types:
                 key = edge_name(metadata.edge_types[r])
-                edges[r] = _with_targets(indptr[index][key], indices[index][key])
+                edges[r] = _with_destinations(indptr[index][key], indices[index][key])
             outs = _compute(layer, _Inputs(metadata, edges, rows, own))
             if model.residuals:
-                for t, linear in zip(outs, model.residuals[index], strict=True):  # type: ignore[call-overload]
-                    outs[t] = linear(own[t]) + outs[t]
+                model.add_residuals(index, outs, own)
             if index == last and not model.output_linears:
                 break
             if model.norms:
                 for t, norm in zip(outs, model.norms[index], strict=True):  # type: ignore[call-overload]
                     outs[t] = norm(outs[t])
-            rows = {t: model.activate(out, 0.0, 0) for t, out in outs.items()}
-            if index == last:
-                finals = zip(rows.items(), model.output_linears, strict=True)
-                outs = {t: linear(own_rows) for (t, own_rows), linear in finals}
-        numbers = [names.index(name) for name in model.targets]
-        if model.is_single:
-            return outs[numbers[0]]
-        return {name: outs[t] for name, t in zip(model.targets, numbers, strict=True)}
+            rows = outs = {t: model.activate(out, 0.0, 0) for t, out in outs.items()}
+        return model.project_outputs(outs)
 
 
 class _Inputs(NamedTuple):
-    """What a layer reads."""
+    """The inputs of a layer."""
 
     metadata: HeteroMetadata
     edges: Mapping[int, _Edges]  # by edge type
     rows: Rows  # (S_t, F)
-    own: Rows  # (T_t, F), those of the targets
+    own: Rows  # (T_t, F), those of the destinations
 
     def into(self, t: int) -> list[tuple[_Edges, Tensor]]:
         """Return the edges of each edge type into node type t, and the rows of its sources."""
@@ -225,7 +219,7 @@ class _Inputs(NamedTuple):
         return found
 
 
-def _with_targets(indptr: Tensor, indices: Tensor) -> _Edges:
+def _with_destinations(indptr: Tensor, indices: Tensor) -> _Edges:
     edges = torch.arange(indices.shape[0], device=indices.device)
     return _Edges(indices, torch.searchsorted(indptr[1:].contiguous(), edges, right=True))
 
@@ -245,15 +239,15 @@ def _compute_means(layer: MeanLayer, inputs: _Inputs) -> dict[int, Tensor]:
     for t, weights in zip(layer.out_types, layer.weights(), strict=True):
         own = inputs.own[t]
         if weights.own is None:
-            # not repeated by a size, which would be a constraint of the program
+            # `expand` with a size would fix that size in the program
             out = own.new_zeros(own.shape[0], 1) + weights.bias
         else:
             out = own @ weights.own + weights.bias
         means = []
-        for (sources, targets), rows in inputs.into(t):
-            sums = torch.zeros_like(own).index_add(0, targets, rows.index_select(0, sources))
-            ones = torch.ones_like(targets, dtype=own.dtype)
-            counts = own.new_zeros(own.shape[0]).index_add(0, targets, ones)
+        for (sources, destinations), rows in inputs.into(t):
+            sums = torch.zeros_like(own).index_add(0, destinations, rows.index_select(0, sources))
+            ones = torch.ones_like(destinations, dtype=own.dtype)
+            counts = own.new_zeros(own.shape[0]).index_add(0, destinations, ones)
             means.append(sums / counts.clamp(min=1)[:, None])
         if means:
             out = out + torch.cat(means, 1) @ weights.neighbours
@@ -270,16 +264,16 @@ def _compute_rgat(layer: RGATLayer, inputs: _Inputs) -> dict[int, Tensor]:
         for r, (edges, rows) in zip(relations, inputs.into(t), strict=True):
             number = numbers[r]
             matrix = layer.weight[number]
-            of_sources, of_targets = (
+            of_sources, of_destinations = (
                 each @ torch.einsum("hfg,hg->hf", matrix, attention[number]).t()
                 for each, attention in (
                     (rows, layer.source_attention),
                     (own, layer.target_attention),
                 )
             )
-            scores = of_sources[edges.sources] + of_targets[edges.targets]
+            scores = of_sources[edges.sources] + of_destinations[edges.destinations]
             scores = functional.leaky_relu(scores, NEGATIVE_SLOPE)
-            (weights,) = _softmax([(scores, edges.targets)], own, layer.heads)
+            (weights,) = _softmax([(scores, edges.destinations)], own, layer.heads)
             sums = _weighted_sums(edges, weights, rows[:, None, :], own)
             found = _project_heads(sums, matrix)
             found = found.flatten(1) if layer.concatenate else found.mean(1)
@@ -309,9 +303,9 @@ def _compute_hgt(layer: HGTLayer, inputs: _Inputs) -> dict[int, Tensor]:
             keys, values = keys_values[inputs.metadata.node_types.index(source)]
             own_query = _project_heads(query, matrices[numbers[r]].mT)
             edges = inputs.edges[r]
-            scores = (keys[edges.sources] * own_query[edges.targets]).sum(2)
+            scores = (keys[edges.sources] * own_query[edges.destinations]).sum(2)
             parts.append((r, edges, values, scores))
-        weights = _softmax([(part[3], part[1].targets) for part in parts], own, heads)
+        weights = _softmax([(part[3], part[1].destinations) for part in parts], own, heads)
         for (r, edges, values, _), own_weights in zip(parts, weights, strict=True):
             sums = _weighted_sums(edges, own_weights, values, own)
             out = out + _project_heads(sums, layer.value_matrix[numbers[r]])
@@ -331,26 +325,29 @@ def _softmax(parts: Sequence[tuple[Tensor, Tensor]], own: Tensor, heads: int) ->
     """Return the softmax of scores over the in-edges of all edge types of each target.
 
     Args:
-        parts: for each edge type the (E, H) scores and the (E,) targets.
-        own: (T, F) rows of the targets.
+        parts: for each edge type the (E, H) scores and the (E,) destinations.
+        own: (T, F) rows of the destinations.
         heads: H.
     """
     # subtract the maximum to prevent overflow
     largest = own.new_full((own.shape[0], heads), -torch.inf)
-    for scores, targets in parts:
-        index = targets[:, None].expand(-1, heads)
+    for scores, destinations in parts:
+        index = destinations[:, None].expand(-1, heads)
         largest = largest.scatter_reduce(0, index, scores, "amax")
-    weights = [(scores - largest[targets]).exp() for scores, targets in parts]
+    weights = [(scores - largest[destinations]).exp() for scores, destinations in parts]
     total = own.new_zeros(own.shape[0], heads)
-    for weight, (_, targets) in zip(weights, parts, strict=True):
-        total = total.index_add(0, targets, weight)
-    return [weight / total[targets] for weight, (_, targets) in zip(weights, parts, strict=True)]
+    for weight, (_, destinations) in zip(weights, parts, strict=True):
+        total = total.index_add(0, destinations, weight)
+    return [
+        weight / total[destinations]
+        for weight, (_, destinations) in zip(weights, parts, strict=True)
+    ]
 
 
 def _weighted_sums(edges: _Edges, weights: Tensor, rows: Tensor, own: Tensor) -> Tensor:
     """Return the (T, H, columns) sums of the rows of sources, weighted by edge and head."""
     zeros = own.new_zeros(own.shape[0], weights.shape[1], rows.shape[2])
-    return zeros.index_add(0, edges.targets, weights[:, :, None] * rows[edges.sources])
+    return zeros.index_add(0, edges.destinations, weights[:, :, None] * rows[edges.sources])
 
 
 def _identity(x: Tensor, p: float, seed: int) -> Tensor:
@@ -366,10 +363,10 @@ def _dynamic_shapes(part: Any) -> Any:
 
 def _example_arguments(model: HeteroModel) -> tuple[Any, ...]:
     """Return the arguments of a small minibatch, whose sizes all differ."""
-    device, types = next(model.parameters()).device, program_types(model)
-    # from the output layer to the input layer, so that there are fewer targets than sources
+    device, types = next(model.parameters()).device, list_program_types(model)
+    # from the output layer to the input layer, so that there are fewer destinations than sources
     sizes_of, sizes = count(4, 2), []
-    for names in [*reversed(types.targets), types.x]:
+    for names in [*reversed(types.destinations), types.x]:
         sizes.append({name: next(sizes_of) for name in names})
     # odd, and larger than the other sizes
     counts = count(2 * sum(map(len, sizes)) + 5, 2)
@@ -377,17 +374,17 @@ def _example_arguments(model: HeteroModel) -> tuple[Any, ...]:
         name: torch.ones(size, model.in_features[name], dtype=parameter_dtype(model), device=device)
         for name, size in sizes[-1].items()
     }
-    targets, indptr, indices = [], [], []
+    destinations, indptr, indices = [], [], []
     numbered = {edge_name(each): each for each in model.metadata.edge_types}
     for sources, own, names in zip(sizes[:0:-1], sizes[-2::-1], types.edges, strict=True):
-        targets.append({name: torch.arange(size, device=device) for name, size in own.items()})
+        destinations.append({name: torch.arange(size, device=device) for name, size in own.items()})
         offsets, positions = {}, {}
         for name in names:
             source, _, destination = numbered[name]
-            num_edges, num_targets = next(counts), own[destination]
-            steps = torch.arange(num_targets + 1, device=device)
-            offsets[name] = steps * num_edges // num_targets
+            num_edges, num_destinations = next(counts), own[destination]
+            steps = torch.arange(num_destinations + 1, device=device)
+            offsets[name] = steps * num_edges // num_destinations
             positions[name] = torch.arange(num_edges, device=device) % sources[source]
         indptr.append(offsets)
         indices.append(positions)
-    return x, targets, indptr, indices
+    return x, destinations, indptr, indices

@@ -164,8 +164,20 @@ class HeteroModel(nn.Module):
                 or do not fit together, or a type of `x` is missing or has the wrong number of rows
                 or columns.
         """
-        self._check_blocks(blocks, len(self.layers))
-        outs = self._compute_layers(blocks, x)
+        if len(blocks) != len(self.layers):
+            raise ValueError(
+                f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
+                "hint: sample with as many hops as the model has layers"
+            )
+        self._check_blocks(blocks)
+        return self.project_outputs(self._compute_layers(blocks, x))
+
+    def project_outputs(self, outs: dict[int, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Apply the output linear layers, if there are any, and return the result of `forward`.
+
+        Args:
+            outs: outputs of the last layer by number of the node type.
+        """
         if self.output_linears:
             linears = zip(outs, self.output_linears, strict=True)
             outs = {t: linear(outs[t]) for t, linear in linears}
@@ -205,7 +217,7 @@ class HeteroModel(nn.Module):
                 f"layer {count} does not compute node type {node_type!r:.100}\n\n"
                 f"hint: it computes {', '.join(computed)}"
             )
-        self._check_blocks(blocks, count)
+        self._check_blocks(blocks)
         return self._compute_layers(blocks, x)[self.metadata.node_types.index(node_type)]
 
     def layer_types(self, layer: int) -> list[str]:
@@ -220,14 +232,12 @@ class HeteroModel(nn.Module):
     def _compute_layers(
         self, blocks: Sequence[HeteroBlock], x: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        """Return the outputs of the last of some layers, without the linear projection."""
+        """Return the outputs of layer `len(blocks)`, before the output linear layers."""
         rows, outs = self._project_features(blocks[0], x), {}
         for index, (module, block) in enumerate(zip(self.layers, blocks, strict=False)):
             outs = module(block, rows)
             if self.residuals:
-                own_rows = block.destination_rows(rows)
-                for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
-                    outs[t] = linear(own_rows[t]).add_(outs[t])
+                self.add_residuals(index, outs, block.destination_rows(rows))
             if index == len(self.layers) - 1 and not self.output_linears:
                 return outs
             if self.norms:
@@ -237,6 +247,19 @@ class HeteroModel(nn.Module):
             rows = self._activate(self._concatenate(block, outs))
         parts = rows.split(list(blocks[-1].num_dst))
         return {t: parts[t] for t in outs}
+
+    def add_residuals(
+        self, index: int, outs: dict[int, Tensor], own: Sequence[Tensor] | Mapping[int, Tensor]
+    ) -> None:
+        """Add the residuals of a layer to its outputs, in place.
+
+        Args:
+            index: of the layer, from 0.
+            outs: outputs by number of the node type.
+            own: rows of the destinations by number of the node type.
+        """
+        for t, linear in zip(outs, self.residuals[index], strict=True):  # type: ignore[call-overload]
+            outs[t] = linear(own[t]).add_(outs[t])
 
     def _activate(self, rows: Tensor) -> Tensor:
         p = self.dropout if self.training else 0.0
@@ -297,12 +320,7 @@ class HeteroModel(nn.Module):
                 "hint: one row for each of batch.nodes, and in_features columns"
             )
 
-    def _check_blocks(self, blocks: Sequence[HeteroBlock], count: int) -> None:
-        if len(blocks) != count:
-            raise ValueError(
-                f"{len(blocks)} blocks for a model of {len(self.layers)} layers\n\n"
-                "hint: sample with as many hops as the model has layers"
-            )
+    def _check_blocks(self, blocks: Sequence[HeteroBlock]) -> None:
         for index, block in enumerate(blocks):
             check_kind(f"blocks[{index}]", block, HeteroBlock, "build_hetero_blocks(batch)")
             if block.metadata != self.metadata:
@@ -322,7 +340,7 @@ def as_metadata(metadata: Any) -> HeteroMetadata:
     """Return a pair of node types and edge types as `HeteroMetadata`.
 
     Raises:
-        TypeError: it is no such pair.
+        TypeError: it is not such a pair.
         ValueError: an edge type has an unknown node type, or a type is given twice.
     """
     if isinstance(metadata, HeteroMetadata):

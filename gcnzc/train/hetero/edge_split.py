@@ -54,7 +54,7 @@ def split_edges(
 ) -> HeteroEdgeSplit:
     """Divide the edges of a type by time or at random.
 
-    In a random split, edges between the nodes of a held-out edge are no training edges.
+    In a random split, edges between the nodes of a held-out edge are not training edges.
 
     Args:
         graph: the graph.

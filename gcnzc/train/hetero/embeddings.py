@@ -94,7 +94,9 @@ class TrainedEmbeddings:
         self._remove_except(self._on_disk | self._begun)
 
     def remove_old(self, best: Mapping[str, Any]) -> None:
-        """Remove all files of earlier checkpoints and models, when the last ones are on the disk.
+        """Remove the files of earlier checkpoints and models.
+
+        Call it after the last ones are written.
 
         Args:
             best: the best model.

@@ -44,6 +44,11 @@ def build_hetero_encoder(
     return kind(data.graph.metadata(), widths, config.hidden, num_columns, target=target, **options)
 
 
+def choose_fanouts(given: Sequence[int] | None, num_layers: int) -> Sequence[int]:
+    """Return the given fanouts, input layer first; all neighbours of each layer if None."""
+    return [-1] * num_layers if given is None else given
+
+
 def build_hetero_sampler(
     config: TrainConfig, graph: HeteroGraph, fanouts: Sequence[int]
 ) -> HeteroSampler:

@@ -13,7 +13,7 @@ from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import node_outputs
-from gcnzc.train.hetero.prediction import TrainedHeteroModel, after_everything
+from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_time, time_after_all
 from gcnzc.train.prediction_outputs import check_finite
 from gcnzc.train.progress import Reporter
 
@@ -26,11 +26,12 @@ class LayerOutputs(NamedTuple):
     layer: int | None  # from 1; None for the outputs of the encoder of link prediction
 
 
-def embed_hetero(
+def compute_layer_outputs(
     loaded: TrainedHeteroModel,
     node_type: str | None,
     layer: int | None,
     reporter: Reporter,
+    *,
     time: int | None = None,
     fanouts: Sequence[int] | None = None,
 ) -> LayerOutputs:
@@ -43,8 +44,8 @@ def embed_hetero(
         layer: number of the layer, from 1. None for the last hidden layer, or for ends of predicted
             edges the rows from which scores are computed.
         reporter: shows the progress.
-        time: for temporal runs, of all nodes; None for their own, or for nodes without times and in
-            link prediction a time after everything.
+        time: for temporal runs, of all nodes. Default: the times of the nodes; in link prediction,
+            or if nodes have no times, later than all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:
@@ -83,8 +84,8 @@ def embed_hetero(
             (node_type, torch.arange(num_nodes)),
             loaded.data.table.tables,
             compute,
-            encoder.out_features if is_output else encoder.hidden,
-            loaded.device,
+            num_columns=encoder.out_features if is_output else encoder.hidden,
+            device=loaded.device,
             is_sampled=fanouts is not None,
             times=_times(loaded, node_type, time),
             threads=loaded.config.threads or None,
@@ -133,17 +134,13 @@ def _check_layer(encoder: HeteroModel, layer: int, node_type: str) -> None:
 
 def _times(loaded: TrainedHeteroModel, node_type: str, time: int | None) -> Tensor | None:
     """Return the time of each node, up to which its neighbours are read; None for their own."""
+    check_time(loaded, time)
     if not loaded.is_temporal:
-        if time is not None:
-            raise ValueError(
-                f"time {time} is given, but the run has --temporal none, and reads neighbours of "
-                "any time\n\nhint: omit --time (in Python `time`)"
-            )
         return None
     is_link = loaded.config.task == "link"
     if time is None:
         if not is_link and loaded.graph.nodes(node_type).time is not None:
             return None
-        time = after_everything(loaded.graph)
+        time = time_after_all(loaded.graph)
     # neighbours of pairs are earlier than the pair, as in training
-    return torch.full((loaded.graph.num_nodes(node_type),), time - is_link)
+    return torch.full((loaded.graph.num_nodes(node_type),), time - 1 if is_link else time)

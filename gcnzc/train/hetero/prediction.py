@@ -5,10 +5,10 @@ Outputs are computed in minibatches, with all neighbours or with sampled ones.
 Notation: M nodes or pairs, C outputs of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from gcnzc.train.evaluation import graph_of_run, load_best
 from gcnzc.train.hetero.data import HeteroDataset, load_unlabelled
 from gcnzc.train.hetero.edge_split import split_edges_of_run
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, node_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import build_hetero_link_model
 from gcnzc.train.options import check_fanouts
@@ -33,8 +33,8 @@ from gcnzc.train.prediction_outputs import (
     Array,
     LinkPredictions,
     NodePredictions,
+    build_predictions,
     check_finite,
-    predictions_of,
 )
 from gcnzc.train.progress import Reporter
 from gcnzc.train.schema import Schema, check_names, read_schema
@@ -42,8 +42,6 @@ from gcnzc.train.setup import choose_device
 
 # pairs of a minibatch: each pair has two seeds
 SAMPLED_PAIRS, WHOLE_PAIRS = 1024, 256
-
-Compute: TypeAlias = Callable[[nn.Module, HeteroBatch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class TrainedHeteroModel:
         config: options of the run.
         schema: what the model reads and predicts.
         data: the graph.
-        graph: whose edges pass messages: without the held-out edges of the run in link prediction,
-            unless other data are given or the run is temporal.
+        graph: for message passing; in link prediction without the held-out edges of the run, unless
+            other data are given or the run is temporal.
         embeddings: of the node types without features.
         device: of the computation.
         epoch: of the model, from 1.
@@ -92,8 +90,8 @@ class TrainedHeteroModel:
         )
 
     def fanouts(self, given: Sequence[int] | None) -> Sequence[int]:
-        """Return fanouts, input layer first; all neighbours if none are given."""
-        return [-1] * self.config.layers if given is None else given
+        """Return the given fanouts, input layer first; all neighbours if None."""
+        return choose_fanouts(given, self.config.layers)
 
     def inputs(self, batch: HeteroBatch) -> dict[str, Tensor]:
         """Return the features of a minibatch, with rows of embeddings."""
@@ -130,7 +128,7 @@ def load_hetero_model(
     )
 
 
-def check_hetero_options(
+def check_prediction_options(
     loaded: TrainedHeteroModel,
     scratch: Path | None,
     memory: int | None,
@@ -139,12 +137,12 @@ def check_hetero_options(
     """Check options of a prediction.
 
     Raises:
-        ValueError: layer outputs are to be stored, or fanouts do not fit the model.
+        ValueError: `scratch` or `memory` is given, or `fanouts` do not fit the model.
     """
     if scratch is not None or memory is not None:
         raise ValueError(
-            "a folder for layer outputs, or its memory, is given, but the outputs of heterogeneous "
-            "graphs are computed in minibatches\n\n"
+            "--scratch or --memory is given, but layer outputs of heterogeneous graphs are not "
+            "stored\n\n"
             "hint: omit --scratch and --memory (in Python `scratch` and `memory`)"
         )
     if fanouts is None:
@@ -183,13 +181,13 @@ def predict_hetero_nodes(
             (target, torch.from_numpy(ids)),
             loaded.data.table.tables,
             lambda model, batch: model(batch.blocks, loaded.inputs(batch)),
-            loaded.schema.num_outputs,
-            loaded.device,
+            num_columns=loaded.schema.num_outputs,
+            device=loaded.device,
             is_sampled=fanouts is not None,
             threads=loaded.config.threads or None,
             progress=bar,
         )
-    return predictions_of(logits, ids, loaded.schema, loaded.epoch)
+    return build_predictions(logits, ids, loaded.schema, loaded.epoch)
 
 
 def predict_hetero_pairs(
@@ -206,18 +204,18 @@ def predict_hetero_pairs(
         loaded: the model and the graph.
         sources, targets: (M,) int64 node indices of the pairs.
         reporter: shows the progress.
-        times: (M,) times of the pairs, or one for all; None for times after everything.
+        times: (M,) times of the pairs, or one for all; None for a time after all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:
         ValueError: a score is not finite, or times are given and the run is not temporal.
     """
     assert loaded.data.edge_type is not None, "the run is of link prediction"
-    _check_times(loaded, times)
+    check_time(loaded, times)
     if not len(sources):
         return LinkPredictions(sources, targets, np.empty(0, np.float32), loaded.epoch)
     if loaded.is_temporal and times is None:
-        times = after_everything(loaded.graph)
+        times = time_after_all(loaded.graph)
     if times is not None and np.ndim(times) == 0:
         times = np.full(len(sources), times)
     sampler = HeteroLinkSampler(
@@ -249,16 +247,21 @@ def predict_hetero_pairs(
     return LinkPredictions(sources, targets, scores.numpy(), loaded.epoch)
 
 
-def after_everything(graph: HeteroGraph) -> int:
+def time_after_all(graph: HeteroGraph) -> int:
     """Return a time that is later than all nodes and edges of a graph; 0 without times."""
     times = [graph.nodes(name).time for name in graph.node_types]
     times += [graph.edges(each).time for each in graph.edge_types]
     return 1 + max((int(own.max()) for own in times if own is not None and len(own)), default=-1)
 
 
-def _check_times(loaded: TrainedHeteroModel, times: Any) -> None:
-    if times is not None and not loaded.is_temporal:
+def check_time(loaded: TrainedHeteroModel, time: Any) -> None:
+    """Check that a time, or several, are given only for a temporal run; None means not given.
+
+    Raises:
+        ValueError: a time is given, and the run is not temporal.
+    """
+    if time is not None and not loaded.is_temporal:
         raise ValueError(
-            "times are given, but the run has --temporal none, and reads neighbours of any time"
-            "\n\nhint: omit the times (on the command line --time and the column `time`)"
+            "a time is given, but the run has --temporal none, and reads neighbours of any time"
+            "\n\nhint: omit --time (in Python `time` or `times`)"
         )

@@ -30,9 +30,9 @@ def rank_among_all(
     name: str,
     sampler: HeteroSampler,
     tables: Mapping[str, FeatureTable],
+    *,
     embeddings: Mapping[str, EmbeddingTable],
     device: torch.device,
-    *,
     is_sampled: bool,
     time: int | None = None,
     threads: int | None = None,
@@ -82,8 +82,8 @@ def rank_among_all(
             (node_type, nodes),
             tables,
             compute,
-            model.encoder.out_features,
-            device,
+            num_columns=model.encoder.out_features,
+            device=device,
             is_sampled=is_sampled,
             times=None if time is None else torch.full((len(nodes),), time),
             threads=threads,
@@ -96,10 +96,10 @@ def rank_among_all(
     decoder = cast(Dot | HadamardMLP, model.decoder)
 
     def score(rows: Tensor) -> Tensor:
-        return decoder.all_pairs(sources[rows].to(device), destinations).cpu()
+        return decoder.score_all_pairs(sources[rows].to(device), destinations).cpu()
 
     def compute_ranks(spans: Spans) -> Generator[Tensor, None, None]:
-        yield from held_out.ranks(spans, score)
+        yield from held_out.compute_ranks(spans, score)
 
     shape = held_out.edges.shape[1], 2
     ranks = minibatch_outputs(model, shape, RANKED_EDGES, compute_ranks, progress, group)

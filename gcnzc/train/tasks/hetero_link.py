@@ -16,7 +16,7 @@ from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.edge_split import split_edges_of_run
-from gcnzc.train.hetero.encoder import build_hetero_sampler
+from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
 from gcnzc.train.hetero.ranking import rank_among_all
@@ -80,7 +80,8 @@ class HeteroLinkTask:
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.config.strict_negatives,
-            # temporal neighbourhoods are earlier than their edge, which None checks for reverses
+            # None removes no edges, because temporal neighbourhoods are earlier than their edge,
+            # but checks that reverse types have times
             exclude=None if self.is_temporal else exclude,
             reverse_types=None if self.is_temporal else self.split.reverse_types,
             known=self.data.graph,
@@ -136,16 +137,11 @@ class HeteroLinkTask:
             if count == "all":
                 scores = self._rank_among_all(model, split, device, progress, group)
             else:
-                rows = self._logits(model, split, count, device, progress, group)
+                rows = self._score_with_negatives(model, split, count, device, progress, group)
                 scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
             for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
         return broadcast_scores(result, group)
-
-    @property
-    def _evaluation_fanouts(self) -> Sequence[int]:
-        is_sampled = self.evaluator.method == "sampled"
-        return self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
 
     def _rank_among_all(
         self,
@@ -156,7 +152,7 @@ class HeteroLinkTask:
         group: Group | None,
     ) -> dict[str, float]:
         """Rank the edges of a split among all nodes of the destination type."""
-        config, times = self.config, None
+        config, fanouts, times = self.config, self.evaluator.sampled_fanouts, None
         if self.is_temporal:
             assert self.split.times is not None, "checked by the constructor"
             # neighbours are earlier than all edges of the split
@@ -165,18 +161,18 @@ class HeteroLinkTask:
             model,
             self.split,
             split,
-            build_hetero_sampler(config, self.split.graph, self._evaluation_fanouts),
+            build_hetero_sampler(config, self.split.graph, choose_fanouts(fanouts, config.layers)),
             self.data.table.tables,
-            self.embeddings,
-            device,
-            is_sampled=self.evaluator.method == "sampled",
+            embeddings=self.embeddings,
+            device=device,
+            is_sampled=fanouts is not None,
             time=times,
             threads=config.threads or None,
             progress=progress,
             group=group,
         )
 
-    def _logits(
+    def _score_with_negatives(
         self,
         model: nn.Module,
         split: str,
@@ -186,7 +182,7 @@ class HeteroLinkTask:
         group: Group | None,
     ) -> Tensor:
         """Return the logits of each edge of a split, and then of its negatives."""
-        fanouts = self._evaluation_fanouts
+        fanouts = choose_fanouts(self.evaluator.sampled_fanouts, self.config.layers)
         loader = HeteroLoader(
             self._build_sampler(split, fanouts, num_negatives, exclude="none"),
             None,

@@ -13,7 +13,7 @@ from gcnzc.models.metrics import score
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler
+from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import node_outputs, with_embeddings
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
 from gcnzc.train.tasks.node import NodeTask
@@ -127,18 +127,17 @@ class HeteroNodeTask(NodeTask):
         group: Group | None,
     ) -> Tensor:
         """Return the logits of nodes of the target, with all or sampled neighbours."""
-        is_sampled = self.evaluator.method == "sampled"
-        fanouts = self.evaluator.fanouts if is_sampled else [-1] * self.config.layers
+        config, fanouts = self.config, self.evaluator.sampled_fanouts
         return node_outputs(
             model,
-            build_hetero_sampler(self.config, self.data.graph, fanouts),
+            build_hetero_sampler(config, self.data.graph, choose_fanouts(fanouts, config.layers)),
             (self.data.target, nodes),
             self.data.table.tables,
             self.logits,
-            self.num_outputs,
-            device,
-            is_sampled=is_sampled,
-            threads=self.config.threads or None,
+            num_columns=self.num_outputs,
+            device=device,
+            is_sampled=fanouts is not None,
+            threads=config.threads or None,
             progress=progress,
             group=group,
         )

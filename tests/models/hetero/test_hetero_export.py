@@ -11,7 +11,7 @@ from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
 from gcnzc.models.hetero.export import (
     export_hetero_model,
     hetero_export_arguments,
-    program_types,
+    list_program_types,
 )
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
@@ -87,17 +87,17 @@ def test_a_program_computes_what_the_model_does(case, graph):
 
 def test_types_of_the_arguments(graph):
     model = RGCN(graph.metadata(), COLUMNS, 8, 3, "b", num_layers=2)
-    types = program_types(model)
+    types = list_program_types(model)
     assert types.x == ["a", "b", "c"]
-    assert types.targets == [["a", "b", "c"], ["b"]]
+    assert types.destinations == [["a", "b", "c"], ["b"]]
     assert types.edges[1] == ["a__x__b", "c__w__b"]
-    x, targets, indptr, indices = hetero_export_arguments(
+    x, destinations, indptr, indices = hetero_export_arguments(
         model,
         build_full_hetero_blocks(graph, 2, targets=["b"]),
         {name: torch.ones(SIZES[name], COLUMNS[name]) for name in SIZES},
     )
     assert list(x) == types.x
-    assert [list(each) for each in targets] == types.targets
+    assert [list(each) for each in destinations] == types.destinations
     assert [list(each) for each in indices] == types.edges
     # the edges of the graph, by destination
     edges = graph.edges(("a", "x", "b"))
@@ -105,7 +105,7 @@ def test_types_of_the_arguments(graph):
     assert torch.equal(indices[1]["a__x__b"], edges.indices.long())
 
 
-def test_what_cannot_be_exported(graph):
+def test_unsupported_models_are_rejected(graph):
     with pytest.raises(TypeError, match="model is a Linear"):
         export_hetero_model(torch.nn.Linear(1, 1))
     metadata = ["a", "b__c", "c"], [("a", "r__b", "c"), ("a__r", "b", "c")]
