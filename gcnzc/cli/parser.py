@@ -314,7 +314,15 @@ def _flags(kind: type) -> list[str]:
 
 
 def _format_value_error(wrong: str) -> str:
-    """Reword a message of tyro about a value, to begin with the option."""
+    """Reword a message of tyro about a value.
+
+    Args:
+        wrong: the message of tyro.
+
+    Returns:
+        If tyro lists the choices, its message with the choices separated by commas, without None.
+        Otherwise "OPTION: REASON"; or `wrong`, if it does not name an option.
+    """
     expected = re.match(r"(.*Expected one of )\((.*)\)\.$", " ".join(wrong.split()))
     if expected is not None:
         # of an optional choice, tyro also lists None, which it does not accept, in a random order

@@ -155,6 +155,9 @@ class Reducer(ABC):
     def check_errors(self, errors: Mapping[str, Tensor]) -> None:
         """Check the argument of `load_errors`.
 
+        Args:
+            errors: by name, the tensors that `errors` returns.
+
         Raises:
             ValueError: the shapes are those of another vector or another number of ranks.
         """

@@ -21,25 +21,29 @@ class WorkerLost(RuntimeError):
 
 
 class ConnectionBroken(Exception):
-    """A request failed; the cause is torch's error, or one that says why it cannot end."""
+    """A request failed.
+
+    The cause is torch's error, or a `TimeoutError` that names the request it waits for.
+    """
 
     hint = ""
-    """the remedy, if the cause is known; empty for the group's"""
+    """the remedy; if empty, the group's remedy is shown"""
 
 
-class BehindReceive(ConnectionBroken):
+class BlockedByReceive(ConnectionBroken):
     """A request waits for an earlier receive on its channel, which gets no message."""
 
     hint = (
-        "a channel executes its requests in order, also those behind a receive that was abandoned; "
-        "send the message, or use another channel for what follows the receive"
+        "a channel executes its requests in order, even after an abandoned receive. Send the "
+        "message, or use another channel for later requests"
     )
 
 
 def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> str:
     """Describe the failed ranks, and append the first line of torch's error.
 
-    The other lines of torch's error may be C++ stack frames. A `TimeoutError` is not torch's.
+    The other lines of torch's error may be C++ stack frames. A `TimeoutError` is raised by gcnzc,
+    so it is not attributed to torch.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from gcnzc.exchange.agreement import Need
-from gcnzc.exchange.errors import BehindReceive, ConnectionBroken
+from gcnzc.exchange.errors import BlockedByReceive, ConnectionBroken
 from gcnzc.exchange.requests import Abandon, First, check_on_channels
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Background:
         for receive in self.receives:
             if receive in wait([receive], self.channel.group.timeout_s).not_done:
                 limit = TimeoutError("an earlier receive on this channel has no message")
-                raise BehindReceive from limit
+                raise BlockedByReceive from limit
         self.receives = ()
 
 

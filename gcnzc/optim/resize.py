@@ -20,6 +20,8 @@ from gcnzc.optim.old_state_keys import rename_keys
 # keys of a state dict: the state that is the same on all ranks, and the state of one rank
 COMMON = "of all ranks"
 OWN = "of rank {rank} of {world_size}"
+# key of the number of ranks that saved a state; only in a state of another number of ranks
+RESIZED_FROM = "resized_from"
 # keys of a snapshot that belong to the first of them
 COMMON_KEYS = ("optimizer", "shared", "layout")
 
@@ -249,6 +251,7 @@ def resize_state(states: Sequence[Mapping[str, Any]], rank: int, world_size: int
         return dict(states[rank])
     first = dict(states[0])
     first |= {"rank": rank, "world_size": world_size}
+    first.setdefault(RESIZED_FROM, len(states))
     first["local"] = _mean([state["local"] for state in states])
     if "inner" in first:
         first["inner"] = _mean([state["inner"] for state in states])

@@ -1,6 +1,7 @@
 """Check that a state is of the same parameters as an optimizer, before any of it is loaded."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -8,8 +9,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.optim.muon import Muon
+from gcnzc.optim.resize import RESIZED_FROM
 
 _HINT = "hint: load it into an optimizer of the same model"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """The properties of a tensor of a state that `check_tensor` checks."""
+
+    shape: tuple[int, ...]
+    may_overflow: bool = False
+    """whether elements may be infinite or NaN"""
 
 
 def check_group_lengths(
@@ -50,32 +61,36 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
             )
 
 
-def check_vector(
-    state: Mapping[str, Any], name: str, num_elements: int, *, is_finite: bool = True
-) -> None:
-    """Check a vector of a state, before anything is loaded.
+def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> None:
+    """Check a tensor of a state, before anything is loaded.
 
     Args:
         state: tensors by name.
-        name: the name of the vector.
-        num_elements: its number of elements.
-        is_finite: whether all elements must be finite.
+        name: the name of the tensor.
+        expected: its properties.
 
     Raises:
-        ValueError: it is missing, of another shape, or has elements that are not finite.
+        ValueError: it is missing, not a tensor, of another shape, or has elements that are not
+            finite.
     """
     value = state.get(name)
     hint = "hint: load another checkpoint; this one is damaged, or was saved with other options"
     if not isinstance(value, Tensor):
         found = "is missing" if value is None else f"is a {type(value).__name__}"
         raise ValueError(f"{name} of the state {found}\n\n{hint}")
-    if value.shape != (num_elements,):
+    if value.shape != expected.shape:
         raise ValueError(
-            f"{name} of the state has the shape {tuple(value.shape)}, not ({num_elements},)"
+            f"{name} of the state has the shape {tuple(value.shape)}, not {expected.shape}"
             f"\n\n{hint}"
         )
-    if is_finite and not bool(value.isfinite().all()):
+    if not expected.may_overflow and not bool(value.isfinite().all()):
         raise ValueError(f"{name} of the state has elements that are not finite\n\n{hint}")
+
+
+def saved_world_size(snapshot: Mapping[str, Any]) -> int:
+    """Return the number of ranks that saved a state, before `gcnzc.optim.resize_state`."""
+    number: int = snapshot.get(RESIZED_FROM, snapshot["world_size"])
+    return number
 
 
 def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:

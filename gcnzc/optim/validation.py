@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.exchange import Group
+from gcnzc.system.arguments import describe
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
@@ -75,13 +76,13 @@ def check_module(module: object, groups: Iterable[Mapping[str, Any]]) -> None:
 
     Raises:
         TypeError: it is not a module.
-        ValueError: it has parameters, and none of them is one of the optimizer's.
+        ValueError: it has parameters, but none of the optimizer's.
     """
     if module is None:
         return
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module is a {type(module).__name__}\n\nhint: give the model, a torch.nn.Module"
+            f"module is {describe(module)}\n\nhint: give the model, a torch.nn.Module"
         )
     own = {id(parameter) for parameter in module.parameters()}
     given = {id(parameter) for group in groups for parameter in group["params"]}

@@ -28,7 +28,7 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.topology import is_connected
 from gcnzc.optim import LocalSGD, Strategy, backup_workers
-from gcnzc.optim.strategy.close_rounds import make_graph
+from gcnzc.optim.strategy.gossip_graph import make_graph
 from gcnzc.optim.strategy.rounds import RankStatus, RoundRules, StatusKind
 
 LR = 0.1
@@ -610,7 +610,7 @@ def test_bad_options_are_rejected(options, text):
 
 
 @pytest.mark.parametrize("topology", ["star", 5, [5], [(0, 1, 2)], [("a", "b")]])
-def test_a_topology_that_is_none_is_rejected_before_ranks_are_known(topology):
+def test_an_invalid_topology_is_rejected_before_ranks_are_known(topology):
     with pytest.raises(ValueError, match=r"(topology is|the edge) .*\n\nhint: "):
         backup_workers(topology)
 

@@ -56,7 +56,7 @@ def test_a_complex_parameter_is_rejected_by_name(make):
 def test_a_module_that_is_another_model_is_rejected(make):
     model = nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="module is a int\n\nhint: "):
+    with pytest.raises(TypeError, match="module is 5\n\nhint: "):
         make(inner, Group(), module=5)
     with pytest.raises(ValueError, match=r"module is a Linear without any of .*\n\nhint: "):
         make(inner, Group(), module=nn.Linear(2, 2))

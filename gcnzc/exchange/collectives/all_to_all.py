@@ -52,9 +52,18 @@ class AllToAll(Collective):
         return self.parts[0].is_cuda
 
     def check(self, world_size: int) -> None:
-        """Check that there is a one-dimensional part for each rank, and that all have one dtype."""
+        """Check that there is a one-dimensional tensor for each rank, and that all have one dtype.
+
+        Args:
+            world_size: W.
+
+        Raises:
+            ValueError: a part is not a tensor or not one-dimensional, dtypes differ, or there are
+                not W parts or counts.
+        """
         parts = self.parts if isinstance(self.parts, Sequence | Tensor) else [self.parts]
         for part in parts:
+            # not isinstance: in simulations, a `SizeOnly` takes the place of a tensor
             if not hasattr(part, "is_contiguous"):
                 raise ValueError(
                     f"AllToAll of parts of the type {type(part).__name__}\n\n"

@@ -244,7 +244,17 @@ def _split_of_words(name: str, value: Any, count: int) -> dict[str, Tensor]:
 
 
 def check_length(name: str, values: NDArray[Any], count: int, dimensions: tuple[int, ...]) -> None:
-    """Check the length and the number of dimensions of an array."""
+    """Check the length and the number of dimensions of an array.
+
+    Args:
+        name: of the array, for the message.
+        values: the array.
+        count: its length, the number of nodes or edges of the type.
+        dimensions: the valid numbers of dimensions.
+
+    Raises:
+        ValueError: its length or its number of dimensions is another one.
+    """
     if values.ndim not in dimensions or len(values) != count:
         raise _wrong_length(name, values.shape, count)
 

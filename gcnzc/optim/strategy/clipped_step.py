@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
 from gcnzc.optim.local.staleness_gap import StalenessGap
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.finite_mean import Reduction
 from gcnzc.optim.strategy.recipe import Update
@@ -175,13 +176,11 @@ class ClippedStep(Update):
         """See `RecipePart`."""
         return {} if self.shards is None else self._vectors()
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        shards = self.shards
-        size = (
-            self.strategy.flat_params.num_elements if shards is None else shards.end - shards.begin
-        )
-        return dict.fromkeys(("start", "momentum"), size)
+        own = self.shards
+        size = self.strategy.flat_params.num_elements if own is None else own.end - own.begin
+        return {"start": SavedTensor((size,)), "momentum": SavedTensor((size,))}
 
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

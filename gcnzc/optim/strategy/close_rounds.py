@@ -5,7 +5,6 @@ closes it by a compare-and-set; see `gcnzc.optim.strategy.rounds` for the rules.
 """
 
 import math
-import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -29,10 +28,11 @@ from gcnzc.exchange import (
     WaitForKey,
 )
 from gcnzc.exchange.sync import all_gather_text
-from gcnzc.exchange.topology import GRAPHS, Edge, check_graph, regular
+from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.group_options import find_difference
-from gcnzc.optim.strategy.gossip_graph import as_edges
+from gcnzc.optim.state_layout import SavedTensor, saved_world_size
+from gcnzc.optim.strategy.gossip_graph import make_graph, parse_topology
 from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, RoundRules, StatusKind
 from gcnzc.optim.strategy.strategy import Strategy
@@ -40,43 +40,9 @@ from gcnzc.optim.validation import check_at_least_zero, check_count
 
 # least time that a rank waits before it closes a round, and number of steps whose times it keeps
 MIN_GRACE_S, STEPS_KEPT = 0.002, 16
-_REGULAR = re.compile(r"(\d+)-regular")
 
 _POLICIES: "WeakKeyDictionary[Group, WeakSet[CloseRounds]]" = WeakKeyDictionary()
 """by group, the policies that have announced a status"""
-
-
-def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
-    """Return the edges of a graph of W ranks; see `backup_workers`.
-
-    Args:
-        topology: the result of `check_topology`.
-        world_size: W.
-
-    Raises:
-        ValueError: there is no such graph of so many ranks.
-    """
-    if not isinstance(topology, str):
-        return check_graph(world_size, topology)
-    if degree := _REGULAR.fullmatch(topology):
-        return regular(world_size, int(degree[1]))
-    return GRAPHS[topology](world_size)
-
-
-def check_topology(topology: str | Iterable[Edge]) -> str | list[Edge]:
-    """Return the name or the edges of a graph, after a check that does not need the ranks.
-
-    Raises:
-        ValueError: the name is unknown, or an edge is not a pair of integers.
-    """
-    if not isinstance(topology, str):
-        return list(as_edges(topology))
-    if topology not in GRAPHS and not _REGULAR.fullmatch(topology):
-        raise ValueError(
-            f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
-            "in 4-regular, or edges (i, j) of ranks"
-        )
-    return topology
 
 
 class CloseRounds(Policy):
@@ -100,7 +66,7 @@ class CloseRounds(Policy):
         check_count("control_interval", control_interval, 1)
         if wait_interval is not None:
             check_count("wait_interval", wait_interval, 1)
-        self.topology = check_topology(topology)
+        self.topology = parse_topology(topology)
         self.grace, self.wait_interval = grace, wait_interval
         self.control_interval = control_interval
         self.status = b""
@@ -166,8 +132,8 @@ class CloseRounds(Policy):
         return max(MIN_GRACE_S, self.grace * min(self.step_s, default=0.0))
 
     @property
-    def waits_for_all(self) -> bool:
-        """Whether a round waits for all ranks, so that none of them can be ahead by a round."""
+    def is_for_all_ranks(self) -> bool:
+        """Whether each round needs all ranks, so that none of them can be ahead by a round."""
         return self.grace == math.inf
 
     @property
@@ -216,8 +182,8 @@ class CloseRounds(Policy):
             if closed is None and any(
                 0 <= each.loaded_after <= self.num_steps for each in statuses
             ):
-                # that rank has loaded a state before a step that this one takes without it, so the
-                # ranks compare what they have loaded
+                # A rank loaded a state before a step for which this rank did not. Restart the
+                # rounds, so that all ranks compare their states.
                 self.loaded = self.last
                 yield from self.begin_rounds()
                 continue
@@ -253,6 +219,7 @@ class CloseRounds(Policy):
         yield DeleteKeys(old)
 
     def _wait_for_round(self, number: int) -> Algorithm[ClosedRound]:
+        """Wait until other ranks have closed a round; this rank is paused in other optimizers."""
         others = self._others()
         yield from self._pause(others)
         data = yield WaitForKey(self._closed_key(number))
@@ -351,7 +318,7 @@ class CloseRounds(Policy):
     def resume_exchanges(self) -> Algorithm[None]:
         """See `RecipePart`."""
         yield from self._resume([self, *self._others()])
-        if self.waits_for_all:
+        if self.is_for_all_ranks:
             # otherwise a rank could close its next round while another one is still paused
             yield AllGatherScalar(0)
 
@@ -359,12 +326,12 @@ class CloseRounds(Policy):
         """Return the policies of other optimizers of the group whose rounds this rank is in.
 
         While this rank waits in one optimizer, others must not wait for it in another: several
-        ranks could otherwise wait for one another forever. Rounds that wait for all ranks are not
-        included: a rank that waits has taken part in all of them that slower ranks still need.
+        ranks could otherwise wait for one another forever. Rounds that need all ranks are excluded:
+        slower ranks need no further message of this rank to finish them.
         """
         known = _POLICIES.get(self.strategy.group, ())
         return [
-            each for each in known if each is not self and each.status and not each.waits_for_all
+            each for each in known if each is not self and each.status and not each.is_for_all_ranks
         ]
 
     def _pause(self, policies: "Sequence[CloseRounds]") -> Algorithm[None]:
@@ -383,7 +350,13 @@ class CloseRounds(Policy):
                 yield from each._announce(RankStatus(each.last.round, StatusKind.FINISHED))
 
     def _announce_pause(self, loaded_after: int = -1) -> Algorithm[None]:
-        """Announce that this rank is paused, and close the round if the others waited for it."""
+        """Announce that this rank is paused, and close the round if the others waited for it.
+
+        Args:
+            loaded_after: the number of steps of this rank before it loaded a state, if that is why
+                it is paused; -1 otherwise. Ranks that have not loaded a state after as many steps
+                begin the rounds again.
+        """
         status = RankStatus(self.last.round, StatusKind.PAUSED, loaded_after)
         self.is_paused = yield from self._announce(status)
         while self.is_paused:
@@ -423,9 +396,9 @@ class CloseRounds(Policy):
         """See `RecipePart`: wait for the sum of signals, which the slowest rank has started."""
         if self.pending is None:
             return
-        # if rounds wait for all ranks, the others need no later round to reach this step
-        own = [] if self.waits_for_all else [self]
-        limit_s = 0.0 if self.waits_for_all else self.grace_s
+        # if each round needs all ranks, no rank can be a round behind, so this rank need not pause
+        own = [] if self.is_for_all_ranks else [self]
+        limit_s = 0.0 if self.is_for_all_ranks else self.grace_s
         is_ended = (yield First([self.pending], limit_s)) is not None
         paused = [] if is_ended else [*own, *self._others()]
         yield from self._pause(paused)
@@ -457,6 +430,15 @@ class CloseRounds(Policy):
             by_rank = (0,) * len(by_rank)
         numbers = [last.round, last.epochs, *is_pending, *by_rank]
         return {"rounds": torch.tensor(numbers, dtype=torch.int64)}
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`; the numbers are those of the ranks that saved the state."""
+        if self.strategy.is_inner_only:
+            return {}
+        world_size = saved_world_size(snapshot)
+        # a spanning tree, unless the rules need none
+        num_edges = world_size - 1 if self.rules.tree else 0
+        return {"rounds": SavedTensor((2 + num_edges + world_size,))}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Start, Wait
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Collective
 from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean, exclude_zeros
 from gcnzc.optim.strategy.recipe import BaseExchange, Update
@@ -26,6 +27,8 @@ from gcnzc.optim.strategy.strategy import Strategy
 
 CHANNEL = "outer"
 """the channel of the exchanges"""
+DELAYED_MEAN = "next"
+"""the name of the mean of a `DelayedRound` in states"""
 
 
 @dataclass
@@ -177,14 +180,27 @@ class DelayedSteps(Delayed):
     def pending_state(self, pending: Pending, result: Reduction) -> dict[str, Any]:
         """See `Delayed`."""
         names = ("due", "values", "workers", "skip_reason", "excludes_zeros")
-        found = (pending.due, pending.values, pending.workers, result.skip_reason, True)
+        # of the extras, only the number of finite vectors is loaded
+        values = pending.values[: self.source.num_elements + 1]
+        found = (pending.due, values, pending.workers, result.skip_reason, True)
         return {f"{self.name} {name}": value for name, value in zip(names, found, strict=True)}
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`."""
+        name, least = f"{self.name} values", self.source.num_elements + 1
+        if f"{self.name} due" not in snapshot["shared"] and name not in snapshot["shared"]:
+            return {}
+        values = snapshot["shared"].get(name)
+        # older versions saved all extras
+        count = max(least, values.numel()) if isinstance(values, Tensor) else least
+        # a mean that is not applied may have overflowed
+        return {name: SavedTensor((count,), may_overflow=True)}
 
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
-        self.strategy.check_option("delay", "next" in shared, has_now=False)
+        self.strategy.check_option("delay", DELAYED_MEAN in shared, has_now=False)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -281,15 +297,16 @@ class DelayedRound(Delayed):
     def pending_state(self, pending: Pending, result: Reduction) -> dict[str, Any]:
         """See `Delayed`."""
         return {
-            "next": pending.values[: self.source.num_elements],
+            DELAYED_MEAN: pending.values[: self.source.num_elements],
             "extra_sums": list(result.sums),
             "workers": pending.workers,
             "skip_reason": result.skip_reason,
         }
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        return {"next": self.source.num_elements}
+        # a mean that is not applied may have overflowed
+        return {DELAYED_MEAN: SavedTensor((self.source.num_elements,), may_overflow=True)}
 
     def check_state(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -297,14 +314,14 @@ class DelayedRound(Delayed):
         """See `RecipePart`."""
         is_eager = bool(self.local_state())
         self.strategy.check_option("eager", "own" in local, has_now=is_eager)
-        self.strategy.check_option("delay", "next" in shared, has_now=True)
+        self.strategy.check_option("delay", DELAYED_MEAN in shared, has_now=True)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`; signals of the run that saved the state are not restored."""
         num_finite = next(iter(shared["extra_sums"]), 0.0)
-        result, skip_reason = self.strategy.vector(shared["next"]), shared["skip_reason"]
+        result, skip_reason = self.strategy.vector(shared[DELAYED_MEAN]), shared["skip_reason"]
         self._set_finished(result, shared["workers"], num_finite, skip_reason)
 
     def load_alone(
@@ -313,5 +330,5 @@ class DelayedRound(Delayed):
         """See `RecipePart`: apply the movement from the start of this round to the next one."""
         # an eager rank has a start of its own
         start = local["own"] if "own" in local else {**shared, **shards}["start"]
-        moved = self.strategy.vector(shared["next"]) - self.strategy.vector(start)
+        moved = self.strategy.vector(shared[DELAYED_MEAN]) - self.strategy.vector(start)
         self.strategy.flat_params.add_to_parameters(moved)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Collective
 from gcnzc.optim.strategy.delayed import DelayedRound
 from gcnzc.optim.strategy.strategy import Strategy
@@ -77,9 +78,10 @@ class EagerRound(DelayedRound):
         """See `RecipePart`."""
         return {"own": self.own}
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        return {**super().vector_sizes(), "own": self.source.num_elements}
+        own = SavedTensor((self.source.num_elements,))
+        return {**super().saved_tensors(snapshot), "own": own}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

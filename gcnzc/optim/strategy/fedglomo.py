@@ -24,7 +24,7 @@ round, Q the compression.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor
 from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.evaluations import Evaluations
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
@@ -120,6 +121,12 @@ class Trajectory:
     """(n,): the previous point, before the last step; None without local momentum"""
     velocity: Tensor | None = None
     """(n,): v of the last step; None without local momentum"""
+
+
+TRAJECTORY_VECTORS = [
+    f"{name} {field.name}" for name in ("main", "second") for field in fields(Trajectory)
+]
+"""the names of the vectors of both trajectories in states"""
 
 
 class GlobalMomentum(DifferenceMean):
@@ -218,6 +225,15 @@ class GlobalMomentum(DifferenceMean):
             if vector is not None
         }
 
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`."""
+        found = super().saved_tensors(snapshot)
+        vector = SavedTensor((self.strategy.flat_params.num_elements,))
+        # before the first round, or if `round_weight` is 1, a state has neither
+        if "momentum" in snapshot["shared"] or "previous" in snapshot["shared"]:
+            found |= {"momentum": vector, "previous": vector}
+        return found | {name: vector for name in TRAJECTORY_VECTORS if name in snapshot["local"]}
+
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
@@ -228,15 +244,9 @@ class GlobalMomentum(DifferenceMean):
         self.previous = self._vector(shared, "previous")
         # with another number of ranks, other ranks may participate
         own = local if self.is_participant else {}
-        self.main, self.second = (
-            Trajectory(
-                *(
-                    self._vector(own, f"{trajectory} {name}")
-                    for name in ("point", "before", "velocity")
-                )
-            )
-            for trajectory in ("main", "second")
-        )
+        vectors = [self._vector(own, name) for name in TRAJECTORY_VECTORS]
+        half = len(vectors) // 2
+        self.main, self.second = Trajectory(*vectors[:half]), Trajectory(*vectors[half:])
 
     def _vector(self, state: Mapping[str, Any], name: str) -> Tensor | None:
         return self.strategy.vector(state[name]) if name in state else None

@@ -3,6 +3,7 @@
 Notation: W ranks, L (W, W) the Laplacian whose entry for an edge is its exchanges per step.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,7 +16,11 @@ from gcnzc.exchange.topology import (
     laplacian,
     maximal_resistance,
     neighbors,
+    regular,
 )
+
+# the name of a regular graph, with the number of neighbors of each rank
+_REGULAR = re.compile(r"(\d+)-regular")
 
 
 @dataclass(frozen=True)
@@ -116,3 +121,36 @@ def compute_momentum(
     chi_1, chi_2 = inverse_connectivity(matrix), maximal_resistance(matrix, rates)
     computed = 1 / (2 * (chi_1 * chi_2) ** 0.5)
     return MomentumConstants(computed if eta is None else eta, (chi_1 / chi_2) ** 0.5 / 2)
+
+
+def make_graph(topology: str | Iterable[Edge], world_size: int) -> list[Edge]:
+    """Return the edges of a graph of W ranks; see `backup_workers`.
+
+    Args:
+        topology: the result of `parse_topology`.
+        world_size: W.
+
+    Raises:
+        ValueError: there is no such graph of so many ranks.
+    """
+    if not isinstance(topology, str):
+        return check_graph(world_size, topology)
+    if degree := _REGULAR.fullmatch(topology):
+        return regular(world_size, int(degree[1]))
+    return GRAPHS[topology](world_size)
+
+
+def parse_topology(topology: str | Iterable[Edge]) -> str | list[Edge]:
+    """Return the name or the edges of a graph, after a check that does not need the ranks.
+
+    Raises:
+        ValueError: the name is unknown, or an edge is not a pair of integers.
+    """
+    if not isinstance(topology, str):
+        return list(as_edges(topology))
+    if topology not in GRAPHS and not _REGULAR.fullmatch(topology):
+        raise ValueError(
+            f"topology is {topology!r}\n\nhint: use {', '.join(GRAPHS)}, a number of neighbors as "
+            "in 4-regular, or edges (i, j) of ranks"
+        )
+    return topology

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Now
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.overlapped_gossip import MAX_OVERLAPPING, OverlappedPairs
 from gcnzc.optim.strategy.recipe import Policy
 from gcnzc.optim.strategy.two_variables import TwoVariables
@@ -102,6 +103,12 @@ class GossipTimes(Policy):
             ),
             "num_gossips": torch.tensor(exchange.num_exchanges),
         }
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`."""
+        if "gossip" not in snapshot["local"] and "num_gossips" not in snapshot["local"]:
+            return {}
+        return {"gossip": SavedTensor((3,)), "num_gossips": SavedTensor(())}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -18,6 +18,7 @@ from torch import Tensor
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import tiles
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
 from gcnzc.optim.strategy.recipe import BaseUpdate, Update
@@ -85,9 +86,10 @@ class OuterState(BaseUpdate):
         """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        return dict.fromkeys(("anchor", "momentum"), self.strategy.flat_params.num_elements)
+        vector = SavedTensor((self.strategy.flat_params.num_elements,))
+        return {"anchor": vector, "momentum": vector}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -176,9 +178,10 @@ class ShardedOuterStep(Update):
         """See `RecipePart`."""
         return {"anchor": self.anchor, "momentum": self.momentum}
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        return dict.fromkeys(("anchor", "momentum"), self.shards.end - self.shards.begin)
+        shard = SavedTensor((self.shards.end - self.shards.begin,))
+        return {"anchor": shard, "momentum": shard}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

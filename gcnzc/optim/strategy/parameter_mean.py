@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.recipe import Update
 from gcnzc.optim.strategy.strategy import Strategy
 
@@ -62,9 +63,9 @@ class DifferenceMean(Update):
         """See `RecipePart`."""
         return {"anchor": self.anchor}
 
-    def vector_sizes(self) -> dict[str, int]:
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        return {"anchor": self.strategy.flat_params.num_elements}
+        return {"anchor": SavedTensor((self.strategy.flat_params.num_elements,))}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

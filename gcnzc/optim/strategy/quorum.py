@@ -145,9 +145,14 @@ class Quorum(CloseRounds):
         return self.grace
 
     @property
-    def waits_for_all(self) -> bool:
-        """See `CloseRounds`."""
+    def is_full(self) -> bool:
+        """Whether the quorum is all ranks, so that all of them are members of each outer step."""
         return self.quorum == self.strategy.group.world_size
+
+    @property
+    def is_for_all_ranks(self) -> bool:
+        """See `CloseRounds`."""
+        return self.is_full
 
     def describe(self) -> str:
         """See `Policy`."""
@@ -191,7 +196,7 @@ class QuorumOuterStep(OuterStep):
 
     def _write(self) -> None:
         strategy = self.strategy
-        if self.rounds.waits_for_all:
+        if self.rounds.is_full:
             strategy.set_parameters(self.anchor)
             return
         # other ranks may be in an earlier round

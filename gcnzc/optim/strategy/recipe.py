@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
+from gcnzc.optim.state_layout import SavedTensor
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.finite_mean import Reduction
@@ -94,8 +95,15 @@ class RecipePart:
         """Return this rank's shards of sharded vectors."""
         return {}
 
-    def vector_sizes(self) -> dict[str, int]:
-        """Return by name the lengths of vectors that each state has, checked before `load`."""
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """Return by name what to check of the tensors of a state, before anything is loaded.
+
+        All tensors that `load` reads are included; a tensor that only some states have is included
+        if this state has it.
+
+        Args:
+            snapshot: see `gcnzc.optim.strategy.state.take_snapshot`.
+        """
         return {}
 
     def check_state(

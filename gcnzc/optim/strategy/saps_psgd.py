@@ -32,6 +32,7 @@ from gcnzc.exchange.topology import (
     bandwidth_matching,
     bottleneck_threshold,
 )
+from gcnzc.optim.state_layout import SavedTensor, saved_world_size
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
 from gcnzc.optim.strategy.recipe import Recipe
@@ -191,6 +192,14 @@ class AdaptiveMatching(Matching):
             state["bandwidth"] = torch.from_numpy(self.bandwidth.copy())
             state["measured_in"] = self.measured_in
         return state
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`; the matrices are of the number of ranks that saved the state."""
+        world_size = saved_world_size(snapshot)
+        matrix = SavedTensor((world_size, world_size))
+        # only measured bandwidths are saved
+        measured = {"bandwidth": matrix} if "bandwidth" in snapshot["shared"] else {}
+        return {"last_met": matrix, **measured}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Start, Sum, Wait
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean, ParameterMean
 from gcnzc.optim.strategy.recipe import Policy, Recipe
@@ -167,6 +168,11 @@ class GradientChange(Policy):
     def local_state(self) -> dict[str, Tensor]:
         """See `RecipePart`."""
         return {"squares": self.squares, "num_squares": self.num_squares}
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`."""
+        votes = {"votes": SavedTensor((1,))} if "votes" in snapshot["shared"] else {}
+        return {"squares": SavedTensor((self.window,)), "num_squares": SavedTensor(()), **votes}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -4,22 +4,23 @@ Notation: n elements of the flat parameter vector.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import check_inner_state, check_layout, check_vector
+from gcnzc.optim.state_layout import SavedTensor, check_inner_state, check_tensor
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
-PLACES = ("shared", "local", "shards")
-"""the parts of a snapshot that have vectors"""
-MEAN = "next"
-"""the name of the mean of a `DelayedRound`"""
+SECTIONS = ("shared", "local", "shards")
+"""the parts of a snapshot that have tensors"""
+COUNTERS = {"counters": (2,), "num_exchanges": (), "since": ()}
+"""the shapes of tensors of counters in `local`, which states of older versions do not have"""
 
 
 def take_snapshot(strategy: "Strategy") -> dict[str, Any]:
@@ -79,10 +80,11 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
         ValueError: it is the state of another rank, of another number of ranks, of other
             parameters, or was saved with other options. Nothing is loaded then.
     """
-    keys = "inner", "shared", "local", "shards", "errors", "rank", "world_size"
-    check_mapping(snapshot, *keys)
-    shared, local, shards = (snapshot[name] for name in ("shared", "local", "shards"))
+    check_mapping(snapshot, "inner", *SECTIONS, "errors", "rank", "world_size")
+    shared, local, shards = (snapshot[section] for section in SECTIONS)
     check_mapping(shared, "numbers")
+    check_mapping(local)
+    check_mapping(shards)
     numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
     check_mapping(numbers, "steps", "since", "local_steps", "is_plain")
     strategy.check_rank_state(snapshot)
@@ -90,14 +92,13 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     if not numbers["is_plain"]:
         for part in parts:
             part.check_state(shared, local, shards)
-        if not strategy.is_inner_only:
-            _check_vectors(strategy, snapshot)
+        _check_tensors(strategy, snapshot)
     for name, reducer in strategy.reducers.items():
         reducer.check_errors(snapshot["errors"].get(name, {}))
     strategy.inner.load_state_dict(snapshot["inner"])
     strategy.share_inner_state()
     strategy.steps, strategy.steps_since_sync = numbers["steps"], numbers["since"]
-    # states of older versions have no counters; with another number of ranks they are means
+    # with another number of ranks, the counters are means
     counters = local.get("counters", torch.zeros(2)).tolist()
     strategy.skipped, strategy.dropped = map(round, counters)
     if interval.requested == "auto" and numbers["local_steps"]:
@@ -122,27 +123,24 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
 
 
 def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
-    if "layout" not in snapshot:
-        # a state of an older version has only the vector of all parameters
-        vector = {**snapshot["local"], **snapshot["shared"]}["parameters"]
-        counts = strategy.flat_params.num_elements, len(vector)
-        check_layout(*([f"{count} elements"] for count in counts))
+    """Check the parameters, the counters and the state of the inner optimizer."""
     check_inner_state(strategy.inner, snapshot["inner"])
-    shared = snapshot["shared"]
+    shared, local = snapshot["shared"], snapshot["local"]
     # those of one rank may have overflowed in its last step
     is_shared = "parameters" in shared
-    check_vector(
-        shared if is_shared else snapshot["local"],
-        "parameters",
-        strategy.flat_params.num_elements,
-        is_finite=is_shared,
-    )
+    vector = SavedTensor((strategy.flat_params.num_elements,), may_overflow=not is_shared)
+    check_tensor(shared if is_shared else local, "parameters", vector)
+    for name, shape in COUNTERS.items():
+        if name in local:
+            check_tensor(local, name, SavedTensor(shape))
 
 
-def _check_vectors(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
+def _check_tensors(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
+    """Check the tensors of the parts of the recipe."""
     for part in strategy.recipe.parts:
-        for name, num_elements in part.vector_sizes().items():
-            place = next((each for each in PLACES if name in snapshot[each]), "shared")
-            # as for the parameters; a mean that is not applied may have overflowed
-            is_finite = place != "local" and name != MEAN
-            check_vector(snapshot[place], name, num_elements, is_finite=is_finite)
+        expected = part.saved_tensors(snapshot)
+        for name, each in expected.items():
+            section = next((one for one in SECTIONS if name in snapshot[one]), "shared")
+            # as for the parameters
+            may_overflow = each.may_overflow or section == "local"
+            check_tensor(snapshot[section], name, replace(each, may_overflow=may_overflow))

@@ -72,8 +72,8 @@ class Strategy(Wrapper):
     Raises:
         TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
             sharded, complex, or of a dtype that cannot be averaged.
-        ValueError: an option is out of range, `module` has none of the inner optimizer's
-            parameters, or the parameters of the ranks differ.
+        ValueError: an option is out of range, `module` has parameters, but none of the inner
+            optimizer's, or the parameters of the ranks differ.
     """
 
     is_replicated = False

@@ -22,6 +22,7 @@ from gcnzc.exchange.topology import Edge
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.flat_parameters import tiles
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.gossip_graph import NO_MOMENTUM, compute_momentum
 from gcnzc.optim.strategy.recipe import Update
 from gcnzc.optim.strategy.strategy import Strategy
@@ -149,6 +150,12 @@ class TwoVariables(Update):
     def local_state(self) -> dict[str, Tensor]:
         """See `RecipePart`."""
         return {"second": self.second} if self.has_momentum else {}
+
+    def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
+        """See `RecipePart`."""
+        if not (self.has_momentum and "second" in snapshot["local"]):
+            return {}
+        return {"second": SavedTensor((self.strategy.flat_params.num_elements,))}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
