@@ -289,7 +289,7 @@ def test_from_tables_of_relbench():
         ),
     ],
 )
-def test_wrong_tables_are_named(changes, message):
+def test_wrong_tables_are_rejected_with_a_message_that_names_them(changes, message):
     with pytest.raises(ValueError, match=message):
         HeteroGraph.from_tables(tables(**changes))
 
@@ -336,7 +336,7 @@ def test_wrong_tables_are_named(changes, message):
         ),
     ],
 )
-def test_wrong_arrays_are_named(nodes, edges, message):
+def test_wrong_arrays_are_rejected_with_a_message_that_names_them(nodes, edges, message):
     with pytest.raises(ValueError, match=message):
         HeteroGraph.from_arrays(nodes, edges)
 
@@ -368,7 +368,7 @@ def test_wrong_names_are_type_errors():
         ({"features": torch.ones(3, 1)}, "2 edges, but 3 rows"),
     ],
 )
-def test_wrong_stores_are_named(change, message):
+def test_wrong_stores_are_rejected_with_a_message_that_names_them(change, message):
     good = {"indptr": torch.tensor([0, 1, 2]), "indices": torch.tensor([0, 1], dtype=torch.int32)}
     nodes = {"u": NodeStore(2)}
     HeteroGraph(nodes, {("u", "r", "u"): EdgeStore(**good)})

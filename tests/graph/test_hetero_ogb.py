@@ -443,7 +443,9 @@ EDGES = "raw/relations/paper___cites___paper/edge"
         ("split/random/paper/valid", "-1\n", "contains node -1"),
     ],
 )
-def test_wrong_contents_are_named(written, tmp_path, file, text, words):
+def test_wrong_contents_are_rejected_with_a_message_that_names_them(
+    written, tmp_path, file, text, words
+):
     path = tmp_path / "a"
     shutil.copytree(written / "csv", path)
     (path / f"{file}.csv.gz").write_bytes(gzip.compress(text.encode()))
@@ -464,7 +466,9 @@ def test_wrong_contents_are_named(written, tmp_path, file, text, words):
         ("node-label", {"paper": np.zeros((29, 1))}, "29 labels for 30 nodes"),
     ],
 )
-def test_wrong_arrays_are_named(written, tmp_path, file, arrays, words):
+def test_wrong_arrays_are_rejected_with_a_message_that_names_them(
+    written, tmp_path, file, arrays, words
+):
     path = tmp_path / "a"
     shutil.copytree(written / "binary", path)
     if file == "edge_index_dict":

@@ -152,13 +152,13 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         ),
     ],
 )
-def test_wrong_labels_and_splits_are_named(options, message):
+def test_wrong_labels_and_splits_are_rejected_with_a_message_that_names_them(options, message):
     with pytest.raises(ValueError, match="(?s)" + message) as error:
         build(**options)
     assert "\n\nhint: " in str(error.value)
 
 
-def test_wrong_types_are_named():
+def test_wrong_types_are_rejected_with_a_message_that_names_them():
     with pytest.raises(TypeError, match=r"labels is .*\n\nhint: a dict by table"):
         build(labels="churn")
     with pytest.raises(TypeError, match=r"splits\['order'\] is .*\n\nhint: the name of a column"):

@@ -137,7 +137,7 @@ def test_pyg_loaders_reject_dates_as_seed_times():
         )
 
 
-def test_wrong_units_and_missing_dates_are_named(tmp_path):
+def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_them(tmp_path):
     with pytest.raises(ValueError, match="time_unit is 'days'"):
         graph_of([1, 2, 3], time_unit="days")
     with pytest.raises(ValueError, match=r"\[1\] is NaT, a missing time"):

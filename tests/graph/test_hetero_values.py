@@ -74,7 +74,7 @@ def test_classes_and_numbers_are_kept():
         (["train", "test"], r"has shape \(2,\)"),
     ],
 )
-def test_wrong_splits_are_named(split, message):
+def test_wrong_splits_are_rejected_with_a_message_that_names_them(split, message):
     with pytest.raises(ValueError, match="^split of node type 'user'(?s:.*)" + message) as error:
         graph_of({"num_nodes": 4, "split": split})
     assert "\n\nhint: " in str(error.value)

@@ -54,7 +54,9 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("option", ["sampler", "batch_sampler"])
-def test_a_wrong_item_of_a_sampler_is_named_with_its_position(name, option, wrong):
+def test_a_wrong_item_of_a_sampler_is_rejected_with_a_message_that_has_its_position(
+    name, option, wrong
+):
     make, count = LOADERS[name]
     value, kind, message = WRONG[wrong]
     value = count if wrong == "the number of items" else value

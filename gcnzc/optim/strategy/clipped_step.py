@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
 from gcnzc.optim.local.staleness_gap import StalenessGap
+from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.finite_mean import Reduction
@@ -188,6 +189,7 @@ class ClippedStep(Update):
         """See `RecipePart`."""
         is_sharded = self.shards is not None
         self.strategy.check_option("sharded", "momentum" in shards, has_now=is_sharded)
+        check_mapping(shared, "gap")
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

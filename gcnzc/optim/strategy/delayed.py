@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, Start, Wait
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import Collective
 from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean, exclude_zeros
@@ -188,9 +189,9 @@ class DelayedSteps(Delayed):
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
         name, least = f"{self.name} values", self.source.num_elements + 1
-        if f"{self.name} due" not in snapshot["shared"] and name not in snapshot["shared"]:
+        if name not in snapshot["shared"]:
             return {}
-        values = snapshot["shared"].get(name)
+        values = snapshot["shared"][name]
         # older versions saved all extras
         count = max(least, values.numel()) if isinstance(values, Tensor) else least
         # a mean that is not applied may have overflowed
@@ -201,6 +202,9 @@ class DelayedSteps(Delayed):
     ) -> None:
         """See `RecipePart`."""
         self.strategy.check_option("delay", DELAYED_MEAN in shared, has_now=False)
+        names = [f"{self.name} {each}" for each in ("due", "values", "workers", "skip_reason")]
+        if any(name in shared for name in names):
+            check_mapping(shared, *names)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -315,6 +319,7 @@ class DelayedRound(Delayed):
         is_eager = bool(self.local_state())
         self.strategy.check_option("eager", "own" in local, has_now=is_eager)
         self.strategy.check_option("delay", DELAYED_MEAN in shared, has_now=True)
+        check_mapping(shared, "extra_sums", "workers", "skip_reason")
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

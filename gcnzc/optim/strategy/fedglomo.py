@@ -33,6 +33,7 @@ from torch import Tensor
 from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
+from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.evaluations import Evaluations
 from gcnzc.optim.strategy.every_interval import EveryInterval
@@ -224,6 +225,12 @@ class GlobalMomentum(DifferenceMean):
             for name, vector in vars(each).items()
             if vector is not None
         }
+
+    def check_state(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`."""
+        check_mapping(shared, "round")
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""

@@ -32,6 +32,7 @@ from gcnzc.exchange.topology import (
     bandwidth_matching,
     bottleneck_threshold,
 )
+from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import SavedTensor, saved_world_size
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
@@ -192,6 +193,13 @@ class AdaptiveMatching(Matching):
             state["bandwidth"] = torch.from_numpy(self.bandwidth.copy())
             state["measured_in"] = self.measured_in
         return state
+
+    def check_state(
+        self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
+    ) -> None:
+        """See `RecipePart`."""
+        if "bandwidth" in shared:
+            check_mapping(shared, "measured_in")
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`; the matrices are of the number of ranks that saved the state."""
