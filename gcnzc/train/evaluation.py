@@ -54,7 +54,7 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
               heterogeneous graph;
             - the metric does not fit the task;
             - the fanouts are invalid, or `evaluate` is "sampled", and the run reads all neighbours;
-            - an output is not finite.
+            - a score to rank is NaN or infinite.
 
         OSError: the file of the predictions cannot be written.
     """
