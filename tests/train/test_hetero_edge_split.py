@@ -1,0 +1,81 @@
+"""The split of edges whose type has both directions, and the reverse types of a run."""
+
+import numpy as np
+import pytest
+import torch
+
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.train.hetero.edge_split import split_edges
+
+KNOWS = ("user", "knows", "user")
+USERS = 40
+
+
+def symmetric(times=None, count=300):
+    """Edges between users in both directions, which have the same time."""
+    random = np.random.default_rng(0)
+    keys = random.choice(USERS * (USERS - 1) // 2, count, replace=False)
+    pairs = np.stack(np.triu_indices(USERS, 1))[:, keys]
+    store = {"edge_index": np.concatenate([pairs, pairs[::-1]], axis=1)}
+    if times is not None:
+        own = random.integers(0, times, count)
+        store["time"] = np.concatenate([own, own])
+    return HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
+
+
+def pairs_of(edges, times=None):
+    rows = edges.T.tolist() if times is None else torch.cat([edges, times[None]]).T.tolist()
+    return {tuple(row) for row in rows}
+
+
+def flipped(pairs):
+    return {(second, first, *time) for first, second, *time in pairs}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_directions_are_held_out_together(seed):
+    graph = symmetric()
+    # an odd number of edges in each split, so that the boundary is between two directions
+    split = split_edges(graph, KNOWS, "random", 0.125, 0.125, seed, keep=False)
+    train, valid, test = (pairs_of(split.edges[name]) for name in ("train", "valid", "test"))
+    assert split.reverse_types == [KNOWS]
+    assert len(test) == 75
+    assert 74 <= len(valid) <= 75
+    assert 449 <= len(train) <= 450
+    assert not (train | flipped(train)) & (valid | test)
+    assert not flipped(valid) & test
+    remaining = pairs_of(split.graph.edges(KNOWS).edge_index())
+    assert remaining == train
+    other = split_edges(graph, KNOWS, "random", 0.125, 0.125, seed + 1, keep=False)
+    assert pairs_of(other.edges["test"]) != test
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("times", [1, 3, 1000])
+def test_reverses_of_the_same_time_are_in_one_split(times, keep):
+    graph = symmetric(times)
+    split = split_edges(graph, KNOWS, "time", 0.125, 0.125, 0, keep=keep)
+    train, valid, test = (
+        pairs_of(split.edges[name], split.times[name]) for name in ("train", "valid", "test")
+    )
+    assert not flipped(train) & (valid | test)
+    assert not flipped(valid) & test
+    if times == 1000:
+        # only edges whose directions are on both sides of a boundary lose one
+        assert len(train) + len(valid) + len(test) >= 595
+
+
+def test_earlier_reverses_are_training_edges():
+    """An answer is another event than the message, which has another time."""
+    random = np.random.default_rng(0)
+    pairs = random.integers(0, USERS, (2, 200))
+    edges = np.concatenate([pairs, pairs[::-1]], axis=1)
+    store = {"edge_index": edges, "time": np.arange(400)}
+    graph = HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
+    split = split_edges(graph, KNOWS, "time", 0.1, 0.1, 0, keep=True)
+    assert {name: ids.shape[1] for name, ids in split.edges.items()} == {
+        "train": 320,
+        "valid": 40,
+        "test": 40,
+    }
+    assert flipped(pairs_of(split.edges["train"])) & pairs_of(split.edges["test"])
