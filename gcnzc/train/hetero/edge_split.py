@@ -30,7 +30,8 @@ class HeteroEdgeSplit:
         edges: "train", "valid" and "test": (2, E of the split) int64 sources and destinations.
         times: by split, (E of the split,); None if the edges have no times.
         graph: for message passing: without the held-out edges and their reverses.
-        reverse_types: the edge types of the reverse edges; empty if held-out edges are kept.
+        reverse_types: the edge types of the reverse edges; None if held-out edges are kept, and
+            the types are not given.
         kind: whether the latest or random edges are held out.
     """
 
@@ -38,7 +39,7 @@ class HeteroEdgeSplit:
     edges: Mapping[str, Tensor]
     times: Mapping[str, Tensor] | None
     graph: HeteroGraph
-    reverse_types: list[EdgeType]
+    reverse_types: Sequence[EdgeType] | None
     kind: Literal["time", "random"]
 
 
@@ -51,6 +52,7 @@ def split_edges(
     seed: int,
     *,
     keep: bool,
+    reverse_types: Sequence[EdgeType] | None = None,
 ) -> HeteroEdgeSplit:
     """Divide the edges of a type by time or at random.
 
@@ -67,6 +69,8 @@ def split_edges(
         valid, test: fractions of the edges to hold out.
         seed: of the random split.
         keep: keep held-out edges in the graph, because its sampler excludes later edges.
+        reverse_types: edge types of the reverse edges. Default: those that `find_reverse_types`
+            finds.
 
     Raises:
         ValueError: the edges have no times, or a split has no edges.
@@ -80,7 +84,9 @@ def split_edges(
             "hint: --edge-split random"
         )
     count, width = edges.shape[1], graph.num_nodes(edge_type[2])
-    reverses = [] if keep else find_reverse_types(graph, edge_type)
+    if reverse_types is None and not keep:
+        reverse_types = find_reverse_types(graph, edge_type)
+    reverses = reverse_types or []
     if kind == "time":
         assert times is not None, "checked above"
         order = times.argsort(stable=True)
@@ -99,7 +105,7 @@ def split_edges(
         own = parts["train"]
         parts["train"] = own[torch.isin(keys[own], keys[held_out], invert=True)]
     # a temporal sampler keeps reverses out of neighbourhoods, but they may still be training edges
-    if edge_type in reverses or (keep and edge_type[0] == edge_type[2]):
+    if edge_type in reverses or (reverse_types is None and edge_type[0] == edge_type[2]):
         flipped = edges[1] * width + edges[0]
         later_times = times if kind == "time" else None
         for name, later in (("train", held_out), ("valid", parts["test"])):
@@ -118,7 +124,7 @@ def split_edges(
         {name: edges[:, ids] for name, ids in parts.items()},
         None if times is None else {name: times[ids] for name, ids in parts.items()},
         graph,
-        reverses,
+        reverse_types,
         kind,
     )
 
@@ -134,6 +140,7 @@ def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSp
         config.test_edges,
         config.seed,
         keep=config.temporal != "none",
+        reverse_types=data.reverse_types,
     )
 
 
