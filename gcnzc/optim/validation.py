@@ -81,9 +81,7 @@ def check_module(module: object, groups: Iterable[Mapping[str, Any]]) -> None:
     if module is None:
         return
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module is {describe(module)}\n\nhint: give the model, a torch.nn.Module"
-        )
+        raise TypeError(f"module is {describe(module)}\n\nhint: give the model, a torch.nn.Module")
     own = {id(parameter) for parameter in module.parameters()}
     given = {id(parameter) for group in groups for parameter in group["params"]}
     if own and own.isdisjoint(given):
