@@ -135,8 +135,8 @@ class HeteroLinkSampler:
                     f"the edges {each} are the reverses of {self.edge_type}, but have no times, so "
                     "a temporal sampler samples the reverse of the edge itself and of later edges"
                     "\n\n"
-                    f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] if they "
-                    "are not reverses"
+                    f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] (gcnzc "
+                    "train: --reverse-types none) if they are not reverses"
                 )
 
     @property

@@ -15,6 +15,8 @@ _PREFIX = re.compile(rf"(?:{_WORDS})[_-](?P<name>.+)", re.IGNORECASE)
 _SUFFIX = re.compile(rf"(?P<name>.+)[_-](?:{_WORDS})", re.IGNORECASE)
 # fraction of the pairs that edge types with other names must have in common
 COMMON = 0.9
+# fraction of the pairs above which reverses that are not by chance cause a warning
+UNEXPECTED = 0.1
 
 
 def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[EdgeType]:
@@ -33,8 +35,13 @@ def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[Ed
             its edges has a reverse edge of the same type.
 
     Warns:
-        UserWarning: an edge type has the name of a reverse, but fewer than half of the pairs of
-            the smaller of the two types are common.
+        UserWarning: an edge type
+
+            - has the name of a reverse, but fewer than half of the pairs of the smaller of the two
+              types are common; or
+            - is none of the results, but has the reverses of many pairs of `edge_type`: by more
+              than 10 % of these pairs more than random edges between nodes of the same degrees,
+              and twice as many, or half of the other pairs more.
     """
     edge_type = graph.edge_type(edge_type)
     own = None
@@ -46,18 +53,22 @@ def find_reverse_types(graph: HeteroGraph, edge_type: EdgeType | str) -> list[Ed
         if own is None:
             own = _sorted_keys(graph, edge_type, is_reverse=False)
             own_pairs = own.unique_consecutive()
-        if not is_named and graph.num_edges(other) < COMMON * len(own_pairs):
+        if not is_named and graph.num_edges(other) < UNEXPECTED * len(own_pairs):
             continue
         keys = _sorted_keys(graph, other, is_reverse=True)
         if torch.equal(own, keys):
             found.append(other)
-        elif other != edge_type:
-            counts = _count_pairs(own_pairs, keys.unique_consecutive())
-            if is_named and counts.num_common:
-                found.append(other)
-                _warn(edge_type, other, counts)
-            elif counts.num_common >= COMMON * max(counts.num_own, counts.num_other):
-                found.append(other)
+            continue
+        pairs = keys.unique_consecutive()
+        counts = _count_pairs(own_pairs, pairs)
+        if other != edge_type and is_named and counts.num_common:
+            found.append(other)
+            _warn_of_name(edge_type, other, counts)
+        elif other != edge_type and counts.num_common >= COMMON * max(counts[1:]):
+            found.append(other)
+        elif counts.num_common > UNEXPECTED * counts.num_own:
+            num_expected = _expect_common(own_pairs, pairs, graph.num_nodes(edge_type[2]))
+            _warn_of_common(edge_type, other, counts, num_expected)
     return found
 
 
@@ -95,13 +106,56 @@ def _count_pairs(own: Tensor, other: Tensor) -> _Counts:
     return _Counts(int((own[places] == other).sum()), len(own), len(other))
 
 
-def _warn(edge_type: EdgeType, other: EdgeType, counts: _Counts) -> None:
+def _expect_common(own: Tensor, other: Tensor, width: int) -> float:
+    """Return the expected number of common pairs if ends are random, but degrees are not.
+
+    As in the configuration model, the probability that two nodes of degrees a and b are one of E
+    random pairs is about ab / E.
+
+    Args:
+        own, other: ascending keys `first * width + second` without duplicates.
+        width: number of nodes of the second type.
+    """
+    first, second = other // width, other % width
+    # the first node of a pair may have a higher number in `own` than in `other`
+    of_first = first.bincount(minlength=int(own[-1]) // width + 1)[own // width]
+    of_second = second.bincount(minlength=width)[own % width]
+    product = of_first.double() * of_second
+    return float((product / len(other)).clamp(max=1).sum())
+
+
+def _warn_of_common(
+    edge_type: EdgeType, other: EdgeType, counts: _Counts, num_expected: float
+) -> None:
+    """Warn if more pairs are common than random edges have."""
+    excess = counts.num_common - num_expected
+    least = max(
+        UNEXPECTED * counts.num_own,
+        # four standard deviations of the number of rare events
+        4 * max(num_expected, 1) ** 0.5,
+        # the expected number is too small if degrees are very skewed
+        min(num_expected, (counts.num_own - num_expected) / 2),
+    )
+    if excess <= least:
+        return
+    warnings.warn(
+        f"{counts.num_common:,} of {counts.num_own:,} pairs of nodes of {edge_type} have a reverse "
+        f"edge in {other}, and about {num_expected:,.0f} would by chance, but {other} is not "
+        "treated as a reverse type: these edges may show a model the edges that it predicts\n\n"
+        f"hint: reverse_types=[{other}] (gcnzc train: --reverse-types {','.join(other)}) if they "
+        "are reverse edges, otherwise reverse_types=[] (--reverse-types none)",
+        stacklevel=4,
+    )
+
+
+def _warn_of_name(edge_type: EdgeType, other: EdgeType, counts: _Counts) -> None:
     smaller = min(counts.num_own, counts.num_other)
     if counts.num_common < smaller / 2:
         warnings.warn(
             f"{other} has the name of the reverse of {edge_type}, and is treated as such, but only "
             f"{counts.num_common:,} of {smaller:,} pairs of nodes of the smaller type are reverses"
             "\n\n"
-            "hint: reverse_types=[] if it is not; otherwise check the node ids of both types",
+            "hint: reverse_types=[] (gcnzc train: --reverse-types none) if it is not; otherwise "
+            "check the node ids of both types",
             stacklevel=4,
         )

@@ -24,6 +24,10 @@ class HeteroOptions(Options):
     """heterogeneous graphs, link prediction: edges that are held out for validation and test: the
     latest, of which the test edges are the last (time), or random ones; auto: time if the edges or
     their nodes have times"""
+    reverse_types: str = "auto"
+    """heterogeneous graphs, link prediction: edge types with the reverse edges of --edge-type, such
+    as item,bought_by,user, or names of relations, separated by commas; they are held out together.
+    none: no edge type; auto: those that are found by their edges and names"""
     valid_edges: float = 0.1
     """heterogeneous graphs, link prediction: fraction of the edges that is held out for
     validation"""

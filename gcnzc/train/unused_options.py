@@ -38,6 +38,7 @@ READ_WITH: Mapping[str, Choices] = {
     "target": {**_HETERO, **_NODE},
     "edge_type": {**_HETERO, **_LINK},
     "edge_split": {**_HETERO, **_LINK},
+    "reverse_types": {**_HETERO, **_LINK},
     "valid_edges": {**_HETERO, **_LINK},
     "test_edges": {**_HETERO, **_LINK},
     "evaluate_negatives": {**_HETERO, **_LINK},

@@ -77,6 +77,7 @@ OTHERS = {
     "target": "paper",
     "edge_type": "user,buys,item",
     "edge_split": "time",
+    "reverse_types": "none",
     "valid_edges": 0.2,
     "test_edges": 0.2,
     "evaluate_negatives": 7,
@@ -86,7 +87,14 @@ OTHERS = {
     "embedding_lr": 0.1,
 }
 MODELS = ("sage", "gcn", "gin", "gat", "gatv2")
-OF_EDGES = ("edge_type", "edge_split", "valid_edges", "test_edges", "evaluate_negatives")
+OF_EDGES = (
+    "edge_type",
+    "edge_split",
+    "reverse_types",
+    "valid_edges",
+    "test_edges",
+    "evaluate_negatives",
+)
 # by choice and option: an option without which it has no effect
 NEEDED = {("diloco", "grace_s"): {"quorum": 1}}
 NEEDED |= {(model, name): {"task": "link"} for model in HETERO_MODELS for name in OF_EDGES}

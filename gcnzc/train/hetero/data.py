@@ -1,6 +1,6 @@
 """The heterogeneous graph of a run, with the labels and splits of its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +62,8 @@ class HeteroDataset:
     folder: Path
     edge_type: EdgeType | None = None
     """in link prediction, of the edges to predict"""
+    reverse_types: Sequence[EdgeType] | None = None
+    """in link prediction, of their reverse edges; None to find them"""
     best_accuracy: float | None = None
     links: None = None
 
@@ -185,7 +187,10 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
 def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> HeteroDataset:
     edge_type = _find_edge_type(config, graph)
     none = torch.full((1,), -1)
-    return HeteroDataset(graph, "", none, {}, 1, "mrr", path, edge_type)
+    reverse_types = _parse_reverse_types(config, graph, edge_type)
+    return HeteroDataset(
+        graph, "", none, {}, 1, "mrr", path, edge_type, reverse_types=reverse_types
+    )
 
 
 def _find_target(config: TrainConfig, graph: HeteroGraph, path: Path) -> str:
@@ -229,6 +234,35 @@ def _find_edge_type(config: TrainConfig, graph: HeteroGraph) -> EdgeType:
         return graph.edge_type(parts if len(parts) == 3 else given)
     except ValueError as error:
         raise ValueError(f"--edge-type {given}: {error}") from None
+
+
+def _parse_reverse_types(
+    config: TrainConfig, graph: HeteroGraph, edge_type: EdgeType
+) -> list[EdgeType] | None:
+    """Return the given edge types of the reverse edges; None to find them."""
+    given = config.reverse_types
+    if given in ("auto", "none"):
+        return None if given == "auto" else []
+    names = [name.strip() for name in given.split(",")]
+    found: list[EdgeType] = []
+    while names:
+        # three names are an edge type if the graph has it, and otherwise relations
+        triple = "__".join(names[:3])
+        size = 3 if triple in map("__".join, graph.edge_types) else 1
+        try:
+            other = graph.edge_type(triple if size == 3 else names[0])
+        except ValueError as error:
+            raise ValueError(f"--reverse-types {given}: {error}") from None
+        if other[::2] != edge_type[::-2]:
+            raise ValueError(
+                f"--reverse-types {given}: {other} does not go from {edge_type[2]!r} to "
+                f"{edge_type[0]!r}\n\nhint: give the reverse edges of {edge_type}; none if there "
+                "are none"
+            )
+        if other not in found:
+            found.append(other)
+        names = names[size:]
+    return found
 
 
 def _labelled(nodes: NodeStore, labels: Tensor, name: str) -> Tensor:

@@ -30,7 +30,8 @@ class HeteroEdgeSplit:
         edges: "train", "valid" and "test": (2, E of the split) int64 sources and destinations.
         times: by split, (E of the split,); None if the edges have no times.
         graph: for message passing: without the held-out edges and their reverses.
-        reverse_types: the edge types of the reverse edges; empty if held-out edges are kept.
+        reverse_types: the edge types of the reverse edges; None if held-out edges are kept, and
+            the types are not given.
         kind: whether the latest or random edges are held out.
     """
 
@@ -38,7 +39,7 @@ class HeteroEdgeSplit:
     edges: Mapping[str, Tensor]
     times: Mapping[str, Tensor] | None
     graph: HeteroGraph
-    reverse_types: list[EdgeType]
+    reverse_types: Sequence[EdgeType] | None
     kind: Literal["time", "random"]
 
 
@@ -51,10 +52,14 @@ def split_edges(
     seed: int,
     *,
     keep: bool,
+    reverse_types: Sequence[EdgeType] | None = None,
 ) -> HeteroEdgeSplit:
     """Divide the edges of a type by time or at random.
 
-    In a random split, edges between the nodes of a held-out edge are not training edges.
+    In a random split, edges between the nodes of a held-out edge are not training edges. If the
+    type is its own reverse, both directions of an edge are held out together. In a split by time,
+    the reverse of a held-out edge is no training edge if it has the same type and time; earlier
+    reverses may be training edges.
 
     Args:
         graph: the graph.
@@ -64,6 +69,8 @@ def split_edges(
         valid, test: fractions of the edges to hold out.
         seed: of the random split.
         keep: keep held-out edges in the graph, because its sampler excludes later edges.
+        reverse_types: edge types of the reverse edges. Default: those that `find_reverse_types`
+            finds.
 
     Raises:
         ValueError: the edges have no times, or a split has no edges.
@@ -76,10 +83,15 @@ def split_edges(
             f"--edge-split time: neither the edges {edge_type} nor their nodes have times\n\n"
             "hint: --edge-split random"
         )
-    count = edges.shape[1]
+    count, width = edges.shape[1], graph.num_nodes(edge_type[2])
+    if reverse_types is None and not keep:
+        reverse_types = find_reverse_types(graph, edge_type)
+    reverses = reverse_types or []
     if kind == "time":
         assert times is not None, "checked above"
         order = times.argsort(stable=True)
+    elif edge_type in reverses:
+        order = _shuffle_pairs(edges, width, seed)
     else:
         order = torch.from_numpy(permutation(count, seed, 0, SPLIT))
     num_test, num_valid = int(count * test), int(count * valid)
@@ -88,18 +100,22 @@ def split_edges(
         zip(("train", "valid", "test"), order.split([num_train, num_valid, num_test]), strict=True)
     )
     held_out = order[num_train:]
+    keys = edges[0] * width + edges[1]
     if kind == "random":
-        width = graph.num_nodes(edge_type[2])
-        keys = edges[0] * width + edges[1]
         own = parts["train"]
         parts["train"] = own[torch.isin(keys[own], keys[held_out], invert=True)]
+    # a temporal sampler keeps reverses out of neighbourhoods, but they may still be training edges
+    if edge_type in reverses or (reverse_types is None and edge_type[0] == edge_type[2]):
+        flipped = edges[1] * width + edges[0]
+        later_times = times if kind == "time" else None
+        for name, later in (("train", held_out), ("valid", parts["test"])):
+            parts[name] = _drop_reverses(parts[name], later, keys, flipped, later_times)
     for name, ids in parts.items():
         if not len(ids):
             raise ValueError(
                 f"of the {count:,} edges {edge_type}, none is in the {name} split\n\n"
                 "hint: choose --valid-edges and --test-edges such that each split has edges"
             )
-    reverses = [] if keep else find_reverse_types(graph, edge_type)
     if not keep:
         later = times if kind == "time" else None
         graph = _without(graph, edge_type, reverses, edges[:, held_out], held_out, later)
@@ -108,7 +124,7 @@ def split_edges(
         {name: edges[:, ids] for name, ids in parts.items()},
         None if times is None else {name: times[ids] for name, ids in parts.items()},
         graph,
-        reverses,
+        reverse_types,
         kind,
     )
 
@@ -124,6 +140,7 @@ def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSp
         config.test_edges,
         config.seed,
         keep=config.temporal != "none",
+        reverse_types=data.reverse_types,
     )
 
 
@@ -139,6 +156,36 @@ def find_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
             own = of_nodes[ids]
             times = own if times is None else torch.maximum(times, own)
     return times
+
+
+def _shuffle_pairs(edges: Tensor, width: int, seed: int) -> Tensor:
+    """Return edge ids in a random order in which edges between the same two nodes are adjacent."""
+    low, high = edges.aminmax(dim=0)
+    pairs, inverse = (low * width + high).unique(return_inverse=True)
+    return (
+        torch.from_numpy(permutation(len(pairs), seed, 0, SPLIT))
+        .argsort()[inverse]
+        .argsort(stable=True)
+    )
+
+
+def _drop_reverses(
+    ids: Tensor, later: Tensor, keys: Tensor, flipped: Tensor, times: Tensor | None
+) -> Tensor:
+    """Return the edges that are not reverses of those of a later split.
+
+    Args:
+        ids: of edges, none of which is later than one of `later`.
+        later: ids of the edges of the later split.
+        keys, flipped: (E,) a number for each edge and one for its reverse, by edge id.
+        times: (E,), if edges are split by time. Earlier reverses then are other events, and remain.
+    """
+    if times is None or not len(later):
+        return ids[torch.isin(flipped[ids], keys[later], invert=True)]
+    first = times[later].min()
+    later = later[times[later] == first]
+    is_reverse = torch.isin(flipped[ids], keys[later]) & (times[ids] == first)
+    return ids[~is_reverse]
 
 
 def _without(

@@ -83,7 +83,7 @@ class HeteroLinkTask:
             # None removes no edges, because temporal neighbourhoods are earlier than their edge,
             # but checks that reverse types have times
             exclude=None if self.is_temporal else exclude,
-            reverse_types=None if self.is_temporal else self.split.reverse_types,
+            reverse_types=self.split.reverse_types,
             known=self.data.graph,
             seed=self.config.seed,
         )
@@ -214,7 +214,11 @@ class HeteroLinkTask:
         """See `Task`; there is no choice."""
         counts = ", ".join(f"{ids.shape[1]:,} {name}" for name, ids in self.split.edges.items())
         how = "latest" if self.split.kind == "time" else "random"
-        say(f"edges {self.split.edge_type}: {counts}; the {how} ones are held out")
+        reverses = self.split.reverse_types
+        message = f"edges {self.split.edge_type}: {counts}; the {how} ones are held out"
+        if reverses is not None:
+            message += f"; reverse edge types: {', '.join(map(str, reverses)) or 'none'}"
+        say(message)
 
     def outputs(
         self,

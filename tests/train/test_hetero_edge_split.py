@@ -1,0 +1,191 @@
+"""The split of edges whose type has both directions, and the reverse types of a run."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typed_shop import BOUGHT, BUYS, build
+
+from gcnzc.cli import main
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.hetero.data import load_hetero
+from gcnzc.train.hetero.edge_split import split_edges, split_edges_of_run
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+
+KNOWS = ("user", "knows", "user")
+USERS = 40
+
+
+def symmetric(times=None, count=300):
+    """Edges between users in both directions, which have the same time."""
+    random = np.random.default_rng(0)
+    keys = random.choice(USERS * (USERS - 1) // 2, count, replace=False)
+    pairs = np.stack(np.triu_indices(USERS, 1))[:, keys]
+    store = {"edge_index": np.concatenate([pairs, pairs[::-1]], axis=1)}
+    if times is not None:
+        own = random.integers(0, times, count)
+        store["time"] = np.concatenate([own, own])
+    return HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
+
+
+def pairs_of(edges, times=None):
+    rows = edges.T.tolist() if times is None else torch.cat([edges, times[None]]).T.tolist()
+    return {tuple(row) for row in rows}
+
+
+def flipped(pairs):
+    return {(second, first, *time) for first, second, *time in pairs}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_directions_are_held_out_together(seed):
+    graph = symmetric()
+    # an odd number of edges in each split, so that the boundary is between two directions
+    split = split_edges(graph, KNOWS, "random", 0.125, 0.125, seed, keep=False)
+    train, valid, test = (pairs_of(split.edges[name]) for name in ("train", "valid", "test"))
+    assert split.reverse_types == [KNOWS]
+    assert len(test) == 75
+    assert 74 <= len(valid) <= 75
+    assert 449 <= len(train) <= 450
+    assert not (train | flipped(train)) & (valid | test)
+    assert not flipped(valid) & test
+    remaining = pairs_of(split.graph.edges(KNOWS).edge_index())
+    assert remaining == train
+    other = split_edges(graph, KNOWS, "random", 0.125, 0.125, seed + 1, keep=False)
+    assert pairs_of(other.edges["test"]) != test
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("times", [1, 3, 1000])
+def test_reverses_of_the_same_time_are_in_one_split(times, keep):
+    graph = symmetric(times)
+    split = split_edges(graph, KNOWS, "time", 0.125, 0.125, 0, keep=keep)
+    train, valid, test = (
+        pairs_of(split.edges[name], split.times[name]) for name in ("train", "valid", "test")
+    )
+    assert not flipped(train) & (valid | test)
+    assert not flipped(valid) & test
+    if times == 1000:
+        # only edges whose directions are on both sides of a boundary lose one
+        assert len(train) + len(valid) + len(test) >= 595
+
+
+def test_earlier_reverses_are_training_edges():
+    """An answer is another event than the message, which has another time."""
+    random = np.random.default_rng(0)
+    pairs = random.integers(0, USERS, (2, 200))
+    edges = np.concatenate([pairs, pairs[::-1]], axis=1)
+    store = {"edge_index": edges, "time": np.arange(400)}
+    graph = HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
+    split = split_edges(graph, KNOWS, "time", 0.1, 0.1, 0, keep=True)
+    assert {name: ids.shape[1] for name, ids in split.edges.items()} == {
+        "train": 320,
+        "valid": 40,
+        "test": 40,
+    }
+    assert flipped(pairs_of(split.edges["train"])) & pairs_of(split.edges["test"])
+
+
+def shop(*, has_times):
+    """A shop in which 70 % of the purchases have a reverse edge, which has no time."""
+    whole = build(has_times=has_times)
+    edges = whole.edges(BUYS).edge_index()
+    nodes = {name: {"features": whole.nodes(name).features} for name in whole.node_types}
+    own = {"edge_index": edges} | ({"time": whole.edges(BUYS).time} if has_times else {})
+    reverse = edges.flip(0)[:, : int(0.7 * edges.shape[1])]
+    return HeteroGraph.from_arrays(nodes, {BUYS: own, BOUGHT: reverse})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("split") / "shop"
+    shop(has_times=False).save(path)
+    return path
+
+
+OPTIONS = {"task": "link", "edge_type": "buys", "model": "hetero-sage", "fanouts": (5,)}
+
+
+def config_of(folder, **options):
+    return TrainConfig(data=folder, **OPTIONS, layers=1, hidden=8, **options)
+
+
+@pytest.mark.parametrize(
+    "given", ["bought_by", "item,bought_by,user", " item, bought_by,user,bought_by"]
+)
+def test_given_reverse_types_are_held_out_and_excluded(folder, given):
+    config = config_of(folder, reverse_types=given)
+    data = load_hetero(config, folder)
+    split = split_edges_of_run(config, data)
+    assert split.reverse_types == [BOUGHT]
+    held_out = pairs_of(torch.cat([split.edges["valid"], split.edges["test"]], 1))
+    remaining = flipped(pairs_of(split.graph.edges(BOUGHT).edge_index()))
+    assert remaining
+    assert not remaining & held_out
+    assert HeteroLinkTask(config, data).sampler.reverse_types == [BOUGHT]
+
+
+def test_no_reverse_types_are_given(folder):
+    config = config_of(folder, reverse_types="none")
+    data = load_hetero(config, folder)
+    assert HeteroLinkTask(config, data).sampler.reverse_types == []
+    split = split_edges_of_run(config, data)
+    assert split.graph.num_edges(BOUGHT) == data.graph.num_edges(BOUGHT)
+
+
+def test_a_type_given_as_its_own_reverse_is_held_out_in_pairs(tmp_path):
+    """Some edges have no reverse, so it is not found."""
+    edges = symmetric().edges(KNOWS).edge_index()[:, :500]
+    graph = HeteroGraph.from_arrays({"user": USERS}, {KNOWS: edges})
+    split = split_edges(graph, KNOWS, "random", 0.1, 0.1, 0, keep=False, reverse_types=[KNOWS])
+    train, valid, test = (pairs_of(split.edges[name]) for name in ("train", "valid", "test"))
+    assert not (train | flipped(train)) & (valid | test)
+    assert not flipped(valid) & test
+    assert len(train) + len(valid) + len(test) >= 498
+
+
+@pytest.mark.filterwarnings("always:.*is not treated as a reverse type")
+def test_a_run_reports_and_stores_its_reverse_types(folder, tmp_path, capsys):
+    own = ["--task", "link", "--edge-type", "buys", "--model", "hetero-sage", "--fanouts", "5"]
+    own += ["--layers", "1", "--hidden", "8", "--epochs", "1", "--evaluate-negatives", "5"]
+
+    def messages(name, *options):
+        assert main(["train", str(folder), "--out", str(tmp_path / name), *own, *options]) == 0
+        return capsys.readouterr().err
+
+    found = messages("auto")
+    assert "random ones are held out; reverse edge types: none" in found
+    assert "('item', 'bought_by', 'user') is not treated as a reverse type" in found
+    given = messages("given", "--reverse-types", "bought_by")
+    assert "held out; reverse edge types: ('item', 'bought_by', 'user')" in given
+    assert "not treated" not in given
+    stored = json.loads((tmp_path / "given" / "config.json").read_text())
+    assert stored["reverse_types"] == "bought_by"
+    assert main(["evaluate", str(tmp_path / "given")]) == 0
+    assert "reverse edge types: ('item', 'bought_by', 'user')" in capsys.readouterr().err
+
+
+def test_a_temporal_run_is_told_that_untimed_edges_are_no_reverses(tmp_path):
+    shop(has_times=True).save(tmp_path / "shop")
+    config = config_of(tmp_path / "shop", temporal="last", evaluate="sampled")
+    data = load_hetero(replace(config, reverse_types="bought_by"), tmp_path / "shop")
+    with pytest.raises(ValueError, match=r"have no times.*(?s:.)*--reverse-types none\)"):
+        HeteroLinkTask(config, data)
+    config = replace(config, reverse_types="none")
+    data = load_hetero(config, tmp_path / "shop")
+    assert HeteroLinkTask(config, data).sampler.reverse_types == []
+
+
+def test_bad_reverse_types_are_rejected_by_name(folder):
+    for given, reason in (
+        ("sold_by", "there is no edge type with the name 'sold_by'"),
+        ("bought_by,user", "there is no edge type with the name 'user'"),
+        ("", "there is no edge type with the name ''"),
+        ("buys", r"\('user', 'buys', 'item'\) does not go from 'item' to 'user'"),
+    ):
+        config = config_of(folder, reverse_types=given)
+        with pytest.raises(ValueError, match=f"^--reverse-types {given}: {reason}\n\nhint: "):
+            load_hetero(config, folder)
