@@ -33,7 +33,7 @@ class HeteroOptions(Options):
     """heterogeneous graphs, link prediction: random destinations with which each held-out edge is
     ranked in an evaluation; all: all nodes of their type to which its source has no training edge
     (for test: no training or validation edge), which gives recall@K and hit_rate@K instead of
-    auc"""
+    auc; more than 100 must be below the number of destinations"""
     temporal: Literal["none", "uniform", "last"] = "none"
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,
