@@ -20,7 +20,7 @@ from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
 from gcnzc.train.hetero.ranking import rank_among_all
-from gcnzc.train.hetero_options import HeteroOptions
+from gcnzc.train.hetero_options import DEFAULT_EVALUATE_NEGATIVES
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
@@ -271,7 +271,7 @@ class HeteroLinkTask:
         num_nodes = self.split.graph.num_nodes(name)
         if count < num_nodes:
             return
-        if count > HeteroOptions.evaluate_negatives:
+        if count > DEFAULT_EVALUATE_NEGATIVES:
             raise ValueError(
                 f"--evaluate-negatives {count}, but there are {num_nodes:,} nodes of type "
                 f"{name!r}\n\nhint: --evaluate-negatives all (in Python evaluate_negatives='all') "
