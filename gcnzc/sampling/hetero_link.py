@@ -3,6 +3,7 @@
 Notation: E seed edges, S seeds of a minibatch, P pairs of a minibatch, K negatives for each edge.
 """
 
+import copy
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -157,7 +158,34 @@ class HeteroLinkSampler:
             "exclude": self.exclude,
             "reverse_types": ["__".join(each) for each in self.reverse_types],
             "negatives_seed": self.seed,
+            **({"first_negative": first} if (first := self._negatives.first) else {}),
         }
+
+    def check_negatives(self, edges: Tensor | None = None, times: Tensor | None = None) -> None:
+        """Check that edges have negatives, which `sample` otherwise finds out one by one.
+
+        Args:
+            edges: (2, E) of the edge type. Default: the seed edges.
+            times: (E,) of `edges`, for a temporal sampler.
+
+        Raises:
+            ValueError: an edge has no negative: all destinations are later than it, or with
+                `strict`, its source has an edge to each of those that are not.
+        """
+        if edges is None:
+            edges, times = self.edges, self.times
+        self._negatives.check_negatives(edges, times)
+
+    def with_negatives(self, first: int, count: int) -> "HeteroLinkSampler":
+        """Return a sampler of a part of the negatives of each edge: `count` of them from `first`.
+
+        A sampler with many negatives for each edge can thus be divided: together, the parts have
+        the same negatives as the whole.
+        """
+        part, part._negatives = copy.copy(self), copy.copy(self._negatives)
+        part.num_negatives = part._negatives.num_negatives = count
+        part._negatives.first = self._negatives.first + first
+        return part
 
     def sample(self, seeds: IdsLike, epoch: int) -> HeteroBatch:
         """Sample negatives for seed edges and the neighbourhoods of all end nodes.

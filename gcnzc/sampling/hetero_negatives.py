@@ -3,6 +3,7 @@
 Notation: E seed edges, S edges of a minibatch, K negatives for each edge, N destination nodes.
 """
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ class HeteroNegativeSampler:
         strict: reject negatives that are edges of `known`.
         seed: 64-bit integer key.
         node_times: (N,) int64 times of the destinations; None if all of them are eligible.
+
+    Attributes:
+        first: index of the first sampled negative among those of an edge, which selects the random
+            numbers.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class HeteroNegativeSampler:
         node_times: Tensor | None,
     ) -> None:
         self.edge_type, self.num_negatives = edge_type, num_negatives
-        self.strict, self.seed = strict, seed
+        self.strict, self.seed, self.first = strict, seed, 0
         store = known.edges(edge_type)
         indptr, indices = store.indptr.numpy(), store.indices.numpy()
         if strict and not is_sorted(indptr, indices):
@@ -73,6 +78,37 @@ class HeteroNegativeSampler:
                 "them"
             )
 
+    def check_negatives(self, edges: Tensor, times: Tensor | None) -> None:
+        """Check that each edge has a negative, before a run starts.
+
+        Only sources with as many edges as there are eligible destinations can have none.
+
+        Args:
+            edges: (2, E).
+            times: (E,) of the edges; None without temporal sampling.
+
+        Raises:
+            ValueError: an edge has no valid negative.
+        """
+        if times is not None:
+            self.check_eligible(edges, times)
+        if not self.strict or not self.num_negatives:
+            return
+        indptr, indices = self._edges
+        sources, num_eligible = edges[0].numpy(), np.array(len(indptr) - 1)
+        if self._order is not None and times is not None:
+            num_eligible = np.searchsorted(self._times, times.numpy(), side="right")
+        # a node of the same type is not its own negative
+        num_known = np.bincount(indices, minlength=int(sources.max(initial=-1)) + 1)[sources]
+        num_known += self.edge_type[0] == self.edge_type[2]
+        candidates = np.flatnonzero(num_known >= num_eligible)
+        limits = np.broadcast_to(num_eligible, sources.shape)
+        keys = np.stack([sources, limits])[:, candidates]
+        items = torch.from_numpy(candidates[np.unique(keys, axis=1, return_index=True)[1]])
+        one = copy.copy(self)
+        one.num_negatives = 1
+        one.sample(edges[:, items], items, None if times is None else times[items], 0)
+
     def sample(self, positives: Tensor, items: Tensor, times: Tensor | None, epoch: int) -> Tensor:
         """Sample the negatives of edges.
 
@@ -102,6 +138,7 @@ class HeteroNegativeSampler:
                 self.seed,
                 epoch,
                 is_bipartite,
+                self.first,
             )
             return torch.from_numpy(found)
         num_eligible = np.searchsorted(self._times, times.numpy(), side="right")
@@ -116,6 +153,7 @@ class HeteroNegativeSampler:
             self.seed,
             epoch,
             is_bipartite,
+            self.first,
         )
         if failed is not None:
             raise ValueError(
@@ -123,6 +161,7 @@ class HeteroNegativeSampler:
                 f"{self.edge_type}, whose time is {int(times[failed])}, has no negative: the graph "
                 f"has edges between its source and each of the {num_eligible[failed]} nodes of "
                 f"type {self.edge_type[2]!r} that are not later\n\n"
-                "hint: strict=False allows negatives that are edges of the graph"
+                "hint: strict=False (on the command line --no-strict-negatives) allows negatives "
+                "that are edges of the graph"
             )
         return torch.from_numpy(found)

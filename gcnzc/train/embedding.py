@@ -6,6 +6,7 @@ Notation: N nodes, D output columns of the layer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def embed_nodes(
     *,
     node_type: str | None = None,
     layer: int | None = None,
-    time: int | None = None,
+    time: Any = None,
     fanouts: Sequence[int] | None = None,
     device: str = "auto",
     scratch: str | Path | None = None,
@@ -67,10 +68,10 @@ def embed_nodes(
         layer: number of the layer, from 1; its output is taken as the next layer receives it.
             None for the last hidden layer, or in link prediction for the rows from which the scores
             are computed.
-        time: temporal runs on heterogeneous graphs: time of all nodes, in the unit of the graph's
-            times. Neighbours are not later; in link prediction they are earlier. Default: the
-            times of the nodes; in link prediction, or if nodes have no times, later than all nodes
-            and edges.
+        time: temporal runs on heterogeneous graphs: time of all nodes, an integer in the unit of
+            the graph's times; or a date, if `graph.time_unit` is set. Neighbours are not later; in
+            link prediction they are earlier. Default: the times of the nodes; in link prediction,
+            or if nodes have no times, later than all nodes and edges.
         fanouts: heterogeneous graphs: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -103,7 +104,7 @@ def embed_loaded(
     memory: int | None = None,
     *,
     node_type: str | None = None,
-    time: int | None = None,
+    time: Any = None,
     fanouts: Sequence[int] | None = None,
 ) -> NodeEmbeddings:
     """Compute the output of a layer with a loaded model, see `embed_nodes`."""

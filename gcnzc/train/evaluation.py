@@ -22,7 +22,7 @@ from gcnzc.train.hetero.data import HeteroDataset, load_graph
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
-from gcnzc.train.schema import check_names, read_schema
+from gcnzc.train.schema import check_names, read_schema, schema_of
 from gcnzc.train.setup import choose_device, feature_table
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
@@ -111,7 +111,13 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         check_features(data, source)
     device = choose_device(config.device)
     task = build_task(trained, data)
-    check_names(read_schema(config.run, trained), data, source)
+    schema = read_schema(config.run, trained)
+    check_names(schema, data, source)
+    if isinstance(data, HeteroDataset) and trained.task == "node":
+        own = schema_of(data)
+        if own.num_outputs != schema.num_outputs:
+            sizes = "outputs (classes)", own.num_outputs, schema.num_outputs
+            raise _size_error(source, trained.data, *sizes)
     model = task.model().to(device)
     best = load_best(model, config.run, source, trained.data)
     if isinstance(data, HeteroDataset):
@@ -236,11 +242,17 @@ def _check_sizes(
     for what, size_of in (("outputs (classes)", _num_outputs), ("feature columns", _num_columns)):
         found, expected = size_of(new_state), size_of(trained_state)
         if found != expected and None not in (found, expected):
-            raise ValueError(
-                f"{source} has {found} {what}, but the model was trained on {trained_on} with "
-                f"{expected}\n\nhint: a model fits only graphs with the same numbers of feature "
-                "columns and classes; without DATA, the graph of the run is evaluated"
-            )
+            raise _size_error(source, trained_on, what, found, expected)
+
+
+def _size_error(
+    source: Path, trained_on: Path | None, what: str, found: int | None, expected: int | None
+) -> ValueError:
+    return ValueError(
+        f"{source} has {found} {what}, but the model was trained on {trained_on} with {expected}"
+        "\n\nhint: a model fits only graphs with the same numbers of feature columns and classes; "
+        "without DATA, the graph of the run is evaluated"
+    )
 
 
 def _check_typed_columns(

@@ -9,6 +9,9 @@ from gcnzc.train.options import Options, at_least, option_name
 # the values of --model that are for graphs with several types of nodes and edges
 HETERO_MODELS = ("rgcn", "rgat", "hgt", "hetero-sage")
 
+# accepted also for destination types of fewer nodes, which it then repeats
+DEFAULT_EVALUATE_NEGATIVES = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeteroOptions(Options):
@@ -33,11 +36,11 @@ class HeteroOptions(Options):
     validation"""
     test_edges: float = 0.1
     """heterogeneous graphs, link prediction: fraction of the edges that is held out for test"""
-    evaluate_negatives: int | Literal["all"] = 100
+    evaluate_negatives: int | Literal["all"] = DEFAULT_EVALUATE_NEGATIVES
     """heterogeneous graphs, link prediction: random destinations with which each held-out edge is
     ranked in an evaluation; all: all nodes of their type to which its source has no training edge
     (for test: no training or validation edge), which gives recall@K and hit_rate@K instead of
-    auc"""
+    auc; more than 100 must be below the number of destinations"""
     temporal: Literal["none", "uniform", "last"] = "none"
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,

@@ -195,7 +195,8 @@ def predict_links(
         data: see `predict`.
         pairs: (2, M) ids of the sources and the targets, as the graph's source has them.
         times: of the pairs, for temporal runs: (M,) integers in the unit of the graph's times, or
-            one for all. Neighbours are earlier. None for a time after all nodes and edges.
+            one for all; or dates, if `graph.time_unit` is set. Neighbours are earlier. None for a
+            time after all nodes and edges.
         fanouts: see `predict`.
         device: `auto`, `cpu` or `cuda`.
         scratch, memory: see `gcnzc.inference`; not for heterogeneous graphs.
@@ -212,7 +213,7 @@ def predict_links(
             - the graph does not fit the model;
             - `pairs` are not (2, M), or a node is unknown;
             - the run is not of link prediction;
-            - `times` are given, and the run is not temporal, or they are not M integers;
+            - `times` are given, and the run is not temporal, or they are not M times;
             - an output is not finite;
             - `memory` is below 2**20 or given without `scratch`, or the scratch folder has rows of
               another computation;

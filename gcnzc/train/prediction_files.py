@@ -11,6 +11,7 @@ from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
 from gcnzc.datasets.table_graph import choose_ends
 from gcnzc.datasets.tables import Table, import_parquet
+from gcnzc.graph.hetero.times import as_times, describe_times, parse_times, to_dates
 from gcnzc.system import files
 from gcnzc.train.options import check_writable, option_name
 from gcnzc.train.prediction_outputs import Array, LinkPredictions, NodePredictions
@@ -104,14 +105,19 @@ def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array,
     return sources, targets
 
 
-def read_times(path: Path) -> Array | None:
+def read_times(path: Path, unit: str | None) -> Array | None:
     """Read the column `time` of a file of pairs; None if it has none.
 
+    Args:
+        path: of the file.
+        unit: `time_unit` of the graph, in which dates become integers; None if it is not known.
+
     Returns:
-        (M,) int64.
+        (M,) int64; dates are rounded down.
 
     Raises:
-        ValueError: a time is missing or not an integer; the message names the line.
+        ValueError: a time is missing or no time, or it is a date and there is no unit; the message
+            names the line.
     """
     if path.suffix == ".npy":
         return None
@@ -119,27 +125,23 @@ def read_times(path: Path) -> Array | None:
     found = next((name for name in table.columns if name.lower() == TIME), None)
     if found is None:
         return None
+    if table.is_parquet:
+        dates = import_parquet().read_table(path, columns=[found]).column(0).to_pandas()
+        if to_dates(dates) is not None:
+            name = f"{path}: {found}"
+            return as_times(name, dates, len(dates), unit, is_limit=True).numpy()
     times = [np.empty(0, np.int64)]
     for chunk in table.chunks([found]):
         codes, values = chunk.texts[found]
-        wrong = [not _is_int64(value) for value in values]
-        places = np.flatnonzero(np.array(wrong, bool)[codes])
-        if len(places):
-            place = int(places[0])
+        own, wrong = parse_times(values.tolist(), unit)
+        if wrong is not None:
+            place = int(np.flatnonzero(codes == wrong)[0])
             raise ValueError(
-                f"{table.place(chunk.first + place, found)}: {values[codes[place]]!r} is not a time"
-                "\n\nhint: times are integers in the unit of the graph's times"
+                f"{table.place(chunk.first + place, found)}: {values[wrong]!r} is not a time"
+                f"\n\nhint: {describe_times(unit)}"
             )
-        times.append(np.array(list(map(int, values)), np.int64)[codes])
+        times.append(own[codes])
     return np.concatenate(times)
-
-
-def _is_int64(text: str) -> bool:
-    digits = text.removeprefix("-")
-    # int() rejects texts of thousands of digits
-    if not (digits.isdecimal() and digits.isascii() and len(digits) < 100):
-        return False
-    return -(2**63) <= int(text) < 2**63
 
 
 def _load_npy(path: Path) -> Array:

@@ -214,12 +214,19 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     if len(state["rng"]) == trainer.group.world_size:
         trainer.group.choices = Choices(state.get("choices", {}))
     where = f"in epoch {trainer.epoch + 1}" if trainer.in_epoch else f"after epoch {trainer.epoch}"
-    is_finished = trainer.epoch >= trainer.config.epochs
-    trainer.reporter.say(
-        f"{trainer.folder} has finished all {trainer.epoch} epochs; --epochs adds more"
-        if is_finished
-        else f"resuming {trainer.folder} {where}"
-    )
+    trainer.reporter.say(_format_resumed(trainer, where))
+
+
+def _format_resumed(trainer: Trainer, where: str) -> str:
+    folder, epoch, epochs = trainer.folder, trainer.epoch, trainer.config.epochs
+    if epoch > epochs:
+        return (
+            f"{folder} has finished {epoch} epochs, so --epochs {epochs} has no effect; the result "
+            f"is that of {epoch} epochs"
+        )
+    if epoch == epochs:
+        return f"{folder} has finished all {epoch} epochs; --epochs adds more"
+    return f"resuming {folder} {where}"
 
 
 def _restore_loader(trainer: Trainer, state: Mapping[str, Any]) -> None:

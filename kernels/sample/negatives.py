@@ -66,7 +66,7 @@ def _is_negative(indptr, indices, source, target, is_bipartite=False):
 
 @njit(cache=True, nogil=True)
 def _sample_negatives(
-    indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, key, out
+    indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, first, key, out
 ):
     """Write the negatives; return the index of an edge without any, or -1."""
     num_nodes = len(indptr) - 1
@@ -77,7 +77,7 @@ def _sample_negatives(
             source = target = int64(0)
             found = False
             for attempt in range(TRIES):
-                counter = draw * TRIES + attempt
+                counter = (first + draw) * TRIES + attempt
                 w0, w1, w2, w3 = philox4x32(counter, low, high, epoch, key_0, key_1)
                 target = _below(w0, w1, num_nodes)
                 source = _below(w2, w3, num_nodes) if both else int64(sources[i])
@@ -112,6 +112,7 @@ def sample_negatives(
     seed: int,
     epoch: int,
     is_bipartite: bool = False,
+    first: int = 0,
 ) -> Array:
     """Sample `num_negatives` negatives for each positive edge.
 
@@ -128,6 +129,8 @@ def sample_negatives(
         epoch: in [0, 2**32).
         is_bipartite: the sources are nodes of another type, so that no pair is a self loop; only
             for "uniform".
+        first: index of the first of the K negatives among the negatives of an edge, so that
+            several calls sample parts of them; `first + K` is below 2**27.
 
     Returns:
         (2, P * K) int64 sources and destinations; the K negatives of an edge are adjacent.
@@ -146,7 +149,7 @@ def sample_negatives(
     out = np.empty((2, len(items) * num_negatives), np.int64)
     both = kind == "both"
     failed = _sample_negatives(
-        indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, key, out
+        indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, first, key, out
     )
     if failed >= 0:
         pairs = (
@@ -154,7 +157,8 @@ def sample_negatives(
         )
         raise ValueError(
             f"there is no negative: the graph has edges between {pairs}\n\n"
-            "hint: allow negatives that are edges of the graph"
+            "hint: strict=False (on the command line --no-strict-negatives) allows negatives "
+            "that are edges of the graph"
         )
     return out
 
@@ -170,6 +174,7 @@ def _sample_timed_negatives(
     num_eligible,
     strict,
     is_bipartite,
+    first,
     key,
     out,
 ):
@@ -182,7 +187,8 @@ def _sample_timed_negatives(
             place = target = int64(0)
             found = False
             for attempt in range(TRIES):
-                w0, w1, _, _ = philox4x32(draw * TRIES + attempt, low, high, epoch, key_0, key_1)
+                counter = (first + draw) * TRIES + attempt
+                w0, w1, _, _ = philox4x32(counter, low, high, epoch, key_0, key_1)
                 place = _below(w0, w1, count)
                 target = order[place]
                 if not strict or _is_negative(indptr, indices, source, target, is_bipartite):
@@ -213,14 +219,15 @@ def sample_timed_negatives(
     seed: int,
     epoch: int,
     is_bipartite: bool = False,
+    first: int = 0,
 ) -> tuple[Array, int | None]:
     """Sample `num_negatives` destinations for each positive edge among the eligible nodes.
 
     The negatives of an edge do not depend on the nodes that are not eligible for it.
 
     Args:
-        indptr, indices, sources, items, num_negatives, strict, seed, epoch, is_bipartite: see
-            `sample_negatives`.
+        indptr, indices, sources, items, num_negatives, strict, seed, epoch, is_bipartite,
+            first: see `sample_negatives`.
         order: (N,) int64 nodes by time, the earliest first.
         num_eligible: (P,) int64 in [1, N]: for each edge, how many of the first nodes of `order`
             are eligible.
@@ -241,6 +248,7 @@ def sample_timed_negatives(
         num_eligible,
         strict,
         is_bipartite,
+        first,
         key,
         out,
     )

@@ -65,6 +65,40 @@ def test_negatives_are_not_later_than_their_edge(strict):
     )
 
 
+@pytest.mark.parametrize("time", ["both", "edge"])
+def test_parts_of_the_negatives_are_those_of_the_whole(time):
+    sampler, items = links(shop(), time=time, num_negatives=7), torch.arange(EDGES)
+    whole = negatives(sampler, items, epoch=3)
+    parts = [sampler.with_negatives(first, count) for first, count in ((0, 3), (3, 3), (6, 1))]
+    found = torch.cat([negatives(part, items, epoch=3) for part in parts], dim=1)
+    assert torch.equal(found, whole)
+    assert len(whole.unique(dim=1)) > 1
+    assert sampler.num_negatives == 7
+
+
+def test_an_edge_without_a_negative_is_found_in_advance():
+    nodes = {"user": {"num_nodes": 3}, "item": {"num_nodes": 2}}
+    pairs = np.array([[0, 1, 1, 1, 2], [0, 0, 1, 1, 1]])
+    graph = HeteroGraph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
+
+    def sampler(edges, **options):
+        return HeteroLinkSampler(HeteroSampler(graph, [2]), BUYS, edges, **options)
+
+    with pytest.raises(ValueError, match="edges between node 1 and all others"):
+        sampler(pairs).check_negatives()
+    sampler(pairs[:, [0, 4]]).check_negatives()
+    sampler(pairs, strict=False).check_negatives()
+    # a doubled edge is one destination
+    nodes["item"]["num_nodes"] = 3
+    graph = HeteroGraph.from_arrays(nodes, {BUYS: {"edge_index": pairs}})
+    sampler(pairs).check_negatives()
+    # a user is no negative of its own
+    knows = {KNOWS: {"edge_index": np.array([[0], [1]])}}
+    graph = HeteroGraph.from_arrays({"user": {"num_nodes": 2}}, knows)
+    with pytest.raises(ValueError, match="edges between node 0 and all others"):
+        HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS).check_negatives()
+
+
 def test_negatives_equal_the_reference():
     graph = shop()
     sampler = links(graph, num_negatives=3)

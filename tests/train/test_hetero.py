@@ -46,6 +46,33 @@ def test_a_model_learns_and_its_evaluation_agrees(model, config, tmp_path):
     np.testing.assert_array_equal(predict(tmp_path / "run").classes, logits.argmax(1))
 
 
+def test_a_graph_with_other_classes_is_rejected(config, tmp_path):
+    train(replace(config, epochs=1), tmp_path / "run")
+    graph = build()
+    nodes = {name: graph.nodes(name) for name in graph.node_types}
+    nodes["paper"] = replace(nodes["paper"], labels=nodes["paper"].labels + 2)
+    HeteroGraph(nodes, {each: graph.edges(each) for each in graph.edge_types}).save(
+        tmp_path / "five"
+    )
+    with pytest.raises(ValueError, match=r"five has 5 outputs \(classes\), .* with 3") as error:
+        evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "five"))
+    assert "config.json" not in str(error.value)
+    # the labels are not read
+    assert len(predict(tmp_path / "run", tmp_path / "five").nodes) > 0
+
+
+def test_fewer_epochs_than_a_run_has_are_said_to_have_no_effect(config, tmp_path):
+    line = train(config, tmp_path / "run")
+    messages = []
+    reporter = NullReporter()
+    reporter.say = messages.append
+    options = {"epochs": 2, "resume": tmp_path / "run"}
+    again = train(replace(config, **options), tmp_path / "run", reporter)
+    assert again["valid_accuracy"] == line["valid_accuracy"]
+    expected = "has finished 3 epochs, so --epochs 2 has no effect; the result is that of 3 epochs"
+    assert any(expected in each for each in messages)
+
+
 def test_results_do_not_depend_on_threads(config, tmp_path):
     train(config, tmp_path / "one")
     train(replace(config, threads=4), tmp_path / "four")

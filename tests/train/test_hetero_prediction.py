@@ -221,6 +221,77 @@ def test_scores_at_a_time_are_those_of_the_graph_before_it(link_config, shop, tm
         np.testing.assert_allclose(rows, other, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def dated(link_config, tmp_path_factory):
+    """A temporal run on a graph whose times are days since 2024 as seconds."""
+    path = tmp_path_factory.mktemp("dated")
+    graph = without_features(build_shop(), "user")
+    edges = {}
+    for each in (BUYS, BOUGHT):
+        days = edge_times(graph, each).numpy()
+        time = np.datetime64("2024-01-01", "s") + days.astype("timedelta64[D]")
+        edges[each] = {"edge_index": graph.edges(each).edge_index(), "time": time}
+    nodes = {"user": {"num_nodes": USERS}, "item": {"features": graph.nodes("item").features}}
+    HeteroGraph.from_arrays(nodes, edges).save(path / "graph")
+    train(replace(link_config, data=path / "graph", temporal="uniform"), path / "run")
+    return path / "run"
+
+
+def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs = pd.DataFrame({"source": [0, 1, 119], "target": [99, 3, 3]})
+    ends = pairs.to_numpy().T
+    dates = ["2024-03-01", "2024-06-01T02:00:00+02:00", "2024-07-01 00:00:00.5"]
+    seconds = np.array(["2024-03-01", "2024-06-01", "2024-07-01"], "datetime64[s]").astype(int)
+    expected = predict_links(dated, pairs=ends, times=seconds).scores
+    assert len(set(expected)) == 3
+    pairs.assign(time=dates).to_csv("dates.csv", index=False)
+    moments = np.array(["2024-03-01", "2024-06-01", "2024-07-01T00:00:00.5"], "datetime64[ns]")
+    pairs.assign(time=moments).to_parquet("dates.parquet")
+    pairs.assign(time=[pd.Timestamp(each).date() for each in moments]).to_parquet("days.parquet")
+    pairs.assign(time=seconds).to_csv("seconds.csv", index=False)
+    for name in ("dates.csv", "dates.parquet", "days.parquet", "seconds.csv"):
+        assert main(["predict", str(dated), "--pairs", name, "--out", "x.npy"]) == 0, name
+        np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
+    pairs.to_csv("pairs.csv", index=False)
+    expected = predict_links(dated, pairs=ends, times=int(seconds[0])).scores
+    words = ["--pairs", "pairs.csv", "--out", "x.npy", "--time"]
+    for text in ("2024-03-01", str(seconds[0])):
+        assert main(["predict", str(dated), *words, text]) == 0
+        np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
+    for own in (pd.Timestamp("2024-03-01"), np.datetime64("2024-03-01")):
+        np.testing.assert_array_equal(predict_links(dated, pairs=ends, times=own).scores, expected)
+    rows = embed_nodes(dated, node_type="item", time=int(seconds[0])).rows
+    words = ["--node-type", "item", "--out", "x.npy", "--time", "2024-03-01T00:00"]
+    assert main(["embed-nodes", str(dated), *words]) == 0
+    np.testing.assert_array_equal(np.load("x.npy"), rows)
+    assert np.abs(rows - embed_nodes(dated, node_type="item").rows).max() > 1e-3
+    capsys.readouterr()
+    for text in ("2024-13-01", "March", "now", "2024-03-01T99:00"):
+        assert main(["predict", str(dated), *words[2:-1], text, "--pairs", "pairs.csv"]) != 0
+        message = capsys.readouterr().err
+        assert f"--time {text} is not a time" in message
+        assert "dates such as 2024-03-01 (UTC), or integers in s since 1970" in message
+
+
+def test_dates_need_a_time_unit(shop, link_config, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(replace(link_config, temporal="last"), tmp_path / "run")
+    pairs = pd.DataFrame({"source": [0], "target": [99]})
+    pairs.to_csv("pairs.csv", index=False)
+    pairs.assign(time=["2024-03-01"]).to_csv("dates.csv", index=False)
+    pairs.assign(time=pd.to_datetime(["2024-03-01"])).to_parquet("dates.parquet")
+    capsys.readouterr()
+    for words, message in (
+        (["--pairs", "pairs.csv", "--time", "2024-03-01"], "plain integers, without a unit"),
+        (["--pairs", "dates.csv"], "plain integers, without a unit"),
+        (["--pairs", "dates.parquet"], "integers whose unit is not known"),
+    ):
+        assert main(["predict", "run", *words, "--out", "x.npy"]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x.npy").exists()
+
+
 def test_predict_and_predict_links_reject_runs_of_the_other_task(run, link_run):
     with pytest.raises(ValueError, match="predicts classes of nodes"):
         predict_links(run, pairs=([0], [0]))
@@ -267,12 +338,12 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     # nanoseconds have 19 digits
     pairs["time"] = [-(2**63) + 1, 1_700_000_000_000_000_000, 2**63 - 1]
     pairs.to_csv("nanoseconds.csv", index=False)
-    np.testing.assert_array_equal(read_times(Path("nanoseconds.csv")), pairs["time"])
+    np.testing.assert_array_equal(read_times(Path("nanoseconds.csv"), None), pairs["time"])
     for value in (str(2**63), str(-(2**63) - 1), "9" * 5000, "7.5", "\u0663"):
         pairs["time"] = ["100", value, "7"]
         pairs.to_csv("wrong.csv", index=False)
         with pytest.raises(ValueError, match=r"line 3, column 'time': .* is not a time"):
-            read_times(Path("wrong.csv"))
+            read_times(Path("wrong.csv"), None)
     pairs["time"] = ["100", "soon", "7"]
     pairs.to_csv("wrong.csv", index=False)
     capsys.readouterr()

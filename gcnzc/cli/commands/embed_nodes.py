@@ -3,13 +3,14 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.system import files
 from gcnzc.train.embedding import embed_loaded
+from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
 from gcnzc.train.options import Fanouts, at_least, check_fanouts
 from gcnzc.train.prediction import delete_scratch, load_model
 from gcnzc.train.progress import Reporter
@@ -37,10 +38,11 @@ class EmbedNodesConfig(ScratchOptions):
     layer: int | None = None
     """layer whose output is written, from 1; without it, the last hidden layer, or in link
     prediction the rows from which the scores are computed"""
-    time: int | None = None
+    time: str | None = None
     """heterogeneous graphs, with --temporal: time of all nodes, whose neighbours are not later, and
-    in link prediction earlier; by default the nodes' own times, and for nodes without times and in
-    link prediction after all edges and nodes"""
+    in link prediction earlier: an integer, or a date such as 2024-03-01 if the graph has a time
+    unit; by default the nodes' own times, and for nodes without times and in link prediction after
+    all edges and nodes"""
     fanouts: Fanouts = ()
     """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
     layer first; by default all neighbours are read"""
@@ -60,6 +62,9 @@ def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
     began = time.perf_counter()
     loaded = load_model(config.run, config.data, config.device)
     is_replaced = config.out.exists()
+    moment: Any = config.time
+    if moment is not None and isinstance(loaded, TrainedHeteroModel):
+        moment = parse_time(loaded, moment)
     found = embed_loaded(
         loaded,
         config.layer,
@@ -67,7 +72,7 @@ def embed_nodes_command(config: EmbedNodesConfig, reporter: Reporter) -> None:
         config.scratch,
         config.memory_bytes,
         node_type=config.node_type,
-        time=config.time,
+        time=moment,
         fanouts=config.fanouts or None,
     )
     files.write_array(config.out, found.rows)

@@ -10,7 +10,7 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import SPLITS
-from gcnzc.train.hetero.prediction import TrainedHeteroModel
+from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
 from gcnzc.train.options import Fanouts, check_fanouts
 from gcnzc.train.prediction import (
     TrainedModel,
@@ -54,10 +54,11 @@ class PredictConfig(ScratchOptions):
     `target`, or .npy of shape (2, pairs)"""
     probabilities: bool = False
     """also write the probability of each class, or that a pair is an edge"""
-    time: int | None = None
+    time: str | None = None
     """link prediction in heterogeneous graphs, with --temporal: time of all pairs, whose neighbours
-    are earlier; by default that of the column `time` in the file of pairs, and without such a
-    column after all edges and nodes"""
+    are earlier: an integer, or a date such as 2024-03-01 if the graph has a time unit; by default
+    that of the column `time` in the file of pairs, and without such a column after all edges and
+    nodes"""
     fanouts: Fanouts = ()
     """heterogeneous graphs: neighbours sampled per node and edge type, one number per layer, input
     layer first; by default all neighbours are read"""
@@ -137,8 +138,11 @@ def _predict_links(
     assert config.pairs is not None
     sources, targets = read_pairs(config.pairs, loaded.end_indices)
     times: Any = config.time
-    if times is None and isinstance(loaded, TrainedHeteroModel) and loaded.is_temporal:
-        times = read_times(config.pairs)
+    if isinstance(loaded, TrainedHeteroModel):
+        if times is not None:
+            times = parse_time(loaded, times)
+        elif loaded.is_temporal:
+            times = read_times(config.pairs, loaded.graph.time_unit)
     found = predict_pairs(
         loaded,
         sources,

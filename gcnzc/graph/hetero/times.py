@@ -1,6 +1,8 @@
 """Convert times of nodes, edges and seeds: integers, or dates as integers since 1970."""
 
 import datetime
+import re
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -15,6 +17,11 @@ TimeUnit: TypeAlias = Literal["s", "ms", "us", "ns"]
 MISSING_TIME = -(2**63)
 # units of times, and their length in nanoseconds
 UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+# ISO 8601: a date, or a date and a time of day, which may have a time zone
+ISO_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)?)(?:(Z)|([+-])(\d\d):?(\d\d))?",
+    re.ASCII,
+)
 DATE_UNITS = {**UNITS, "m": 60 * 10**9, "h": 3600 * 10**9, "D": 86400 * 10**9}
 
 
@@ -70,6 +77,65 @@ def as_times(
     if (place := first_true(converted == MISSING_TIME)) is not None:
         raise _missing_time(name, place, "NaT")
     return torch.from_numpy(writable(converted))
+
+
+def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int64], int | None]:
+    """Convert texts to times that are limits for neighbours.
+
+    Args:
+        texts: n integers; or dates in ISO 8601, which become the time since 1970 in `unit`, rounded
+            down. Dates without a time zone are taken as UTC.
+        unit: see `as_times`.
+
+    Returns:
+        (n,) int64, and the position of the first text that is not a time, or None.
+
+    Raises:
+        ValueError: a date is out of the range of int64.
+    """
+    times = np.zeros(len(texts), np.int64)
+    for place, text in enumerate(texts):
+        if _is_int64(text):
+            times[place] = int(text)
+            continue
+        date = None if unit is None else _parse_date(text)
+        if unit is None or date is None:
+            return times, place
+        times[place] = _since_1970(np.array([date]), UNITS[unit], True)[0]
+    return times, None
+
+
+def describe_times(unit: str | None) -> str:
+    """Return what the texts of times may be, for hints."""
+    if unit is None:
+        return (
+            "the times of the graph are plain integers, without a unit; dates are accepted if the "
+            "graph is built from dates or with time_unit="
+        )
+    return f"times are dates such as 2024-03-01 (UTC), or integers in {unit} since 1970"
+
+
+def _is_int64(text: str) -> bool:
+    digits = text.removeprefix("-")
+    # int() rejects texts of thousands of digits
+    if not (digits.isdecimal() and digits.isascii() and len(digits) < 100):
+        return False
+    return -(2**63) <= int(text) < 2**63
+
+
+def _parse_date(text: str) -> np.datetime64 | None:
+    found = ISO_DATE.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        date = np.datetime64(found[1])
+    except ValueError:
+        # such as the month 13
+        return None
+    if found[3] is None:
+        return date
+    minutes = int(found[3] + found[4]) * 60 + int(found[3] + found[5])
+    return date - np.timedelta64(minutes, "m")
 
 
 def to_dates(value: Any) -> NDArray[Any] | None:

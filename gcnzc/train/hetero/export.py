@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gcnzc._files import replacing
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.models.hetero.export import (
     export_hetero_model,
@@ -35,8 +36,8 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
 
     Args:
         loaded: the model, with a graph to compare on; it is not changed.
-        path: .pt2 file, which is written atomically. Embeddings are written before it to a file of
-            the same name with the suffix .embeddings.npz.
+        path: .pt2 file, which is written atomically. Embeddings are written to a file of the same
+            name with the suffix .embeddings.npz; after an error, both previous files remain.
 
     Returns:
         The description in the file: `model`, `task`, `node_types` and `edge_types` of the graph,
@@ -69,8 +70,12 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
     if loaded.embeddings:
         description["embeddings"] = {"file": tables.name, "node_types": list(loaded.embeddings)}
         rows = {name: table.rows.numpy() for name, table in loaded.embeddings.items()}
-        write_arrays(tables, rows, {"epoch": loaded.epoch})
-    write_program(program, description, path)
+        # an error in writing the program also removes the embeddings
+        with replacing(tables) as partial:
+            write_arrays(partial, rows, {"epoch": loaded.epoch})
+            write_program(program, description, path)
+    else:
+        write_program(program, description, path)
     return description
 
 

@@ -4,7 +4,7 @@ Notation: N nodes of the type, D output columns of the layer.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,12 @@ from gcnzc.models.hetero import HeteroModel
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.hetero.encoder import build_hetero_sampler
 from gcnzc.train.hetero.inference import node_outputs
-from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_time, time_after_all
+from gcnzc.train.hetero.prediction import (
+    TrainedHeteroModel,
+    check_time,
+    convert_time,
+    time_after_all,
+)
 from gcnzc.train.prediction_outputs import check_finite
 from gcnzc.train.progress import Reporter
 
@@ -32,7 +37,7 @@ def compute_layer_outputs(
     layer: int | None,
     reporter: Reporter,
     *,
-    time: int | None = None,
+    time: Any = None,
     fanouts: Sequence[int] | None = None,
 ) -> LayerOutputs:
     """Compute the outputs of a layer for all nodes of a type, see `gcnzc.train.embed_nodes`.
@@ -44,8 +49,8 @@ def compute_layer_outputs(
         layer: number of the layer, from 1. None for the last hidden layer, or for ends of predicted
             edges the rows from which scores are computed.
         reporter: shows the progress.
-        time: for temporal runs, of all nodes. Default: the times of the nodes; in link prediction,
-            or if nodes have no times, later than all nodes and edges.
+        time: for temporal runs, of all nodes: an integer or a date. Default: the times of the
+            nodes; in link prediction, or if nodes have no times, later than all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:
@@ -132,7 +137,7 @@ def _check_layer(encoder: HeteroModel, layer: int, node_type: str) -> None:
     )
 
 
-def _times(loaded: TrainedHeteroModel, node_type: str, time: int | None) -> Tensor | None:
+def _times(loaded: TrainedHeteroModel, node_type: str, time: Any) -> Tensor | None:
     """Return the time of each node, up to which its neighbours are read; None for their own."""
     check_time(loaded, time)
     if not loaded.is_temporal:
@@ -142,5 +147,7 @@ def _times(loaded: TrainedHeteroModel, node_type: str, time: int | None) -> Tens
         if not is_link and loaded.graph.nodes(node_type).time is not None:
             return None
         time = time_after_all(loaded.graph)
+    else:
+        time = convert_time(loaded, time)
     # neighbours of pairs are earlier than the pair, as in training
     return torch.full((loaded.graph.num_nodes(node_type),), time - 1 if is_link else time)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.times import as_times, describe_times, parse_times
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -204,7 +205,8 @@ def predict_hetero_pairs(
         loaded: the model and the graph.
         sources, targets: (M,) int64 node indices of the pairs.
         reporter: shows the progress.
-        times: (M,) times of the pairs, or one for all; None for a time after all nodes and edges.
+        times: (M,) times of the pairs, or one for all: integers, or dates, which are rounded down;
+            None for a time after all nodes and edges.
         fanouts: neighbours per node and edge type, input layer first; None for all.
 
     Raises:
@@ -217,7 +219,7 @@ def predict_hetero_pairs(
     if loaded.is_temporal and times is None:
         times = time_after_all(loaded.graph)
     if times is not None and np.ndim(times) == 0:
-        times = np.full(len(sources), times)
+        times = np.full(len(sources), convert_time(loaded, times))
     sampler = HeteroLinkSampler(
         build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)),
         loaded.data.edge_type,
@@ -265,3 +267,26 @@ def check_time(loaded: TrainedHeteroModel, time: Any) -> None:
             "a time is given, but the run has --temporal none, and reads neighbours of any time"
             "\n\nhint: omit --time (in Python `time` or `times`)"
         )
+
+
+def convert_time(loaded: TrainedHeteroModel, time: Any) -> int:
+    """Return a time, an integer or a date, as an integer in the unit of the graph's times.
+
+    Raises:
+        ValueError: it is a date, and the unit is not known.
+    """
+    return int(as_times("time", [time], 1, loaded.graph.time_unit, is_limit=True))
+
+
+def parse_time(loaded: TrainedHeteroModel, text: str) -> int:
+    """Return the time that `--time` gives: an integer, or a date if the graph has a time unit.
+
+    Raises:
+        ValueError: the text is not a time, or the run is not temporal.
+    """
+    check_time(loaded, text)
+    unit = loaded.graph.time_unit
+    times, wrong = parse_times([text], unit)
+    if wrong is not None:
+        raise ValueError(f"--time {text} is not a time\n\nhint: {describe_times(unit)}")
+    return int(times[0])

@@ -20,6 +20,7 @@ from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
 from gcnzc.train.hetero.ranking import rank_among_all
+from gcnzc.train.hetero_options import DEFAULT_EVALUATE_NEGATIVES
 from gcnzc.train.tasks.base import (
     EVALUATED,
     Progress,
@@ -107,6 +108,8 @@ class HeteroLinkTask:
         """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
         config = self.config
         assert isinstance(config.batch_size, int), "TrainConfig has checked"
+        # before the run has a folder
+        self.sampler.check_negatives()
         return HeteroLoader(
             self.sampler,
             None,
@@ -181,10 +184,43 @@ class HeteroLinkTask:
         progress: Progress,
         group: Group | None,
     ) -> Tensor:
-        """Return the logits of each edge of a split, and then of its negatives."""
+        """Return the logits of each edge of a split, and then of its negatives.
+
+        The pairs of an edge are divided into parts of at most `EVALUATED_PAIRS`, so that a
+        minibatch takes bounded memory for any number of negatives.
+        """
         fanouts = choose_fanouts(self.evaluator.sampled_fanouts, self.config.layers)
+        sampler = self._build_sampler(split, fanouts, num_negatives, exclude="none")
+        size = max(1, EVALUATED_PAIRS - 1)
+        firsts = range(0, num_negatives, size)
+        rows = torch.empty(sampler.num_items, 1 + num_negatives)
+        for number, first in enumerate(firsts):
+            count = min(size, num_negatives - first)
+            own = self._score_part(
+                model,
+                sampler.with_negatives(first, count),
+                device,
+                _part_of_progress(progress, number, len(firsts)),
+                group,
+            )
+            # every part has the edges themselves; minibatches determine how logits are rounded
+            rows[:, 1 + first : 1 + first + count] = own[:, 1:]
+            if not first:
+                rows[:, 0] = own[:, 0]
+        return rows
+
+    def _score_part(
+        self,
+        model: nn.Module,
+        sampler: HeteroLinkSampler,
+        device: torch.device,
+        progress: Progress,
+        group: Group | None,
+    ) -> Tensor:
+        """Return the logits of the edges of a sampler, and then of their negatives."""
+        num_negatives = sampler.num_negatives
         loader = HeteroLoader(
-            self._build_sampler(split, fanouts, num_negatives, exclude="none"),
+            sampler,
             None,
             max(1, EVALUATED_PAIRS // (1 + num_negatives)),
             tables=self.data.table.tables,
@@ -211,7 +247,14 @@ class HeteroLinkTask:
         *,
         splits: Sequence[str] = EVALUATED,
     ) -> None:
-        """See `Task`; there is no choice."""
+        """See `Task`; there is no choice, but edges must have enough negatives."""
+        if self.config.evaluate_negatives != "all":
+            self._check_evaluate_negatives(self.config.evaluate_negatives, say)
+            for name in (each for each in splits if each in EVALUATED):
+                times = self.split.times if self.is_temporal else None
+                self.sampler.check_negatives(
+                    self.split.edges[name], None if times is None else times[name]
+                )
         counts = ", ".join(f"{ids.shape[1]:,} {name}" for name, ids in self.split.edges.items())
         how = "latest" if self.split.kind == "time" else "random"
         reverses = self.split.reverse_types
@@ -219,6 +262,30 @@ class HeteroLinkTask:
         if reverses is not None:
             message += f"; reverse edge types: {', '.join(map(str, reverses)) or 'none'}"
         say(message)
+
+    def _check_evaluate_negatives(self, count: int, say: Callable[[str], object]) -> None:
+        """Check that edges are not ranked among as many random nodes as there are.
+
+        The default is accepted for types of few nodes.
+
+        Raises:
+            ValueError: `count` is larger than the default, and there are not more destinations.
+        """
+        name = self.split.edge_type[2]
+        num_nodes = self.split.graph.num_nodes(name)
+        if count < num_nodes:
+            return
+        if count > DEFAULT_EVALUATE_NEGATIVES:
+            raise ValueError(
+                f"--evaluate-negatives {count}, but there are {num_nodes:,} nodes of type "
+                f"{name!r}\n\nhint: --evaluate-negatives all (in Python evaluate_negatives='all') "
+                "ranks each edge among all of them"
+            )
+        say(
+            f"evaluation: each edge is ranked among {count} random nodes of type {name!r}, of "
+            f"which there are {num_nodes:,}, so that nodes repeat; --evaluate-negatives all "
+            "ranks it among all of them"
+        )
 
     def outputs(
         self,
@@ -233,3 +300,8 @@ class HeteroLinkTask:
             "--predictions is not supported for link prediction in heterogeneous graphs\n\n"
             "hint: omit --predictions"
         )
+
+
+def _part_of_progress(progress: Progress, number: int, count: int) -> Progress:
+    """Return the progress of one of several parts of equal work."""
+    return lambda done, total: progress(number * total + done, count * total)
