@@ -1,11 +1,21 @@
 """Write files atomically and lock them; every package may import this module."""
 
+import errno
 import fcntl
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+class FullDisk(OSError):
+    """A disk or a quota is full; the message says what helps."""
+
+    def __str__(self) -> str:
+        return (
+            f"no space left on {self.filename}\n\nhint: free space on it, or write to another disk"
+        )
 
 
 @contextmanager
@@ -17,7 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     libraries choose a format. If `path` is a symbolic link, the file that it leads to is replaced.
 
     Raises:
-        OSError: the disk is full or not writable. The previous file remains.
+        FullDisk: the disk or a quota is full. The previous file remains.
+        OSError: the disk is not writable. The previous file remains.
         ValueError: `path` is a device, a pipe or a folder.
     """
     check_regular(path)
@@ -31,6 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
         # writes to an open file do not name it
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise FullDisk(error.errno, error.strerror, error.filename) from error
         raise
     finally:
         partial.unlink(missing_ok=True)

@@ -98,8 +98,12 @@ def cache_folder() -> Path:
     return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcnzc")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "was it edited? Start the run again") -> dict[str, Any]:
     """Read a JSON object that `write_json` wrote.
+
+    Args:
+        path: of the file.
+        remedy: the hint of the error for a damaged file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -111,9 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"a JSON {type(found).__name__}, not an object")
         return found
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}\n\nhint: was it edited? Start the run again"
-        ) from error
+        raise ValueError(f"{path} is damaged: {error}\n\nhint: {remedy}") from error
 
 
 def write_array(path: Path, array: numpy.ndarray) -> None:

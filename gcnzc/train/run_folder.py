@@ -124,7 +124,10 @@ def read_config(run: Path) -> TrainConfig:
             f"no run in {run}: it has no {CONFIG}\n\n"
             "hint: give the folder that `gcnzc train` wrote, runs/DATA-MODEL-N or that of --out"
         )
-    values = files.read_json(path)
+    remedy = (
+        f"restore it from a copy; torch.load('{run / CHECKPOINT}')['options'] has the same options"
+    )
+    values = files.read_json(path, remedy)
     if not isinstance(values, dict) or not isinstance(values.get("data"), str):
         raise ValueError(
             f"{path} names no data, so it does not hold the options of a run\n\n"

@@ -81,14 +81,13 @@ def read_schema(run: Path, trained: TrainConfig) -> Schema:
     if not path.is_file():
         assert trained.data is not None, "read_config has checked"
         return schema_of(load_graph(trained, trained.data))
-    stored = files.read_json(path)
+    remedy = f"remove it; the schema is then read from the graph of the run, {trained.data}"
+    stored = files.read_json(path, remedy)
     try:
         schema = Schema(**{FIELDS.get(key, key): value for key, value in stored.items()})
         _check(schema)
     except (TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}\n\nhint: was it edited? Restore it from a copy"
-        ) from None
+        raise ValueError(f"{path} is damaged: {error}\n\nhint: {remedy}") from None
     return schema
 
 

@@ -348,6 +348,17 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
     assert files(tmp_path) == []
 
 
+def test_a_disk_that_becomes_full_is_not_said_to_have_space(tmp_path: Path) -> None:
+    def fail() -> None:
+        with store.atomic_folder(tmp_path / "a", [1, 1]) as folder:
+            (folder / "file").write_bytes(b"1")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(RuntimeError, match=r"the disk became full; without the folder [0-9,]+ byt"):
+        fail()
+    assert files(tmp_path) == []
+
+
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """No file may grow past 64 KiB, as on a disk that is full by then."""

@@ -1,6 +1,8 @@
 """Heterogeneous graphs: from arrays, PyG, DGL and tables, and in prepared folders."""
 
 import json
+import os
+import shutil
 import warnings
 
 import numpy as np
@@ -463,6 +465,36 @@ def test_metadata_that_do_not_match_are_named(tmp_path, edit, message):
         HeteroGraph.load(tmp_path / "shop")
 
 
+def test_times_in_another_order_of_a_folder_point_to_verify(tmp_path):
+    shop().save(tmp_path / "shop")
+    path = tmp_path / "shop" / "edges" / "0" / "time.npy"
+    times = np.load(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: -times.nbytes] + times[::-1].tobytes())
+    graph = HeteroGraph.load(tmp_path / "shop")
+    with pytest.raises(ValueError, match=r"is not sorted by time(?s:.*)hint: graph.sort_by") as e:
+        graph.check_time_order("both")
+    assert f"`gcnzc info {tmp_path / 'shop'} --verify`" in str(e.value)
+    with pytest.raises(ValueError, match=r"edges/0/time\.npy"):
+        load.verify(tmp_path / "shop")
+
+
+def test_the_estimate_of_a_folder_counts_whole_blocks(tmp_path, monkeypatch):
+    graph = shop()
+    graph.save(tmp_path / "shop")
+    own = [path for path in (tmp_path / "shop").rglob("*") if "features" not in path.name]
+    block = os.statvfs(tmp_path).f_frsize
+    needed = sum(-(-path.stat().st_size // block) * block for path in own if path.suffix == ".npy")
+    usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        RuntimeError, match=f"about {needed:,} bytes are needed, {needed - 1:,} are"
+    ):
+        graph.save(tmp_path / "full")
+    usage = usage._replace(free=needed)
+    graph.save(tmp_path / "fits")
+
+
 def test_each_kind_of_folder_names_the_function_that_loads_it(tmp_path):
     shop().save(tmp_path / "shop")
     with pytest.raises(ValueError, match=r"heterogeneous graph\n\nhint: .*HeteroGraph\.load"):
@@ -514,7 +546,11 @@ def test_dates_become_integers(dates, unit, expected):
 @pytest.mark.parametrize(
     ("times", "unit", "message"),
     [
-        (np.array([0, 2**63 + 5], np.uint64), "s", r"\[1\] is 9223372036854775813, which int64"),
+        (
+            np.array([0, 2**63 + 5], np.uint64),
+            "s",
+            r"\[1\] is 9223372036854775813, which does not fit in int64",
+        ),
         (np.array(["2000-01-01", "2400-01-01"], "datetime64[s]"), "ns", "2400-01-01.* position 1"),
         (np.array(["1600-01-01", "2000-01-01"], "datetime64[D]"), "ns", "1600-01-01 at position 0"),
     ],

@@ -130,6 +130,34 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
             {"labels": {"user": "age"}},
             "column 'age' of table 'user' is both a feature",
         ),
+        (
+            {"labels": {"user": "none"}, "users": USERS.assign(none=None)},
+            "column 'none' of table 'user' has no labels: all 4 values are missing",
+        ),
+        (
+            {"labels": {"user": "none"}, "users": USERS.assign(none=np.nan)},
+            "column 'none' of table 'user' has no labels: all 4 values are missing",
+        ),
+        (
+            {"labels": {"user": "score"}, "users": USERS.assign(score=[0.5, np.inf, 1, 2])},
+            "labels of node type 'user': node 1 has the label inf",
+        ),
+        (
+            {"users": USERS.assign(age=[1, 2, -np.inf, 4])},
+            "column 'age' of table 'user' is -inf in row 2",
+        ),
+        (
+            {"users": USERS.assign(age=[1, 2, 3, 1e300])},
+            "column 'age' of table 'user' is 1e[+]300 in row 3(?s:.*)hint: .*float32",
+        ),
+        (
+            {"users": USERS.assign(age=[1, 2, np.nan, 4])},
+            "column 'age' of table 'user' is NaN in row 2(?s:.*)hint: frame.fillna",
+        ),
+        (
+            {"users": pd.concat([USERS, USERS[["age"]]], axis=1)},
+            "table 'user' has 2 columns 'age'",
+        ),
         ({"labels": {"user": []}}, r"labels\['user'\] has no columns"),
         ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
         ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),

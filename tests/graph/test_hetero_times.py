@@ -137,6 +137,54 @@ def test_pyg_loaders_reject_dates_as_seed_times():
         )
 
 
+MIXED = {
+    "node": ({"time": [20240101, 20240102]}, np.array(DATES[:2], "M8[D]")),
+    "edge": ({"time": pd.to_datetime(DATES[:2])}, [20240101, 20240102]),
+    "float": ({"time": np.array([1.0, 2.0])}, pd.Series(pd.to_datetime(DATES[:2]))),
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_integers_and_dates_are_not_mixed_unless_the_unit_is_given(kind):
+    nodes, times = MIXED[kind]
+    edges = {("item", "of", "user"): {"edge_index": np.array([[0, 1], [0, 0]]), "time": times}}
+    with pytest.raises(ValueError, match=r"are dates, but those of (?s:.*)hint: .*time_unit") as e:
+        HeteroGraph.from_arrays({"user": 1, "item": nodes}, edges)
+    wrong = str(e.value).partition("\n\n")[0]
+    assert "node type 'item'" in wrong
+    assert "edge type ('item', 'of', 'user')" in wrong
+    graph = HeteroGraph.from_arrays({"user": 1, "item": nodes}, edges, time_unit="s")
+    assert graph.time_unit == "s"
+
+
+def test_tables_and_graphs_of_libraries_do_not_mix_integers_and_dates():
+    days = pd.to_datetime(DATES)
+    users = pd.DataFrame({"id": [0, 1, 2], "since": [20200101, 20200102, 20200103]})
+    orders = pd.DataFrame({"user": [0, 1, 2], "date": days})
+    tables = {
+        "user": Table(users, "id", time="since"),
+        "order": Table(orders, foreign_keys={"user": "user"}, time="date"),
+    }
+    with pytest.raises(ValueError, match="'order' are dates, but those of node type 'user'"):
+        HeteroGraph.from_tables(tables)
+    assert HeteroGraph.from_tables(tables, time_unit="s").time_unit == "s"
+    pyg = pytest.importorskip("torch_geometric.data").HeteroData()
+    pyg["user"].num_nodes = 3
+    pyg["user"].time = torch.arange(3)
+    pyg[KNOWS].edge_index = torch.tensor([[0], [1]])
+    pyg[KNOWS].time = np.array(DATES[:1], "M8[D]")
+    with pytest.raises(ValueError, match="are dates, but those of node type 'user'"):
+        HeteroGraph.from_pyg(pyg, time_attr="time")
+
+
+def test_a_type_without_edges_fits_dates():
+    edges = {
+        KNOWS: {"edge_index": np.array([[0], [0]]), "time": np.array(DATES[:1], "M8[D]")},
+        ("user", "likes", "user"): {"edge_index": np.empty((2, 0), int), "time": []},
+    }
+    assert HeteroGraph.from_arrays({"user": 1}, edges).time_unit == "s"
+
+
 def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_them(tmp_path):
     with pytest.raises(ValueError, match="time_unit is 'days'"):
         graph_of([1, 2, 3], time_unit="days")

@@ -39,6 +39,13 @@ def test_labels_that_are_not_classes_are_rejected(labels, value):
     assert "\n\nhint: -1 marks a node without a label" in str(error.value)
 
 
+@pytest.mark.parametrize("labels", [[0.5, 1.0, -np.inf], [[0.5, 1.0], [1.0, 2.0], [0.5, np.inf]]])
+def test_infinite_labels_are_rejected(labels):
+    message = r"node 2 has the label -?inf\n\nhint: .*NaN marks a node without a label"
+    with pytest.raises(ValueError, match=message):
+        graph_of({"labels": labels})
+
+
 def test_classes_and_numbers_are_kept():
     for labels, dtype in (
         ([0, -1, 65535], torch.int64),

@@ -1,6 +1,8 @@
 """Files are written atomically, and locked between processes."""
 
+import errno
 import os
+import pickle
 
 import pytest
 
@@ -28,6 +30,26 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch)
         assert path.read_text() == "old"
     assert calls == [str(partial), "replace", str(tmp_path)]
     assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_with_what_helps(number, tmp_path):
+    path = tmp_path / "a"
+    write_text(path, "old")
+
+    def fail():
+        with replacing(path) as partial:
+            partial.write_text("ne")
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError, match=f"no space left on {path}\n\nhint: free space") as error:
+        fail()
+    assert (error.value.errno, error.value.filename) == (number, str(path))
+    assert error.value.strerror == os.strerror(number)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert str(again) == str(error.value)
+    assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -1,9 +1,13 @@
 """Runs on heterogeneous graphs: node classification, resuming, workers and evaluation."""
 
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from typed_papers import SIZES, assert_same_run, build, stop_after
 
 from gcnzc.graph.hetero import HeteroGraph
@@ -25,6 +29,32 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(folder):
     return TrainConfig(data=folder, model="rgcn", **SIZES)
+
+
+def test_damaged_files_of_a_run_and_its_graph_name_what_helps(config, folder, tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "graph"
+    shutil.copytree(folder, copy)
+    train(replace(config, epochs=1, data=copy), run)
+    found = evaluate(EvaluateConfig(run=run))
+    schema, options, meta = run / "schema.json", run / "config.json", copy / "meta.json"
+    schema.write_text(schema.read_text()[:-20])
+    for function in (lambda: evaluate(EvaluateConfig(run=run)), lambda: predict(run)):
+        with pytest.raises(ValueError, match=r"schema\.json is damaged(?s:.*)hint: remove it"):
+            function()
+    schema.unlink()
+    assert evaluate(EvaluateConfig(run=run))["test_accuracy"] == found["test_accuracy"]
+    content = options.read_text()
+    options.write_text(content[:-20])
+    with pytest.raises(ValueError, match=r"config\.json is damaged") as error:
+        predict(run)
+    # the hint has an expression with the options
+    expression = re.search(r"torch\.load\(.*\)\['options'\]", str(error.value))[0]
+    options.write_text(json.dumps(eval(expression, {"torch": torch})))
+    assert evaluate(EvaluateConfig(run=run))["test_accuracy"] == found["test_accuracy"]
+    meta.write_text(meta.read_text()[:-20])
+    for function in (lambda: evaluate(EvaluateConfig(run=run)), lambda: predict(run)):
+        with pytest.raises(ValueError, match=r"meta\.json is not valid JSON"):
+            function()
 
 
 @pytest.mark.parametrize("model", ["rgcn", "hetero-sage"])
@@ -162,6 +192,9 @@ def test_graphs_that_do_not_fit_are_rejected(config, folder, tmp_path):
     rejected("no node type of (?s:.*) has labels", data=tmp_path / "plain")
     (tmp_path / "empty").mkdir()
     rejected("prepared graph of this kind", data=tmp_path / "empty")
+    meta = tmp_path / "plain" / "meta.json"
+    meta.write_text(meta.read_text()[:-20])
+    rejected(r"meta\.json is not valid JSON", data=tmp_path / "plain")
     nodes = {"a": {"labels": np.zeros(3, int), "split": {"train": [0]}, "features": np.eye(3)}}
     HeteroGraph.from_arrays(nodes, loop).save(tmp_path / "unsplit")
     rejected("in the valid split of (?s:.*) has a label", data=tmp_path / "unsplit")

@@ -51,18 +51,20 @@ def from_arrays(
             `features` (E, D), `time` (E,) and `weight` (E,), all in the order of the edges.
         name: of the graph.
         time_unit: unit of all times: "s", "ms", "us" or "ns". Dates become the time since 1970 in
-            this unit, in UTC. Default: seconds if there are dates; integers have no known unit.
+            this unit, in UTC. Default: seconds if all times are dates; integers have no known
+            unit. If only some types have dates, the unit of the integers is required.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an edge is outside the nodes of its types, a time is missing, a label is not a
-            class, a node is in two parts of a split, sizes do not match, or a type is unknown. The
-            message names the type and the value.
+        ValueError: an edge is outside the nodes of its types, a time is missing, some times are
+            dates and others are integers of an unknown unit, a label is not a class, a node is in
+            two parts of a split, sizes do not match, or a type is unknown. The message names the
+            type and the value.
     """
     if time_unit is not None:
         check_choice("time_unit", time_unit, tuple(UNITS))
     check_names(nodes, edges)
-    if time_unit is None and any(map(_has_dates, [*nodes.values(), *edges.values()])):
+    if time_unit is None and _have_dates(nodes, edges):
         time_unit = "s"
     stores = {each: _node_store(each, given, time_unit) for each, given in nodes.items()}
     found = {each: _edge_store(each, given, stores, time_unit) for each, given in edges.items()}
@@ -72,9 +74,31 @@ def from_arrays(
     return graph
 
 
-def _has_dates(given: Any) -> bool:
-    time = given.get("time") if isinstance(given, Mapping) else None
-    return time is not None and to_dates(time) is not None
+def _have_dates(nodes: Mapping[str, Any], edges: Mapping[EdgeType, Any]) -> bool:
+    """Return whether times are dates.
+
+    Raises:
+        ValueError: those of some types are dates, and those of others are integers.
+    """
+    # the first type with integers and the first one with dates
+    first: dict[bool, str] = {}
+    for what, given_by_type in (("node", nodes), ("edge", edges)):
+        for each, given in given_by_type.items():
+            time = given.get("time") if isinstance(given, Mapping) else None
+            if time is None or not _length(time):
+                continue
+            name, is_date = f"{what} type {each!r}", to_dates(time) is not None
+            # `as_times` rejects other values
+            if is_date or values.to_array(f"time of {name}", time).dtype.kind in "iuf":
+                first.setdefault(is_date, name)
+    if len(first) == 2:
+        raise ValueError(
+            f"the times of {first[True]} are dates, but those of {first[False]} are integers of an "
+            "unknown unit\n\nhint: convert the integers to dates, for example with "
+            "pandas.to_datetime; if they count seconds since 1970, pass time_unit='s'; likewise "
+            "'ms', 'us' and 'ns'"
+        )
+    return True in first
 
 
 def _sorted_kinds(

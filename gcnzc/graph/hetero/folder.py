@@ -11,6 +11,7 @@ from torch import Tensor
 from gcnzc.datasets import hetero_store, store
 from gcnzc.datasets.hetero_store import front_of
 from gcnzc.datasets.meta import HETERO_VERSION
+from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -86,13 +87,16 @@ def save(
         writer.finish(meta, HETERO_VERSION)
 
 
-def _needed_bytes(graph: HeteroGraph) -> int:
-    total = 0
+def _needed_bytes(graph: HeteroGraph) -> list[int]:
+    """Return the sizes of the files except for features, whose stored dtype may be smaller."""
+    found: list[Tensor | None] = []
+    for node_type in graph.node_types:
+        nodes = graph.nodes(node_type)
+        found += [nodes.labels, nodes.time, *nodes.split.values()]
     for edge_type in graph.edge_types:
         own = graph.edges(edge_type)
-        arrays = (own.indptr, own.indices, own.edge_ids, own.time, own.weight)
-        total += sum(array.nbytes for array in arrays if array is not None)
-    return total
+        found += [own.indptr, own.indices, own.edge_ids, own.time, own.weight]
+    return [HEADER_BYTES + array.nbytes for array in found if array is not None]
 
 
 def _save_nodes(

@@ -257,10 +257,13 @@ class HeteroGraph:
             found = find_unsorted(store.indptr.numpy(), store.indices.numpy(), *arrays)
             if found is not None:
                 node, position, before, time = found
+                damage = ""
+                if self.folder is not None:
+                    damage = f", unless `gcnzc info {self.folder} --verify` reports a damaged file"
                 raise ValueError(
                     f"edge type {edge_type} is not sorted by time: the in-edges of node {node} "
                     f"have time {before} before {time}, at position {position}\n\n"
-                    f"hint: graph.sort_by_time({kind!r})"
+                    f"hint: graph.sort_by_time({kind!r}){damage}"
                 )
             self._sorted.add((edge_type, kind))
         if not has_times:

@@ -30,7 +30,7 @@ def labels_of(columns: Mapping[str, Any]) -> NDArray[Any]:
         for missing values, if a column has numbers with fractions.
 
     Raises:
-        ValueError: a column has text, dates or other values.
+        ValueError: a column has text, dates or other values, or only missing ones.
     """
     found = [_classes_or_numbers(name, column) for name, column in columns.items()]
     if len(found) == 1:
@@ -43,6 +43,11 @@ def labels_of(columns: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
+    if len(column) and column.isna().all():
+        raise ValueError(
+            f"{name} has no labels: all {len(column)} values are missing\n\n"
+            "hint: check how the table was read; omit it from labels= if its rows have none"
+        )
     if hasattr(column, "cat"):
         return np.asarray(column.cat.codes.to_numpy(), np.int64)
     if column.dtype == object:

@@ -16,6 +16,7 @@ from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.table_targets import EXACT, labels_of, names_of, split_by_time
 from gcnzc.graph.hetero.times import TimeUnit
+from gcnzc.graph.hetero.values import first_true
 from gcnzc.system.arguments import check_flag, check_kind, describe
 
 
@@ -74,7 +75,7 @@ def from_tables(
             dates like those of the table: rows before "valid" are train.
         reverse: add the reverse edge type of every foreign key.
         time_unit: unit of the times, "s", "ms", "us" or "ns", to which dates are converted, in UTC;
-            fractions are rounded up. Default: seconds if there are dates.
+            fractions are rounded up. Default: seconds if all times are dates; see `from_arrays`.
         name: of the graph.
 
     Raises:
@@ -130,7 +131,13 @@ def _column(name: str, table: Table, column: str, meaning: str) -> Any:
             f"table {name!r} has no column {column!r:.100} for its {meaning}\n\n"
             f"hint: the columns are {', '.join(map(str, table.frame.columns))}"
         )
-    return table.frame[column]
+    found = table.frame[column]
+    if found.ndim != 1:
+        raise ValueError(
+            f"table {name!r} has {found.shape[1]} columns {column!r:.100}\n\n"
+            "hint: rename one, since the name of a column is unique"
+        )
+    return found
 
 
 def _features(name: str, table: Table) -> NDArray[np.float32] | None:
@@ -144,15 +151,19 @@ def _features(name: str, table: Table) -> NDArray[np.float32] | None:
                 f"column {each!r} of table {name!r} has type {column.dtype}\n\n"
                 "hint: features are numbers; encode text and dates first"
             )
-        columns.append(column.astype(np.float32))
-    found = np.stack(columns, axis=1)
-    if np.isnan(found).any():
-        row, place = (int(i) for i in np.argwhere(np.isnan(found))[0])
-        raise ValueError(
-            f"column {table.features[place]!r} of table {name!r} is NaN in row {row}\n\n"
-            "hint: frame.fillna(...), with a further column that says where values are missing"
-        )
-    return found
+        with np.errstate(over="ignore"):
+            converted = column.astype(np.float32)
+        if (row := first_true(~np.isfinite(converted))) is not None:
+            value = column[row]
+            remedy = "frame.fillna(...), with a further column that says where values are missing"
+            if not np.isnan(value):
+                remedy = "features are finite float32 numbers; clip or scale the column"
+            raise ValueError(
+                f"column {each!r} of table {name!r} is {'NaN' if np.isnan(value) else value} in "
+                f"row {row}\n\nhint: {remedy}"
+            )
+        columns.append(converted)
+    return np.stack(columns, axis=1)
 
 
 def _tables_of(

@@ -126,7 +126,7 @@ def as_labels(name: str, value: Any, count: int) -> Tensor:
 
     Raises:
         TypeError: the value is sparse, or not an array.
-        ValueError: the shape or dtype is wrong, or an integer is not a class.
+        ValueError: the shape or dtype is wrong, an integer is not a class, or a number is infinite.
     """
     labels = to_array(name, value)
     check_length(name, labels, count, dimensions=(1, 2))
@@ -139,6 +139,12 @@ def as_labels(name: str, value: Any, count: int) -> Tensor:
             "classes"
         )
     check_classes(name, labels)
+    if labels.dtype.kind == "f" and np.isinf(labels).any():
+        place = tuple(int(i) for i in np.argwhere(np.isinf(labels))[0])
+        raise ValueError(
+            f"{name}: node {place[0]} has the label {labels[place]}\n\n"
+            "hint: numbers to predict are finite; NaN marks a node without a label"
+        )
     dtype = np.float32 if labels.dtype.kind == "f" else np.int64
     return torch.from_numpy(writable(np.ascontiguousarray(labels, dtype)))
 

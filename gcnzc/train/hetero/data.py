@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from gcnzc.datasets.hetero_store import is_hetero
+from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.names import Names
+from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
@@ -177,6 +179,9 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {path}\n\nhint: HeteroGraph.save writes one")
     if not is_hetero(path):
+        if is_prepared(path):
+            # a damaged folder has no kind, and this names its file
+            read_meta(path)
         raise ValueError(
             f"--model {config.model} is for graphs with several node types, and {path} has no "
             "prepared graph of this kind\n\n"

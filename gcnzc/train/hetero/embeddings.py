@@ -190,10 +190,13 @@ def load_embeddings(
     path = run / FOLDER / best_name(epoch)
     if names and not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing, which has the embeddings of the best model\n\n"
-            "hint: restore it from a copy"
+            f"{path} is missing, which has the embeddings of the best model\n\n{_restore_best(run)}"
         )
-    tables = {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
+    try:
+        tables = {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
+    except ValueError as error:
+        wrong = str(error).partition("\n\n")[0]
+        raise ValueError(f"{wrong}\n\n{_restore_best(run)}") from error
     for name, table in tables.items():
         if len(table) != data.graph.num_nodes(name):
             raise ValueError(
@@ -202,6 +205,13 @@ def load_embeddings(
                 "hint: embeddings are of the nodes of the graph that the model was trained on"
             )
     return tables
+
+
+def _restore_best(run: Path) -> str:
+    return (
+        "hint: restore the file from a copy; otherwise start the run again, since "
+        f"`gcnzc train --resume {run} --epochs N` writes another only if a later epoch is better"
+    )
 
 
 def check_optimizer(
