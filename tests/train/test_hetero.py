@@ -142,7 +142,7 @@ def test_temporal_neighbours_and_sampled_evaluation(config, tmp_path):
         assert again["evaluation"] == "sampled"
         assert not said
         assert evaluate(EvaluateConfig(run=tmp_path / temporal), reporter)["evaluation"] == "needed"
-        assert "of sampled neighbours, which --evaluate sampled repeats" in said[0]
+        assert "with sampled neighbours; --evaluate sampled repeats that" in said[0]
 
 
 def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
