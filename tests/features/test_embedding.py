@@ -1,6 +1,5 @@
 """Trainable embeddings: gathers with gradients, files, and bad input."""
 
-import errno
 import gc
 import os
 import weakref
@@ -17,17 +16,6 @@ from gcnzc.system import row_memory
 
 def table(num_rows=20, num_columns=3, dtype=torch.float64, **options):
     return EmbeddingTable(num_rows, num_columns, dtype=dtype, **options)
-
-
-def test_a_full_disk_is_named_with_what_helps(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    path = tmp_path / "rows.npy"
-    with pytest.raises(OSError, match=f"no space left on {path}\n\nhint: free space"):
-        table(path=path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_initial_rows_depend_on_the_seed_and_not_on_threads():
@@ -197,7 +185,7 @@ def test_an_error_leaves_no_mapped_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(row_memory.os, "posix_fallocate", fail)
-    with pytest.raises(OSError, match=r"No space left on device.*paper\.npy"):
+    with pytest.raises(OSError, match=r"no space left on .*paper\.npy\n\nhint: free"):
         table(path=tmp_path / "paper.npy")
     assert not list(tmp_path.iterdir())
 
