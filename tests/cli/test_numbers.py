@@ -42,7 +42,11 @@ def cases():
             if field.name in TEXTS:
                 yield kind, field.name, TEXTS[field.name]
             elif get_origin(hint) is tuple and int in types:
-                yield kind, field.name, LISTS[field.name]
+                yield (
+                    kind,
+                    field.name,
+                    [v for v in LISTS[field.name] if v != field.default],
+                )
             elif float in types:
                 yield kind, field.name, REAL
             elif int in types:
@@ -68,6 +72,7 @@ def test_every_command_with_numbers_has_cases():
     expected = {
         "Train",
         "Evaluate",
+        "Predict",
         "Make",
         "Prepare",
         "Embed",

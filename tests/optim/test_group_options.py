@@ -58,13 +58,13 @@ def test_an_option_that_one_rank_changes_during_a_run_is_named_on_all(name):
         train(models, optimizers, 40)
 
 
-def without_bits(snapshot):
+def of_an_older_version(snapshot):
     """The snapshot in the format of a version that did not compare options."""
     shared = dict(snapshot["shared"])
     for name, value in shared.items():
         if name.startswith("fragment ") and name.endswith("values"):
-            # after the elements: whether it counts, and the bit
-            shared[name] = value[:-1]
+            # after the elements and the number of finite vectors: other extras
+            shared[name] = torch.cat([value, value.new_zeros(2)])
     if "extra_sums" in shared:
         shared["extra_sums"] = shared["extra_sums"][:1]
     return {**snapshot, "shared": shared}
@@ -83,7 +83,7 @@ def test_pending_exchanges_in_states_of_older_versions_finish(name):
     states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
     assert any("fragment " in key or key == "extra_sums" for key in states[0]["shared"])
     found = []
-    for version in (lambda state: state, without_bits):
+    for version in (lambda state: state, of_an_older_version):
         models, optimizers = team()
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(version(state)))
