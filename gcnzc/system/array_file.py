@@ -27,8 +27,13 @@ PIECE_BYTES = 1 << 24
 
 # what the modules that read archives and arrays raise for damaged ones
 _DAMAGED = (
-    *(*DAMAGED_HEADER, zipfile.BadZipFile, zlib.error, struct.error),
-    *(NotImplementedError, RuntimeError),
+    *DAMAGED_HEADER,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    # of zipfile: an unsupported compression or version, and an encrypted member
+    NotImplementedError,
+    RuntimeError,
 )
 _HINT = "hint: restore the file from a copy, or write it again"
 

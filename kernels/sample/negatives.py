@@ -65,29 +65,53 @@ def _is_negative(indptr, indices, source, target, is_bipartite=False):
 
 
 @njit(cache=True, nogil=True)
+def _node_at(order, place):
+    return int64(order[place]) if len(order) else int64(place)
+
+
+@njit(cache=True, nogil=True)
 def _sample_negatives(
-    indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, first, key, out
+    indptr,
+    indices,
+    sources,
+    items,
+    num_negatives,
+    both,
+    strict,
+    is_bipartite,
+    first,
+    order,
+    num_eligible,
+    key,
+    out,
 ):
-    """Write the negatives; return the index of an edge without any, or -1."""
+    """Write the negatives; return the index of an edge without any, or -1.
+
+    The destinations of edge i are the first `num_eligible[i]` nodes of `order`. If both are empty,
+    they are all nodes by their ids.
+    """
     num_nodes = len(indptr) - 1
     key_0, key_1, epoch = key[0], key[1], key[2]
     for i in range(len(items)):
         low, high = items[i] & 0xFFFFFFFF, (items[i] >> 32) | (NEGATIVE_MARK << 16)
+        count = int64(num_eligible[i]) if len(order) else int64(num_nodes)
         for draw in range(num_negatives):
-            source = target = int64(0)
+            source = place = target = int64(0)
             found = False
             for attempt in range(TRIES):
                 counter = (first + draw) * TRIES + attempt
                 w0, w1, w2, w3 = philox4x32(counter, low, high, epoch, key_0, key_1)
-                target = _below(w0, w1, num_nodes)
+                place = _below(w0, w1, count)
+                target = _node_at(order, place)
                 source = _below(w2, w3, num_nodes) if both else int64(sources[i])
                 if not strict or _is_negative(indptr, indices, source, target, is_bipartite):
                     found = True
                     break
             more_sources = num_nodes if both else 1
             while not found and more_sources > 0:
-                for _ in range(num_nodes):
-                    target = target + 1 if target + 1 < num_nodes else 0
+                for _ in range(count):
+                    place = place + 1 if place + 1 < count else 0
+                    target = _node_at(order, place)
                     if _is_negative(indptr, indices, source, target, is_bipartite):
                         found = True
                         break
@@ -148,8 +172,21 @@ def sample_negatives(
     key = np.array([*split_key(seed), epoch], np.uint64)
     out = np.empty((2, len(items) * num_negatives), np.int64)
     both = kind == "both"
+    all_nodes = np.empty(0, np.int64)
     failed = _sample_negatives(
-        indptr, indices, sources, items, num_negatives, both, strict, is_bipartite, first, key, out
+        indptr,
+        indices,
+        sources,
+        items,
+        num_negatives,
+        both,
+        strict,
+        is_bipartite,
+        first,
+        all_nodes,
+        all_nodes,
+        key,
+        out,
     )
     if failed >= 0:
         pairs = (
@@ -161,50 +198,6 @@ def sample_negatives(
             "that are edges of the graph"
         )
     return out
-
-
-@njit(cache=True, nogil=True)
-def _sample_timed_negatives(
-    indptr,
-    indices,
-    sources,
-    items,
-    num_negatives,
-    order,
-    num_eligible,
-    strict,
-    is_bipartite,
-    first,
-    key,
-    out,
-):
-    """Write the negatives; return the index of an edge without any, or -1."""
-    key_0, key_1, epoch = key[0], key[1], key[2]
-    for i in range(len(items)):
-        low, high = items[i] & 0xFFFFFFFF, (items[i] >> 32) | (NEGATIVE_MARK << 16)
-        source, count = int64(sources[i]), num_eligible[i]
-        for draw in range(num_negatives):
-            place = target = int64(0)
-            found = False
-            for attempt in range(TRIES):
-                counter = (first + draw) * TRIES + attempt
-                w0, w1, _, _ = philox4x32(counter, low, high, epoch, key_0, key_1)
-                place = _below(w0, w1, count)
-                target = order[place]
-                if not strict or _is_negative(indptr, indices, source, target, is_bipartite):
-                    found = True
-                    break
-            more = 0 if found else count
-            while more > 0 and not found:
-                place = place + 1 if place + 1 < count else 0
-                target = order[place]
-                found = _is_negative(indptr, indices, source, target, is_bipartite)
-                more -= 1
-            if not found:
-                return i
-            out[0, i * num_negatives + draw] = source
-            out[1, i * num_negatives + draw] = target
-    return -1
 
 
 def sample_timed_negatives(
@@ -238,17 +231,18 @@ def sample_timed_negatives(
     """
     key = np.array([*split_key(seed), epoch], np.uint64)
     out = np.empty((2, len(items) * num_negatives), np.int64)
-    failed = _sample_timed_negatives(
+    failed = _sample_negatives(
         indptr,
         indices,
         sources,
         items,
         num_negatives,
-        order,
-        num_eligible,
+        False,
         strict,
         is_bipartite,
         first,
+        order,
+        num_eligible,
         key,
         out,
     )
