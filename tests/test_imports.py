@@ -126,9 +126,14 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -139,11 +144,16 @@ def imports(path: Path) -> set[str]:
 @cache
 def attributes(path: Path) -> set[str]:
     """Dotted names that the code uses, such as torch.distributed.all_reduce."""
-    return {
-        ast.unparse(node)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
+    return {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+
+
+def dotted(node: ast.expr) -> str:
+    """The dotted name of an attribute; empty for one of an expression without a name."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def module_of(path: Path) -> str:
@@ -162,9 +172,8 @@ def package_of(module: str) -> str:
 @cache
 def imported_modules(module: str, everywhere: bool) -> frozenset[str]:
     """Modules of the project that a module imports: on import, or anywhere in its code."""
-    tree = ast.parse(MODULES[module].read_text())
     found = set()
-    pending: list[ast.AST] = [tree]
+    pending: list[ast.AST] = [tree_of(MODULES[module])]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -336,14 +345,14 @@ def test_each_external_system_is_used_by_its_adapter_modules_only(door):
 
 def test_only_the_command_line_prints():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
                 assert package_of(module_of(path)) == "cli", f"{name_of(path)}:{node.lineno}"
 
 
 def test_the_package_defines_nothing_that_only_serves_a_comparison_with_deepspeed():
     for path in SOURCES:
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = ast.walk(tree_of(path))
         definitions = (ast.ClassDef, ast.FunctionDef)
         names = [path.stem, *(each.name for each in nodes if isinstance(each, definitions))]
         for name in names:
