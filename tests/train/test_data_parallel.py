@@ -49,15 +49,6 @@ class WithEverything(nn.Module):
         return self.model(batch.blocks, self.second(self.first(x)))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    # threads of torch that wait for one another are slow where cores are shared
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def graph():
     generator = torch.Generator().manual_seed(5)
