@@ -21,6 +21,11 @@ FORKS.set_forkserver_preload(
     [
         "gcnzc.optim",
         "gcnzc.train.run",
+        # what the modules of tests import, from which a worker gets its function
+        "pytest",
+        "gcnzc.cli",
+        "gcnzc.datasets.generate",
+        "gcnzc.graph.prepare",
         # what a worker would import on first use, which takes 3 s of CPU time: by torch's
         # optimizers, by compiled functions, by plots and by the names of classes
         "torch._dynamo",
