@@ -116,7 +116,7 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
         )
         source = self._open(data, custom_cls, arguments)
         check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
-        typed = to_typed_graph(source, time_attr, weight_attr)
+        typed = to_typed_graph(source, time_attr, weight_attr, self._time_unit)
         self._node_type, self._nodes, self._ids = check_typed_nodes(
             input_nodes, input_id, typed.graph
         )
