@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import as_times, describe_times, parse_times
+from gcnzc.graph.hetero.times import as_times, parse_times, wrong_time
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -282,11 +282,12 @@ def parse_time(loaded: TrainedHeteroModel, text: str) -> int:
     """Return the time that `--time` gives: an integer, or a date if the graph has a time unit.
 
     Raises:
-        ValueError: the text is not a time, or the run is not temporal.
+        ValueError: the text is not a time or could be two times, see `parse_times`, or the run is
+            not temporal.
     """
     check_time(loaded, text)
     unit = loaded.graph.time_unit
     times, wrong = parse_times([text], unit)
     if wrong is not None:
-        raise ValueError(f"--time {text} is not a time\n\nhint: {describe_times(unit)}")
+        raise wrong_time(f"--time {text}", text, unit)
     return int(times[0])
