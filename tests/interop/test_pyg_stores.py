@@ -23,7 +23,6 @@ from gcnzc.interop.pyg import (
     as_stores,
     importing,
 )
-
 from gcnzc.sampling import HeteroSampler
 
 pyg = importing.import_pyg()

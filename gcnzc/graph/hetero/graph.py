@@ -293,6 +293,8 @@ class HeteroGraph:
             self._nodes, edges, name=self.name, time_unit=self.time_unit, check=False
         )
         graph._is_checked = True
+        graph._sorted = {(each, kind) for each in edges}
+        graph.folder = self.folder
         return graph
 
     @classmethod

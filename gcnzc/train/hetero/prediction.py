@@ -55,7 +55,7 @@ class TrainedHeteroModel:
         schema: what the model reads and predicts.
         data: the graph.
         graph: for message passing; in link prediction without the held-out edges of the run, unless
-            other data are given or the run is temporal.
+            other data are given, or the run is temporal by the times of the edges.
         embeddings: of the node types without features.
         device: of the computation.
         epoch: of the model, from 1.
