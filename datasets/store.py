@@ -235,7 +235,7 @@ class Writer:
         self._front = ""
 
     def within(self, front: str) -> "Writer":
-        """Return a writer for the same folder that puts `front` before the names of arrays."""
+        """Return a writer for the same folder that puts `front` before the names of files."""
         inner = Writer(self._folder, self._progress)
         inner._files, inner._front = self._files, f"{self._front}{front}"
         return inner
@@ -262,17 +262,17 @@ class Writer:
     def save_names(self, names: Names) -> None:
         """Write the names of nodes, classes and features to the subfolder `mapping`."""
         for file, table in names.files().items():
-            path = self._folder / NAMES_FOLDER / file
-            path.parent.mkdir(exist_ok=True)
+            name = f"{self._front}{NAMES_FOLDER}/{file}"
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
             table.to_csv(path, index=False)
-            entry = {"bytes": path.stat().st_size, "crc32": checksum(path)}
-            self._files[f"{NAMES_FOLDER}/{file}"] = entry
+            self._files[name] = {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
     def copy(self, source: Path, folder: str, leave_out: Container[str] = ()) -> None:
         """Copy all files of the folder `source`, except some, to the subfolder `folder`."""
         for path in sorted(source.rglob("*")):
             if path.is_file() and path.name not in leave_out:
-                name = f"{folder}/{path.relative_to(source)}"
+                name = f"{self._front}{folder}/{path.relative_to(source)}"
                 target = self._folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler

@@ -17,7 +17,8 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.hetero.folder import check_targets
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, NodeStore, TimeKind
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import TrainConfig
@@ -74,10 +75,10 @@ class HeteroDataset:
         """Name of the graph."""
         return self.graph.name
 
-    @property
+    @cached_property
     def names(self) -> Names:
-        """Names of classes and features: none."""
-        return Names()
+        """Names of the classes of the target; features have none."""
+        return Names(classes=self.graph.nodes(self.target).classes) if self.target else Names()
 
     @cached_property
     def table(self) -> TypedTables:
@@ -143,9 +144,22 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
                 f"no node of type {target!r} in the {name} split of {path} has a label\n\n"
                 "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
             )
-    num_classes = 2 if labels.ndim == 2 else max(int(labels.max()) + 1, 1)
+    num_classes = 2 if labels.ndim == 2 else _count_classes(nodes, labels, path)
     metric = "accuracy" if labels.ndim == 1 else "rocauc"
     return HeteroDataset(graph, target, labels, split, num_classes, metric, path)
+
+
+def _count_classes(nodes: NodeStore, labels: Tensor, path: Path) -> int:
+    """Return the number of classes, some of which may have a name but no nodes."""
+    last = max(int(labels.max()), 0)
+    if nodes.classes is None:
+        return last + 1
+    if last >= len(nodes.classes):
+        raise ValueError(
+            f"{path} has {len(nodes.classes)} names of classes, and the label {last}\n\n"
+            "hint: prepare the folder again from its source"
+        )
+    return len(nodes.classes)
 
 
 def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> HeteroDataset:

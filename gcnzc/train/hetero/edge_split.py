@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.loader.seeds import permutation
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
