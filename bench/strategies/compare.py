@@ -107,7 +107,9 @@ METHODS: dict[str, Build] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the methods."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="; ".join(METHODS))
+    parser.add_argument(
+        "methods", nargs="*", metavar="METHOD", help="; ".join(METHODS).replace("%", "%%")
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--slow-rank", type=float, default=1.0, metavar="F")

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.rendezvous import Store
 from gcnzc.exchange.requests import Collective, Receive, ReceiveAny, Request, Send
+from gcnzc.exchange.store_thread import StoreThread
 
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
@@ -240,8 +241,7 @@ class StallMonitor:
         self._cycle: dict[int, _Record] = {}
         self._requested, self._compared = threading.Event(), threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gcnzc-stalls", daemon=True)
-        self._thread.start()
+        self._thread = StoreThread("gcnzc-stalls", self._watch, self._stop)
 
     def find_reason(self) -> str:
         """Return how requests differ, after this rank's connections broke.
@@ -256,6 +256,9 @@ class StallMonitor:
 
     def close(self) -> None:
         """Stop the thread."""
+        self._thread.end()
+
+    def _stop(self) -> None:
         self._closed.set()
         self._requested.set()
 

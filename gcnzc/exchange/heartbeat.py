@@ -18,6 +18,7 @@ from enum import Enum
 from typing import TypeVar
 
 from gcnzc.exchange.rendezvous import Store, read_existing
+from gcnzc.exchange.store_thread import StoreThread
 
 T = TypeVar("T")
 
@@ -107,10 +108,7 @@ class HeartbeatMonitor:
         self.stopped = threading.Event()
         self.lock = threading.Lock()
         self.write()
-        self.thread = threading.Thread(
-            target=self._write_heartbeats, name="gcnzc-heartbeats", daemon=True
-        )
-        self.thread.start()
+        self.thread = StoreThread("gcnzc-heartbeats", self._write_heartbeats, self.stopped.set)
 
     def set_status(self, step: int, activity: str) -> None:
         """Set the step and activity of the next heartbeats; does not access the store."""
@@ -195,8 +193,7 @@ class HeartbeatMonitor:
         Args:
             reason: for the error messages of the other ranks.
         """
-        self.stopped.set()
-        self.thread.join(MISSED_BEATS * BEAT_S)
+        self.thread.end()
         # a thread that is still alive waits for a store that does not respond
         if reason and not self.thread.is_alive():
             self.end_reason = reason
