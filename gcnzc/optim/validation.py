@@ -237,15 +237,16 @@ def check_at_least_zero(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number of at least 0")
 
 
-def check_above_zero(name: str, value: object) -> None:
-    """Check that `value` is a finite number above 0.
+def check_above_zero(name: str, value: object, most: float | None = None) -> None:
+    """Check that `value` is a finite number above 0, and at most `most` if that is given.
 
     Raises:
         ValueError: it is not.
     """
     number = _number(value)
-    if number is None or not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number above 0")
+    if number is None or not 0 < number < math.inf or (most is not None and number > most):
+        valid = "a finite number above 0" if most is None else f"a number above 0, at most {most}"
+        raise ValueError(f"{name} is {value!r}\n\nhint: give {valid}")
 
 
 def check_fraction(name: str, value: object) -> None:
@@ -259,14 +260,15 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a number in [0, 1)")
 
 
-def check_count(name: str, value: object, least: int = 0) -> None:
-    """Check that `value` is a whole number of at least `least`.
+def check_count(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
+    """Check that `value` is a whole number of at least `least`, and at most `most`.
 
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number {limits}")
 
 
 def _check_betas(betas: Iterable[object], where: str, *, with_gpu: bool) -> None:
