@@ -74,7 +74,12 @@ class ZeroOneSchedule:
         """
         if total_steps is not None:
             check_count("total_steps", total_steps, 1)
-        if warmup == "default":
+        if isinstance(warmup, str):
+            if warmup != "default":
+                raise ValueError(
+                    f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None for "
+                    "no local steps"
+                )
             warmup = WARMUP.warmup_steps(total_steps)
         return cls(warmup, local_doubling=ZERO_ONE.local_doubling_steps(total_steps))
 
