@@ -74,7 +74,7 @@ class Replicated(DistributedOptimizer):
         super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
         self.flat_params = FlatParameters(self.param_groups)
-        self.initial_requires_grad = self.requires_grad_flags()
+        self.record_parameters()
         self.clip_norm = clip_norm
         limit = square_limit(self.flat_params.dtype)
         # clipped gradients cannot overflow the state
