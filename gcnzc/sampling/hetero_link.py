@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
+from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_negatives import HeteroNegativeSampler
 from gcnzc.sampling.link import MAX_NEGATIVES
@@ -46,7 +48,9 @@ class HeteroLinkSampler:
     With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1: it
     contains neither the edge nor edges of the same time. Its negatives have the same neighbourhood
     times. They are nodes that are not later than t, if their node type has times and `time` of the
-    sampler is "node" or "both".
+    sampler is "node" or "both". If the edges of this type have no times of their own, or `time` is
+    "node", they are as late as their sources, and are removed from their own neighbourhoods as
+    without times, see `exclude`.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
@@ -60,7 +64,8 @@ class HeteroLinkSampler:
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
             the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
-            "none" with a temporal sampler. A node with a removed edge has one neighbour less.
+            "none" with a temporal sampler for which the times of these edges count. A node with a
+            removed edge has one neighbour less.
         reverse_types: edge types of the reverse edges, from which the reverses of seed edges are
             removed where they exist. Default: the types whose edges are reverses of all
             edges of `edge_type` or of almost all; and those that are named like the reverse of
@@ -111,9 +116,11 @@ class HeteroLinkSampler:
         )
         self.strict = check_flag("strict", strict)
         if exclude is None:
-            exclude = "reverse" if sampler.temporal is None else "none"
-            if sampler.temporal is not None:
+            exclude = "reverse"
+            own_times, _ = self.graph.times(self.edge_type, sampler.time)
+            if sampler.temporal is not None and own_times is not None:
                 self._check_reverse_times(reverse_types)
+                exclude = "none"
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.exclude = exclude
         if exclude != "reverse":
@@ -126,8 +133,7 @@ class HeteroLinkSampler:
         self._negatives = self._build_negatives(self.graph if known is None else known)
 
     def _check_reverse_times(self, given: Sequence[EdgeType | str] | None) -> None:
-        is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
-        if self.graph.edges(self.edge_type).time is None or not is_untimed:
+        if all(self.graph.edges(each).time is not None for each in self.graph.edge_types):
             return
         found = find_reverse_types(self.graph, self.edge_type) if given is None else given
         for each in map(self._check_reverse, found):
@@ -139,6 +145,15 @@ class HeteroLinkSampler:
                     f"hint: give {each} the times of {self.edge_type}, or reverse_types=[] (gcnzc "
                     "train: --reverse-types none) if they are not reverses"
                 )
+
+    @property
+    def pool(self) -> Pool:
+        """Buffer pool for minibatches, see `HeteroSampler`."""
+        return self._sampler.pool
+
+    @pool.setter
+    def pool(self, pool: Pool) -> None:
+        self._sampler.pool = pool
 
     @property
     def num_items(self) -> int:
@@ -223,8 +238,8 @@ class HeteroLinkSampler:
         else:
             seeds_of, pairs = _unique_ends(ends, source, target)
             batch = self._sampler.sample(seeds_of, epoch)
-        batch.pairs = pairs
-        batch.y = torch.zeros(ends.shape[1])
+        batch.pairs = self.pool.empty(pairs.shape, pairs.dtype).copy_(pairs)
+        batch.y = self.pool.empty(ends.shape[1]).zero_()
         batch.y[: len(items)] = 1
         self._exclude(batch, positives)
         batch.times["sample_s"] = time.perf_counter() - begin_s
@@ -264,9 +279,11 @@ class HeteroLinkSampler:
             assert batch.num_edges is not None, "the constructor requires directional subgraphs"
             numbers = [int(own.sum()) for own in kept.split(list(batch.num_edges[edge_type]))]
             batch.num_edges[edge_type] = tuple(numbers)
-            batch.row[edge_type], batch.col[edge_type] = row[kept], col[kept]
-            if batch.edge_ids is not None:
-                batch.edge_ids[edge_type] = batch.edge_ids[edge_type][kept]
+            given = [batch.row, batch.col]
+            given += [] if batch.edge_ids is None else [batch.edge_ids]
+            for each in given:
+                out = self.pool.empty(sum(numbers), torch.int64)
+                each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
     def _check_edges(self, edges: Any) -> Tensor:
         name = f"edges of {self.edge_type}"

@@ -45,6 +45,10 @@ class HeteroOptions(Options):
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,
     or the edges to predict or their nodes, must have times"""
+    times: Literal["both", "edge", "node"] = "both"
+    """heterogeneous graphs, with --temporal: times that count: those of edges (edge), those of
+    nodes (node: an edge is as late as its source), or the later of these (both). Nodes to classify
+    are seeds at their own time in any case"""
 
     embedding_dim: int = 64
     """heterogeneous graphs: columns of the trainable embeddings of node types without features;
@@ -75,7 +79,7 @@ REJECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sampler": (("gcnzc",), "DGL's sampler is for graphs of one node type"),
     "seed_order": (("shuffled", "rotating"), "graphs of one node type can be partitioned"),
     "negatives": (("uniform",), "negative pairs have the source of their edge"),
-    "features": (("host",), "features of several node types are gathered in host memory"),
+    "features": (("host",), "features of several node types remain in host memory"),
     "label_inputs": ((0.0,), "label inputs are for graphs of one node type"),
     "evaluate": (("needed", "sampled"), "outputs are computed in minibatches of evaluated nodes"),
     "pre_norm": ((False,), "the model normalizes the outputs of hidden layers"),

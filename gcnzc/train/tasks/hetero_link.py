@@ -14,8 +14,8 @@ from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.edge_split import describe_missing_times, split_edges_of_run
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
@@ -58,9 +58,11 @@ class HeteroLinkTask:
         self.is_temporal = config.temporal != "none"
         self.split = split_edges_of_run(config, data)
         if self.is_temporal and self.split.times is None:
+            missing = describe_missing_times(self.split.edge_type, config.times)
+            remedy = "" if config.times == "both" else "omit --times to use others, or "
             raise ValueError(
-                f"--temporal {config.temporal}: neither the edges {data.edge_type} nor their nodes "
-                "have times, which limit the neighbours of an edge\n\nhint: omit --temporal"
+                f"--temporal {config.temporal}: {missing}, which limit the neighbours of an edge"
+                f"\n\nhint: {remedy}omit --temporal"
             )
         self.sampler: Any = self._build_sampler(
             "train", config.fanouts, config.num_negatives, exclude=config.exclude
@@ -81,9 +83,9 @@ class HeteroLinkTask:
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.config.strict_negatives,
-            # None removes no edges, because temporal neighbourhoods are earlier than their edge,
-            # but checks that reverse types have times
-            exclude=None if self.is_temporal else exclude,
+            # None removes no edges, because neighbourhoods are earlier than their edge, but checks
+            # that reverse types have times
+            exclude=None if self.split.are_kept else exclude,
             reverse_types=self.split.reverse_types,
             known=self.data.graph,
             seed=self.config.seed,
@@ -103,7 +105,7 @@ class HeteroLinkTask:
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
     def build_loader(
-        self, device: torch.device, group: Group, loading: Mapping[str, Any]
+        self, table: TypedTables, device: torch.device, group: Group, loading: Mapping[str, Any]
     ) -> HeteroLoader:
         """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
         config = self.config
@@ -114,7 +116,7 @@ class HeteroLinkTask:
             self.sampler,
             None,
             config.batch_size,
-            tables=self.data.table.tables,
+            tables=table.tables,
             device=device,
             seed=config.seed,
             rank=group.rank,
@@ -138,9 +140,11 @@ class HeteroLinkTask:
         count = self.config.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
             if count == "all":
-                scores = self._rank_among_all(model, split, device, progress, group)
+                scores = self._rank_among_all(model, split, table, device, progress, group)
             else:
-                rows = self._score_with_negatives(model, split, count, device, progress, group)
+                rows = self._score_with_negatives(
+                    model, split, count, table, device, progress, group
+                )
                 scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
             for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
@@ -150,6 +154,7 @@ class HeteroLinkTask:
         self,
         model: HeteroLinkModel,
         split: str,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -165,7 +170,7 @@ class HeteroLinkTask:
             self.split,
             split,
             build_hetero_sampler(config, self.split.graph, choose_fanouts(fanouts, config.layers)),
-            self.data.table.tables,
+            table.tables,
             embeddings=self.embeddings,
             device=device,
             is_sampled=fanouts is not None,
@@ -180,6 +185,7 @@ class HeteroLinkTask:
         model: nn.Module,
         split: str,
         num_negatives: int,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -199,6 +205,7 @@ class HeteroLinkTask:
             own = self._score_part(
                 model,
                 sampler.with_negatives(first, count),
+                table,
                 device,
                 _part_of_progress(progress, number, len(firsts)),
                 group,
@@ -213,6 +220,7 @@ class HeteroLinkTask:
         self,
         model: nn.Module,
         sampler: HeteroLinkSampler,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -223,7 +231,7 @@ class HeteroLinkTask:
             sampler,
             None,
             max(1, EVALUATED_PAIRS // (1 + num_negatives)),
-            tables=self.data.table.tables,
+            tables=table.tables,
             device=device,
             threads=self.config.threads or None,
         )
