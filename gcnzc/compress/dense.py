@@ -15,16 +15,30 @@ from gcnzc.compress.reducer import (
 )
 from gcnzc.exchange import Algorithm, AllGatherScalar, Sum
 from gcnzc.kernels.finite import are_finite
+from gcnzc.system.arguments import describe
 from gcnzc.system.scalars import read_scalars
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Dense(Compression):
-    """The mean of all elements with one all-reduce, without error feedback."""
+    """The mean of all elements with one all-reduce, without error feedback.
+
+    Raises:
+        ValueError: the dtype is not one of those below.
+    """
 
     dtype: torch.dtype | None = None
-    """dtype of the messages: float16 or bfloat16, to which sums are rounded as well; None for the
-    vector's dtype"""
+    """dtype of the messages: float16 or bfloat16, to which sums are rounded as well; float32 or
+    float64; None for the vector's dtype"""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *DTYPES):
+            raise ValueError(
+                f"cannot send {describe(self.dtype)}\n\nhint: use one of "
+                f"{', '.join(map(str, DTYPES))}, or None for the vector's dtype"
+            )
 
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "DenseReducer":
         """See `Compression`."""

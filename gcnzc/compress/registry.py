@@ -12,6 +12,7 @@ from gcnzc.compress.reducer import Compression
 from gcnzc.compress.sign import Sign
 from gcnzc.compress.threshold import Threshold
 from gcnzc.compress.top_k import TopK
+from gcnzc.system.arguments import check_kind
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -51,7 +52,9 @@ def compression(name: str) -> Compression:
 
     Raises:
         ValueError: there is no compression of that name, or the fraction is out of range.
+        TypeError: `name` is no text.
     """
+    check_kind("the name of a compression", name, str, f"use one of {', '.join(NAMES)}")
     kind, colon, density = name.partition(":")
     if kind in SPARSE:
         return SPARSE[kind](_parse_density(name, density)) if colon else SPARSE[kind]()
@@ -69,8 +72,12 @@ def compression(name: str) -> Compression:
     raise ValueError(f"no compression {name!r}\n\nhint: use one of {', '.join(NAMES)}")
 
 
-def check_compression(compress: object) -> None:
-    """Check the argument `compress` of an optimizer.
+def check_compression(compress: object, name: str = "compress") -> None:
+    """Check an argument of an optimizer that is a compression.
+
+    Args:
+        compress: the argument.
+        name: its name.
 
     Raises:
         TypeError: it is neither a `Compression` nor None, such as a name.
@@ -78,12 +85,12 @@ def check_compression(compress: object) -> None:
     if compress is None or isinstance(compress, Compression):
         return
     hint = (
-        f"compress=gcnzc.compress.compression({compress!r})"
+        f"{name}=gcnzc.compress.compression({compress!r})"
         if isinstance(compress, str)
-        else "compress=gcnzc.compress.Dense(torch.bfloat16), or another compression"
+        else f"{name}=gcnzc.compress.Dense(torch.bfloat16), or another compression"
     )
     raise TypeError(
-        f"compress={compress!r} is a {type(compress).__name__}, not a Compression\n\nhint: {hint}"
+        f"{name}={compress!r} is a {type(compress).__name__}, not a Compression\n\nhint: {hint}"
     )
 
 

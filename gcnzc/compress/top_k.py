@@ -73,9 +73,10 @@ class TopK(SegmentedCompression):
         check_density(self.density)
         check_per(self.per)
         check_value_format(self.value_format)
-        if not 0 < self.error_decay <= 1:
+        is_number = isinstance(self.error_decay, int | float)
+        if not is_number or not 0 < self.error_decay <= 1:
             raise ValueError(
-                f"error_decay={self.error_decay}\n\nhint: give a factor above 0 and at most 1; "
+                f"error_decay={self.error_decay!r}\n\nhint: give a factor above 0 and at most 1; "
                 "error_feedback=False uses no errors"
             )
 

@@ -108,8 +108,8 @@ class Group:
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
-        self.rank, self.world_size, self.backend = rank, world_size, backend
-        self.store, self.is_subgroup = store, ranks is not None
+        self.rank, self.world_size = check.check_rank(rank, world_size)
+        self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
         self.is_closed = False

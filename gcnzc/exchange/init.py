@@ -12,6 +12,9 @@ from gcnzc.exchange.errors import REMEDY
 from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
 from gcnzc.exchange.start import destroy, initialize, is_worker
+from gcnzc.system.arguments import check_choice
+
+BACKENDS = ("gloo", "nccl", "auto")
 
 
 @contextmanager
@@ -37,7 +40,9 @@ def init_group(
 
     Raises:
         WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
+        ValueError: there is no such backend.
     """
+    check_choice("backend", backend, BACKENDS)
     if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
         group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
         try:

@@ -15,6 +15,7 @@ from gcnzc.exchange.requests import (
     Start,
     Wait,
 )
+from gcnzc.system.arguments import check_integer
 
 T = TypeVar("T")
 
@@ -122,6 +123,18 @@ def check_wait(request: Wait, is_handle: Callable[[Any], bool]) -> None:
             f"a Wait for {describe_value(request.pending)}\n\n"
             "hint: give the answer of Start, as in `pending = yield Start(...)`"
         )
+
+
+def check_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Return the rank of a `Group` and its number of ranks.
+
+    Raises:
+        TypeError: one of them is no integer.
+        ValueError: there is no such rank.
+    """
+    world_size = check_integer("world_size", world_size, 1)
+    hint = f"the ranks of a group are 0 to world_size - 1, here {world_size - 1}"
+    return check_integer("rank", rank, 0, world_size - 1, hint), world_size
 
 
 def check_members(members: Sequence[int], rank: int, world_size: int) -> None:

@@ -6,23 +6,30 @@ which are flags such as a request to stop.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Reducer
-from gcnzc.exchange import Algorithm, Caller, Group, RequestMismatch, current_group, run
+from gcnzc.exchange import (
+    Algorithm,
+    Caller,
+    Group,
+    RequestMismatch,
+    WorkerLost,
+    current_group,
+    run,
+)
 from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
 from gcnzc.optim.caller import identify_caller
-from gcnzc.optim.checkpointed import Checkpointed
 from gcnzc.optim.checksums import Checksums
+from gcnzc.optim.contribution import Contribution
 from gcnzc.optim.group_options import (
     NORMS,
     Comparison,
-    check_same_flags,
     find_difference_by_store,
     names_in_model,
     option_key,
@@ -31,6 +38,7 @@ from gcnzc.optim.group_options import (
     trained_lines,
 )
 from gcnzc.optim.late_phase import late_step, warn_of_late_phase
+from gcnzc.optim.recorded_parameters import RecordedParameters
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import (
     check_count,
@@ -43,7 +51,7 @@ from gcnzc.optim.validation import (
 T = TypeVar("T")
 
 
-class DistributedOptimizer(Checkpointed):
+class DistributedOptimizer(Contribution, RecordedParameters):
     """The base class of optimizers whose `step` communicates with the other ranks.
 
     The communication is an `Algorithm`, a generator of requests, such as collectives. `step` runs
@@ -95,13 +103,7 @@ class DistributedOptimizer(Checkpointed):
         self.group = current_group() if group is None else group
         self.total_steps, self.late_step = total_steps, late_step(total_steps)
         self.module = module
-        self.weight = 1.0
-        """factor of this rank's gradients in means and in local steps; `step` does not reset it. If
-        batch sizes differ between ranks, set it before each `step` to this rank's number of samples
-        divided by the mean number over the ranks; the mean of the weights should be 1, because
-        means divide by the number of ranks. Means of parameters are not weighted."""
-        self.signals = [False] * signals
-        """this rank's flags for the next exchange, such as a request to stop"""
+        self.weight, self._signals = 1.0, [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
         `step`; all False if none of them had signals. An overlapped exchange finishes in a later
@@ -125,9 +127,7 @@ class DistributedOptimizer(Checkpointed):
         self.checked_options = ""
         """the `option_key` of options that were checked; empty to check them in each step"""
         self.reducers: dict[str, Reducer] = {}
-        self.initial_requires_grad: list[bool] = []
-        """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates
-        it when all ranks have changed the same parameters"""
+        self.initial_requires_grad, self.initial_layouts = [], []
         self.is_broadcast = False
         """whether the model was broadcast, or a state was loaded instead; `Averaged` resets it when
         parameters are added or their `requires_grad` changes"""
@@ -200,6 +200,7 @@ class DistributedOptimizer(Checkpointed):
             RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
             ValueError: an option of a parameter group is out of its range; raised by this rank
                 before it communicates.
+            ValueError: the shape, dtype or device of a parameter has changed.
         """
         self.group.count_step(self.steps)
         key = option_key(self.param_groups)
@@ -291,7 +292,13 @@ class DistributedOptimizer(Checkpointed):
         self.skip_reason = ""
         self.received_signals = [False] * len(self.signals)
         self.extra_sums = ()
-        self.end_step((yield from self.take_step()))
+        try:
+            skip_reason = yield from self.take_step()
+        except RuntimeError as error:
+            if not isinstance(error, RequestMismatch | WorkerLost):
+                self.check_layouts()
+            raise
+        self.end_step(skip_reason)
         if self.comparison.is_due and (yield from self.compare()):
             self.check_trainable()
         yield Caller(caller_before)
@@ -412,12 +419,6 @@ class DistributedOptimizer(Checkpointed):
             unique.setdefault(id(tensor), (name, tensor))
         return list(unique.values())
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all groups, including frozen ones, named by their positions."""
-        for number, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                yield f"group {number}, parameter {index}", parameter
-
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that must be equal now; None if all may differ by design."""
         names = names_in_model(self.module, self.param_groups)
@@ -427,21 +428,6 @@ class DistributedOptimizer(Checkpointed):
             for (position, each), is_trained in named
             if self.is_replicated or not (is_trained or each.requires_grad)
         ]
-
-    def requires_grad_flags(self) -> list[bool]:
-        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
-        return [each.requires_grad for group in self.param_groups for each in group["params"]]
-
-    def check_trainable(self) -> None:
-        """Check that the parameters have the same `requires_grad` as at the construction.
-
-        With several ranks it is called after a comparison, so that all ranks raise the error.
-
-        Raises:
-            ValueError: a parameter was frozen, unfrozen, added or removed.
-        """
-        names = [name for name, _ in self.named_parameters()]
-        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
 
     def late_phase(self) -> str:
         """Return the name of a phase, such as compression, that has not begun; empty if none."""

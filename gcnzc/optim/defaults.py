@@ -98,6 +98,12 @@ LOCAL = {
 }
 """defaults by the names of the strategies on the command line"""
 
+MAX_GOSSIP_RATE = 1000
+"""largest number of exchanges of A2CiD2 per step; each takes at least a message in each direction,
+so that a much larger number, such as one in another unit, would seem to hang"""
+MAX_SYNC_WINDOW = 10_000
+"""largest number of steps over which SelSync smooths gradient norms; each step reads all of them"""
+
 LATE_SHARE = 0.5
 """share of `total_steps` after which a phase that has not begun causes a warning"""
 LATE_STEPS = 1000

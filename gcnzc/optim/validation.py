@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -146,11 +146,8 @@ def check_adam_options(
         if with_gpu or not _is_on_gpu(group.get(name)):
             check_at_least_zero(f"{name}{where}", group.get(name))
     betas = group.get("betas")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(
-            f"betas{where} is {betas!r}\n\nhint: give two numbers, such as (0.9, 0.999)"
-        )
-    _check_betas(betas, where, with_gpu=with_gpu)
+    check_pair(f"betas{where}", betas, "two numbers, such as (0.9, 0.999)")
+    _check_betas(betas, where, with_gpu=with_gpu)  # type: ignore[arg-type]
     for name in ("maximize", "compress"):
         _check_flag(f"{name}{where}", group.get(name, False))
 
@@ -237,15 +234,16 @@ def check_at_least_zero(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number of at least 0")
 
 
-def check_above_zero(name: str, value: object) -> None:
-    """Check that `value` is a finite number above 0.
+def check_above_zero(name: str, value: object, most: float | None = None) -> None:
+    """Check that `value` is a finite number above 0, and at most `most` if that is given.
 
     Raises:
         ValueError: it is not.
     """
     number = _number(value)
-    if number is None or not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a finite number above 0")
+    if number is None or not 0 < number < math.inf or (most is not None and number > most):
+        valid = "a finite number above 0" if most is None else f"a number above 0, at most {most}"
+        raise ValueError(f"{name} is {value!r}\n\nhint: give {valid}")
 
 
 def check_fraction(name: str, value: object) -> None:
@@ -259,14 +257,42 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give a number in [0, 1)")
 
 
-def check_count(name: str, value: object, least: int = 0) -> None:
-    """Check that `value` is a whole number of at least `least`.
+def check_count(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
+    """Check that `value` is a whole number of at least `least`, and at most `most`.
 
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number {limits}")
+
+
+def check_range(name: str, value: object, is_valid: Callable[[float], bool], hint: str) -> None:
+    """Check that `value` is a number in a range.
+
+    Args:
+        name: of the option.
+        value: of the option.
+        is_valid: whether a number is in the range; comparisons with NaN are False.
+        hint: the valid values, for the message.
+
+    Raises:
+        ValueError: it is not.
+    """
+    number = _number(value)
+    if number is None or not is_valid(number):
+        raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
+
+
+def check_pair(name: str, value: object, hint: str) -> None:
+    """Check that `value` is a tuple or list of two elements.
+
+    Raises:
+        ValueError: it is not; the message has `hint`, which describes the elements.
+    """
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
 
 
 def _check_betas(betas: Iterable[object], where: str, *, with_gpu: bool) -> None:

@@ -3,10 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from gcnzc.optim.defaults import EAGER, FRAGMENTS, REFRESH, WARMUP
+from gcnzc.optim.defaults import (
+    EAGER,
+    FRAGMENTS,
+    MAX_GOSSIP_RATE,
+    MAX_SYNC_WINDOW,
+    REFRESH,
+    WARMUP,
+)
 from gcnzc.train.options import (
     Options,
     at_least,
+    at_most,
     check_compress,
     check_number,
     option_name,
@@ -119,8 +127,8 @@ class OptimizerOptions(Options):
     """selsync: relative change of the squared gradient norm of a worker, smoothed over
     --sync-window steps, from which all workers average their parameters; default: 0.3"""
     sync_window: int | None = None
-    """selsync: number of steps over which the gradient norm is smoothed; in as many steps at the
-    start of the run, all workers average their parameters; default: 25"""
+    """selsync: number of steps over which the gradient norm is smoothed, at most 10000; in as many
+    steps at the start of the run, all workers average their parameters; default: 25"""
 
     density: float | None = None
     """topk, randomk, dct, sparseloco and saps: fraction of the values that a worker sends; default:
@@ -134,7 +142,7 @@ class OptimizerOptions(Options):
     topology: Topology | None = None
     """a2cid2 and backup: graph of the workers that exchange with one another; default: ring"""
     gossip_rate: float | None = None
-    """a2cid2: exchanges of a worker per step; default: 1"""
+    """a2cid2: exchanges of a worker per step, at most 1000; default: 1"""
     asynchronous: bool = False
     """a2cid2: overlap the exchanges with the steps, so that no worker waits for another one within
     an epoch; the run is not reproducible then"""
@@ -189,6 +197,7 @@ class OptimizerOptions(Options):
             at_least(0, "sync_threshold", self.sync_threshold)
         if self.sync_window is not None:
             at_least(1, "sync_window", self.sync_window)
+            at_most(MAX_SYNC_WINDOW, "sync_window", self.sync_window)
         self._check_strategy_options()
         if not self.lr > 0:
             raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
@@ -212,6 +221,8 @@ class OptimizerOptions(Options):
             raise ValueError(
                 f"--gossip-rate must be above 0, got {self.gossip_rate}\n\nhint: the default is 1"
             )
+        if self.gossip_rate is not None:
+            at_most(MAX_GOSSIP_RATE, "gossip_rate", self.gossip_rate)
         for name, least in (
             ("grace", 0),
             ("grace_s", 0),

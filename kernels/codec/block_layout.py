@@ -36,9 +36,11 @@ class BlockLayout:
                 f"{self.bits} bits\n\n"
                 "hint: use at least 0 elements and 1 part; codes have 1, 2, 4 or 8 bits"
             )
-        if self.block is not None and (self.block < 1 or self.block % PART_MULTIPLE):
+        if self.block is not None and (
+            not isinstance(self.block, int) or self.block < 1 or self.block % PART_MULTIPLE
+        ):
             raise ValueError(
-                f"blocks of {self.block} elements\n\nhint: use a multiple of {PART_MULTIPLE}"
+                f"blocks of {self.block!r} elements\n\nhint: use a multiple of {PART_MULTIPLE}"
             )
 
     @cached_property

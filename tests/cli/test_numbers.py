@@ -28,6 +28,8 @@ TEXTS = {
     "cache_size": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
     "cache_memory": ("-1", "nan", "inf", "0", HUGE, "0B", f"{HUGE}GB", "9999999999999GB"),
 }
+# limits of single options, which are below those of their types
+LIMITED = {"gossip_rate": (1000.5,), "sync_window": (10_001,)}
 WHOLE = (-1, 2**63, 10**30)
 REAL = (math.nan, math.inf, -math.inf, -1.0, 1e300)
 
@@ -48,10 +50,11 @@ def cases():
                     [v for v in LISTS[field.name] if v != field.default],
                 )
             elif float in types:
-                yield kind, field.name, REAL
+                yield kind, field.name, (*REAL, *LIMITED.get(field.name, ()))
             elif int in types:
                 large = field.name in {"seed", "hidden", "nodes", "edges"}
-                yield kind, field.name, WHOLE if large else (*WHOLE, 2**41)
+                values = WHOLE if large else (*WHOLE, 2**41)
+                yield kind, field.name, (*values, *LIMITED.get(field.name, ()))
 
 
 def required(kind):

@@ -14,7 +14,14 @@ from gcnzc.compress import (
     TopK,
     compression,
 )
-from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, StreamingDiLoCo, ZeroOneAdam
+from gcnzc.optim import (
+    Averaged,
+    DiLoCo,
+    OneBitAdam,
+    OneBitLamb,
+    StreamingDiLoCo,
+    ZeroOneAdam,
+)
 
 
 def test_each_name_has_its_compression():
@@ -66,11 +73,17 @@ def test_unknown_names_are_rejected():
         compression("int3")
     with pytest.raises(ValueError, match=r"(?s)int8 has no density, got 'int8:0.1'.*topk, randomk"):
         compression("int8:0.1")
+    for value in (5, None):
+        with pytest.raises(TypeError, match=rf"name of a compression is {value}, .*\n\nhint: "):
+            compression(value)
 
 
 def test_dtypes_that_cannot_be_sent_are_rejected():
     with pytest.raises(ValueError, match=r"(?s)cannot send torch.float64\n\nhint: .*bfloat16"):
         Rounded(torch.float64)
+    for dtype in (torch.int32, torch.complex64, "float16", 5):
+        with pytest.raises(ValueError, match=rf"cannot send '?{dtype}'?\n\nhint: .*bfloat16"):
+            Dense(dtype)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +100,10 @@ def test_an_optimizer_rejects_the_name_of_a_compression(make):
     expected = r"compress='int8' is a str, not a Compression\n\nhint: .*compression\('int8'\)"
     with pytest.raises(TypeError, match=expected):
         make([torch.nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb, ZeroOneAdam])
+def test_an_optimizer_rejects_the_name_of_a_gradient_compression(make):
+    expected = r"^gradient_compression='int8' is a str.*\n\nhint: gradient_compression=gcnzc"
+    with pytest.raises(TypeError, match=expected):
+        make([torch.nn.Parameter(torch.zeros(3))], gradient_compression="int8")

@@ -63,5 +63,7 @@ def test_the_relative_error_of_a_normal_vector_is_known(scale, share, block):
 def test_invalid_options_are_rejected():
     with pytest.raises(ValueError, match=r"(?s)no scale 'l2'.*hint: use rms or l1"):
         Sign(scale="l2")
+    with pytest.raises(ValueError, match=r"blocks of 'a' elements\n\nhint: use a multiple of 32"):
+        Sign(block="a")
     with pytest.raises(ValueError, match=r"(?s)blocks of 33 elements.*multiple of 32"):
         Sign(block=33)

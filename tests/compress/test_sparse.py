@@ -369,6 +369,8 @@ def test_another_number_of_ranks_keeps_the_errors(name, old, new):
         (lambda: TopK(0.1, True), "per=True"),
         (lambda: TopK(0.1, value_format="int4"), "no value format 'int4'"),
         (lambda: TopK(0.1, error_decay=0), "error_decay=0"),
+        (lambda: TopK(0.1, error_decay="a"), "error_decay='a'"),
+        (lambda: TopK(0.1, error_decay=None), "error_decay=None"),
         (lambda: RandomK(-1), "a density of -1"),
         (lambda: RandomK(0.1, 2**32), "no seed 4294967296"),
         (lambda: RandomK(0.1, 1.5), "a seed of 1.5"),

@@ -13,6 +13,7 @@ from processes import results, shorten_waits, talk, workers
 from gcnzc.exchange import (
     AllGatherScalar,
     Choices,
+    Group,
     Mean,
     Start,
     Sum,
@@ -279,3 +280,25 @@ def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
     assert group.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert current_group().world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "error", "message"),
+    [
+        (5, 2, ValueError, "rank is 5, but must be at most 1"),
+        (-1, 2, ValueError, "rank is -1, but must be at least 0"),
+        (0, 0, ValueError, "world_size is 0, but must be at least 1"),
+        (0, 1.5, TypeError, "world_size is 1.5, not an integer"),
+        ("a", 2, TypeError, "rank is 'a', not an integer"),
+    ],
+)
+def test_a_rank_that_is_not_in_its_group_is_rejected(rank, world_size, error, message):
+    with pytest.raises(error, match=f"^{message}\n\nhint: "):
+        Group(rank, world_size)
+
+
+@pytest.mark.parametrize("backend", ["x", "", None, "NCCL"])
+def test_a_single_rank_rejects_an_unknown_backend(backend):
+    expected = f"^backend is {backend!r}\n\nhint: one of gloo, nccl, auto"
+    with pytest.raises(ValueError, match=expected), init_group(backend):
+        pass

@@ -170,6 +170,11 @@ def test_sharding_is_exact_if_sums_are():
         assert torch.equal(*results)
 
 
+def test_an_option_that_is_no_flag_is_rejected():
+    with pytest.raises(TypeError, match="nesterov is 'x', not True or False\n\nhint: "):
+        DiLoCo(sgd(Everything().parameters()), nesterov="x")
+
+
 def test_sharding_with_compression_is_rejected():
     with pytest.raises(ValueError, match="sharded=True with compress=Dense"):
         DiLoCo(sgd(Everything().parameters()), sharded=True, compress=HALF)

@@ -681,6 +681,11 @@ def test_options_that_differ_are_an_error():
         ({"calibration": (6, 5)}, r"calibration\[1\] is 5"),
         ({"max_dropped": 0.0}, "max_dropped is 0.0"),
         ({"max_dropped": 1.0}, "max_dropped is 1.0"),
+        ({"max_dropped": "a"}, "max_dropped is 'a'"),
+        ({"max_dropped": None}, "max_dropped is None"),
+        ({"calibration": None}, "calibration is None"),
+        ({"calibration": 5}, "calibration is 5"),
+        ({"calibration": (1,)}, r"calibration is \(1,\)"),
     ],
 )
 def test_bad_options_are_an_error(options, message):

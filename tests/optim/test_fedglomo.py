@@ -542,6 +542,9 @@ def test_finalize_within_a_round_makes_ranks_equal_and_training_continues():
         ({"participants": 0}, "participants is 0"),
         ({"participants": 2.0}, "participants is 2.0"),
         ({"participants": 3}, "3 participants of 2 ranks"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1.5}, "seed is 1.5"),
         ({"local_steps": 0}, "local_steps is 0"),
     ],
 )

@@ -1,4 +1,5 @@
 import copy
+import math
 import re
 
 import numpy as np
@@ -351,6 +352,8 @@ def test_options_that_are_out_of_range_or_differ_are_an_error():
     for options, words in (
         ({"density": 0.0}, "density is 0.0"),
         ({"density": 1.5}, "density is 1.5"),
+        ({"density": "a"}, "density is 'a'\n\nhint: give the fraction"),
+        ({"density": None}, "density is None\n\nhint: give the fraction"),
         ({"window": 0}, "window is 0"),
         ({"threshold": -1.0}, "threshold is -1.0"),
         ({"probe_interval": 0}, "probe_interval is 0"),
@@ -358,7 +361,15 @@ def test_options_that_are_out_of_range_or_differ_are_an_error():
         ({"local_steps": 0}, "local_steps is 0"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"bandwidth": [[0, 1, 2]]}, r"shape \(1, 3\)"),
-        ({"bandwidth": [[0, -1], [1, 0]]}, "negative or NaN"),
+        ({"bandwidth": [[0, -1], [1, 0]]}, "a number that is negative, infinite or NaN"),
+        ({"bandwidth": [[0, math.inf], [1, 0]]}, "a number that is negative, infinite or NaN"),
+        ({"bandwidth": [[0, math.nan], [1, 0]]}, "a number that is negative, infinite or NaN"),
+        ({"bandwidth": [[5, 0], [1, 0]]}, "bandwidth is 0 for every pair of ranks"),
+        ({"bandwidth": "a"}, "bandwidth is 'a', not a matrix of numbers\n\nhint: "),
+        (
+            {"bandwidth": [[1, 2], [3]]},
+            r"bandwidth is \[\[1, 2\], \[3\]\], not a matrix",
+        ),
         ({"bandwidth": torch.ones(2, 2), "probe_interval": 5}, "both bandwidth and probe_interval"),
         ({"bandwidth": torch.ones(3, 3)}, "bandwidths of 3 ranks for 2 ranks"),
     ):

@@ -242,6 +242,7 @@ def _one_step(model, optimizer, step):
         ({"threshold": -1.0}, "threshold is -1.0"),
         ({"threshold": math.nan}, "threshold is nan"),
         ({"window": 0}, "window is 0"),
+        ({"window": 10**9}, "window is 1000000000\n\nhint: give a whole number from 1 to 10000"),
         ({"decay": 1.0}, "decay is 1.0"),
     ],
 )

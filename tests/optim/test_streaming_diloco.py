@@ -383,6 +383,8 @@ def test_options_that_contradict_each_other_are_an_error():
         ({"local_steps": 4, "delay": 1.5}, "delay is 1.5"),
         ({"delay": None}, "delay is None"),
         ({"mixing": 1.5}, "mixing is 1.5"),
+        ({"mixing": "a"}, "mixing is 'a'\n\nhint: give a number"),
+        ({"mixing": None}, "mixing is None\n\nhint: give a number"),
         ({"fragments": 0}, "0 fragments"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -1,6 +1,7 @@
 """What optimizers refuse when they are constructed, and the options of torch's Adam."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -50,6 +51,30 @@ def test_a_complex_parameter_is_rejected_by_name(make):
     # one that is frozen is not trained
     values.requires_grad = False
     make([parameter(), values])
+
+
+@pytest.mark.parametrize("make", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"betas": each}, rf"betas is {re.escape(repr(each))}") for each in (None, 5, (0.9,))),
+        *(
+            ({"warmup_range": each}, rf"warmup_range is {re.escape(repr(each))}")
+            for each in (None, 5, (0,), (0, 1, 2))
+        ),
+        ({"total_steps": "a"}, "total_steps is 'a'"),
+        ({"total_steps": math.nan}, "total_steps is nan"),
+    ],
+)
+def test_the_options_of_a_warm_up_have_their_types(make, options, message):
+    with pytest.raises(ValueError, match=f"^{message}\n\nhint: "):
+        make([parameter()], **options)
+
+
+@pytest.mark.parametrize("steps", ["a", 0, math.nan, None])
+def test_the_length_of_a_refresh_is_a_number_of_steps(steps):
+    with pytest.raises(ValueError, match=f"^refresh_steps is {steps!r}\n\nhint: "):
+        OneBitAdam([parameter()], refresh_steps=steps)
 
 
 @pytest.mark.parametrize("make", WRAPPERS, ids=NAMES)

@@ -140,15 +140,52 @@ def test_intervals_double_as_the_learning_rate_halves():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warmup": 0}, "a warm-up of 0 steps"),
+        ({"warmup": 0}, "warmup is 0"),
+        ({"warmup": 1.5}, "warmup is 1.5"),
+        ({"warmup": "a"}, "warmup is 'a'"),
+        ({"warmup": math.nan}, "warmup is nan"),
         ({"variance_doubling": 0}, "variance_doubling is 0"),
+        ({"variance_doubling": "a"}, "variance_doubling is 'a'"),
         ({"local_doubling": 0}, "local_doubling is 0"),
+        ({"local_doubling": 1.5}, "local_doubling is 1.5"),
         ({"max_local_interval": 12}, "max_local_interval is 12"),
+        ({"max_local_interval": 2.0}, "max_local_interval is 2.0"),
+        ({"max_local_interval": "a"}, "max_local_interval is 'a'"),
     ],
 )
 def test_an_invalid_schedule_is_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}\n\nhint: "):
         ZeroOneSchedule(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroOneSchedule(step_size=5), "step_size is 5, not a function"),
+        (
+            lambda: ZeroOneSchedule(updates_variance_after_warmup="x"),
+            "updates_variance_after_warmup is 'x', not True or False",
+        ),
+        (lambda: ZeroOneAdam([], schedule=5), "schedule is 5, not a ZeroOneSchedule"),
+    ],
+)
+def test_what_is_no_schedule_function_or_flag_is_rejected(make, message):
+    with pytest.raises(TypeError, match=f"^{message}\n\nhint: "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_steps": "a"}, "total_steps is 'a'"),
+        ({"total_steps": math.nan}, "total_steps is nan"),
+        ({"total_steps": 0}, "total_steps is 0"),
+        ({"warmup": "long"}, "warmup is 'long'"),
+    ],
+)
+def test_the_schedule_of_no_run_is_rejected(options, message):
+    with pytest.raises(ValueError, match=f"^{message}\n\nhint: "):
+        ZeroOneSchedule.for_run(**options)
 
 
 def test_traffic_of_the_bert_schedule():

@@ -41,6 +41,7 @@ from gcnzc.optim.strategy.eager import EagerRound
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.strategy import Strategy
+from gcnzc.optim.validation import check_fraction
 
 # number of steps above which a large momentum was harmful on a least-squares problem
 LONG_ROUND = 20
@@ -74,10 +75,10 @@ def co2(
         raise ValueError(f"a delay of {delay} rounds\n\nhint: give 1, or 0 for no overlap")
     if eager is None:
         eager = defaults.EAGER if delay else 0.0
-    if not 0 <= eager < 1 or (eager and not delay):
+    check_fraction("eager", eager)
+    if eager and not delay:
         raise ValueError(
-            f"eager is {eager}, with a delay of {delay} rounds\n\nhint: give a number in "
-            "[0, 1), or 0 without a delay"
+            f"eager is {eager}, with a delay of {delay} rounds\n\nhint: give 0 without a delay"
         )
     if gap is None:
         # delayed means are divided by a gap so that training does not diverge; eager updates

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gcnzc.optim.validation import check_range
+
 # weight of the last average in the next one. On a least-squares problem with rounds of 48 steps,
 # the final loss was 1.2 times that of synchronous means with this weight, and 6.6 times with an
 # average over all rounds, which decreases more slowly than the distances and then damps too little
@@ -34,10 +36,13 @@ class StalenessGap:
 
     def __post_init__(self) -> None:
         is_known = self.rule in ("none", "gap_aware") or callable(self.rule)
-        if not is_known and not (isinstance(self.rule, int | float) and self.rule > 0):
-            raise ValueError(
-                f"gap is {self.rule!r}\n\nhint: 'gap_aware', 'none', a divisor above 0, or a "
-                "function of a distance and the average distance"
+        if not is_known:
+            check_range(
+                "gap",
+                self.rule,
+                lambda divisor: 0 < divisor < math.inf,
+                "'gap_aware', 'none', a finite divisor above 0, or a function of a distance and "
+                "the average distance",
             )
 
     @property

@@ -20,6 +20,7 @@ from functools import partial
 
 from gcnzc._moved import renamed_arguments
 from gcnzc.exchange.topology import Edge
+from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
 from gcnzc.optim.strategy.gossip_times import GossipTimes
 from gcnzc.optim.strategy.matched_gossip import MATCHINGS, GossipRounds, MatchedPairs
@@ -58,8 +59,9 @@ def a2cid2(
     Args:
         topology: the graph of the ranks: "ring", "exponential", "complete", or edges (i, j) that
             connect all ranks. A rank exchanges with its neighbours in the graph only.
-        gossip_rate: the number of exchanges per rank and step. With `asynchronous=True` it is an
-            upper limit: an exchange takes at least a step.
+        gossip_rate: the number of exchanges per rank and step, at most 1,000, because a step takes
+            the time of all its exchanges. With `asynchronous=True` it is an upper limit: an
+            exchange takes at least a step.
         asynchronous: whether exchanges are overlapped with the steps.
         eta: replaces the constant of the graph; 0 for gossip without momentum, which needs no
             memory for x~. None for the constant of the graph.
@@ -71,7 +73,7 @@ def a2cid2(
     Raises:
         ValueError: an option is out of range.
     """
-    check_above_zero("gossip_rate", gossip_rate)
+    check_above_zero("gossip_rate", gossip_rate, MAX_GOSSIP_RATE)
     check_count("control_interval", control_interval, 1)
     check_count("seed", seed)
     if eta is not None:

@@ -25,7 +25,7 @@ from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.finite_mean import Reduction
 from gcnzc.optim.strategy.recipe import Update
 from gcnzc.optim.strategy.strategy import Strategy
-from gcnzc.optim.validation import check_at_least_zero, check_fraction
+from gcnzc.optim.validation import check_at_least_zero, check_fraction, check_range
 
 
 class ClippedStep(Update):
@@ -57,8 +57,8 @@ class ClippedStep(Update):
     ) -> None:
         check_at_least_zero("outer_lr", lr)
         check_fraction("outer_momentum", momentum)
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip is {clip}\n\nhint: give a number above 0, or None")
+        if clip is not None:
+            check_range("clip", clip, lambda most: most > 0, "a number above 0, or None")
         self.lr, self.outer_momentum = lr, momentum
         self.gap, self.clip, self.shards = gap, clip, shards
         self.before: Tensor | None = None

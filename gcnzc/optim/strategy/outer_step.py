@@ -24,6 +24,7 @@ from gcnzc.optim.strategy.parameter_mean import DifferenceMean
 from gcnzc.optim.strategy.recipe import BaseUpdate, Update
 from gcnzc.optim.strategy.strategy import Strategy
 from gcnzc.optim.validation import check_at_least_zero, check_fraction
+from gcnzc.system.arguments import check_flag
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class OuterSGD:
 
     Raises:
         ValueError: `lr` is negative, or `momentum` not in [0, 1).
+        TypeError: `nesterov` is not a flag.
     """
 
     lr: float
@@ -41,6 +43,7 @@ class OuterSGD:
     def __post_init__(self) -> None:
         check_at_least_zero("outer_lr", self.lr)
         check_fraction("outer_momentum", self.momentum)
+        check_flag("nesterov", self.nesterov)
 
     @torch.no_grad()
     def step(self, anchor: Tensor, buffer: Tensor, difference: Tensor) -> None:

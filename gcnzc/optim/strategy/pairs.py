@@ -21,6 +21,7 @@ from gcnzc.kernels.codec.random_indices import draw_indices
 from gcnzc.kernels.finite import are_finite, can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.strategy.recipe import Exchange, RecipePart, Update
+from gcnzc.optim.validation import check_range
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
@@ -79,11 +80,12 @@ class Pairs(Exchange):
     """
 
     def __init__(self, matching: Matching, density: float = 1.0, seed: int = 0) -> None:
-        if not 0 < density <= 1:
-            raise ValueError(
-                f"density is {density!r}\n\nhint: the fraction of elements to exchange is above 0, "
-                "and at most 1"
-            )
+        check_range(
+            "density",
+            density,
+            lambda share: 0 < share <= 1,
+            "the fraction of elements to exchange, above 0 and at most 1",
+        )
         self.matching, self.density, self.seed = matching, density, seed
         self.children = (matching,)
         self.pairs: list[Edge] = []

@@ -32,6 +32,7 @@ class Participants:
     def __post_init__(self) -> None:
         if self.count is not None:
             check_count("participants", self.count, 1)
+        check_count("seed", self.seed)
 
     def ranks(self, world_size: int) -> frozenset[int]:
         """Return the ranks of the current round."""

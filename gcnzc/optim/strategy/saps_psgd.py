@@ -38,6 +38,7 @@ from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.validation import check_at_least_zero, check_count
+from gcnzc.system.arguments import describe
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
@@ -233,12 +234,22 @@ class AdaptiveMatching(Matching):
 def _read_matrix(bandwidth: Any) -> Matrix:
     """Return bandwidths of the caller as a symmetric matrix (W, W) with a diagonal of 0."""
     found = bandwidth.detach().cpu().numpy() if isinstance(bandwidth, Tensor) else bandwidth
-    matrix = np.array(found, np.float64)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not (matrix >= 0).all():
+    hint = "hint: give a matrix with a row and a column for each rank, of finite numbers from 0 on"
+    try:
+        matrix = np.array(found, np.float64)
+    except (TypeError, ValueError):
         raise ValueError(
-            f"bandwidth has the shape {matrix.shape}, or a number that is negative or NaN\n\n"
-            "hint: give a matrix with a row and a column for each rank, of numbers from 0 on"
-        )
-    matrix = np.minimum(matrix, matrix.T)
+            f"bandwidth is {describe(bandwidth)}, not a matrix of numbers\n\n{hint}"
+        ) from None
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"bandwidth has the shape {matrix.shape}\n\n{hint}")
     np.fill_diagonal(matrix, 0)
+    if not ((matrix >= 0) & np.isfinite(matrix)).all():
+        raise ValueError(f"bandwidth has a number that is negative, infinite or NaN\n\n{hint}")
+    matrix = np.minimum(matrix, matrix.T)
+    if len(matrix) > 1 and not matrix.any():
+        raise ValueError(
+            "bandwidth is 0 for every pair of ranks, so that no pair could exchange\n\nhint: give "
+            "a bandwidth above 0 in both directions of at least one pair"
+        )
     return matrix

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm, Start, Sum, Wait
+from gcnzc.optim.defaults import MAX_SYNC_WINDOW
 from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean, ParameterMean
@@ -46,8 +47,8 @@ def selsync(
             requests a synchronization of all ranks. With the same threshold, more ranks therefore
             synchronize more often. With 0, all steps synchronize; with infinity, none does after
             the first `window` steps.
-        window: the number of steps over which the norm is smoothed. The first `window` steps always
-            synchronize.
+        window: the number of steps over which the norm is smoothed, at most 10,000. The first
+            `window` steps always synchronize.
         decay: the decay of the EWMA, in [0, 1).
         overlapped_votes: whether the votes of a step are summed while the next step computes, and
             decide after that step. This hides the latency of the sum.
@@ -74,7 +75,7 @@ class GradientChange(Policy):
     def __init__(self, threshold: float, window: int, decay: float, *, is_overlapped: bool) -> None:
         if threshold != math.inf:
             check_at_least_zero("threshold", threshold)
-        check_count("window", window, 1)
+        check_count("window", window, 1, MAX_SYNC_WINDOW)
         check_fraction("decay", decay)
         self.threshold, self.window, self.decay = threshold, window, decay
         self.is_overlapped = is_overlapped

@@ -29,7 +29,7 @@ from gcnzc.optim.strategy.delayed import DelayedSteps
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterState
 from gcnzc.optim.strategy.recipe import BaseExchange, Policy, Update
 from gcnzc.optim.strategy.strategy import Strategy
-from gcnzc.optim.validation import check_count
+from gcnzc.optim.validation import check_count, check_range
 
 
 class FragmentSteps(OuterState):
@@ -52,8 +52,7 @@ class FragmentSteps(OuterState):
         outer: OuterSGD,
         mixing: float,
     ) -> None:
-        if not 0 <= mixing <= 1:
-            raise ValueError(f"mixing is {mixing}\n\nhint: give a number in [0, 1]")
+        check_range("mixing", mixing, lambda weight: 0 <= weight <= 1, "a number in [0, 1]")
         self.requested, self.outer, self.mixing = fragments, outer, mixing
         self.named_parameters = named_parameters
 

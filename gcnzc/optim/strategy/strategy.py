@@ -106,7 +106,7 @@ class Strategy(Wrapper):
         self.is_constructed = True
         self.share_inner_state()
         self.flat_params = FlatParameters(self.param_groups)
-        self.initial_requires_grad = self.requires_grad_flags()
+        self.record_parameters()
         self.worker_info = self.flat_params.worker_info(self.group.rank, self.group.world_size)
         if target is None:
             target = MAX_OVERLAP_SHARE if recipe.exchange.is_overlapped else MAX_SHARE

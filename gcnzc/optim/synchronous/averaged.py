@@ -98,7 +98,7 @@ class Averaged(Wrapper):
         for group in self.param_groups:
             self.check_param_group(group)
         rank, world_size = self.group.rank, self.group.world_size
-        self.initial_requires_grad = self.requires_grad_flags()
+        self.record_parameters()
         self.gradients = Gradients(self.named_parameters(), self.compress, rank, world_size)
         # parameters may have been added
         self.is_broadcast = False

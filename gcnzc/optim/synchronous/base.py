@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.compress import Compression, Dense, Reducer
+from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, Group
 from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
@@ -73,7 +74,7 @@ class Replicated(DistributedOptimizer):
         super().__init__(params, options, group, signals, module, total_steps)
         self.fill_state()
         self.flat_params = FlatParameters(self.param_groups)
-        self.initial_requires_grad = self.requires_grad_flags()
+        self.record_parameters()
         self.clip_norm = clip_norm
         limit = square_limit(self.flat_params.dtype)
         # clipped gradients cannot overflow the state
@@ -116,8 +117,10 @@ class Replicated(DistributedOptimizer):
         """Return a reducer for exchanged gradients, whose compression must not use error feedback.
 
         Raises:
+            TypeError: it is no compression, such as the name of one.
             ValueError: the compression uses error feedback.
         """
+        check_compression(compress, "gradient_compression")
         if getattr(compress, "has_feedback", False):
             raise ValueError(
                 f"gradient_compression is {compress}, which uses error feedback, but checkpoints "

@@ -22,7 +22,7 @@ from gcnzc.optim.synchronous.effective_speed import (
     choose_threshold,
     measured_overhead,
 )
-from gcnzc.optim.validation import check_count
+from gcnzc.optim.validation import check_count, check_pair, check_range
 from gcnzc.system.streams import TimedEvent
 
 # first and last step that is measured, counted from 1; earlier ones compile kernels
@@ -62,14 +62,18 @@ class ComputeDeadline:
         check_count("micro_batches", micro_batches, 2)
         self.requested_s = _check_threshold(threshold)
         """the threshold that was given, in seconds; None if it is measured"""
+        check_pair(
+            "calibration", calibration, "the first and the last measured step, such as (6, 50)"
+        )
         first, last = calibration
         check_count("calibration[0]", first, 1)
         check_count("calibration[1]", last, first)
-        if not 0 < max_dropped < 1:
-            raise ValueError(
-                f"max_dropped is {max_dropped!r}\n\nhint: give a number between 0 and 1, such as "
-                "0.1"
-            )
+        check_range(
+            "max_dropped",
+            max_dropped,
+            lambda share: 0 < share < 1,
+            "a number between 0 and 1, such as 0.1",
+        )
         self.micro_batches, self.calibration = micro_batches, (first, last)
         self.max_dropped, self.clock = max_dropped, clock
         self.threshold_s = math.inf

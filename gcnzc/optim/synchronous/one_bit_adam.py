@@ -32,7 +32,7 @@ from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
-from gcnzc.optim.validation import check_count, check_fraction, check_unsupported
+from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
 from gcnzc.system.scalars import read_scalars
 
 
@@ -117,12 +117,10 @@ class OneBitAdam(Masked):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        if refresh_steps < 1:
-            raise ValueError(
-                f"refresh_steps is {refresh_steps}\n\nhint: give at least 1; refresh=0 turns "
-                "refreshes off"
-            )
+        check_count("refresh_steps", refresh_steps, 1)
         check_count("refresh", refresh)
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
         if isinstance(warmup, str):
             if warmup != "default":
                 raise ValueError(
@@ -132,9 +130,13 @@ class OneBitAdam(Masked):
             warmup = WARMUP.warmup_steps(total_steps)
         elif warmup is not None:
             check_count("warmup", warmup)
+        check_pair(
+            "warmup_range", warmup_range, "the smallest and the largest length, such as (0, None)"
+        )
         check_count("warmup_range[0]", warmup_range[0])
         if warmup_range[1] is not None:
             check_count("warmup_range[1]", warmup_range[1], warmup_range[0])
+        check_pair("betas", betas, "two numbers, such as (0.9, 0.999)")
         check_fraction("betas[1]", betas[1])
         self.warmup: int | None = warmup
         self.refresh, self.refresh_steps = refresh, min(refresh_steps, refresh)

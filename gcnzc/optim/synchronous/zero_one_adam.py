@@ -41,6 +41,7 @@ from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_unsupported
+from gcnzc.system.arguments import check_kind
 
 
 class ZeroOneAdam(Anchored):
@@ -110,6 +111,9 @@ class ZeroOneAdam(Anchored):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
+        if schedule is not None:
+            hint = "schedule=ZeroOneSchedule(warmup=100), or None for the default"
+            check_kind("schedule", schedule, ZeroOneSchedule, hint)
         self.schedule = ZeroOneSchedule.for_run(total_steps) if schedule is None else schedule
         check_compression(compress)
         self.compress = compress or Sign()

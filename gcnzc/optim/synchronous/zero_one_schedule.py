@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias
 
 from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.optim.defaults import WARMUP, ZERO_ONE
+from gcnzc.optim.validation import check_count
+from gcnzc.system.arguments import check_callable, check_flag
 
 Exchange: TypeAlias = Literal["gradient", "update", "nothing"]
 
@@ -22,6 +24,7 @@ class ZeroOneSchedule:
 
     Raises:
         ValueError: an option is out of range.
+        TypeError: `step_size` is no function, or `updates_variance_after_warmup` no flag.
     """
 
     warmup: int | None = WARMUP.steps
@@ -44,20 +47,18 @@ class ZeroOneSchedule:
     goes_on = renamed_attribute("goes_on", "updates_variance_after_warmup")
 
     def __post_init__(self) -> None:
-        if self.warmup is not None and self.warmup < 1:
-            raise ValueError(
-                f"a warm-up of {self.warmup} steps\n\nhint: give at least 1, because the first "
-                "step initializes the variance, or None for no local steps"
-            )
-        if min(self.variance_doubling, self.local_doubling) < 1:
-            raise ValueError(
-                f"variance_doubling is {self.variance_doubling} and local_doubling is "
-                f"{self.local_doubling}\n\nhint: give at least 1 for both"
-            )
-        if self.max_local_interval < 1 or self.max_local_interval & (self.max_local_interval - 1):
+        if self.warmup is not None:
+            # the first step initializes the variance
+            check_count("warmup", self.warmup, 1)
+        check_count("variance_doubling", self.variance_doubling, 1)
+        check_count("local_doubling", self.local_doubling, 1)
+        check_count("max_local_interval", self.max_local_interval, 1)
+        if self.max_local_interval & (self.max_local_interval - 1):
             raise ValueError(
                 f"max_local_interval is {self.max_local_interval}\n\nhint: give a power of two"
             )
+        check_callable("step_size", self.step_size)
+        check_flag("updates_variance_after_warmup", self.updates_variance_after_warmup)
 
     @classmethod
     def for_run(
@@ -71,7 +72,14 @@ class ZeroOneSchedule:
                 100 steps, and the interval doubles every 100 steps.
             warmup: the number of warm-up steps if not "default"; None for no local steps.
         """
+        if total_steps is not None:
+            check_count("total_steps", total_steps, 1)
         if isinstance(warmup, str):
+            if warmup != "default":
+                raise ValueError(
+                    f"warmup is {warmup!r}\n\nhint: give a number of steps, 'default', or None for "
+                    "no local steps"
+                )
             warmup = WARMUP.warmup_steps(total_steps)
         return cls(warmup, local_doubling=ZERO_ONE.local_doubling_steps(total_steps))
 

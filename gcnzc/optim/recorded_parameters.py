@@ -1,0 +1,71 @@
+"""The parameters of an optimizer, and what they were when it was constructed."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gcnzc.optim.checkpointed import Checkpointed
+from gcnzc.optim.group_options import check_same_flags
+
+
+class RecordedParameters(Checkpointed):
+    """The part of `DistributedOptimizer` that detects changed parameters.
+
+    Subclasses call `record_parameters` in their constructors.
+    """
+
+    initial_requires_grad: list[bool]
+    """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates it
+    when all ranks have changed the same parameters"""
+    initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
+    """the shape, dtype and device of each parameter at that time"""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all groups, including frozen ones, named by their positions."""
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                yield f"group {number}, parameter {index}", parameter
+
+    def requires_grad_flags(self) -> list[bool]:
+        """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
+        return [each.requires_grad for group in self.param_groups for each in group["params"]]
+
+    def record_parameters(self) -> None:
+        """Record `requires_grad` and the layout of the current parameters."""
+        self.initial_requires_grad = self.requires_grad_flags()
+        self.initial_layouts = [
+            (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
+        ]
+
+    def check_trainable(self) -> None:
+        """Check that the parameters have the same `requires_grad` as at the construction.
+
+        With several ranks it is called after a comparison, so that all ranks raise the error.
+
+        Raises:
+            ValueError: a parameter was frozen, unfrozen, added or removed.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        check_same_flags(self.name, self.requires_grad_flags(), self.initial_requires_grad, names)
+
+    def check_layouts(self) -> None:
+        """Check that the parameters have the same layouts as at the construction.
+
+        It is called after an error only, because it would take time in each step.
+
+        Raises:
+            ValueError: the shape, dtype or device of a parameter has changed.
+        """
+        pairs = zip(self.named_parameters(), self.initial_layouts, strict=False)
+        for (name, parameter), before in pairs:
+            now = parameter.shape, parameter.dtype, parameter.device
+            if now != before:
+                found, expected = (
+                    f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (now, before)
+                )
+                raise ValueError(
+                    f"{name} is {found} now, but was {expected} when {self.name} was constructed"
+                    "\n\nhint: change the shape, dtype and device of parameters before "
+                    "constructing the optimizer, and their values in place, as with copy_"
+                )
