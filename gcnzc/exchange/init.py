@@ -50,7 +50,7 @@ def init_group(
         backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
     store, monitor = initialize(backend, timeout_s)
     store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
-    rank, world_size = monitor.rank, monitor.world_size
+    rank, world_size, process = monitor.rank, monitor.world_size, os.getpid()
     try:
         group = Group(
             *(rank, world_size, backend, monitor.store, choices, timeout_s),
@@ -62,5 +62,7 @@ def init_group(
         finally:
             group.close()
     finally:
-        monitor.stop()
-        destroy()
+        # a forked process would end the heartbeats and connections of this one
+        if os.getpid() == process:
+            monitor.stop()
+            destroy()
