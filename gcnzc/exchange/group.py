@@ -28,6 +28,7 @@ from gcnzc.exchange.default_group import DefaultGroup
 from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.limits import check_time_limit
 from gcnzc.exchange.process_group import Channel, T
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
@@ -112,18 +113,17 @@ class Group:
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
+        check_time_limit(timeout_s)
         self.rank, self.world_size, self.backend = rank, world_size, backend
         self.store, self.is_subgroup = store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
-        self.is_closed = False
+        self.is_closed, self.remedy, self.ledger = False, remedy, Ledger()
         # exact and without a Python frame, unlike a comparison of thread numbers
         self._running, self._process = threading.RLock(), os.getpid()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
-        self.remedy = remedy
-        self.ledger = Ledger()
         # start and end of each wait for the result of a request, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # start and end of each request on a channel's thread
@@ -489,12 +489,4 @@ def current_group() -> Group:
     return _default_group.find()
 
 
-def _create_default_group(number: int) -> Group:
-    """Create the `number`-th group of torch.distributed's default process group."""
-    # a prefix separates the keys from those of an earlier group in the same store
-    store = PrefixStore(f"gcnzc {number}", dist.distributed_c10d._get_default_store())
-    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-    return Group(dist.get_rank(), dist.get_world_size(), backend, store)
-
-
-_default_group = DefaultGroup(_create_default_group)
+_default_group = DefaultGroup(Group)

@@ -11,7 +11,9 @@ from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import REMEDY
 from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
-from gcnzc.exchange.start import destroy, initialize, is_worker
+from gcnzc.exchange.launch import is_worker, read_ranks
+from gcnzc.exchange.limits import check_time_limit
+from gcnzc.exchange.start import destroy, initialize
 
 
 @contextmanager
@@ -29,16 +31,20 @@ def init_group(
         backend: "gloo"; "nccl", which needs one GPU per rank; "auto" selects "nccl" if there is one
             GPU per rank, and "gloo" otherwise.
         choices: the algorithm, such as a ring, of each kind of collective.
-        timeout_s: time limit of each wait for a message, in seconds; see `Group`.
+        timeout_s: time limit of each wait for a message, in seconds, from 0.001 to 1e9; see
+            `Group`.
         remedy: see `Group`.
 
     Yields:
         The group; it is closed at the end of the `with`.
 
     Raises:
+        RuntimeError: torch.distributed is initialized already, for example in a nested call.
+        ValueError: `timeout_s` or the launcher's environment variables are invalid.
         WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
     """
-    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
+    check_time_limit(timeout_s)
+    if not is_worker() or read_ranks()[1] == 1:
         group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
         try:
             yield group

@@ -144,8 +144,8 @@ def reject_thread(rank: int) -> NoReturn:
     """Raise the error of a thread that uses a group while another thread does."""
     raise RuntimeError(
         f"thread {threading.current_thread().name} of rank {rank} runs an algorithm on a group, "
-        "on which another thread runs one\n\nhint: use a group in one thread at a time, and overlap "
-        "requests with Start"
+        "on which another thread runs one\n\nhint: use a group in one thread at a time, and "
+        "overlap requests with Start"
     )
 
 
