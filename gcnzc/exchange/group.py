@@ -343,7 +343,7 @@ class Group:
         except WorkerLost as error:
             lost = None  # its traceback refers to this frame
             if self.monitor is not None:
-                self.monitor.stop(error.reason)
+                self.monitor.stop(error.reason, is_follow_up=error.is_follow_up)
             raise
         finally:
             self._running.release()
@@ -445,20 +445,24 @@ class Group:
             if self._stall_monitor is not None:
                 self._stall_monitor.wait = None
 
-    def close(self) -> None:
-        """Stop the threads of the channels and the heartbeats, also of all subgroups."""
+    def close(self, reason: str = "") -> None:
+        """Stop the threads of the channels and the heartbeats, also of all subgroups.
+
+        Args:
+            reason: why this rank leaves the group, for the error messages of the other ranks.
+        """
         self.is_closed = True
         if os.getpid() != self._process:
             # its threads do not exist in a forked process, and the store's connection is shared
             return
         for group in self._subgroups:
-            group.close()
+            group.close(reason)
         for channel in self._channels.values():
             channel.close()
         if self._stall_monitor is not None:
             self._stall_monitor.close()
         if self.monitor is not None:
-            self.monitor.stop()
+            self.monitor.stop(reason)
 
 
 def _unpickle_group(

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.errors import REMEDY
+from gcnzc.exchange.errors import LEFT, REMEDY, describe_end
 from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
 from gcnzc.exchange.launch import is_worker, read_ranks
@@ -65,8 +65,10 @@ def init_group(
         )
         try:
             yield group
-        finally:
-            group.close()
+        except BaseException as error:
+            group.close(describe_end(error))
+            raise
+        group.close(LEFT)
     finally:
         # a forked process would end the heartbeats and connections of this one
         if os.getpid() == process:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange.errors import WorkerLost, explain
+from gcnzc.exchange.errors import WorkerLost, describe_end, explain
 from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost
 from gcnzc.exchange.launch import is_worker, read_address, read_ranks
 from gcnzc.exchange.local_processes import LocalProcesses
@@ -67,8 +67,9 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         waited = time.monotonic() - began
         reason = str(error)
         if monitor is not None:
-            reason = explain(monitor, error)
-            monitor.stop(reason)
+            failure = explain(monitor, error)
+            reason = failure.text
+            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up)
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
             f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
@@ -77,7 +78,7 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
     except BaseException as error:
         # for example Ctrl-C, or options that torch rejects
         if monitor is not None:
-            monitor.stop(f"{type(error).__name__}: {error}")
+            monitor.stop(describe_end(error))
         raise
     return store, monitor
 
