@@ -147,8 +147,9 @@ class Simulation:
             others = self.channels.describe_other() if waiting else []
             raise mismatch("; ".join([f"{waits}, and none of them can continue", *others]))
         outcome = Outcome([], [], [], self.ledgers, self.errors)
-        for task in self.main_tasks:
-            outcome.results.append(task.answer)
+        for task, error in zip(self.main_tasks, self.errors, strict=True):
+            # the answer of a rank that crashed may be that of its last request
+            outcome.results.append(task.answer if error is None else None)
             outcome.seconds.append(task.now)
             outcome.exchange_s.append(task.now - task.computed_s)
         return outcome
