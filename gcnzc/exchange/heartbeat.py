@@ -205,6 +205,10 @@ class HeartbeatMonitor:
         # a thread that is still alive waits for a store that does not respond
         if reason and not self.end_reason and not self.thread.is_alive():
             self.end_reason, self.is_follow_up = reason, is_follow_up
+            host = self.store_host
+            if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
+                # torch would print a warning with a stack trace at the end of each run
+                return
             try:
                 self.write()
             except RuntimeError:

@@ -366,8 +366,11 @@ NAN, INFINITE = float("nan"), float("inf")
         (lambda: SlowDown(0, 2, -1), "a slow-down for -1 s"),
         (lambda: SlowDown(0, 2, NAN), "a slow-down for nan s"),
         (lambda: SlowDown(0, "2"), "a slow-down by '2'"),
-        (lambda: lockstep([ask()], faults={0: Crash(0)}), "the faults Crash.* of a rank"),
-        (lambda: lockstep([ask()], faults={0: [5]}), r"the faults \[5\] of a rank"),
+        (
+            lambda: lockstep([ask(Compute(0.0))], faults={0: Crash(0)}),
+            "the faults Crash.* of a rank",
+        ),
+        (lambda: lockstep([ask(Compute(0.0))], faults={0: [5]}), r"the faults \[5\] of a rank"),
     ],
 )
 def test_links_and_faults_are_checked(make, message):
@@ -375,13 +378,11 @@ def test_links_and_faults_are_checked(make, message):
         make()
 
 
-def ask():
-    yield Compute(0.0)
-
-
 def test_links_without_limits_and_crashes_that_never_happen_are_valid():
     assert Link.tcp(INFINITE).bytes_per_s == INFINITE
-    assert lockstep([ask()], Link(np.float32(1e6)), faults={0: [Crash(INFINITE)]}).errors == [None]
+    assert lockstep(
+        [ask(Compute(0.0))], Link(np.float32(1e6)), faults={0: [Crash(INFINITE)]}
+    ).errors == [None]
 
 
 def test_a_crashed_rank_has_no_result():
