@@ -75,10 +75,10 @@ class Task:
         within = f" in {self.kind}" if self.kind else ""
         if self.kind and self.sequence:
             within += f", one of the {self.sequence}"
-        if isinstance(self.waits_for, StartedReceive | SentMessage | Task):
-            is_started = isinstance(self.waits_for, SentMessage | Task)
-            channel = self.waits_for.channel if is_started else self.channel
-            within += f" on channel {channel}" if channel else ""
+        pending = self.waits_for
+        channel = pending.channel if isinstance(pending, SentMessage | Task) else self.channel
+        if channel and isinstance(pending, StartedReceive | SentMessage | Task):
+            within += f" on channel {channel}"
         if isinstance(self.waits_for, StartedReceive | SentMessage):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
         if isinstance(self.waits_for, FirstWait | KeyWait):
