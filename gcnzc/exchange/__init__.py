@@ -17,6 +17,7 @@ from gcnzc.exchange.collectives import (
 from gcnzc.exchange.errors import WorkerLost
 from gcnzc.exchange.group import Group, current_group, run
 from gcnzc.exchange.init import init_group
+from gcnzc.exchange.launch import is_worker
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.lockstep import Outcome, lockstep
 from gcnzc.exchange.measure import tune
@@ -37,7 +38,6 @@ from gcnzc.exchange.requests import (
 )
 from gcnzc.exchange.simulated_network import Crash, Link, SlowDown
 from gcnzc.exchange.size_only import SizeOnly
-from gcnzc.exchange.start import is_worker
 from gcnzc.exchange.store_requests import CompareAndSet, DeleteKeys, ReadKeys, WaitForKey
 from gcnzc.exchange.tuner import Tuning
 

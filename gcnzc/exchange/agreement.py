@@ -166,6 +166,36 @@ def collective_sequence(channel: str, request: Collective | Subgroup) -> str:
     return channel_sequence(channel)
 
 
+# the most messages on other channels that an error lists
+MOST_OTHERS = 4
+
+
+def name_channel(sequence: str) -> str:
+    """Return " on channel" and the name, for the requests of a sequence on a named channel."""
+    name = sequence.rpartition("channel ")[2]
+    return f" on channel {name}" if name not in (sequence, "default") else ""
+
+
+def describe_other_channel(started: str, expected: str, ranks: tuple[int, int]) -> str:
+    """Describe that a rank has started messages on another channel than its peer expects.
+
+    Args:
+        started, expected: names of sequences of messages.
+        ranks: the rank that has started the messages, and its peer.
+
+    Returns:
+        The description; empty if the messages differ in more than the channel.
+    """
+    is_other = started != expected and started.startswith("messages ")
+    if not is_other or _without_channel(started) != _without_channel(expected):
+        return ""
+    return f"rank {ranks[0]} has started {started}, and rank {ranks[1]} has not"
+
+
+def _without_channel(sequence: str) -> str:
+    return sequence.partition(" on channel ")[0]
+
+
 def message_tag(header: Header, num_bytes: int) -> int:
     """Return the tag, below `ABORT_TAG`, of a message of a request."""
     return zlib.crc32(num_bytes.to_bytes(8, "little"), header.digest) % ABORT_TAG
@@ -201,7 +231,7 @@ def mismatch(difference: str) -> RequestMismatch:
         f"the ranks' requests do not match: {difference}\n\n"
         "hint: every rank must make the same requests in the same order, with the same sizes and "
         "dtypes, and construct and step its optimizers in the same order; a Send needs a Receive "
-        "that its peer starts at the same time"
+        "that its peer starts at the same time, on the same channel"
     )
 
 
@@ -353,8 +383,15 @@ class StallMonitor:
             return ""
         if any(each.number < first[rank].number + 2 for rank, each in cycle.items()):
             return ""
-        waits = "; ".join(f"rank {rank} waits for {each.words}" for rank, each in cycle.items())
-        return f"{waits}, and none of them can continue"
+        waits = "; ".join(
+            f"rank {rank} waits for {each.words}{name_channel(each.need.sequence)}"
+            for rank, each in cycle.items()
+        )
+        others: list[str] = []
+        for rank, each in cycle.items():
+            if each.need.peer in cycle:
+                others += _describe_other_channels(rank, each, cycle[each.need.peer])
+        return "; ".join([f"{waits}, and none of them can continue", *others[:MOST_OTHERS]])
 
 
 @dataclass(frozen=True)
@@ -402,6 +439,16 @@ def _header(
 def _find_alternatives(need: Need, path: dict[int, _Record]) -> Sequence[tuple[int, str, int]]:
     """Return peer, sequence and number of the requests of which one ends a wait."""
     return need.alternatives or [(_find_peer(need, path), need.sequence, need.number)]
+
+
+def _describe_other_channels(rank: int, own: _Record, peer: _Record) -> list[str]:
+    """Describe the messages that the peer has started on other channels than a rank waits on."""
+    found = (
+        describe_other_channel(name, own.need.sequence, (own.need.peer, rank))
+        for name, headers in peer.sequences.items()
+        if headers and not own.has_made(name, headers[-1].number)
+    )
+    return [each for each in found if each]
 
 
 def _find_peer(need: Need, path: dict[int, _Record]) -> int:

@@ -1,11 +1,14 @@
 """Errors of exchanges between ranks."""
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from gcnzc.exchange.heartbeat import HeartbeatMonitor
+from gcnzc.exchange.heartbeat import ALL_RUNNING, HeartbeatMonitor
 
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
+
+# the reason of the end of a rank without an error
+LEFT = "it has left the group"
 
 
 class WorkerLost(RuntimeError):
@@ -18,6 +21,8 @@ class WorkerLost(RuntimeError):
 
     reason = ""
     """why, for the messages of other ranks"""
+    is_follow_up = False
+    """whether other ranks are the reason"""
 
 
 class ConnectionBroken(Exception):
@@ -39,19 +44,53 @@ class BlockedByReceive(ConnectionBroken):
     )
 
 
-def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> str:
-    """Describe the failed ranks, and append the first line of torch's error.
+class Failure(NamedTuple):
+    """Why an exchange failed."""
+
+    ranks: str
+    """the ranks that failed, or that all are running"""
+    source: str
+    """the first line of the error"""
+
+    @property
+    def text(self) -> str:
+        """The description for this rank's error."""
+        # another rank may have ended with the same error
+        source = f" ({self.source})"
+        return self.ranks if self.ranks.endswith(source) else self.ranks + source
+
+    @property
+    def is_follow_up(self) -> bool:
+        """Whether other ranks have failed."""
+        return self.ranks != ALL_RUNNING
+
+    @property
+    def reason(self) -> str:
+        """The description for the errors of other ranks: the first cause."""
+        return self.ranks if self.is_follow_up else self.text
+
+
+def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
+    """Describe the failed ranks, with the first line of torch's error.
 
     The other lines of torch's error may be C++ stack frames. A `TimeoutError` is raised by gcnzc,
     so it is not attributed to torch.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     source = "" if isinstance(error, TimeoutError) else "torch.distributed reports: "
-    return f"{monitor.describe_failure()} ({source}{lines[0]})"
+    return Failure(monitor.describe_failure(), f"{source}{lines[0]}")
+
+
+def describe_end(error: BaseException) -> str:
+    """Describe why a rank leaves its group with an error, for the messages of other ranks."""
+    if isinstance(error, SystemExit) and not error.code:
+        return LEFT
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def worker_lost(
-    who: str, waited_s: float, step: int | None, what: str, failure: str, hint: str
+    who: str, waited_s: float, step: int | None, what: str, failure: Failure, hint: str
 ) -> WorkerLost:
     """Return the error of a wait that failed.
 
@@ -60,13 +99,13 @@ def worker_lost(
         waited_s: for how many seconds.
         step: in which step; None if it is not known.
         what: the request that it waited for.
-        failure: why it failed, also for the messages of other ranks.
+        failure: why it failed.
         hint: the remedy.
     """
     in_step = "" if step is None else f" in step {step}"
-    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure}\n\nhint: {hint}"
+    text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
     error = WorkerLost(text)
-    error.reason = failure
+    error.reason, error.is_follow_up = failure.reason, failure.is_follow_up
     return error
 
 

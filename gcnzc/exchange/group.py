@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -25,9 +24,11 @@ from gcnzc.exchange import request_checks as check
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import AllGatherScalar, Subgroup
+from gcnzc.exchange.default_group import DefaultGroup
 from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.ledger import Ledger
+from gcnzc.exchange.limits import check_time_limit
 from gcnzc.exchange.process_group import Channel, T
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
@@ -78,6 +79,10 @@ def run(algorithm: Algorithm[T], group: "Group") -> T:
 class Group:
     """A group of ranks that communicate; this process is one of them.
 
+    One thread at a time runs algorithms on a group: `run` raises an error in a second thread, since
+    the requests of two threads have no common order. `Start` overlaps requests instead. A process
+    that is forked from this one cannot use the group, whose connections belong to this process.
+
     Args:
         rank: the rank of this process, in [0, world_size).
         world_size: the number of ranks.
@@ -108,16 +113,17 @@ class Group:
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
+        check_time_limit(timeout_s)
         self.rank, self.world_size = check.check_rank(rank, world_size)
         self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
-        self.is_closed = False
+        self.is_closed, self.remedy, self.ledger = False, remedy, Ledger()
+        # exact and without a Python frame, unlike a comparison of thread numbers
+        self._running, self._process = threading.RLock(), os.getpid()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
-        self.remedy = remedy
-        self.ledger = Ledger()
         # start and end of each wait for the result of a request, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)
         # start and end of each request on a channel's thread
@@ -168,6 +174,7 @@ class Group:
         The first call with a name creates it; all ranks must create channels in the same order.
         """
         if name not in self._channels:
+            self._check_process()
             process_group = None
             timeout = timedelta(seconds=self.timeout_s)
             if name and self.world_size > 1:
@@ -213,6 +220,7 @@ class Group:
             ValueError: this rank is not a member, or a rank is not in this group.
             WorkerLost: not all members created the group within `timeout_s`.
         """
+        self._check_process()
         members = sorted(set(ranks))
         check.check_members(members, self.rank, self.world_size)
         rank, world_size = members.index(self.rank), len(members)
@@ -314,9 +322,13 @@ class Group:
         """Run a distributed algorithm; see `gcnzc.exchange.run`.
 
         Raises:
-            RuntimeError: the group is closed or not connected.
+            RuntimeError: the group is closed or not connected; another thread runs an algorithm on
+                it; or this process is a fork of the one that connected the group.
         """
         check.check_algorithm(algorithm)
+        self._check_process()
+        if not self._running.acquire(blocking=False):
+            check.reject_thread(self.rank)
         answer, lost, self._default_channel.caller = None, None, ""
         try:
             while True:
@@ -331,8 +343,14 @@ class Group:
         except WorkerLost as error:
             lost = None  # its traceback refers to this frame
             if self.monitor is not None:
-                self.monitor.stop(error.reason)
+                self.monitor.stop(error.reason, is_follow_up=error.is_follow_up)
             raise
+        finally:
+            self._running.release()
+
+    def _check_process(self) -> None:
+        if self.backend and os.getpid() != self._process:
+            check.reject_fork(self.rank, self._process)
 
     def _answer(self, request: Request) -> Any:
         is_connected = self.world_size == 1 or (self.backend and not self.is_closed)
@@ -427,17 +445,24 @@ class Group:
             if self._stall_monitor is not None:
                 self._stall_monitor.wait = None
 
-    def close(self) -> None:
-        """Stop the threads of the channels and the heartbeats, also of all subgroups."""
+    def close(self, reason: str = "") -> None:
+        """Stop the threads of the channels and the heartbeats, also of all subgroups.
+
+        Args:
+            reason: why this rank leaves the group, for the error messages of the other ranks.
+        """
         self.is_closed = True
+        if os.getpid() != self._process:
+            # its threads do not exist in a forked process, and the store's connection is shared
+            return
         for group in self._subgroups:
-            group.close()
+            group.close(reason)
         for channel in self._channels.values():
             channel.close()
         if self._stall_monitor is not None:
             self._stall_monitor.close()
         if self.monitor is not None:
-            self.monitor.stop()
+            self.monitor.stop(reason)
 
 
 def _unpickle_group(
@@ -468,33 +493,4 @@ def current_group() -> Group:
     return _default_group.find()
 
 
-class _DefaultGroup:
-    """Creates and caches the group of torch.distributed's default process group."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.group: Group | None = None
-        self.process_group: weakref.ref[Any] | None = None
-        self.num_created = 0
-
-    def find(self) -> Group:
-        process_group = dist.group.WORLD
-        with self.lock:
-            before = self.process_group() if self.process_group is not None else None
-            if self.group is None or self.group.is_closed or before is not process_group:
-                if self.group is not None:
-                    self.group.close()
-                self.group, self.process_group = self._create(), weakref.ref(process_group)
-                # otherwise its threads would write to a store that may have been destroyed
-                weakref.finalize(process_group, self.group.close).atexit = False
-            return self.group
-
-    def _create(self) -> Group:
-        self.num_created += 1
-        # a prefix separates the keys from those of an earlier group in the same store
-        store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
-        backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-        return Group(dist.get_rank(), dist.get_world_size(), backend, store)
-
-
-_default_group = _DefaultGroup()
+_default_group = DefaultGroup(Group)

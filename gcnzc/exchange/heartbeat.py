@@ -35,6 +35,10 @@ STORE_S = 10.0
 ERROR_OUTPUT_S = 5.0
 
 
+# the failure of an exchange for which no other rank is the cause
+ALL_RUNNING = "all other ranks are running, so the network may be broken"
+
+
 # number of missed heartbeats after which a rank counts as stopped
 MISSED_BEATS = 3
 
@@ -52,6 +56,8 @@ class Heartbeat:
     """the name of the rank's machine"""
     end_reason: str = ""
     """why the rank ended; empty while it is running, or if it did not report a reason"""
+    is_follow_up: bool = False
+    """whether the reason describes other ranks, whose failure has ended this one"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class HeartbeatMonitor:
         self.store_host = store_host
         self.beat = 0
         self.step: int | None = None
-        self.activity, self.end_reason = "start", ""
+        self.activity, self.end_reason, self.is_follow_up = "start", "", False
         self.is_step_counted = True
         """whether `count_step` sets the step, because `set_status` was not called"""
         self.parent = os.getppid()
@@ -128,7 +134,8 @@ class HeartbeatMonitor:
         """Write one heartbeat of this rank."""
         with self.lock:
             self.beat += 1
-            fields = (self.beat, self.step, self.activity, self.host, self.end_reason)
+            end = self.end_reason, self.is_follow_up
+            fields = (self.beat, self.step, self.activity, self.host, *end)
             self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(fields))
 
     def read_heartbeats(self) -> dict[int, Heartbeat]:
@@ -187,16 +194,21 @@ class HeartbeatMonitor:
             "machine has failed"
         )
 
-    def stop(self, reason: str = "") -> None:
+    def stop(self, reason: str = "", *, is_follow_up: bool = False) -> None:
         """Stop the heartbeats, and write the reason why this rank ends, if there is one.
 
         Args:
-            reason: for the error messages of the other ranks.
+            reason: for the error messages of the other ranks; the first one is kept.
+            is_follow_up: whether it describes other ranks, whose failure has ended this one.
         """
         self.thread.end()
         # a thread that is still alive waits for a store that does not respond
-        if reason and not self.thread.is_alive():
-            self.end_reason = reason
+        if reason and not self.end_reason and not self.thread.is_alive():
+            self.end_reason, self.is_follow_up = reason, is_follow_up
+            host = self.store_host
+            if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
+                # torch would print a warning with a stack trace at the end of each run
+                return
             try:
                 self.write()
             except RuntimeError:
@@ -299,7 +311,7 @@ def describe_stopped_ranks(
         before, after: heartbeats by rank, read some intervals apart.
         global_ranks: for a subgroup, its members' ranks in the default group.
     """
-    failed, ended = [], []
+    failed, ended, causes = [], [], []
     for other in ranks:
         if other == rank:
             continue
@@ -308,7 +320,9 @@ def describe_stopped_ranks(
             continue
         last = after[other]
         name = f"{describe_rank(other, global_ranks)} on {last.host}"
-        if last.end_reason:
+        if last.is_follow_up:
+            causes.append(last.end_reason)
+        elif last.end_reason:
             ended.append(f"{name} ended: {last.end_reason}")
         elif other in before and before[other].beat == last.beat:
             failed.append(
@@ -316,8 +330,9 @@ def describe_stopped_ranks(
             )
         elif (last.step or 0) < (step or 0):
             failed.append(f"{name} is running and still {_describe_status(last)}")
-    # ranks that reported their end are named only if no rank is missing or behind
-    return "; ".join(failed or ended) or "all other ranks are running, so the network may be broken"
+    # ranks that reported their end are named only if no rank is missing or behind, and ranks that
+    # ended since others had failed only by the failure of these
+    return "; ".join(failed or ended or causes[:1]) or ALL_RUNNING
 
 
 def _describe_status(heartbeat: Heartbeat) -> str:

@@ -8,10 +8,12 @@ from datetime import timedelta
 import torch
 
 from gcnzc.exchange.choices import Choices
-from gcnzc.exchange.errors import REMEDY
+from gcnzc.exchange.errors import LEFT, REMEDY, describe_end
 from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
-from gcnzc.exchange.start import destroy, initialize, is_worker
+from gcnzc.exchange.launch import is_worker, read_ranks
+from gcnzc.exchange.limits import check_time_limit
+from gcnzc.exchange.start import destroy, initialize
 from gcnzc.system.arguments import check_choice
 
 BACKENDS = ("gloo", "nccl", "auto")
@@ -32,18 +34,21 @@ def init_group(
         backend: "gloo"; "nccl", which needs one GPU per rank; "auto" selects "nccl" if there is one
             GPU per rank, and "gloo" otherwise.
         choices: the algorithm, such as a ring, of each kind of collective.
-        timeout_s: time limit of each wait for a message, in seconds; see `Group`.
+        timeout_s: time limit of each wait for a message, in seconds, from 0.001 to 1e9; see
+            `Group`.
         remedy: see `Group`.
 
     Yields:
         The group; it is closed at the end of the `with`.
 
     Raises:
+        RuntimeError: torch.distributed is initialized already, for example in a nested call.
+        ValueError: `backend`, `timeout_s` or the launcher's environment variables are invalid.
         WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
-        ValueError: there is no such backend.
     """
     check_choice("backend", backend, BACKENDS)
-    if not is_worker() or int(os.environ["WORLD_SIZE"]) == 1:
+    check_time_limit(timeout_s)
+    if not is_worker() or read_ranks()[1] == 1:
         group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
         try:
             yield group
@@ -55,7 +60,7 @@ def init_group(
         backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
     store, monitor = initialize(backend, timeout_s)
     store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
-    rank, world_size = monitor.rank, monitor.world_size
+    rank, world_size, process = monitor.rank, monitor.world_size, os.getpid()
     try:
         group = Group(
             *(rank, world_size, backend, monitor.store, choices, timeout_s),
@@ -64,8 +69,12 @@ def init_group(
         )
         try:
             yield group
-        finally:
-            group.close()
+        except BaseException as error:
+            group.close(describe_end(error))
+            raise
+        group.close(LEFT)
     finally:
-        monitor.stop()
-        destroy()
+        # a forked process would end the heartbeats and connections of this one
+        if os.getpid() == process:
+            monitor.stop()
+            destroy()

@@ -1,7 +1,9 @@
 """Check the kinds of what algorithms yield, start and wait for."""
 
+import os
+import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from gcnzc.exchange.collectives.subgroup import Subgroup
 from gcnzc.exchange.errors import WorkerLost
@@ -149,3 +151,21 @@ def check_members(members: Sequence[int], rank: int, world_size: int) -> None:
             "hint: call subgroup() only on its members, with the same list; valid ranks are 0 to "
             f"{world_size - 1}"
         )
+
+
+def reject_thread(rank: int) -> NoReturn:
+    """Raise the error of a thread that uses a group while another thread does."""
+    raise RuntimeError(
+        f"thread {threading.current_thread().name} of rank {rank} runs an algorithm on a group, "
+        "on which another thread runs one\n\nhint: use a group in one thread at a time, and "
+        "overlap requests with Start"
+    )
+
+
+def reject_fork(rank: int, connected: int) -> NoReturn:
+    """Raise the error of a forked process that uses the group of the process `connected`."""
+    raise RuntimeError(
+        f"process {os.getpid()} runs an algorithm on the group of rank {rank}, but process "
+        f"{connected} has connected it\n\nhint: communicate in the process that called "
+        "init_group(); a process that it forks has no connections"
+    )

@@ -1,6 +1,9 @@
 """The channels that the ranks of a simulation have opened."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
+
+from gcnzc.exchange.agreement import MOST_OTHERS, describe_other_channel
 
 if TYPE_CHECKING:
     from gcnzc.exchange.simulated_tasks import Task
@@ -45,3 +48,17 @@ class SimulatedChannels:
             for rank, opened in enumerate(self.opened)
             if len(opened) < len(longest)
         ]
+
+    def describe_other(self) -> list[str]:
+        """Describe the messages that wait on another channel than receives from their senders."""
+        mailboxes, expected = self.simulation.mailboxes, defaultdict(list)
+        for (sender, receiver, _, sequence), mailbox in mailboxes.items():
+            if mailbox.receives:
+                expected[sender, receiver].append(sequence)
+        found = (
+            describe_other_channel(sequence, other, (sender, receiver))
+            for (sender, receiver, _, sequence), mailbox in mailboxes.items()
+            if mailbox.messages
+            for other in expected[sender, receiver]
+        )
+        return [each for each in found if each][:MOST_OTHERS]

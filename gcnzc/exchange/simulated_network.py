@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias
 
 # bytes of payload in a frame with an MTU of 1500 B, of the frame with its headers, and of an
@@ -19,9 +20,25 @@ MESSAGE_S = 100e-6
 """seconds of a processor core to start a message; a round value, which was not measured"""
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_time(fault: "Crash | SlowDown") -> None:
+    """Raise a ValueError if the time of a fault is negative, NaN or no number."""
+    if not _is_number(fault.at_s) or not fault.at_s >= 0:
+        raise ValueError(
+            f"a {type(fault).__name__} at {fault.at_s!r} s\n\nhint: give a time of at least 0"
+        )
+
+
 @dataclass(frozen=True)
 class Link:
-    """The network link of a rank, or from one rank to another."""
+    """The network link of a rank, or from one rank to another.
+
+    Raises:
+        ValueError: a bandwidth is not above 0, or another number is negative or not finite.
+    """
 
     bytes_per_s: float = float("inf")
     """bandwidth of outgoing messages, in bytes per second"""
@@ -39,6 +56,20 @@ class Link:
     """size of the send buffer of each connection; a send ends when the rest of the message fits in
     it. 0: none. Only of shared links"""
 
+    def __post_init__(self) -> None:
+        """Check the bandwidths and times; raises ValueError."""
+        for name in ("bytes_per_s", "in_bytes_per_s"):
+            if not _is_number(rate := getattr(self, name)) or not rate > 0:
+                raise ValueError(
+                    f"a link with {name}={rate!r}\n\nhint: give a bandwidth above 0, or infinity"
+                )
+        for name in ("delay_s", "message_s", "buffer_bytes"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < float("inf"):
+                raise ValueError(
+                    f"a link with {name}={value!r}\n\nhint: give a finite number of at least 0"
+                )
+
     @classmethod
     def tcp(cls, mbit_per_s: float, delay_s: float = 0.0, message_s: float = MESSAGE_S) -> "Link":
         """Return a link that behaves as TCP over Ethernet, in both directions.
@@ -50,6 +81,10 @@ class Link:
             delay_s: latency from one rank to another.
             message_s: time of the sender's processor per message.
         """
+        if not _is_number(mbit_per_s) or not mbit_per_s > 0:
+            raise ValueError(
+                f"a link of {mbit_per_s!r} Mbit/s\n\nhint: give a rate above 0, such as 100"
+            )
         rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
         return cls(rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
 
@@ -59,10 +94,17 @@ class Crash:
     """A rank ends without a message; its connections break, so that its peers raise `WorkerLost`.
 
     Messages that have not left it are lost.
+
+    Raises:
+        ValueError: the time is negative.
     """
 
     at_s: float
     """virtual time in seconds"""
+
+    def __post_init__(self) -> None:
+        """Check the time; raises ValueError."""
+        _check_time(self)
 
 
 @dataclass(frozen=True)
@@ -70,7 +112,7 @@ class SlowDown:
     """A rank computes more slowly for some time.
 
     Raises:
-        ValueError: the factor is below 1, or a pause has no end.
+        ValueError: the factor is below 1, a time is negative, or a pause has no end.
     """
 
     at_s: float
@@ -82,9 +124,14 @@ class SlowDown:
     """duration in seconds; finite for an infinite factor"""
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
+        _check_time(self)
+        if not _is_number(self.seconds) or not self.seconds >= 0:
             raise ValueError(
-                f"a slow-down by {self.factor}\n\nhint: a factor of 2 takes twice the time"
+                f"a slow-down for {self.seconds!r} s\n\nhint: give a duration of at least 0"
+            )
+        if not _is_number(self.factor) or not self.factor >= 1:
+            raise ValueError(
+                f"a slow-down by {self.factor!r}\n\nhint: a factor of 2 takes twice the time"
             )
         if self.factor == self.seconds == float("inf"):
             raise ValueError("a pause without an end\n\nhint: use Crash")
@@ -189,10 +236,15 @@ class Machine:
         faults: its crash, if any, and its slow-downs, which do not overlap.
 
     Raises:
-        ValueError: slow-downs overlap.
+        ValueError: slow-downs overlap, or a fault is no `Crash` or `SlowDown`.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        is_list = isinstance(faults, Sequence)
+        if not is_list or not all(isinstance(each, Crash | SlowDown) for each in faults):
+            raise ValueError(
+                f"the faults {faults!r} of a rank\n\nhint: give a list of Crash and SlowDown"
+            )
         self.crashes_at = min(
             (each.at_s for each in faults if isinstance(each, Crash)), default=float("inf")
         )

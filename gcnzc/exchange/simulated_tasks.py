@@ -75,6 +75,10 @@ class Task:
         within = f" in {self.kind}" if self.kind else ""
         if self.kind and self.sequence:
             within += f", one of the {self.sequence}"
+        pending = self.waits_for
+        channel = pending.channel if isinstance(pending, SentMessage | Task) else self.channel
+        if channel and isinstance(pending, StartedReceive | SentMessage | Task):
+            within += f" on channel {channel}"
         if isinstance(self.waits_for, StartedReceive | SentMessage):
             return f"rank {self.rank} waits for {self.waits_for.request.describe()}{within}"
         if isinstance(self.waits_for, FirstWait | KeyWait):
@@ -121,14 +125,16 @@ class SentMessage:
     """A message that has been sent, and the answer of its `Start`."""
 
     __slots__ = (
-        "arrives_at", "connection", "copy", "matched_at", "num_bytes", "number", "peer", "receive",
-        "request", "sender", "sent_at", "waiter",
+        "arrives_at", "channel", "connection", "copy", "matched_at", "num_bytes", "number", "peer",
+        "receive", "request", "sender", "sent_at", "waiter",
     )  # fmt: skip
 
     def __init__(
-        self, request: Send, sender: int, number: int, copy: Any, num_bytes: int, sent_at: float
-    ) -> None:
+        self, request: Send, sender: int, number: int, copy: Any, num_bytes: int, sent_at: float,
+        channel: str | None,
+    ) -> None:  # fmt: skip
         self.request, self.num_bytes, self.sent_at = request, num_bytes, sent_at
+        self.channel = channel
         self.sender, self.peer = sender, request.peer
         self.number = number
         """the number of the message among all messages of the simulation, by their starts"""

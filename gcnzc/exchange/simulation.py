@@ -144,10 +144,12 @@ class Simulation:
                 event(at)  # type: ignore[operator]
         waiting = [each.describe_wait() for each in self.tasks if not each.is_abandoned]
         if waits := "; ".join([*waiting, *self.channels.describe_missing()]):
-            raise mismatch(f"{waits}, and none of them can continue")
+            others = self.channels.describe_other() if waiting else []
+            raise mismatch("; ".join([f"{waits}, and none of them can continue", *others]))
         outcome = Outcome([], [], [], self.ledgers, self.errors)
-        for task in self.main_tasks:
-            outcome.results.append(task.answer)
+        for task, error in zip(self.main_tasks, self.errors, strict=True):
+            # the answer of a rank that crashed may be that of its last request
+            outcome.results.append(task.answer if error is None else None)
             outcome.seconds.append(task.now)
             outcome.exchange_s.append(task.now - task.computed_s)
         return outcome
@@ -390,7 +392,7 @@ class Simulation:
         sent_at, first, last = self.network.send(sender, receiver, num_bytes, task.now)
         self.ledgers[sender].add(task.kind or "Send", num_bytes)
         self.num_messages += 1
-        message = SentMessage(request, sender, self.num_messages, copy, num_bytes, sent_at)
+        message = SentMessage(request, sender, self.num_messages, copy, num_bytes, sent_at, channel)
         # messages of collectives are not received by `Receive` requests of algorithms
         mailbox = self.mailboxes[sender, receiver, channel, sequence]
         if mailbox.receives:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc.exchange.errors import WorkerLost, explain
+from gcnzc.exchange.errors import WorkerLost, describe_end, explain
 from gcnzc.exchange.heartbeat import STORE_S, HeartbeatMonitor, StoreHost
+from gcnzc.exchange.launch import is_worker, read_address, read_ranks
 from gcnzc.exchange.local_processes import LocalProcesses
 from gcnzc.exchange.rendezvous import join_workers
 
@@ -23,11 +24,6 @@ JOIN_S = 180.0
 CONNECT_POLL_S = 0.3
 
 
-def is_worker() -> bool:
-    """Whether a launcher such as torchrun has started this process as a worker."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
-
-
 def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonitor]:
     """Initialize torch.distributed together with the other workers.
 
@@ -35,9 +31,16 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         The process group's store and the heartbeat monitor, each with its own connection.
 
     Raises:
+        RuntimeError: torch.distributed is initialized already.
+        ValueError: the launcher's environment variables are invalid.
         WorkerLost: ranks did not connect, or are suspended (SIGSTOP); the message names them.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = read_ranks()
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"init_group() on rank {rank}, where torch.distributed is initialized already\n\n"
+            "hint: use the group of the first init_group(), or gcnzc.exchange.current_group()"
+        )
     store_host, local_processes = _find_store_host(), LocalProcesses()
     began, monitor = time.monotonic(), None
     try:
@@ -64,8 +67,9 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         waited = time.monotonic() - began
         reason = str(error)
         if monitor is not None:
-            reason = explain(monitor, error)
-            monitor.stop(reason)
+            failure = explain(monitor, error)
+            reason = failure.text
+            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up)
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
             f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
@@ -74,7 +78,7 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
     except BaseException as error:
         # for example Ctrl-C, or options that torch rejects
         if monitor is not None:
-            monitor.stop(f"{type(error).__name__}: {error}")
+            monitor.stop(describe_end(error))
         raise
     return store, monitor
 
@@ -100,10 +104,8 @@ def destroy() -> None:
 
 def _find_store_host() -> StoreHost:
     """Return the process that hosts the store of this attempt."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return StoreHost(
-        "the first machine's launcher" if _is_store_in_launcher() else "rank 0", address
-    )
+    name = "the first machine's launcher" if _is_store_in_launcher() else "rank 0"
+    return StoreHost(name, read_address())
 
 
 def _is_store_in_launcher() -> bool:

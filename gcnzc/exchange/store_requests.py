@@ -20,6 +20,8 @@ PREFIX = "gcnzc/keys/"
 _NO_VALUE = f"gcnzc/no-value/{uuid.uuid4()}"
 # the store of torch.distributed closes the connections of ranks that send more than 8 MiB
 MAX_VALUE_BYTES = 1 << 22
+# it closes them, too, for a key of more than 8 KiB, which includes the prefixes of its group
+MAX_KEY_BYTES = 1 << 12
 
 
 class StoreRequest(BaseRequest, ABC):
@@ -50,6 +52,7 @@ class CompareAndSet(StoreRequest):
     """
 
     key: str
+    """of at most 4 KiB in UTF-8, as all keys"""
     expected: bytes
     """b"" if the key must not exist"""
     value: bytes
@@ -60,7 +63,14 @@ class CompareAndSet(StoreRequest):
         return f"CompareAndSet of the key {self.key}"
 
     def check(self) -> None:
-        """Check the size of the value; raises ValueError."""
+        """Check the key, and the size of the value; raises ValueError."""
+        _check_key(self, self.key)
+        for value in (self.expected, self.value):
+            if not isinstance(value, bytes | bytearray):
+                raise ValueError(
+                    f"{self.describe()} with a value of the type {type(value).__name__}\n\n"
+                    "hint: give bytes, such as text.encode()"
+                )
         if len(self.value) > MAX_VALUE_BYTES:
             raise ValueError(
                 f"{self.describe()} to a value of {len(self.value):,} bytes\n\n"
@@ -85,7 +95,11 @@ class ReadKeys(StoreRequest):
 
     def describe(self) -> str:
         """Describe the number of keys, for error messages."""
-        return f"ReadKeys of {len(self.keys)} keys"
+        return _describe_keys(self)
+
+    def check(self) -> None:
+        """Check the keys; raises ValueError."""
+        _check_keys(self)
 
 
 @dataclass(slots=True)
@@ -106,10 +120,12 @@ class WaitForKey(StoreRequest):
         return f"the key {self.key}"
 
     def check(self) -> None:
-        """Check that the limit is not negative or NaN; raises ValueError."""
-        if self.seconds is not None and not self.seconds >= 0:
+        """Check the key, and that the limit is not negative or NaN; raises ValueError."""
+        _check_key(self, self.key)
+        is_number = self.seconds is None or isinstance(self.seconds, int | float)
+        if not is_number or (self.seconds is not None and not self.seconds >= 0):
             raise ValueError(
-                f"a wait of {self.seconds} s for {self.describe()}\n\n"
+                f"a wait of {self.seconds!r} s for {self.describe()}\n\n"
                 "hint: give at least 0 s, or None"
             )
 
@@ -122,7 +138,54 @@ class DeleteKeys(StoreRequest):
 
     def describe(self) -> str:
         """Describe the number of keys, for error messages."""
-        return f"DeleteKeys of {len(self.keys)} keys"
+        return _describe_keys(self)
+
+    def check(self) -> None:
+        """Check the keys; raises ValueError."""
+        _check_keys(self)
+
+
+def _describe_keys(request: ReadKeys | DeleteKeys) -> str:
+    keys = request.keys
+    is_list = isinstance(keys, Sequence) and not isinstance(keys, str | bytes)
+    what = f"{len(keys)} keys" if is_list else f"the keys {_shorten(keys)}"
+    return f"{type(request).__name__} of {what}"
+
+
+def _check_keys(request: ReadKeys | DeleteKeys) -> None:
+    """Raise a ValueError if the keys are no sequence of valid keys, such as a single text."""
+    keys = request.keys
+    if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
+        raise ValueError(f'{request.describe()}\n\nhint: give a list of texts, such as ["a", "b"]')
+    for key in keys:
+        _check_key(request, key)
+
+
+def _check_key(request: StoreRequest, key: object) -> None:
+    """Raise a ValueError if a key is no text, cannot be encoded, or is too long."""
+    name = type(request).__name__
+    if not isinstance(key, str):
+        raise ValueError(
+            f"{name} with the key {_shorten(key)} of the type {type(key).__name__}\n\n"
+            "hint: a key is a text"
+        )
+    try:
+        num_bytes = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} with the key {_shorten(key)}, which UTF-8 cannot encode\n\n"
+            "hint: use a key without surrogates"
+        ) from error
+    if num_bytes > MAX_KEY_BYTES:
+        raise ValueError(
+            f"{name} with the key {_shorten(key)} of {num_bytes:,} bytes\n\n"
+            f"hint: at most {MAX_KEY_BYTES:,} bytes; use a hash of a longer key"
+        )
+
+
+def _shorten(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else text[:40] + "..."
 
 
 class MemoryStore:

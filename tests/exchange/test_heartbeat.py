@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -13,9 +14,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from processes import results
 from torch.distributed import HashStore, TCPStore
 
-from gcnzc.exchange import Group, Mean, Receive, Send, Start, WorkerLost, heartbeat, run
+from gcnzc.exchange import (
+    Group,
+    Mean,
+    Receive,
+    Send,
+    Start,
+    Subgroup,
+    WorkerLost,
+    heartbeat,
+    init_group,
+    run,
+)
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
@@ -274,3 +287,43 @@ def test_a_rank_without_a_step_is_reported_without_one():
     running = {1: Heartbeat(beat=4, step=None, activity="start", host="here")}
     text = describe_stopped_ranks(0, 2, range(2), stopped, running)
     assert text == "rank 1 on here is running and still at start"
+
+
+def test_the_first_cause_is_named_instead_of_the_ranks_that_it_ended():
+    first = Heartbeat(3, 2, "training", "here", "ValueError: no such file")
+    followed = Heartbeat(3, 2, "training", "here", "rank 2 on here ended: out of memory", True)
+    text = describe_stopped_ranks(0, 2, range(3), {}, {1: followed, 2: first})
+    assert text == "rank 2 on here ended: ValueError: no such file"
+    # rank 2 is not a member of this subgroup
+    text = describe_stopped_ranks(0, 2, range(2), {}, {1: followed})
+    assert text == "rank 2 on here ended: out of memory"
+
+
+def leave_early(how):
+    """Return this rank's error after rank 2 of three has left the group."""
+    text = ""
+    try:
+        with init_group(timeout_s=20) as group:
+            run(ask(Mean(torch.ones(1))), group)
+            if group.rank == 2 and how == "return":
+                return text
+            if group.rank == 2:
+                raise ValueError("own error\nof two lines")
+            if group.rank == 1:
+                # rank 0 ends after rank 1, which is a follow-up
+                run(ask(Subgroup([1, 2], Mean(torch.ones(1)))), group)
+            run(ask(Subgroup([0, 1], Mean(torch.ones(1)))), group)
+    except (WorkerLost, ValueError) as error:
+        text = str(error)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("return", "it has left the group"), ("raise", "ValueError: own error")],
+)
+def test_the_reason_for_leaving_is_named_on_all_ranks(how, reason, tmp_path):
+    for text in results(3, tmp_path, leave_early, how)[:2]:
+        assert re.search(rf"rank 2 on \S+ ended: {reason} \(", text), text
+        assert text.count("ended") == 1
+        assert text.count("torch.distributed reports") == 1

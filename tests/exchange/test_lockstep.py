@@ -4,6 +4,7 @@ import random
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from slow_cases import seeds
@@ -342,3 +343,62 @@ def test_ranks_that_do_not_exist_are_refused():
         lockstep([work(), work()], faults={7: [Crash(1.0)]})
     with pytest.raises(ValueError, match=r"the pair \(0, 5\), but there are 2 ranks\n\nhint: "):
         lockstep([work(), work()], links={(0, 5): Link()})
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Link.tcp(-1), "a link of -1 Mbit/s"),
+        (lambda: Link.tcp(NAN), "a link of nan Mbit/s"),
+        (lambda: Link(0), "a link with bytes_per_s=0"),
+        (lambda: Link(NAN), "a link with bytes_per_s=nan"),
+        (lambda: Link("1e6"), "a link with bytes_per_s='1e6'"),
+        (lambda: Link(1e6, -0.1), "a link with delay_s=-0.1"),
+        (lambda: Link(1e6, INFINITE), "a link with delay_s=inf"),
+        (lambda: Link(1e6, 0, NAN), "a link with message_s=nan"),
+        (lambda: Link(in_bytes_per_s=-1), "a link with in_bytes_per_s=-1"),
+        (lambda: Link(is_shared=True, buffer_bytes=-1), "a link with buffer_bytes=-1"),
+        (lambda: Crash(NAN), "a Crash at nan s"),
+        (lambda: Crash(-1), "a Crash at -1 s"),
+        (lambda: Crash("a"), "a Crash at 'a' s"),
+        (lambda: SlowDown(NAN, 2), "a SlowDown at nan s"),
+        (lambda: SlowDown(0, 2, -1), "a slow-down for -1 s"),
+        (lambda: SlowDown(0, 2, NAN), "a slow-down for nan s"),
+        (lambda: SlowDown(0, "2"), "a slow-down by '2'"),
+        (
+            lambda: lockstep([ask(Compute(0.0))], faults={0: Crash(0)}),
+            "the faults Crash.* of a rank",
+        ),
+        (lambda: lockstep([ask(Compute(0.0))], faults={0: [5]}), r"the faults \[5\] of a rank"),
+    ],
+)
+def test_links_and_faults_are_checked(make, message):
+    with pytest.raises(ValueError, match=message + ".*\n\nhint: "):
+        make()
+
+
+def test_links_without_limits_and_crashes_that_never_happen_are_valid():
+    assert Link.tcp(INFINITE).bytes_per_s == INFINITE
+    assert lockstep(
+        [ask(Compute(0.0))], Link(np.float32(1e6)), faults={0: [Crash(INFINITE)]}
+    ).errors == [None]
+
+
+def test_a_crashed_rank_has_no_result():
+    def work(rank):
+        for _ in range(3):
+            yield Compute(0.01 * (1 + rank / 7))
+            yield Sum(torch.ones(500))
+        return "done"
+
+    has_crashed = 0
+    for milliseconds in range(1, 60):
+        faults = {3: [Crash(milliseconds / 1000)]}
+        found = lockstep([work(rank) for rank in range(6)], Link(1e6, 0.001), faults=faults)
+        expected = ["done" if error is None else None for error in found.errors]
+        assert found.results == expected
+        has_crashed += found.errors[3] is not None
+    assert has_crashed > 10

@@ -24,6 +24,7 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
+from gcnzc.exchange.store_requests import MAX_KEY_BYTES
 
 STORE_S = 0.01
 
@@ -97,10 +98,18 @@ def test_a_single_rank_has_a_store_of_its_own():
     assert run(elect(1, 1), Group()) == ["rank 1"]
 
 
+def set_and_read(key):
+    yield CompareAndSet(key, b"", b"1")
+    return (yield ReadKeys([key, "missing"]))
+
+
 def use_over_processes():
     shorten_waits()
     with init_group(timeout_s=2) as group:
         answers = run(use_all(group.rank), group)
+        # the longest key reaches the store, also with the prefixes of a subgroup
+        longest = "k" * MAX_KEY_BYTES
+        assert run(set_and_read(longest), group.subgroup(range(3))) == [b"1", b""]
         winners = run(elect(group.rank, 200), group)
         with pytest.raises(WorkerLost, match="the key never"):
             run(wait_for_never(None), group)
@@ -208,6 +217,25 @@ def test_a_wait_names_a_process_that_has_ended(tmp_path):
         (CompareAndSet("a", b"", bytes(2**22 + 1)), "to a value of 4,194,305 bytes"),
         (WaitForKey("a", -1.0), "a wait of -1.0 s for the key a"),
         (WaitForKey("a", float("nan")), "a wait of nan s for the key a"),
+        (WaitForKey("a", "b"), "a wait of 'b' s for the key a"),
+        (
+            CompareAndSet("a", b"", "text"),
+            "CompareAndSet of the key a with a value of the type str",
+        ),
+        (
+            CompareAndSet("a", None, b"1"),
+            "CompareAndSet of the key a with a value of the type None",
+        ),
+        (CompareAndSet("é" * 2049, b"", b"1"), "CompareAndSet with the key .* of 4,098 bytes"),
+        (WaitForKey("k" * 100_000), "WaitForKey with the key 'kkk.* of 100,000 bytes"),
+        (ReadKeys(["a", "k" * 5000]), "ReadKeys with the key 'kkk.* of 5,000 bytes"),
+        (DeleteKeys(["k" * 5000]), "DeleteKeys with the key 'kkk.* of 5,000 bytes"),
+        (ReadKeys("abc"), "ReadKeys of the keys 'abc'\n\nhint: give a list"),
+        (DeleteKeys("abc"), "DeleteKeys of the keys 'abc'\n\nhint: give a list"),
+        (ReadKeys(5), "ReadKeys of the keys 5\n\nhint: give a list"),
+        (ReadKeys([b"k"]), "ReadKeys with the key b'k' of the type bytes"),
+        (WaitForKey(None), "WaitForKey with the key None of the type NoneType"),
+        (CompareAndSet("\ud800", b"", b"1"), "CompareAndSet with the key .* which UTF-8 cannot"),
     ],
 )
 def test_invalid_requests_are_rejected(request_, text):

@@ -1,0 +1,51 @@
+"""What a launcher such as torchrun has set in this worker's environment."""
+
+import os
+
+LARGEST_PORT = 65535
+
+
+def is_worker() -> bool:
+    """Whether a launcher such as torchrun has started this process as a worker."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def read_ranks() -> tuple[int, int]:
+    """Return this worker's rank and the number of ranks.
+
+    Raises:
+        ValueError: they are no integers, or the rank is not in [0, world_size).
+    """
+    rank, world_size = _read_integer("RANK"), _read_integer("WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"RANK={rank} with WORLD_SIZE={world_size}\n\nhint: the ranks of W workers are 0 to "
+            "W - 1, and a launcher such as torchrun sets these environment variables"
+        )
+    return rank, world_size
+
+
+def read_address() -> tuple[str, int]:
+    """Return host and port of the store.
+
+    Raises:
+        ValueError: the port is no integer from 1 to 65535.
+    """
+    port = _read_integer("MASTER_PORT")
+    if not 1 <= port <= LARGEST_PORT:
+        raise ValueError(
+            f"MASTER_PORT={port}\n\nhint: give a port from 1 to {LARGEST_PORT}, the same to all "
+            "workers"
+        )
+    return os.environ["MASTER_ADDR"], port
+
+
+def _read_integer(name: str) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}\n\nhint: it is an integer that a "
+            "launcher such as torchrun sets"
+        ) from error

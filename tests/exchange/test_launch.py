@@ -1,0 +1,49 @@
+"""Invalid environment variables and time limits, before the workers connect."""
+
+import math
+
+import pytest
+import torch.distributed as dist
+
+from gcnzc.exchange import Group, init_group
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, "a", None, 1e300, 0, -1, 1e-6, True])
+def test_an_invalid_time_limit_is_an_error_with_one_rank(seconds):
+    expected = r"a group with timeout_s=.*\n\nhint: .* from 0.001 to 1e"
+    with pytest.raises(ValueError, match=expected):
+        Group(timeout_s=seconds)
+    with pytest.raises(ValueError, match=expected), init_group(timeout_s=seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"RANK": "5"}, "RANK=5 with WORLD_SIZE=2"),
+        ({"RANK": "-1"}, "RANK=-1 with WORLD_SIZE=2"),
+        ({"RANK": "5", "WORLD_SIZE": "1"}, "RANK=5 with WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "0"}, "RANK=0 with WORLD_SIZE=0"),
+        ({"RANK": "x"}, "the environment variable RANK is 'x'"),
+        ({"WORLD_SIZE": "2.0"}, "the environment variable WORLD_SIZE is '2.0'"),
+        ({"MASTER_PORT": "x"}, "the environment variable MASTER_PORT is 'x'"),
+        ({"MASTER_PORT": ""}, "the environment variable MASTER_PORT is ''"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    ],
+)
+def test_an_invalid_environment_is_an_error_at_once(monkeypatch, changed, expected):
+    for name, value in (LAUNCHED | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{expected}.*\n\nhint: "), init_group():
+        pass
+
+
+def test_a_nested_call_names_the_remedy(monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match=r"initialized already\n\nhint: .*current_group"):
+        init_group().__enter__()
