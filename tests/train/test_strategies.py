@@ -23,6 +23,7 @@ from gcnzc.train.options import config_from_dict, config_to_dict
 from gcnzc.train.run_folder import CONFIG, read_config
 from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.strategy_aliases import STRATEGY_ALIASES
+from gcnzc.train.strategy_checks import format_one_worker_warning
 
 OPTION_NAMES = {field.name for field in fields(TrainConfig)}
 
@@ -331,3 +332,25 @@ def test_diloco_with_a_quorum():
     made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
     assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
     assert isinstance(build(strategy="diloco"), DiLoCo)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"strategy": "diloco"}, "--strategy diloco"),
+        (
+            {"strategy": "dropcompute", "compress": "int8"},
+            "--strategy dropcompute, --compress int8",
+        ),
+        ({"optimizer": "onebit-adam"}, "--optimizer onebit-adam"),
+        ({"seed_order": "local"}, "--seed-order local"),
+        ({"seed_order": "rotating"}, "--seed-order rotating"),
+        ({"compress": "topk:0.01"}, "--compress topk:0.01"),
+    ],
+)
+def test_one_worker_exchanges_nothing(options, given):
+    message = format_one_worker_warning(TrainConfig(**options), 1)
+    assert message.startswith(f"{given} with one worker, which exchanges nothing; give --workers N")
+    assert not format_one_worker_warning(TrainConfig(**options), 2)
+    for config in (TrainConfig(), TrainConfig(compress="float32", optimizer="muon", accumulate=2)):
+        assert not format_one_worker_warning(config, 1)
