@@ -162,6 +162,11 @@ class OneBitLamb(OneBitAdam):
             f"{trust}, factor {self.factor_range} {self.factor_change}",
         ]
 
+    @property
+    def scale_elements(self) -> int | None:
+        """See `Masked`; 1, because momenta are scaled to similar magnitudes in all tensors."""
+        return 1
+
     def _before_exchange(self, momenta: Tensor) -> None:
         scaling = self.vectors["scaling"][self._first_compressed :]
         torch._foreach_mul_(self._split_by_tensor(momenta), list(scaling))
