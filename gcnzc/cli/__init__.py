@@ -40,7 +40,8 @@ from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import Unsaved
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.setup import choose_device
-from gcnzc.train.trainer import Interrupted, PeerFailed
+from gcnzc.train.strategy_checks import check_workers
+from gcnzc.train.trainer import Interrupted, PeerFailed, SavedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +74,8 @@ def _run(words: Sequence[str], is_debug: bool, reporter: Reporter) -> int:
         )
     with flushed_output():  # of the help
         config = parse(words)
+    if isinstance(config, TrainConfig):
+        _check_workers(config)
     if isinstance(config, TrainConfig) and is_worker():
         if config.runs > 1:
             raise UsageError(
@@ -89,6 +92,14 @@ def _run(words: Sequence[str], is_debug: bool, reporter: Reporter) -> int:
         with terminable(), report_compilation(reporter.say), logged_with(reporter.say):
             COMMANDS[type(config)](config, reporter)
     return 0
+
+
+def _check_workers(config: TrainConfig) -> None:
+    """Raise UsageError if the strategy does not support the number of workers of this command."""
+    try:
+        check_workers(config, launch.num_workers() if is_worker() else config.workers)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def start_workers(config: TrainConfig, words: Sequence[str], reporter: Reporter) -> int:
@@ -124,6 +135,9 @@ def work(config: TrainConfig, reporter: Reporter, is_debug: bool = False) -> int
     except PeerFailed:
         return 0 if launch.report_fatal_error() else FAILED
     except (ValueError, OSError, OverflowError, Interrupted, Unsaved) as error:
+        if isinstance(error, SavedRun) and launch.may_be_restarted():
+            reporter.say(error.format_restart())
+            return FAILED
         if is_debug:
             traceback.print_exc()
         status = complain(message_of(error), FAILED)

@@ -145,6 +145,19 @@ def has_reported_fatal_error() -> bool:
     return path is not None and Path(path).exists()
 
 
+def may_be_restarted() -> bool:
+    """Whether torchrun may restart this worker after it was stopped, as when a machine joins.
+
+    The launcher of `gcnzc train --workers` does not: it stops workers only to end the run.
+    """
+    return FATAL not in os.environ and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def num_workers() -> int:
+    """Return the number of workers that a launcher has started, on all machines."""
+    return int(os.environ["WORLD_SIZE"])
+
+
 def own_launch() -> Launch | None:
     """Return the launch that this worker belongs to; None without a launcher.
 

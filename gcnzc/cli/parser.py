@@ -26,7 +26,7 @@ from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
-from gcnzc.train.given_options import values_given
+from gcnzc.train.given_options import given_options, values_given
 from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_file_output, check_output
@@ -85,6 +85,9 @@ def parse(words: Sequence[str]) -> Any:
         # from the __post_init__ of a config
         raise UsageError(str(error)) from None
     if isinstance(config, TrainConfig):
+        if _has_default_lr(words, default):
+            # not that of the optimizer in the --config file
+            config = replace(config, lr=None)
         _check_used(config, default or TrainConfig())
         _check_given(words, default, config)
         if config.is_full_batch:
@@ -97,6 +100,15 @@ def parse(words: Sequence[str]) -> Any:
                 "neighbours"
             )
     return config
+
+
+def _has_default_lr(words: Sequence[str], default: TrainConfig | None) -> bool:
+    """Whether neither the command line nor its --config file has a learning rate.
+
+    A preset has one, and the options of a run, which --resume reads, have all.
+    """
+    given = given_options(default)
+    return bool(given) and given.isdisjoint({"lr", "preset"}) and not _value_of("--lr", words)
 
 
 def _check_given_fanouts(words: Sequence[str]) -> None:

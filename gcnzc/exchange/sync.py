@@ -28,7 +28,7 @@ def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
     """Check that `lines` are equal on all ranks; if they are, each rank sends only a hash (8 B).
 
     Args:
-        lines: this rank's lines.
+        lines: this rank's lines; a tab separates the name of an option from its value.
         what: the name of what the lines describe, for the error message.
 
     Raises:
@@ -46,14 +46,27 @@ def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
             (i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]),
             min(len(first), len(other)),
         )
-        first_line, other_line = (
-            repr(each[index]) if index < len(each) else "no line" for each in (first, other)
+        hint = "\n\nhint: all ranks must run the same program with the same options"
+        own_line, other_line = (
+            each[index] if index < len(each) else None for each in (first, other)
         )
+        if own_line is not None and other_line is not None:
+            name, is_option, own_value = own_line.partition("\t")
+            other_name, _, other_value = other_line.partition("\t")
+            if is_option and name == other_name:
+                raise ValueError(
+                    f"{name} differs between ranks: {own_value} on rank 0, {other_value} on rank "
+                    f"{rank}{hint}"
+                )
         raise ValueError(
-            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has {first_line} "
-            f"and rank {rank} has {other_line}\n\nhint: all ranks must run the same program with "
-            "the same options"
+            f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has "
+            f"{_quote(own_line)} and rank {rank} has {_quote(other_line)}{hint}"
         )
+
+
+def _quote(line: str | None) -> str:
+    """Return a line in quotation marks, with ": " in place of the tab of an option."""
+    return "no line" if line is None else repr(line.replace("\t", ": "))
 
 
 def all_gather_text(text: str) -> Algorithm[list[str]]:

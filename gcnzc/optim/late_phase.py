@@ -31,9 +31,13 @@ def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int 
         total_steps: see `late_step`.
     """
     length = "" if total_steps is None else f" of {total_steps}"
+    remedy = "a shorter warm-up (`warmup`, --warmup of gcnzc train) lets it begin sooner"
+    if phase == "exchange":
+        remedy = (
+            "fewer local steps (`local_steps`, --local-steps of gcnzc train) let it begin sooner"
+        )
     warnings.warn(
-        f"{optimizer}: no {phase} in the first {steps} steps{length}\n\nhint: a shorter warm-up or "
-        "fewer local steps let it begin sooner",
+        f"{optimizer}: no {phase} in the first {steps} steps{length}\n\nhint: {remedy}",
         LatePhaseWarning,
         stacklevel=3,
     )

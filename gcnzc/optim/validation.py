@@ -110,7 +110,7 @@ def check_inner(wrapper: str, inner: object) -> None:
         )
     if hasattr(inner, "algorithm"):
         raise TypeError(
-            f"{wrapper} cannot wrap a {kind}, which communicates itself\n\nhint: wrap an optimizer "
+            f"{wrapper} cannot wrap {kind}, which communicates itself\n\nhint: wrap an optimizer "
             f"of torch.optim, or use {kind} without {wrapper}"
         )
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -120,6 +120,26 @@ def check_inner(wrapper: str, inner: object) -> None:
             "gradients that no other rank has\n\nhint: wrap SGD, AdamW or another optimizer that "
             "takes one step for one gradient"
         )
+
+
+def check_no_unknown(optimizer: str, unknown: Mapping[str, object]) -> None:
+    """Check that an optimizer with local steps has no options besides its own.
+
+    Args:
+        optimizer: the name of the optimizer, for the message.
+        unknown: the keyword arguments that it does not have.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in unknown:
+        hint = f"help(gcnzc.optim.{optimizer}) lists the options"
+        if name == "clip_norm":
+            hint = (
+                "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before each "
+                "`step`, since local steps use the gradients of one rank"
+            )
+        raise TypeError(f"{optimizer} has no option {name}\n\nhint: {hint}")
 
 
 def check_adam_options(

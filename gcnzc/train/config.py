@@ -41,7 +41,7 @@ from gcnzc.train.option_groups import (
 )
 from gcnzc.train.options import Fanouts, at_least, check_fanouts, option_name
 from gcnzc.train.presets import accept_preset
-from gcnzc.train.strategies import choose_accumulate, choose_optimizer
+from gcnzc.train.strategies import choose_accumulate, choose_lr, choose_optimizer
 from gcnzc.train.strategy_checks import check_strategy
 
 
@@ -76,6 +76,7 @@ class TrainConfig(
         super().__post_init__()
         names = given_options(self)
         object.__setattr__(self, "optimizer", choose_optimizer(self, names))
+        object.__setattr__(self, "lr", choose_lr(self))
         object.__setattr__(self, "accumulate", choose_accumulate(self, names))
         check_strategy(self)
         if self.is_hetero:

@@ -20,7 +20,7 @@ from gcnzc.train import record
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import flatten_scores
-from gcnzc.train.results import format_epoch
+from gcnzc.train.results import format_drop_warning, format_epoch
 from gcnzc.train.saving import (
     handle_stop_request,
     rewrite_record,
@@ -124,6 +124,7 @@ def finish_epoch(trainer: Trainer) -> None:
         line["best_possible_accuracy"] = trainer.task.best_accuracy
     if last or (trainer.epoch + 1) % trainer.config.evaluate_every == 0:
         line |= _evaluate(trainer, trainer.epoch, is_last=last)
+    warning = format_drop_warning(line, trainer.optimizer, trainer.lines)
     trainer.lines.append(line)
     trainer.epoch, trainer.in_epoch = trainer.epoch + 1, False
     in_a_row, trainer.epoch_stats = trainer.epoch_stats.skipped_in_a_row, EpochStats(trainer.device)
@@ -133,6 +134,8 @@ def finish_epoch(trainer: Trainer) -> None:
         trainer.events.add(trainer.epoch, line)
     trainer.on_rank_zero(lambda: write_pending(trainer))
     trainer.reporter.say(format_epoch(line, trainer.config.epochs))
+    if warning:
+        trainer.reporter.say(f"warning: {warning}")
 
 
 def evaluate_last_epoch(trainer: Trainer) -> None:
@@ -219,4 +222,6 @@ def _add_worker_lines(trainer: Trainer, worker_stats: Sequence[EpochStats]) -> N
     for worker, stats in enumerate(worker_stats):
         line = {"epoch": trainer.epoch, "worker": worker, **stats.seconds.all()}
         line |= {"seeds": stats.seeds, "steps": stats.steps, "bytes_sent": stats.bytes_sent}
+        if stats.minibatches:
+            line["dropped_share"] = stats.dropped_share
         trainer.worker_record.pending += record.to_line(line)

@@ -23,6 +23,8 @@ COUNTS = (
     "seeds_checksum",
     "hits",
     "peer_hits",
+    "minibatches",
+    "dropped",
 )
 
 
@@ -60,6 +62,8 @@ class EpochStats:
         # rows read from the feature cache, and those of them read from another worker's GPU
         self.hits: int | Tensor = 0
         self.peer_hits: int | Tensor = 0
+        # with DropCompute: the minibatches of the steps, and those of them that were dropped
+        self.minibatches = self.dropped = 0
         self.seconds = Seconds(dict.fromkeys(TIMES, 0.0))
 
     def add(self, logits: Tensor, loss: Tensor, labels: Tensor, seeds: Tensor) -> None:
@@ -120,10 +124,16 @@ class EpochStats:
         busy, seeds = max(spent, 1e-9), max(self.seeds, 1)
         rate = format_rate(self.bytes / max(times["gather_s"], 1e-9))
         accuracy = f"minibatch accuracy {self.right.item() / seeds:.4f}  " if has_accuracy else ""
+        dropped = f"  dropped {self.dropped_share:.0%}" if self.minibatches else ""
         return (
             f"loss {self.loss.item() / seeds:.4f}  {accuracy}"
-            f"{self.seeds / busy:,.0f} seeds/s  gather {rate}"
+            f"{self.seeds / busy:,.0f} seeds/s  gather {rate}{dropped}"
         )
+
+    @property
+    def dropped_share(self) -> float:
+        """The fraction of the minibatches that DropCompute has dropped."""
+        return self.dropped / self.minibatches if self.minibatches else 0.0
 
     def figures(self, has_accuracy: bool, workers: int = 1) -> dict[str, Any]:
         """Return the epoch's line of the record, with times that are means over the workers.
@@ -140,6 +150,8 @@ class EpochStats:
         times = {name: seconds / workers for name, seconds in self.seconds.all().items()}
         line["epoch_s"] = times["wait_s"] + times["compute_s"] + times["exchange_s"]
         line |= times | {"seeds": self.seeds, "seeds_checksum": f"{self.seeds_checksum:016x}"}
+        if self.minibatches:
+            line["dropped_share"] = self.dropped_share
         return line | {"payload_bytes": self.bytes, "bytes_sent": self.bytes_sent}
 
     def state_dict(self) -> dict[str, Any]:

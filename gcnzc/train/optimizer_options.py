@@ -49,6 +49,10 @@ StrategyName: TypeAlias = Literal[
 
 Topology: TypeAlias = Literal["ring", "exponential", "complete"]
 
+# learning rates that are used without --lr: of SGD, and of the other optimizers, whose steps do not
+# grow with the gradients
+SGD_LR, LR = 0.1, 0.003
+
 UPDATE_RULES, ONE_BIT = get_args(UpdateRule), get_args(OneBit)
 
 
@@ -71,8 +75,9 @@ class OptimizerOptions(Options):
     in --topology at a time; backup averages parameters with the neighbours in --topology, and does
     not wait for slow workers; fedglomo exchanges updates after several local steps, with momentum
     in these steps and in the mean update"""
-    lr: float = 0.003
-    """learning rate"""
+    lr: float | None = None
+    """learning rate; default: 0.1 for --optimizer sgd, also that of fedglomo, and 0.003 for the
+    others"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """multiply --lr by the number of workers, or its square root, because the global batch grows
     with the workers"""
@@ -199,8 +204,10 @@ class OptimizerOptions(Options):
             at_least(1, "sync_window", self.sync_window)
             at_most(MAX_SYNC_WINDOW, "sync_window", self.sync_window)
         self._check_strategy_options()
-        if not self.lr > 0:
-            raise ValueError(f"--lr must be above 0, got {self.lr}\n\nhint: the default is 0.003")
+        if self.lr is not None and not self.lr > 0:
+            raise ValueError(
+                f"--lr must be above 0, got {self.lr}\n\nhint: omit --lr for the default"
+            )
         self._check_number_or_keyword()
 
     def _check_strategy_options(self) -> None:

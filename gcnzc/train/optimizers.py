@@ -17,7 +17,7 @@ from gcnzc.optim import (
     ZeroOneSchedule,
 )
 from gcnzc.train.optimizer_options import ONE_BIT, OptimizerOptions
-from gcnzc.train.strategies import TrainingSetup, build_strategy
+from gcnzc.train.strategies import TrainingSetup, build_strategy, choose_lr
 
 # fewest steps of a warm-up without a warning
 SHORT_WARMUP_STEPS = 10
@@ -60,7 +60,9 @@ def parameter_groups(config: OptimizerOptions, model: nn.Module) -> list[dict[st
 
 def learning_rate(config: OptimizerOptions, workers: int) -> float:
     """Return the learning rate for a number of workers, scaled by --scale-lr."""
-    return config.lr * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
+    return (
+        choose_lr(config) * {"none": 1.0, "linear": workers, "sqrt": workers**0.5}[config.scale_lr]
+    )
 
 
 def build_method(

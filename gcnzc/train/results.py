@@ -2,12 +2,13 @@
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gcnzc.features.cache import CachedTable
+from gcnzc.optim import DistributedOptimizer, DropCompute
 from gcnzc.system import files, machine
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
@@ -41,8 +42,39 @@ def format_epoch(line: Mapping[str, Any], epochs: int) -> str:
         if f"{name}_{metric}" in line:
             words.append(f"{name} {line[f'{name}_{metric}']:.4f}")
     words.append(f"{line['seeds'] / line['epoch_s']:,.0f} seeds/s")
+    if "dropped_share" in line:
+        words.append(f"dropped {line['dropped_share']:.0%}")
     words.append(f"waited {line['wait_s'] / line['epoch_s']:.0%} of {line['epoch_s']:.1f} s")
     return "  ".join(words)
+
+
+def format_drop_warning(
+    line: Mapping[str, Any], optimizer: DistributedOptimizer, earlier: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return a warning if DropCompute has dropped more than its limit in an epoch; else "".
+
+    With a fixed threshold, the limit is the default of --max-dropped. Only the first such epoch of
+    a run has a warning.
+
+    Args:
+        line: of the epoch, see `EpochStats.figures`.
+        optimizer: the optimizer of the run.
+        earlier: the lines of the earlier epochs.
+    """
+    if not isinstance(optimizer, DropCompute):
+        return ""
+    limit = optimizer.deadline.max_dropped
+    if line.get("dropped_share", 0.0) <= limit or any(
+        each.get("dropped_share", 0.0) > limit for each in earlier
+    ):
+        return ""
+    remedy = f"use a larger --compute-threshold, or auto, which drops at most {limit:.0%}"
+    if optimizer.deadline.requested_s is None:
+        remedy = "steps are slower than when --compute-threshold auto measured them"
+    return (
+        f"{line['dropped_share']:.0%} of the minibatches of epoch {line['epoch'] + 1} were "
+        f"dropped, and their seeds not used, which is more than {limit:.0%}; {remedy}"
+    )
 
 
 def write_result(trainer: Trainer) -> dict[str, Any]:
@@ -96,6 +128,10 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
             line[key] = hit / sum(line["payload_bytes"] for line in trainer.lines)
         line["predicted_hit_rate"] = trainer.table.predicted_hit_rate
         line["bytes_saved"] = sum(line["bytes_saved"] for line in trainer.lines) // epochs
+    # a resumed run may have lines of older versions
+    if shares := [each["dropped_share"] for each in trainer.lines if "dropped_share" in each]:
+        # all epochs have the same number of minibatches
+        line["dropped_share"] = sum(shares) / len(shares)
     if task.best_accuracy is not None:
         line["best_possible_accuracy"] = task.best_accuracy
     # the run may have ended before --trace steps were recorded

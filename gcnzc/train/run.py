@@ -57,6 +57,7 @@ from gcnzc.train.setup import (
     open_features,
 )
 from gcnzc.train.signals import stop_requests
+from gcnzc.train.strategy_checks import format_one_worker_warning
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.base import Task
 from gcnzc.train.tasks.node import NodeTask
@@ -172,6 +173,7 @@ def train(
         for message in (
             format_steps_warning(config, len(task.seeds), group.world_size),
             format_warmup_warning(config, steps),
+            format_one_worker_warning(config, group.world_size),
             format_trace_warning(config, steps),
             format_time_warning(config, data),
         ):

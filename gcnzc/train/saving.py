@@ -27,7 +27,7 @@ from gcnzc.train.run_folder import (
 )
 from gcnzc.train.schema import write_schema
 from gcnzc.train.signals import STOP
-from gcnzc.train.trainer import Interrupted, Trainer
+from gcnzc.train.trainer import Interrupted, SavedRun, Trainer
 from gcnzc.train.worker_state import AVERAGE, FOLDER
 
 # names of the files of trainable embeddings in messages
@@ -240,7 +240,4 @@ def handle_stop_request(trainer: Trainer, flags: Sequence[bool]) -> None:
         raise Interrupted(
             f"stopped in epoch {epoch}; {message or 'worker 0 could not write all files'}"
         )
-    raise Interrupted(
-        f"stopped in epoch {epoch}; all is saved\n\n"
-        f"hint: `gcnzc train --resume {trainer.folder}` resumes the run from here"
-    )
+    raise SavedRun(epoch, trainer.folder)

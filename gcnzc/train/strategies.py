@@ -33,7 +33,9 @@ from gcnzc.optim import (
     selsync,
 )
 from gcnzc.train.optimizer_options import (
+    LR,
     ONE_BIT,
+    SGD_LR,
     UPDATE_RULES,
     OptimizerName,
     OptimizerOptions,
@@ -127,6 +129,13 @@ def choose_optimizer(config: OptimizerOptions, given: Collection[str] = ()) -> O
     if required is not None and config.optimizer != required and is_given:
         raise ValueError(optimizer_message(config.strategy, config.optimizer))
     return required or config.optimizer
+
+
+def choose_lr(config: OptimizerOptions) -> float:
+    """Return the learning rate of a run: --lr, or the default of --optimizer."""
+    if config.lr is not None:
+        return config.lr
+    return SGD_LR if config.optimizer == "sgd" else LR
 
 
 def choose_accumulate(config: OptimizerOptions, given: Collection[str] = ()) -> int:

@@ -72,7 +72,11 @@ def train_step(
         stages.append(Stage("compute", "model", ready, began))
     optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
     skipped, ignored = optimizer.skipped, optimizer.num_ignored_gradients
+    before = _count_minibatches(optimizer)
     precision.step(optimizer, closure)
+    after = _count_minibatches(optimizer)
+    stats.minibatches += after[0] - before[0]
+    stats.dropped += after[1] - before[1]
     if trainer.embeddings is not None:
         trainer.embeddings.step(accumulation.loss_weight(step))
     if trainer.schedule is not None:
@@ -98,6 +102,14 @@ def train_step(
         stats.seconds.add_seconds("hidden_s", seconds_outside(overlapped, trainer.waits))
     trace(trainer, spans + waits + overlapped, transfers + stages)
     return trainer.now()
+
+
+def _count_minibatches(optimizer: DistributedOptimizer) -> tuple[int, int]:
+    """Return the numbers of all and of dropped minibatches of DropCompute on this worker."""
+    if not isinstance(optimizer, DropCompute):
+        return 0, 0
+    dropped = optimizer.dropped_micro_batches
+    return optimizer.computed_micro_batches + dropped, dropped
 
 
 def zero_gradients(trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,10 @@ from training import saved
 from gcnzc import load, prepare
 from gcnzc.cli import launch, main
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.exchange import lockstep
+from gcnzc.exchange import Group, lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.record import Launch
+from gcnzc.train.trainer import SavedRun
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -302,6 +303,35 @@ def test_a_worker_reports_that_a_restart_cannot_fix_its_error(tmp_path, monkeypa
     assert not launch.has_reported_fatal_error()
     assert launch.report_fatal_error()
     assert launch.has_reported_fatal_error()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "own_launcher", "is_restartable"),
+    [(None, False, False), ("0", False, False), ("3", False, True), ("3", True, False)],
+)
+def test_a_worker_that_its_launcher_may_restart_reports_no_error(
+    restarts, own_launcher, is_restartable, tmp_path, monkeypatch, capsys
+):
+    names = {"TORCHELASTIC_MAX_RESTARTS": restarts}
+    names |= {launch.FATAL: str(tmp_path / "fatal") if own_launcher else None}
+    names |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in names.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+
+    def stop(*_):
+        raise SavedRun(10, tmp_path)
+
+    monkeypatch.setattr("gcnzc.cli.init_group", lambda *_, **__: nullcontext(Group()))
+    monkeypatch.setattr("gcnzc.cli.train_command", stop)
+    # with gcnzc's launcher, a status of 0 lets it end the run
+    assert main(["train", str(tmp_path)]) == (0 if own_launcher else 1)
+    err = capsys.readouterr().err
+    assert ("error:" in err) == (not is_restartable)
+    assert ("The launcher may restart the workers" in err) == is_restartable
+    assert "stopped in epoch 10; all is saved" in err
+    assert f"`gcnzc train --resume {tmp_path}` resumes the run" in err
 
 
 def test_a_launch_is_identified_by_the_run_id_or_by_all_its_launchers(monkeypatch):

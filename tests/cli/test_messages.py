@@ -61,6 +61,37 @@ def test_the_hint_of_a_command_is_not_the_list_of_commands(kind, words, capsys, 
     assert UNKNOWN_REMEDY not in err
 
 
+@pytest.mark.parametrize("launched", ["--workers", "torchrun"])
+@pytest.mark.parametrize(
+    ("options", "workers", "given", "hint"),
+    [
+        ("--strategy diloco --quorum 1", 2, "--quorum 1", "give --quorum 2, more than half"),
+        ("--strategy diloco --quorum 5", 2, "--quorum 5", "give --quorum 2, more than half"),
+        ("--strategy diloco --quorum 2", 1, "--quorum 2", "give --workers 2 to 3, or start"),
+        ("--strategy fedglomo --participants 3", 2, "--participants 3", "give --participants 2 or"),
+        ("--strategy fedglomo --participants 3", 1, "--participants 3", "give --workers 3 or more"),
+    ],
+)
+def test_a_number_of_workers_that_a_strategy_does_not_support_is_wrong_usage(
+    launched, options, workers, given, hint, monkeypatch, capsys
+):
+    words, found = options.split(), f"--workers {workers}"
+    if launched == "torchrun":
+        found = f"{workers} workers"
+        for name, value in {"RANK": "0", "WORLD_SIZE": workers, "MASTER_ADDR": "0.0.0.0"}.items():
+            monkeypatch.setenv(name, str(value))
+    else:
+        words += ["--workers", str(workers)]
+    if workers == 1:
+        found = "one worker"
+    # neither is the graph read, nor a worker started
+    assert main(["train", "no-graph", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"error: {given} with {found}"
+    assert lines[1].startswith(f"hint: {hint}")
+    assert "None" not in lines[1]
+
+
 def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
     flags = 0
     for kind in COMMANDS:

@@ -41,10 +41,23 @@ def averaged(compress=None):
     )
 
 
+class GivenGradients(DropCompute):
+    """Takes the gradients as the mean over its micro-batches, as `Averaged` does."""
+
+    def algorithm(self):
+        limit = self.deadline.micro_batches
+        for _ in self.micro_batches(range(limit)):
+            pass
+        self.weight *= limit
+        try:
+            yield from super().algorithm()
+        finally:
+            self.weight /= limit
+
+
 def drop_compute(compress=None):
-    """Without micro-batches, a step is that of Averaged."""
-    return lambda model, group, **options: DropCompute(
-        adamw(model), group, micro_batches=4, compress=compress, **options
+    return lambda model, group, **options: GivenGradients(
+        adamw(model), group, micro_batches=4, threshold=None, compress=compress, **options
     )
 
 

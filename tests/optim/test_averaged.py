@@ -8,7 +8,7 @@ from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.algorithms import ALGORITHMS
-from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, synchronize_buffers
+from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, check_same, synchronize_buffers
 from gcnzc.optim import Averaged, resize_state
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -210,6 +210,22 @@ def test_models_that_differ_are_an_error_and_do_not_hang():
     models = [with_gradients(nn.Linear(2, 2), 1.0), with_gradients(nn.Linear(2, 3), 1.0)]
     with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
         one_step(models)
+
+
+def test_an_option_that_differs_in_the_first_step_is_named_with_both_values():
+    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(2)]
+    optimizers = [
+        Averaged(torch.optim.SGD(model.parameters(), lr=0.01 + rank), Group(rank, 2))
+        for rank, model in enumerate(models)
+    ]
+    message = "^lr of parameter group 0 differs between ranks: 0.01 on rank 0, 1.01 on rank 1\n\n"
+    with pytest.raises(ValueError, match=message):
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+
+
+def test_lines_of_different_options_are_shown_without_tabs():
+    with pytest.raises(ValueError, match=r"rank 0 has 'lr: 0\.1' and rank 1 has 'eps: 1'"):
+        lockstep([check_same([line], "options") for line in ("lr\t0.1", "eps\t1")])
 
 
 @pytest.mark.parametrize("texts", [["", "a", "", "Grüße"], ["only one"]])

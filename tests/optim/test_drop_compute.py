@@ -707,6 +707,35 @@ def test_bad_micro_batches_are_an_error():
         DropCompute(nn.Linear(2, 2), micro_batches=2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_counted_micro_batches_is_an_error(ranks):
+    models, optimizers = team(ranks)
+    before = values_of(models[0]).clone()
+
+    def steps(rank):
+        optimizer = optimizers[rank]
+        yield from optimizer.broadcast_model()
+        for number in range(2):
+            loss_of(models[rank], micro_batch(0, rank, number)).backward()
+        yield from optimizer.algorithm()
+
+    message = (
+        r"(?s)no micro-batch was counted since the last step.*hint: .*micro_batches\(batches\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        lockstep([steps(rank) for rank in range(ranks)])
+    assert all(torch.equal(values_of(model), before) for model in models)
+
+
+def test_micro_batches_of_an_earlier_step_do_not_count():
+    models, (optimizer,) = team(1)
+    train(models, [optimizer], range(1))
+    with pytest.raises(ValueError, match="DropCompute: no micro-batch was counted"):
+        optimizer.step()
+    # a closure may count them
+    assert optimizer.step(lambda: len(list(optimizer.micro_batches([])))) == 0
+
+
 def test_models_that_communicate_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
     with pytest.raises(ValueError, match=r"(?s)module '1' is a SyncBatchNorm.*hint: use BatchNorm"):

@@ -38,7 +38,10 @@ def test_options_that_differ_from_the_start_are_named_before_the_first_step(name
     for model in models:
         loss_of(model, batches(1)[0]).backward()
     before = [parameter.detach().clone() for parameter in models[0].parameters()]
-    with pytest.raises(ValueError, match=r"weight_decay of parameter group 0\\t0\.01.*\\t0\.5"):
+    message = (
+        "^weight_decay of parameter group 0 differs between ranks: 0.01 on rank 0, 0.5 on rank 1"
+    )
+    with pytest.raises(ValueError, match=message):
         lockstep([optimizer.algorithm() for optimizer in optimizers])
     assert all(map(torch.equal, models[0].parameters(), before))
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from optim.kinds import GivenGradients
 from optim.local import gradients_of, sgd, team, vector_of
 from optim.models import Everything, batches, loss_of
 from slow_cases import mark_slow
@@ -14,7 +15,6 @@ from gcnzc.exchange import lockstep
 from gcnzc.optim import (
     CO2,
     Averaged,
-    DropCompute,
     MuLoCo,
     SparseLoCo,
     Strategy,
@@ -55,7 +55,7 @@ LIMITS = {
     "random-k": (averaged(RandomK(1.0), momentum="everywhere"), SEVERAL),
     "random block": (averaged(RandomBlock(1.0), momentum="everywhere"), SEVERAL),
     "thresholds": (averaged(Threshold(1.0, refresh=1), momentum="everywhere"), SEVERAL),
-    "drop-compute": (around(DropCompute, micro_batches=2, threshold=None), SEVERAL),
+    "drop-compute": (around(GivenGradients, micro_batches=2, threshold=None), SEVERAL),
     "local_sgd": (recipe(local_sgd, 1), SEVERAL),
     "diloco": (recipe(diloco, **PLAIN), SEVERAL),
     "diloco sharded": (recipe(diloco, **PLAIN, sharded=True), SEVERAL),

@@ -16,8 +16,10 @@ from gcnzc.optim import (
     LocalSGD,
     OneBitAdam,
     OneBitLamb,
+    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
+    selsync,
 )
 
 ADAMS = [OneBitAdam, OneBitLamb, ZeroOneAdam]
@@ -108,10 +110,25 @@ def test_sharded_parameters_are_rejected_by_their_type():
 def test_an_inner_optimizer_takes_one_step_for_one_gradient(make):
     with pytest.raises(TypeError, match="cannot wrap LBFGS, whose step calls a closure"):
         make(torch.optim.LBFGS([parameter()]), Group())
-    with pytest.raises(TypeError, match="cannot wrap a OneBitAdam, which communicates itself"):
+    with pytest.raises(TypeError, match="cannot wrap OneBitAdam, which communicates itself"):
         make(OneBitAdam([parameter()], group=Group()), Group())
     with pytest.raises(TypeError, match="wraps an optimizer of torch, not a list"):
         make([parameter()], Group())
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo, CO2, StreamingDiLoCo])
+def test_strategies_name_an_unknown_option(kind):
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    with pytest.raises(
+        TypeError, match=rf"(?s){kind.__name__} has no option clip_norm\n\nhint: .*"
+    ):
+        kind(inner, Group(), clip_norm=1.0)
+    with pytest.raises(TypeError, match=r"torch\.nn\.utils\.clip_grad_norm_"):
+        Strategy(inner, selsync(), clip_norm=1.0)
+    with pytest.raises(
+        TypeError, match=rf"(?s)has no option sign.*help\(gcnzc.optim.{kind.__name__}\)"
+    ):
+        kind(inner, Group(), sign=2)
 
 
 @pytest.mark.parametrize("make", ADAMS)

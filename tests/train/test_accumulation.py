@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from processes import results
-from training import saved, train_as_worker
+from training import Listener, saved, train_as_worker
 
 from gcnzc import cli, prepare
+from gcnzc.cli.commands.train import summary_lines
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.loader.seeds import Shares
@@ -18,6 +19,7 @@ from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedEvent
 from gcnzc.train import run as train_module
 from gcnzc.train.accumulation import Accumulation
 from gcnzc.train.config import TrainConfig
+from gcnzc.train.results import format_drop_warning
 from gcnzc.train.run import train
 from gcnzc.train.setup import format_steps_warning
 from gcnzc.train.trainer import Interrupted
@@ -284,3 +286,55 @@ def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monke
     assert saved(cut)["loader"]["position"] == 12
     train(replace(config, resume=cut), cut)
     check_same_end(cut, tmp_path / "whole")
+
+
+def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warning(
+    config, tmp_path, monkeypatch
+):
+    train(config, tmp_path / "plain")
+    assert all("dropped_share" not in line for line in lines(tmp_path / "plain"))
+    # with a worker alone, and with two workers
+    use_drop_compute(3.5, monkeypatch.setattr)
+    reporter = Listener()
+    found = train(config, tmp_path / "one", reporter)
+    results(2, tmp_path, train_with_drops, replace(config, batch_size=10), tmp_path / "two", 3.5)
+    for run in (tmp_path / "one", tmp_path / "two"):
+        for line, whole in zip(lines(run), lines(tmp_path / "plain"), strict=True):
+            # full minibatches are dropped, and the last one of an epoch may be smaller
+            assert line["dropped_share"] == pytest.approx(
+                1 - line["seeds"] / whole["seeds"], abs=0.1
+            )
+            assert 0.3 < line["dropped_share"] < 0.7
+    workers = [
+        json.loads(line) for line in (tmp_path / "two" / "workers.jsonl").read_text().splitlines()
+    ]
+    for line in lines(tmp_path / "two"):
+        own = [each["dropped_share"] for each in workers if each["epoch"] == line["epoch"]]
+        assert sum(own) / 2 == pytest.approx(line["dropped_share"])
+    shares = [line["dropped_share"] for line in lines(tmp_path / "one")]
+    assert found["dropped_share"] == pytest.approx(sum(shares) / len(shares))
+    assert f"{found['dropped_share']:.1%} of the minibatches were dropped" in "\n".join(
+        summary_lines(found, tmp_path / "one")
+    )
+    epochs = [text for text in reporter.said if text.startswith("epoch ")]
+    assert all(f"dropped {share:.0%}" in text for share, text in zip(shares, epochs, strict=True))
+    # once, and not in each epoch
+    (warning,) = [text for text in reporter.said if "their seeds not used" in text]
+    assert "of the minibatches of epoch 1 were dropped, and their seeds not used" in warning
+    assert "more than 10%; use a larger --compute-threshold" in warning
+
+
+def test_the_limit_of_dropped_minibatches_is_that_of_the_run():
+    inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    line = {"epoch": 4, "dropped_share": 0.25}
+
+    def warning(earlier=(), **options):
+        optimizer = DropCompute(inner, micro_batches=4, **options)
+        return format_drop_warning(line, optimizer, earlier)
+
+    assert "25% of the minibatches of epoch 5" in warning(max_dropped=0.2)
+    assert not warning(max_dropped=0.3)
+    assert not warning([{"dropped_share": 0.3}], max_dropped=0.2)
+    # the record of an older version
+    assert warning([{"epoch": 0}], threshold=1.0)
+    assert not format_drop_warning(line, Averaged(inner), [])

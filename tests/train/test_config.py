@@ -213,7 +213,7 @@ def test_python_values_are_converted_to_the_types_of_the_options():
         ("epochs", True, "its type is int"),
         ("epochs", 2.5, "its type is int"),
         ("residual", "no", "its type is bool"),
-        ("lr", None, "its type is float"),
+        ("dropout", None, "its type is float"),
         ("data", 3, "its type is Path"),
         ("fanouts", "5,5,5", "its type is"),
     ],

@@ -23,6 +23,7 @@ from gcnzc.train.options import config_from_dict, config_to_dict
 from gcnzc.train.run_folder import CONFIG, read_config
 from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.strategy_aliases import STRATEGY_ALIASES
+from gcnzc.train.strategy_checks import format_one_worker_warning
 
 OPTION_NAMES = {field.name for field in fields(TrainConfig)}
 
@@ -331,3 +332,63 @@ def test_diloco_with_a_quorum():
     made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
     assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
     assert isinstance(build(strategy="diloco"), DiLoCo)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"strategy": "diloco"}, "--strategy diloco"),
+        (
+            {"strategy": "dropcompute", "compress": "int8"},
+            "--strategy dropcompute, --compress int8",
+        ),
+        ({"optimizer": "onebit-adam"}, "--optimizer onebit-adam"),
+        ({"seed_order": "local"}, "--seed-order local"),
+        ({"seed_order": "rotating"}, "--seed-order rotating"),
+        ({"compress": "topk:0.01"}, "--compress topk:0.01"),
+    ],
+)
+def test_one_worker_exchanges_nothing(options, given):
+    message = format_one_worker_warning(TrainConfig(**options), 1)
+    assert message.startswith(f"{given} with one worker, which exchanges nothing; give --workers N")
+    assert not format_one_worker_warning(TrainConfig(**options), 2)
+    for config in (TrainConfig(), TrainConfig(compress="float32", optimizer="muon", accumulate=2)):
+        assert not format_one_worker_warning(config, 1)
+
+
+def test_sgd_has_a_default_learning_rate_of_its_own(tmp_path):
+    def lr_of(words):
+        return parse(["train", *words.split()]).lr
+
+    others, sgd = 0.003, 0.1
+    assert lr_of("") == lr_of("--optimizer muon") == lr_of("--strategy diloco") == others
+    assert lr_of("--optimizer onebit-adam") == others
+    assert lr_of("--optimizer sgd") == lr_of("--strategy fedglomo") == sgd
+    assert lr_of("--strategy co2 --optimizer sgd") == sgd
+    # one that is given is used, also the default of the others
+    assert lr_of("--optimizer sgd --lr 0.003") == others
+    assert TrainConfig(optimizer="sgd", lr=0.003).lr == others
+    assert (TrainConfig().lr, TrainConfig(strategy="fedglomo").lr) == (others, sgd)
+    # the learning rate of the optimizer, not that of the one in the file
+    file = tmp_path / "options.toml"
+    file.write_text("epochs = 3\n")
+    assert lr_of(f"--config {file} --optimizer sgd") == sgd
+    file.write_text('optimizer = "sgd"\n')
+    assert lr_of(f"--config {file}") == sgd
+    assert lr_of(f"--config {file} --optimizer adam") == others
+    file.write_text("lr = 0.003\n")
+    assert lr_of(f"--config {file} --optimizer sgd") == others
+    assert (
+        lr_of("--preset tuned/cora-gcn --optimizer sgd") == TrainConfig(preset="tuned/cora-gcn").lr
+    )
+    # the recorded one, also of a run of a version whose default was another one
+    recorded = config_to_dict(TrainConfig(strategy="fedglomo", data=tmp_path))
+    assert recorded["lr"] == sgd
+    for lr in (others, sgd):
+        files.write_json(tmp_path / CONFIG, recorded | {"lr": lr})
+        assert lr_of(f"--resume {tmp_path}") == lr_of(f"--config {tmp_path / CONFIG}") == lr
+    assert replace(TrainConfig(optimizer="sgd"), epochs=3).lr == sgd
+    optimizer = build_method(
+        parse(["train", "--optimizer", "sgd"]), torch.nn.Linear(3, 2), Group(), 9
+    )
+    assert optimizer.param_groups[0]["lr"] == sgd

@@ -85,6 +85,10 @@ def summary_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
     if rate and result["options"]["batch_size"] != "all":
         # a full-batch run gathers at most once
         lines.append(f"features were gathered at {format_rate(rate)}{share}")
+    if "dropped_share" in result:
+        lines.append(
+            f"{result['dropped_share']:.1%} of the minibatches were dropped (--compute-threshold)"
+        )
     if "hit_rate" in result:
         predicted, peers = result["predicted_hit_rate"], result["peer_hit_rate"]
         details = "" if predicted is None else f" ({predicted:.1%} predicted)"

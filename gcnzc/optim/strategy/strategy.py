@@ -5,7 +5,7 @@ exchanged vector, such as signals), H steps from one synchronization to the next
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from gcnzc.optim.strategy.namespaces import claim_namespace
 from gcnzc.optim.strategy.overlapped_control import OverlappedControl
 from gcnzc.optim.strategy.recipe import Recipe
 from gcnzc.optim.strategy.state import load_snapshot, take_snapshot
+from gcnzc.optim.validation import check_no_unknown
 from gcnzc.optim.wrapper import Wrapper
 
 
@@ -70,8 +71,8 @@ class Strategy(Wrapper):
         clocks: if the local steps are "auto", the clocks that measure them and the exchanges.
 
     Raises:
-        TypeError: the inner optimizer communicates itself or needs a closure, or a parameter is
-            sharded, complex, or of a dtype that cannot be averaged.
+        TypeError: an option is unknown, the inner optimizer communicates itself or needs a closure,
+            or a parameter is sharded, complex, or of a dtype that cannot be averaged.
         ValueError: an option is out of range, `module` has parameters, but none of the inner
             optimizer's, or the parameters of the ranks differ.
     """
@@ -89,7 +90,9 @@ class Strategy(Wrapper):
         module: nn.Module | None = None,
         target: float | None = None,
         clocks: Clocks = Clocks(),  # noqa: B008 - it cannot change
+        **unknown: NoReturn,
     ) -> None:
+        check_no_unknown(type(self).__name__, unknown)
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"Strategy got a {type(recipe).__name__} as its recipe\n\nhint: call the function "

@@ -51,7 +51,7 @@ class DropCompute(Averaged):
     gradient of the step is the sum of all ranks' gradients divided by the number of micro-batches
     that all ranks have computed, so dropping does not change its expectation. Each rank computes at
     least its first micro-batch. Without a threshold, the steps are bit-identical to those of
-    `Averaged` with a `weight` of 1 / M. A step without `micro_batches` equals that of `Averaged`.
+    `Averaged` with a `weight` of 1 / M.
 
     If `threshold` is "auto", the steps of `calibration` are timed, with nothing dropped. Then all
     ranks select the threshold that maximizes the samples computed per second, among those that drop
@@ -120,11 +120,12 @@ class DropCompute(Averaged):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Set the counts of a step for which `micro_batches` is not called."""
+        """Reset the counts of a step."""
+        # whether `micro_batches` has begun the step
         self._is_accumulated = False
-        self._computed = self._offered = self.deadline.micro_batches
+        self._computed = self._offered = 0
         # the sizes of the computed micro-batches
-        self._size = float(self.deadline.micro_batches)
+        self._size = 0.0
         # M minus the computed sizes, and the dropped micro-batches: of this rank, and the means
         self._own_counts = self._mean_counts = (0.0, 0.0)
 
@@ -215,15 +216,26 @@ class DropCompute(Averaged):
 
     @identify_caller
     def algorithm(self) -> Algorithm[None]:
-        """See `DistributedOptimizer`: a step of `Averaged`, then the selection of a threshold."""
+        """See `DistributedOptimizer`: a step of `Averaged`, then the selection of a threshold.
+
+        Raises:
+            ValueError: `micro_batches` was not iterated since the last step, so that the number of
+                the accumulated gradients is not known.
+        """
+        if not self._is_accumulated:
+            raise ValueError(
+                f"{type(self).__name__}: no micro-batch was counted since the last step, so the "
+                "mean of their gradients is not known\n\nhint: compute the gradients in `for batch "
+                "in optimizer.micro_batches(batches): optimizer.backward(loss)`, and then call "
+                "`step`"
+            )
         weight, limit = self.weight, self.deadline.micro_batches
         dropped = self._offered - self._computed
         # without `sizes` these are whole numbers, whose sum is exact also in float16; with a single
         # rank, they are the means
         self._own_counts = self._mean_counts = (weight * (limit - self._size), float(dropped))
-        if self._is_accumulated:
-            # M is the same on all ranks, so the exchange still sums the gradients of all ranks
-            self.weight = weight / limit
+        # M is the same on all ranks, so the exchange still sums the gradients of all ranks
+        self.weight = weight / limit
         try:
             yield from super().algorithm()
         finally:
