@@ -334,10 +334,12 @@ class ZeroOneAdam(Anchored):
     # --- the end of the run
 
     @torch.no_grad()
-    def finish(self) -> Algorithm[None]:
+    def finish(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: synchronize the updates."""
         if self.is_out_of_sync:
             self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
+            return self.skip_reason
+        return ""
 
     # --- checkpoints
 
