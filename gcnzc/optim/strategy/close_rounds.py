@@ -456,7 +456,7 @@ class CloseRounds(Policy):
         world_size = saved_world_size(snapshot)
         # a spanning tree, unless the rules need none
         num_edges = world_size - 1 if self.rules.tree else 0
-        return {"rounds": SavedTensor((2 + num_edges + world_size,))}
+        return {"rounds": SavedTensor((2 + num_edges + world_size,), dtype=torch.int64, least=0)}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
