@@ -251,8 +251,9 @@ def _unpack(archive: Path, dest: Path, progress: Progress) -> None:
     try:
         with zipfile.ZipFile(archive) as opened:
             members = [member for member in opened.infolist() if not member.is_dir()]
-            total = sum(member.file_size for member in members)
-            with atomic_folder(dest, total) as folder:
+            sizes = [member.file_size for member in members]
+            total = sum(sizes)
+            with atomic_folder(dest, sizes) as folder:
                 done = 0
                 for member in members:
                     path = PurePosixPath(member.filename)

@@ -5,6 +5,8 @@ The files have the format of `gcnzc.datasets.store`, with a folder for each type
     meta.json                 types, sizes, checksums, origin
     nodes/0/                  the first node type: features*.npy, labels.npy, time.npy and
                               split_*.npy, as far as it has them
+    nodes/0/mapping/          nodes.csv and classes.csv, see `gcnzc.datasets.names`, as far as nodes
+                              and classes have names
     edges/0/                  the first edge type: indptr.npy and indices.npy, and edge_ids.npy,
                               time.npy, weight.npy and features*.npy, as far as it has them
 """
@@ -41,6 +43,7 @@ from gcnzc.datasets.meta_rules import (
     optional,
     or_null,
 )
+from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.rows import Array, Progress, no_progress
 from gcnzc.datasets.source import SPLITS, node_dtype
 
@@ -129,6 +132,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def front_of(kind: str, number: int) -> str:
     """Return the begin of the names of the files of a type; `kind` is "nodes" or "edges"."""
     return f"{kind}/{number}/"
+
+
+def has_names(files: Table, front: str) -> bool:
+    """Whether the nodes or classes of a type have names; `front` is that of `front_of`."""
+    return any(name.startswith(f"{front}{NAMES_FOLDER}/") for name in files)
 
 
 def _entries(meta: Table) -> list[tuple[str, int, dict[str, Any]]]:

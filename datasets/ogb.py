@@ -366,10 +366,11 @@ def write_source(
             f"write: {features.num_rows:,} rows of features for {source.num_nodes:,} nodes\n\n"
             "hint: features have one row for each node"
         )
-    needed = 16 * source.num_edges if binary else 0
-    if binary and features is not None:
+    # edges and features are in one file
+    needed = 16 * source.num_edges
+    if features is not None:
         needed += features.num_rows * features.num_columns * features.dtype.itemsize
-    with atomic_folder(path, needed) as folder:
+    with atomic_folder(path, [needed] if binary else []) as folder:
         allocate = scratch_allocator(folder)
         labels = source.labels().reshape(source.num_nodes, -1)
         ends = source.edges(allocate, progress)

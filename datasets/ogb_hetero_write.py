@@ -52,7 +52,8 @@ def write(
             split is incomplete, or an edge type without edges would be a csv.gz.
     """
     _check(arrays, binary)
-    needed = 16 * sum(len(ends[0]) for ends in arrays.edges.values()) if binary else 0
+    # all edges are in one file
+    needed = [16 * sum(len(ends[0]) for ends in arrays.edges.values())] if binary else []
     with atomic_folder(Path(path), needed) as folder:
         split = folder / "split" / arrays.split_name
         for part in (folder / "raw", folder / "processed", split):

@@ -61,7 +61,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def atomic_folder(dest: Path, needed_bytes: int | Sequence[int] = 0) -> Iterator[Path]:
+def atomic_folder(dest: Path, needed_bytes: Sequence[int] = ()) -> Iterator[Path]:
     """Create a folder atomically: yield a temporary folder, and rename it to `dest` at the end.
 
     If the block raises, the temporary folder is removed. One that a killed process left behind is
@@ -69,8 +69,8 @@ def atomic_folder(dest: Path, needed_bytes: int | Sequence[int] = 0) -> Iterator
 
     Args:
         dest: must not exist.
-        needed_bytes: lower bound for the size of the folder, or for that of each file; compared
-            with the free disk space before anything is written.
+        needed_bytes: lower bounds for the sizes of files; compared with the free disk space before
+            anything is written.
 
     Raises:
         FileExistsError: `dest` exists.
@@ -178,20 +178,18 @@ def _rename(partial: Path, dest: Path) -> None:
         raise
 
 
-def _check_space(dest: Path, needed_bytes: int | Sequence[int]) -> None:
+def _check_space(dest: Path, needed_bytes: Sequence[int]) -> None:
     if shutil.disk_usage(dest.parent).free < _on_disk(dest, needed_bytes):
         raise RuntimeError(_no_space(dest, needed_bytes))
 
 
-def _on_disk(dest: Path, needed_bytes: int | Sequence[int]) -> int:
+def _on_disk(dest: Path, needed_bytes: Sequence[int]) -> int:
     """Return the bytes that files need on the disk, on which they consist of blocks."""
-    if isinstance(needed_bytes, int):
-        return needed_bytes
     block = os.statvfs(dest.parent).f_frsize
     return sum(-(-size // block) * block for size in needed_bytes)
 
 
-def _no_space(dest: Path, needed_bytes: int | Sequence[int]) -> str:
+def _no_space(dest: Path, needed_bytes: Sequence[int]) -> str:
     needed, free = _on_disk(dest, needed_bytes), shutil.disk_usage(dest.parent).free
     # the files may be larger than the lower bound
     reason = f"about {needed:,} bytes are needed, {free:,} are free"
@@ -237,7 +235,7 @@ class Writer:
         self._front = ""
 
     def within(self, front: str) -> "Writer":
-        """Return a writer for the same folder that puts `front` before the names of arrays."""
+        """Return a writer for the same folder that puts `front` before the names of files."""
         inner = Writer(self._folder, self._progress)
         inner._files, inner._front = self._files, f"{self._front}{front}"
         return inner
@@ -264,17 +262,17 @@ class Writer:
     def save_names(self, names: Names) -> None:
         """Write the names of nodes, classes and features to the subfolder `mapping`."""
         for file, table in names.files().items():
-            path = self._folder / NAMES_FOLDER / file
-            path.parent.mkdir(exist_ok=True)
+            name = f"{self._front}{NAMES_FOLDER}/{file}"
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
             table.to_csv(path, index=False)
-            entry = {"bytes": path.stat().st_size, "crc32": checksum(path)}
-            self._files[f"{NAMES_FOLDER}/{file}"] = entry
+            self._files[name] = {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
     def copy(self, source: Path, folder: str, leave_out: Container[str] = ()) -> None:
         """Copy all files of the folder `source`, except some, to the subfolder `folder`."""
         for path in sorted(source.rglob("*")):
             if path.is_file() and path.name not in leave_out:
-                name = f"{folder}/{path.relative_to(source)}"
+                name = f"{self._front}{folder}/{path.relative_to(source)}"
                 target = self._folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)

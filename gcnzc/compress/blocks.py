@@ -76,6 +76,11 @@ class Blocks(Codec):
             else replace(self, number_format=self.mean_format, mean_format="same")
         )
 
+    @property
+    def scale_elements(self) -> int | None:
+        """See `Compression`."""
+        return self.block
+
     def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
         """See `Codec`."""
         return BlockLayout(num_elements, parts, number_formats.BITS[self.number_format], self.block)

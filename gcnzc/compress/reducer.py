@@ -46,6 +46,14 @@ class Compression(ABC):
         """The default of the argument `momentum` of `gcnzc.optim.Averaged`."""
         return "everywhere"
 
+    @property
+    def scale_elements(self) -> int | None:
+        """The number of adjacent elements that share a scale; 1 if none do, None for a whole part.
+
+        The compression error of an element can be as large as the others that share its scale.
+        """
+        return 1
+
     @abstractmethod
     def reducer(self, num_elements: int, worker: WorkerInfo) -> "Reducer":
         """Create the reducer of a vector.

@@ -37,6 +37,11 @@ class Sign(Codec):
         # the layout checks the block size
         self.block_layout(0, 1)
 
+    @property
+    def scale_elements(self) -> int | None:
+        """See `Compression`."""
+        return self.block
+
     def block_layout(self, num_elements: int, parts: int) -> BlockLayout:
         """See `Codec`."""
         return BlockLayout(num_elements, parts, 1, self.block)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gcnzc.datasets import names, store
+from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.ogb_hetero import is_hetero_name
 from gcnzc.datasets.rows import Array, Progress, Rows, no_progress, normalize_rows
 from gcnzc.datasets.source import (
@@ -368,22 +369,25 @@ def _write_mapping(writer: store.Writer, opened: Source | Prepared, keeps_featur
 
 def _needed_bytes(
     opened: Source | Prepared, rows: Rows | None, storage: StoredFormat | None
-) -> int:
-    """Estimate the peak disk space: the larger of the temporary edge files and the folder.
+) -> list[int]:
+    """Estimate the sizes of the files when the most disk space is used.
 
-    The temporary files are freed before the folder's arrays are written. The estimate ignores edges
-    that will be added or removed, because their number is not known yet.
+    These are the temporary edge files, or the files of the folder if they are larger: the temporary
+    files are freed before the folder's arrays are written. The estimate ignores edges that will be
+    added or removed, because their number is not known yet.
     """
+    temporary: list[int] = []
     if isinstance(opened, Prepared):
-        num_nodes, edge_bytes, temporary_bytes = len(opened.labels), opened.indices.nbytes, 0
+        num_nodes, edge_bytes = len(opened.labels), opened.indices.nbytes
     else:
         num_nodes = opened.num_nodes
         edge_bytes = opened.num_edges * node_dtype(num_nodes).itemsize
-        temporary_bytes = 2 * edge_bytes
-    needed = edge_bytes + 16 * num_nodes
+        temporary = [edge_bytes, edge_bytes]
+    arrays = [8 * (num_nodes + 1), edge_bytes, 8 * num_nodes]
     if rows is not None and storage is not None:
         if storage.is_sparse and rows.csr is not None:
-            needed += len(rows.csr.values) * (storage.dtype.itemsize + 4) + 4 * num_nodes
+            count = len(rows.csr.values)
+            arrays += [4 * num_nodes, 4 * count, count * storage.dtype.itemsize]
         else:
-            needed += num_nodes * storage.pitch_bytes
-    return max(needed, temporary_bytes)
+            arrays.append(num_nodes * storage.pitch_bytes)
+    return max([HEADER_BYTES + size for size in arrays], temporary, key=sum)

@@ -72,7 +72,8 @@ class Checkpointed(Optimizer):
 
         Raises:
             ValueError: the state belongs to another rank, number of ranks, type of optimizer or
-                model, or has an option that is out of its range. Nothing is loaded then.
+                model, is damaged, or has an option that is out of its range. Nothing is loaded
+                then.
         """
         snapshot = unpack_state(self.name, state_dict, self.group.rank)
         inner = snapshot.get("inner", snapshot)

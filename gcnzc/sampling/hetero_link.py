@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
@@ -46,7 +47,9 @@ class HeteroLinkSampler:
     With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1: it
     contains neither the edge nor edges of the same time. Its negatives have the same neighbourhood
     times. They are nodes that are not later than t, if their node type has times and `time` of the
-    sampler is "node" or "both".
+    sampler is "node" or "both". If the edges of this type have no times of their own, or `time` is
+    "node", they are as late as their sources, and are removed from their own neighbourhoods as
+    without times, see `exclude`.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
@@ -60,7 +63,8 @@ class HeteroLinkSampler:
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of
             the minibatch ("self"), or also their reverse edges ("reverse"). Default: "reverse", and
-            "none" with a temporal sampler. A node with a removed edge has one neighbour less.
+            "none" with a temporal sampler for which the times of these edges count. A node with a
+            removed edge has one neighbour less.
         reverse_types: edge types of the reverse edges, from which the reverses of seed edges are
             removed where they exist. Default: the types whose edges are reverses of all
             edges of `edge_type` or of almost all; and those that are named like the reverse of
@@ -111,9 +115,11 @@ class HeteroLinkSampler:
         )
         self.strict = check_flag("strict", strict)
         if exclude is None:
-            exclude = "reverse" if sampler.temporal is None else "none"
-            if sampler.temporal is not None:
+            exclude = "reverse"
+            own_times, _ = self.graph.times(self.edge_type, sampler.time)
+            if sampler.temporal is not None and own_times is not None:
                 self._check_reverse_times(reverse_types)
+                exclude = "none"
         check_choice("exclude", exclude, ("none", "self", "reverse"))
         self.exclude = exclude
         if exclude != "reverse":
@@ -126,8 +132,7 @@ class HeteroLinkSampler:
         self._negatives = self._build_negatives(self.graph if known is None else known)
 
     def _check_reverse_times(self, given: Sequence[EdgeType | str] | None) -> None:
-        is_untimed = any(self.graph.edges(each).time is None for each in self.graph.edge_types)
-        if self.graph.edges(self.edge_type).time is None or not is_untimed:
+        if all(self.graph.edges(each).time is not None for each in self.graph.edge_types):
             return
         found = find_reverse_types(self.graph, self.edge_type) if given is None else given
         for each in map(self._check_reverse, found):

@@ -74,8 +74,8 @@ class HeteroNegativeSampler:
                 f"{target} of {self.edge_type}, whose time is {int(times[place])}, so that it has "
                 f"no negative: the earliest node has time {self._times[0]}\n\n"
                 "hint: remove such edges; if nodes exist before their times, or these have another "
-                "unit, HeteroSampler(..., time='edge') ignores them, or build the graph without "
-                "them"
+                "unit, HeteroSampler(..., time='edge') (gcnzc train: --times edge) ignores them; "
+                "or build the graph without them"
             )
 
     def check_negatives(self, edges: Tensor, times: Tensor | None) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gcnzc.models.stack import Model
 from gcnzc.train.hetero.layer_outputs import compute_layer_outputs
 from gcnzc.train.hetero.prediction import TrainedHeteroModel, check_prediction_options
@@ -113,7 +111,7 @@ def embed_loaded(
         found = compute_layer_outputs(
             loaded, node_type, layer, reporter, time=time, fanouts=fanouts
         )
-        nodes = np.arange(len(found.rows))
+        nodes = loaded.node_ids(found.node_type)
         return NodeEmbeddings(nodes, found.rows.numpy(), found.layer, loaded.epoch, found.node_type)
     reject_hetero_options(node_type=node_type, time=time, fanouts=fanouts)
     is_link = loaded.config.task == "link"

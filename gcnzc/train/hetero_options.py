@@ -45,6 +45,10 @@ class HeteroOptions(Options):
     """heterogeneous graphs: sample only neighbours that are not later than the seed node, or
     earlier than the seed edge: random ones (uniform), or the latest (last); the nodes to classify,
     or the edges to predict or their nodes, must have times"""
+    times: Literal["both", "edge", "node"] = "both"
+    """heterogeneous graphs, with --temporal: times that count: those of edges (edge), those of
+    nodes (node: an edge is as late as its source), or the later of these (both). Nodes to classify
+    are seeds at their own time in any case"""
 
     embedding_dim: int = 64
     """heterogeneous graphs: columns of the trainable embeddings of node types without features;

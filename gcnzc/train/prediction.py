@@ -188,7 +188,7 @@ def predict_links(
 
     All neighbours are read unless `fanouts` is given. In a heterogeneous graph, the pairs are of
     the edge type that the model predicts. Held-out edges of the run are not in the neighbourhoods,
-    unless `data` is given or the run is temporal.
+    unless `data` is given, or the run is temporal by the times of the edges.
 
     Args:
         run: the run folder.

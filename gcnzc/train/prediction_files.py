@@ -11,7 +11,7 @@ from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
 from gcnzc.datasets.table_graph import choose_ends
 from gcnzc.datasets.tables import Table, import_parquet
-from gcnzc.graph.hetero.times import as_times, describe_times, parse_times, to_dates
+from gcnzc.graph.hetero.times import as_times, parse_times, to_dates, wrong_time
 from gcnzc.system import files
 from gcnzc.train.options import check_writable, option_name
 from gcnzc.train.prediction_outputs import Array, LinkPredictions, NodePredictions
@@ -116,8 +116,8 @@ def read_times(path: Path, unit: str | None) -> Array | None:
         (M,) int64; dates are rounded down.
 
     Raises:
-        ValueError: a time is missing or no time, or it is a date and there is no unit; the message
-            names the line.
+        ValueError: a time is missing or no time, or it is a date and there is no unit, or it could
+            be two times, see `parse_times`; the message names the line.
     """
     if path.suffix == ".npy":
         return None
@@ -136,10 +136,8 @@ def read_times(path: Path, unit: str | None) -> Array | None:
         own, wrong = parse_times(values.tolist(), unit)
         if wrong is not None:
             place = int(np.flatnonzero(codes == wrong)[0])
-            raise ValueError(
-                f"{table.place(chunk.first + place, found)}: {values[wrong]!r} is not a time"
-                f"\n\nhint: {describe_times(unit)}"
-            )
+            where = f"{table.place(chunk.first + place, found)}: {values[wrong]!r}"
+            raise wrong_time(where, values[wrong], unit)
         times.append(own[codes])
     return np.concatenate(times)
 

@@ -25,8 +25,8 @@ class NodePredictions:
     """Predictions for nodes.
 
     Attributes:
-        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, int64 or str;
-            otherwise the int64 node indices (0 to N - 1).
+        nodes: (M,) ids of the nodes: those of the graph's source if they were mapped, such as the
+            primary keys of a table, int64 or str; otherwise the int64 node indices (0 to N - 1).
         classes: (M,) predicted classes, int64, or str if the classes have names; for multi-label
             models, (M, C) int64 zeros and ones.
         probabilities: (M, C) float32 class probabilities; for multi-label models, the probability
@@ -144,7 +144,8 @@ def node_indices(known: KnownNodes, nodes: Any, folder: Path) -> Array:
         raise ValueError(
             f"{folder} has no node {texts[wrong[0]]!r} (at position {wrong[0]}); it "
             f"has {known.count or 0:,} nodes\n\n"
-            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder; "
-            "without that file they are the numbers from 0"
+            "hint: ids are those of the graph's source, see mapping/nodes.csv in its folder, or in "
+            "nodes/0 and the like for several node types; without that file they are the numbers "
+            "from 0"
         )
     return indices

@@ -43,6 +43,7 @@ READ_WITH: Mapping[str, Choices] = {
     "test_edges": {**_HETERO, **_LINK},
     "evaluate_negatives": {**_HETERO, **_LINK},
     "temporal": _HETERO,
+    "times": {"temporal": ("uniform", "last")},
     "embedding_dim": _HETERO,
     "embedding_optimizer": _HETERO,
     "embedding_lr": _HETERO,

@@ -342,7 +342,7 @@ def test_only_one_of_many_processes_writes(tmp_path: Path) -> None:
 def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"about 1,152,921,504,606,846,976 bytes are needed"),
-        store.atomic_folder(tmp_path / "a", 1 << 60),
+        store.atomic_folder(tmp_path / "a", [1 << 60]),
     ):
         pytest.fail("it began")
     assert files(tmp_path) == []

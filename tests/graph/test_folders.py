@@ -194,6 +194,23 @@ def test_requested_choices_are_made(tmp_path: Path) -> None:
     assert load(raw, name="ogbn-arxiv", duplicates="keep").graph.num_edges == 400
 
 
+def test_the_estimate_of_a_folder_counts_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tiny().write(tmp_path / "raw"), tmp_path / "a")
+    names = ("indptr.npy", "indices.npy", "labels.npy", "features.npy")
+    sizes = [(tmp_path / "a" / name).stat().st_size for name in names]
+    block = os.statvfs(tmp_path).f_frsize
+    needed = sum(-(-size // block) * block for size in sizes)
+    assert needed > sum(sizes)
+    usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(RuntimeError, match=f"about {needed:,} bytes are needed, {needed - 1:,} "):
+        prepare(tmp_path / "a", tmp_path / "full")
+    usage = usage._replace(free=needed)
+    prepare(tmp_path / "a", tmp_path / "fits")
+
+
 def test_a_prepared_graph_is_rebuilt_with_other_choices(tmp_path: Path) -> None:
     graph = tiny()
     prepare(graph.write(tmp_path / "raw"), tmp_path / "a")

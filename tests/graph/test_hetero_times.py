@@ -10,6 +10,7 @@ import torch
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph.hetero.times import parse_times, wrong_time
 from gcnzc.loader import HeteroLoader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 
@@ -199,3 +200,39 @@ def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_th
     (tmp_path / "g" / "meta.json").write_text(json.dumps(meta | {"time_unit": "fortnight"}))
     with pytest.raises(ValueError, match="time_unit is 'fortnight', not \"s\" or"):
         HeteroGraph.load(tmp_path / "g")
+
+
+@pytest.mark.parametrize("unit", list(FACTORS))
+def test_an_integer_that_could_be_a_date_is_no_time(unit):
+    for text, date in (
+        ("20240301", "2024-03-01"),
+        ("19000101", "1900-01-01"),
+        ("21001231", "2100-12-31"),
+        ("20240229", "2024-02-29"),
+    ):
+        for texts in ([text], ["7", date, text, "7"]):
+            assert parse_times(texts, unit)[1] == texts.index(text)
+        error = str(wrong_time(f"--time {text}", text, unit))
+        moment = np.datetime64(int(text), unit)
+        assert f"--time {text} could be the date {date}, or {text} {unit} since 1970" in error
+        assert f"which is {moment}" in error
+        assert error.endswith(f"hint: write {date} for the date, or {text}{unit} for the integer")
+        # both readings have a form, and the hint is followed
+        seconds = int(np.datetime64(date, "s").astype(int)) * FACTORS[unit]
+        times, wrong = parse_times([date, f"{text}{unit}", str(moment)], unit)
+        assert wrong is None
+        assert times.tolist() == [seconds, int(text), int(text)]
+        # without a unit, there are no dates
+        assert parse_times([text], None)[0].tolist() == [int(text)]
+        assert parse_times([text], None)[1] is None
+        assert parse_times([f"{text}{unit}"], None)[1] == 0
+
+
+def test_integers_that_are_no_dates_are_times():
+    texts = ["18991231", "21010101", "20241301", "20230229", "2024030", "202403011", "-20240301"]
+    times, wrong = parse_times([*texts, "020240301", "0", "12s"], "s")
+    assert wrong is None
+    assert times.tolist() == [*map(int, texts), 20240301, 0, 12]
+    for text in ("20240301ms", "20240301 s", "s", "ss", "12ss", "2024-03-01s"):
+        assert parse_times([text], "s")[1] == 0, text
+        assert "is not a time" in str(wrong_time(text, text, "s"))

@@ -23,6 +23,7 @@ from gcnzc.interop.pyg import (
     as_stores,
     importing,
 )
+from gcnzc.sampling import HeteroSampler
 
 pyg = importing.import_pyg()
 from torch_geometric.data import (  # noqa: E402
@@ -365,6 +366,50 @@ def test_loaders_accept_the_stores_of_a_graph(data):
             target = batch[each[2]]
             limits = batch["user"].seed_time[target.batch[batch[each].edge_index[1]]]
             assert bool((batch[each].time <= limits).all())
+
+
+DAY = np.datetime64("2024-01-01", "D")
+
+
+@pytest.mark.parametrize("unit", ["s", "ms"])
+def test_times_of_seeds_over_the_stores_of_a_graph_are_dates(data, unit):
+    for store in (*data.node_stores, *data.edge_stores):
+        days = store.at if "at" in store else store.born
+        store.time = (DAY + days.numpy()).astype(f"datetime64[{unit}]").astype(np.int64)
+    graph = HeteroGraph.from_pyg(data, time_attr="time", time_unit=unit)
+    assert as_stores(graph)[0].time_unit == unit
+    days = np.arange(USERS) % LATEST
+    # within the day: nothing of the next day is sampled
+    dates = (DAY + days).astype("datetime64[us]") + np.timedelta64(1, "us")
+    seconds = torch.from_numpy((DAY + days).astype(f"datetime64[{unit}]").astype(np.int64))
+    options = {"batch_size": 9, "seed": 3, "time_attr": "time"}
+    found, expected = (
+        list(NeighborLoader(as_stores(graph), [3, 2], "user", input_time=times, **options))
+        for times in (dates, seconds)
+    )
+    assert any(len(batch[BUYS].e_id) for batch in expected)
+    for batch, other in zip(found, expected, strict=True):
+        assert_equal(batch, other)
+    sampler = HeteroSampler(graph, [3, 2], temporal="uniform", seed=3)
+    for number, batch in enumerate(found):
+        part = slice(9 * number, 9 * number + 9)
+        own = sampler.sample(("user", torch.arange(USERS)[part]), 0, dates[part])
+        for name in ("user", "item"):
+            assert torch.equal(batch[name].n_id, own.nodes[name])
+    pairs = data[BUYS].edge_index[:, :20]
+    found, expected = (
+        next(iter(LinkNeighborLoader(as_stores(graph), [3], (BUYS, pairs), **own)))
+        for own in (options | {"edge_label_time": times[:20]} for times in (dates, seconds))
+    )
+    assert torch.equal(found["user"].n_id, expected["user"].n_id)
+
+
+def test_dates_over_the_stores_of_a_graph_of_unknown_unit_are_an_error(data):
+    graph = HeteroGraph.from_pyg(data, time_attr="at")
+    assert as_stores(graph)[0].time_unit is None
+    dates = DAY + np.arange(USERS)
+    with pytest.raises(ValueError, match="input_time has dates, but the times of the graph are"):
+        NeighborLoader(as_stores(graph), [3], "user", time_attr="time", input_time=dates)
 
 
 @pytest.mark.filterwarnings("ignore:Using .NeighborSampler. without")

@@ -204,6 +204,23 @@ def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():
     assert bool((pairs[0] != pairs[1]).all())
 
 
+@pytest.mark.parametrize(("time", "hidden"), [("both", "bn"), ("edge", "b"), ("node", "n")])
+def test_edges_without_times_that_count_are_visible_beside_others(time, hidden):
+    """Edges of "b" have times, sources of "n" have times, and those of "a" have none."""
+    found = torch.tensor([[0, 1], [0, 0]])
+    nodes = {"user": 1, "item": 2, "shop": {"time": [5, 6]}}
+    edges = {("item", "a", "user"): {"edge_index": found}}
+    edges["item", "b", "user"] = {"edge_index": found, "time": [5, 6]}
+    edges["shop", "n", "user"] = {"edge_index": found}
+    graph = HeteroGraph.from_arrays(nodes, edges).sort_by_time(time)
+    for strategy in ("uniform", "last"):
+        sampler = HeteroSampler(graph, [-1], temporal=strategy, time=time)
+        batch = sampler.sample(("user", [0]), 0, [4])
+        visible = {relation for (_, relation, _), rows in batch.row.items() if len(rows) == 2}
+        assert visible == set("abn") - set(hidden)
+        assert all(len(rows) in (0, 2) for rows in batch.row.values())
+
+
 def test_reverses_without_times_are_an_error_unless_they_are_none():
     graph = shop()
     stores = {each: graph.edges(each).edge_index() for each in graph.edge_types}

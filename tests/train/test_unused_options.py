@@ -82,6 +82,7 @@ OTHERS = {
     "test_edges": 0.2,
     "evaluate_negatives": 7,
     "temporal": "last",
+    "times": "edge",
     "embedding_dim": 8,
     "embedding_optimizer": "adam",
     "embedding_lr": 0.1,
@@ -107,6 +108,7 @@ ONE_FEATURE = {
     "schedule": "constant",
     "average": "none",
     "evaluate": "needed",
+    "temporal": "none",
 }
 # for options that are used with the choices above
 OTHER = {"task": "link", "model": "gcn"}

@@ -7,19 +7,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcnzc.datasets.names import Names
 from gcnzc.graph.hetero import values
-from gcnzc.graph.hetero.graph import (
-    EdgeStore,
-    EdgeType,
-    HeteroGraph,
-    NodeStore,
-    check_names,
-)
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, check_names
+from gcnzc.graph.hetero.names import as_class_names, as_keys
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.times import UNITS, TimeUnit, as_times, to_dates
 from gcnzc.kernels.structure.bipartite import bipartite_csc, sort_by_time
 from gcnzc.system.arguments import check_choice, check_integer
 
-NODE_KEYS = ("num_nodes", "features", "labels", "split", "time")
+NODE_KEYS = ("num_nodes", "features", "labels", "split", "time", "keys", "classes")
 EDGE_KEYS = ("edge_index", "features", "time", "weight")
 
 
@@ -44,8 +41,10 @@ def from_arrays(
         nodes: for each type the number of nodes, or a dict with some of `num_nodes`; `features`,
             (N, D) numbers, a sparse tensor or a SciPy matrix; `labels`, (N,) classes with -1 for no
             label, (N, T) numbers, or floating-point numbers; `split`, a dict of "train", "valid"
-            and "test" with ids or masks, or (N,) of these words; and `time`, (N,) integers or
-            dates. Without `num_nodes`, the other values determine N.
+            and "test" with ids or masks, or (N,) of these words; `time`, (N,) integers or dates;
+            `keys`, (N,) ids of the nodes in their source, all different; and `classes`, names of
+            the classes, or of the columns of labels if there are several. Predictions have the keys
+            and the names. Without `num_nodes`, the other values determine N.
         edges: for each type `(source, relation, destination)` a (2, E) tensor or array of sources
             and destinations, a pair of (E,) ids, or a dict with `edge_index` and some of
             `features` (E, D), `time` (E,) and `weight` (E,), all in the order of the edges.
@@ -122,15 +121,15 @@ def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
         count = next(
             (
                 _length(given[key])
-                for key in ("features", "labels", "time")
+                for key in ("features", "labels", "time", "keys")
                 if given.get(key) is not None
             ),
             None,
         )
     if count is None:
         raise ValueError(
-            f"the number of nodes {name} is unknown: it has no num_nodes, features, labels or time"
-            "\n\nhint: num_nodes=, for example with isolated nodes"
+            f"the number of nodes {name} is unknown: it has no num_nodes, features, labels, time "
+            "or keys\n\nhint: num_nodes=, for example with isolated nodes"
         )
     count = check_integer(f"num_nodes {name}", count, 0)
 
@@ -138,12 +137,17 @@ def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
         value = given.get(key)
         return None if value is None else function(f"{key} {name}", value, count, *more)
 
+    labels, keys, classes = convert(values.as_labels, "labels"), convert(as_keys, "keys"), None
+    if given.get("classes") is not None:
+        classes = as_class_names(f"classes {name}", given["classes"], labels)
+    has_names = keys is not None or classes is not None
     return NodeStore(
         count,
         features=convert(values.as_features, "features"),
-        labels=convert(values.as_labels, "labels"),
+        labels=labels,
         split=convert(values.as_split, "split") or {},
         time=convert(as_times, "time", unit),
+        names=Names(keys, classes) if has_names else None,
     )
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gcnzc.datasets import hetero_store, store
-from gcnzc.datasets.hetero_store import front_of
+from gcnzc.datasets.hetero_store import front_of, has_names
 from gcnzc.datasets.meta import HETERO_VERSION
 from gcnzc.datasets.meta_rules import HEADER_BYTES
+from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -25,7 +26,8 @@ from gcnzc.datasets.rows import (
     rows_from_csr,
 )
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import EdgeStore, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.graph import HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.values import check_classes, check_parts
 from gcnzc.graph.stored_features import (
     FeatureDtype,
@@ -115,6 +117,10 @@ def _save_nodes(
         writer.save(f"split_{part}.npy", ids.numpy())
     if nodes.time is not None:
         writer.save("time.npy", nodes.time.numpy())
+    if isinstance(nodes.names, Path):
+        writer.copy(nodes.names / NAMES_FOLDER, NAMES_FOLDER)
+    elif nodes.names is not None:
+        writer.save_names(nodes.names)
     rows = rows_of(nodes.features, nodes.quantized, f"features of node type {name!r}")
     return {
         "type": name,
@@ -211,6 +217,7 @@ def load(folder: str | Path) -> HeteroGraph:
             _tensor(arrays, f"{front}labels.npy"),
             {part: to_tensor(arrays[f"{front}split_{part}.npy"]) for part in own["split"]},
             _tensor(arrays, f"{front}time.npy"),
+            folder / front if has_names(meta["files"], front) else None,
         )
     for number, own in enumerate(meta["edges"]):
         front = front_of("edges", number)

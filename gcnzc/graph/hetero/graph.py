@@ -7,8 +7,7 @@ sampler reads, in the order of the columns.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.times import UNITS, TimeUnit
 from gcnzc.kernels.structure import csc
 from gcnzc.kernels.structure.bipartite import find_unsorted, sort_by_time
@@ -26,85 +25,6 @@ EdgeType: TypeAlias = tuple[str, str, str]
 # which times count: of edges, of sources of edges, or the later of both
 TimeKind: TypeAlias = Literal["edge", "node", "both"]
 TIME_KINDS = ("edge", "node", "both")
-
-
-@dataclass(frozen=True, eq=False)
-class NodeStore:
-    """The nodes of one type; tensors are on the host.
-
-    Attributes:
-        num_nodes: N, at least 1.
-        features: (N, D), each row contiguous, or sparse CSR; None without features, and for
-            quantized features.
-        quantized: quantized features.
-        labels: (N,) or (N, T), int64 with -1 for no label, or float32.
-        split: int64 ids of the "train", "valid" and "test" nodes.
-        time: (N,) int64: a node is visible to seeds that are not earlier.
-    """
-
-    num_nodes: int
-    features: Tensor | None = None
-    quantized: FeatureTable | None = None
-    labels: Tensor | None = None
-    split: Mapping[str, Tensor] = field(default_factory=dict)
-    time: Tensor | None = None
-
-    @cached_property
-    def table(self) -> FeatureTable | None:
-        """The features as a `FeatureTable`, quantized or not; None without features."""
-        return self.quantized if self.features is None else FeatureTable(self.features)
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeStore:
-    """The edges of one type, in CSC format; tensors are on the host.
-
-    Attributes:
-        indptr: (N_dst + 1,) int64 offsets of the columns.
-        indices: (E,) sources, int32 for fewer than 2**31 source nodes, otherwise int64.
-        edge_ids: (E,) int64 ids of the edges in `indices`; None if they are the positions.
-        features: (E, D) by edge id; None without features, and for quantized features.
-        quantized: quantized features by edge id.
-        time: (E,) int64 times of the edges in `indices`.
-        weight: (E,) float32 sampling weights of the edges in `indices`, at least 0.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    edge_ids: Tensor | None = None
-    features: Tensor | None = None
-    quantized: FeatureTable | None = None
-    time: Tensor | None = None
-    weight: Tensor | None = None
-
-    @property
-    def num_edges(self) -> int:
-        """E."""
-        return self.indices.shape[0]
-
-    @cached_property
-    def table(self) -> FeatureTable | None:
-        """The features as a `FeatureTable`, quantized or not; None without features."""
-        return self.quantized if self.features is None else FeatureTable(self.features)
-
-    @cached_property
-    def positions(self) -> Tensor | None:
-        """(E,) int64 positions in `indices` by edge id; None if the ids are the positions."""
-        if self.edge_ids is None:
-            return None
-        positions = torch.empty_like(self.edge_ids)
-        positions[self.edge_ids] = torch.arange(self.num_edges)
-        return positions
-
-    def edge_index(self) -> Tensor:
-        """Return the (2, E) int64 sources and destinations in the order of the edge ids."""
-        targets = torch.arange(len(self.indptr) - 1).repeat_interleave(self.indptr.diff())
-        columns = torch.stack([self.indices.long(), targets])
-        if self.edge_ids is None:
-            return columns
-        ordered = torch.empty_like(columns)
-        ordered[:, self.edge_ids] = columns
-        return ordered
 
 
 class HeteroGraph:
@@ -293,6 +213,8 @@ class HeteroGraph:
             self._nodes, edges, name=self.name, time_unit=self.time_unit, check=False
         )
         graph._is_checked = True
+        graph._sorted = {(each, kind) for each in edges}
+        graph.folder = self.folder
         return graph
 
     @classmethod

@@ -13,7 +13,8 @@ from gcnzc.datasets.rows import Array, Progress, allocate_in_memory, no_progress
 from gcnzc.datasets.source import SPLITS, clean_labels, clean_split
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.folder import rows_of
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.stored_features import read_features
 
 

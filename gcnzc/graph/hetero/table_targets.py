@@ -42,6 +42,19 @@ def labels_of(columns: Mapping[str, Any]) -> NDArray[Any]:
     return np.stack(found, axis=1)
 
 
+def class_names_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
+    """Return the categories of a column of labels, or the names of several; None without names.
+
+    Args:
+        columns: see `labels_of`.
+        names: of the columns in the table.
+    """
+    if len(columns) > 1:
+        return [str(each) for each in names]
+    (column,) = columns.values()
+    return [str(each) for each in column.cat.categories] if hasattr(column, "cat") else None
+
+
 def _classes_or_numbers(name: str, column: Any) -> NDArray[Any]:
     if len(column) and column.isna().all():
         raise ValueError(

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.table_targets import EXACT, labels_of, names_of, split_by_time
+from gcnzc.graph.hetero.table_targets import (
+    EXACT,
+    class_names_of,
+    labels_of,
+    names_of,
+    split_by_time,
+)
 from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.graph.hetero.values import first_true
 from gcnzc.system.arguments import check_flag, check_kind, describe
@@ -60,8 +66,12 @@ def from_tables(
     "rev_f2p_customer_id", "order"). A row without a key (None or NaN) has no edge.
 
     Row `i` of a table is node `i` of its type, for keys of any type: the index of the table is
-    ignored, and features, times, labels and predictions have the order of the rows. The node of a
-    key is its position in the column, `pandas.Index(frame[primary_key]).get_indexer([key])[0]`.
+    ignored, and features, times and labels have the order of the rows. The node of a key is its
+    position in the column, `pandas.Index(frame[primary_key]).get_indexer([key])[0]`.
+
+    The graph and its prepared folder have the primary keys, see `NodeStore.keys`, and the names of
+    the classes: the categories of a categorical, or the names of several columns of labels.
+    Functions and commands that predict read and write the keys as ids of nodes.
 
     Args:
         tables: for each node type a `Table`, or a table of RelBench, such as
@@ -92,10 +102,12 @@ def from_tables(
     nodes: dict[str, Any] = {}
     for each, table in known.items():
         nodes[each] = {"num_nodes": len(table.frame), "features": _features(each, table)}
+        if keys[each] is not None:
+            nodes[each]["keys"] = keys[each]
         if table.time is not None:
             nodes[each]["time"] = _column(each, table, table.time, "time")
     for each, table, given in _tables_of("labels", labels, known):
-        nodes[each]["labels"] = _labels(each, table, given)
+        nodes[each]["labels"], nodes[each]["classes"] = _labels(each, table, given)
     for each, table, given in _tables_of("splits", splits, known):
         nodes[each]["split"] = _split(each, table, given)
     edges: dict[tuple[str, str, str], Any] = {}
@@ -182,7 +194,8 @@ def _tables_of(
         yield name, known[name], value
 
 
-def _labels(name: str, table: Table, given: Any) -> NDArray[Any]:
+def _labels(name: str, table: Table, given: Any) -> tuple[NDArray[Any], list[str] | None]:
+    """Return the labels, and the names of their classes or columns, if there are some."""
     names = names_of(given)
     leaked = [each for each in names if each in table.features]
     if leaked:
@@ -195,7 +208,7 @@ def _labels(name: str, table: Table, given: Any) -> NDArray[Any]:
     }
     if not columns:
         raise ValueError(f"labels[{name!r}] has no columns\n\nhint: omit the table")
-    return labels_of(columns)
+    return labels_of(columns), class_names_of(columns, names)
 
 
 def _split(name: str, table: Table, given: Any) -> Any:

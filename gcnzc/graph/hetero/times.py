@@ -22,6 +22,8 @@ ISO_DATE = re.compile(
     r"(\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)?)(?:(Z)|([+-])(\d\d):?(\d\d))?",
     re.ASCII,
 )
+# a date without separators, which is also an integer
+COMPACT_DATE = re.compile(r"((?:19|20)\d\d|2100)(\d\d)(\d\d)", re.ASCII)
 DATE_UNITS = {**UNITS, "m": 60 * 10**9, "h": 3600 * 10**9, "D": 86400 * 10**9}
 
 
@@ -84,19 +86,23 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
 
     Args:
         texts: n integers; or dates in ISO 8601, which become the time since 1970 in `unit`, rounded
-            down. Dates without a time zone are taken as UTC.
+            down. Dates without a time zone are taken as UTC. With a unit, an integer that could be
+            a date, such as 20240301, is not a time: the date is 2024-03-01, and the integer is
+            followed by the unit, 20240301s.
         unit: see `as_times`.
 
     Returns:
-        (n,) int64, and the position of the first text that is not a time, or None.
+        (n,) int64, and the position of the first text that is not a time, or None; see
+        `wrong_time`.
 
     Raises:
         ValueError: a date is out of the range of int64.
     """
     times = np.zeros(len(texts), np.int64)
     for place, text in enumerate(texts):
-        if _is_int64(text):
-            times[place] = int(text)
+        digits = text if unit is None else text.removesuffix(unit)
+        if _is_int64(digits) and (unit is None or digits != text or not _compact_date(text)):
+            times[place] = int(digits)
             continue
         date = None if unit is None else _parse_date(text)
         if unit is None or date is None:
@@ -105,14 +111,37 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
     return times, None
 
 
-def describe_times(unit: str | None) -> str:
-    """Return what the texts of times may be, for hints."""
+def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
+    """Return the error of a text that is not a time, for `parse_times`.
+
+    Args:
+        where: begin of the message, with the text.
+        text: the text.
+        unit: see `as_times`.
+    """
     if unit is None:
-        return (
-            "the times of the graph are plain integers, without a unit; dates are accepted if the "
-            "graph is built from dates or with time_unit="
+        return ValueError(
+            f"{where} is not a time\n\nhint: the times of the graph are plain integers, without a "
+            "unit; dates are accepted if the graph is built from dates or with time_unit="
         )
-    return f"times are dates such as 2024-03-01 (UTC), or integers in {unit} since 1970"
+    if not (date := _compact_date(text)):
+        return ValueError(
+            f"{where} is not a time\n\nhint: times are dates such as 2024-03-01 (UTC), or integers "
+            f"in {unit} since 1970"
+        )
+    # within a century of 1970 in every unit
+    moment = np.datetime64(int(text), unit)  # type: ignore[call-overload]
+    return ValueError(
+        f"{where} could be the date {date}, or {text} {unit} since 1970, which is {moment}\n\n"
+        f"hint: write {date} for the date, or {text}{unit} for the integer"
+    )
+
+
+def _compact_date(text: str) -> str | None:
+    """Return the date of a text such as 20240301, from 1900 to 2100, in ISO 8601; else None."""
+    found = COMPACT_DATE.fullmatch(text)
+    date = "-".join(found.groups()) if found else ""
+    return date if _parse_date(date) is not None else None
 
 
 def _is_int64(text: str) -> bool:

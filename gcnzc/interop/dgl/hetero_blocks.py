@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.dgl.blocks import FORMATS, convert_ids
 from gcnzc.interop.dgl.importing import block_class, import_dgl

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.loader.checks import is_copied
@@ -37,13 +38,19 @@ class TypedGraph:
 _cache: weakref.WeakValueDictionary[Any, TypedGraph] = weakref.WeakValueDictionary()
 
 
-def to_typed_graph(data: Any, time_attr: str | None, weight_attr: str | None) -> TypedGraph:
+def to_typed_graph(
+    data: Any,
+    time_attr: str | None,
+    weight_attr: str | None,
+    time_unit: TimeUnit | None = None,
+) -> TypedGraph:
     """Return the graph of a `HeteroData`; it is cached while it is in use.
 
     Args:
         data: a PyG `HeteroData`; messages go from `edge_index[0]` to `edge_index[1]`.
         time_attr: attribute of node types or edge types with times.
         weight_attr: attribute of edge types with sampling weights.
+        time_unit: of the times; None if it is not known.
 
     Raises:
         ValueError: no type has the attribute, an edge type has no `edge_index`, or values are
@@ -75,13 +82,12 @@ def to_typed_graph(data: Any, time_attr: str | None, weight_attr: str | None) ->
 
     def build() -> TypedGraph:
         time: TimeKind = "both" if of_nodes and of_edges else "node" if of_nodes else "edge"
-        graph = HeteroGraph.from_arrays(nodes, edges)
+        graph = HeteroGraph.from_arrays(nodes, edges, time_unit=time_unit)
         kept = tuple(value for *_, value in values)
         return TypedGraph(graph, None if time_attr is None else time, kept)
 
-    return cached_graph(
-        tuple((kind, name) for kind, name, _ in values), [value for *_, value in values], build
-    )
+    key = (time_unit, *((kind, name) for kind, name, _ in values))
+    return cached_graph(key, [value for *_, value in values], build)
 
 
 def cached_graph(key: Any, values: Sequence[Any], build: Callable[[], TypedGraph]) -> TypedGraph:

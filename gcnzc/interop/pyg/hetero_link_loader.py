@@ -113,7 +113,7 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
         )
         source = self._open(data, custom_cls, arguments)
         check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
-        typed = to_typed_graph(source, time_attr, weight_attr)
+        typed = to_typed_graph(source, time_attr, weight_attr, self._time_unit)
         self._edge_type, self._edges = check_typed_edges(edge_label_index, source, typed.graph)
         num_items = self._edges.shape[1]
         self._labels = self._check_labels(edge_label)

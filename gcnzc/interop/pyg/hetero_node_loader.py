@@ -47,7 +47,8 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             Temporal sampling always does.
         temporal_strategy: "uniform" samples from the edges that are not later than the time of
             the seed node, "last" takes the latest of them.
-        time_attr: attribute of node types, or of edge types, with times, which are integers.
+        time_attr: attribute of node types, or of edge types, with times, which are integers. Types
+            without it are always visible.
         weight_attr: attribute of edge types with weights, in proportion to which neighbours are
             sampled. Neighbours of other edge types are sampled uniformly.
         directed: False is the same as `subgraph_type="induced"`.
@@ -116,7 +117,7 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
         )
         source = self._open(data, custom_cls, arguments)
         check_kind("data", source, import_pyg().data.HeteroData, "torch_geometric.data.HeteroData")
-        typed = to_typed_graph(source, time_attr, weight_attr)
+        typed = to_typed_graph(source, time_attr, weight_attr, self._time_unit)
         self._node_type, self._nodes, self._ids = check_typed_nodes(
             input_nodes, input_id, typed.graph
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.hetero.graph import NodeStore
+from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.interop.drop_in import LibraryBatch
 from gcnzc.interop.options import CPU, generator
 from gcnzc.interop.pyg.arguments import (

@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
 from gcnzc.interop.drop_in import DropInLoader, LibraryBatch
 from gcnzc.interop.items import as_items
@@ -140,6 +141,11 @@ class PygLoader(DropInLoader):
         names = (arguments.time_attr, arguments.weight_attr)
         self._stores = open_stores(data, custom_cls, names)
         return data if self._stores is None else self._stores.structure
+
+    @property
+    def _time_unit(self) -> TimeUnit | None:
+        """The unit of the times of the data, if it is known."""
+        return None if self._stores is None else self._stores.time_unit
 
     @property
     def _sliced(self) -> Any:

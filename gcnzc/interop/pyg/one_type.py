@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph, NodeStore, TimeKind
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.pyg.graph import CscEdges

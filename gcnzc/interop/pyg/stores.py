@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.system.arguments import check_kind, describe
@@ -62,6 +63,8 @@ class StoredData:
 
     Attributes:
         structure: a `Data` or `HeteroData` with the numbers of nodes, `edge_index` and `names`.
+        time_unit: of the times of a `HeteroFeatureStore`; None for stores of times of an unknown
+            unit.
     """
 
     def __init__(
@@ -72,6 +75,9 @@ class StoredData:
         names: Collection[str | None],
     ) -> None:
         self._features, self._lock = feature_store, ForkSafeLock()
+        self.time_unit: TimeUnit | None = None
+        if isinstance(feature_store, HeteroFeatureStore):
+            self.time_unit = feature_store.time_unit
         self._is_typed = has_types((feature_store, graph_store))
         base = _pyg.data.HeteroData if self._is_typed else _pyg.data.Data
         self.structure = base() if custom_cls is None else custom_cls()
@@ -219,9 +225,14 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
     Args:
         graph: the graph; its values are not copied.
 
+    Attributes:
+        time_unit: `graph.time_unit`, to which loaders convert dates.
+
     Raises:
         TypeError: `graph` is no `HeteroGraph`.
     """
+
+    time_unit: TimeUnit | None
 
     def __init__(self, graph: HeteroGraph) -> None:
         check_kind("graph", graph, HeteroGraph, "HeteroGraph.from_pyg, from_tables or load")
@@ -241,6 +252,7 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
                 if values is not None:
                     found[edge_type, name] = values, None
         self.__dict__["_values"] = found
+        self.__dict__["time_unit"] = graph.time_unit
 
     def _get_tensor(self, attr: Any) -> Tensor | None:
         values, order = self._values.get((attr.group_name, attr.attr_name), (None, None))

@@ -182,6 +182,8 @@ class _PlainHeteroModel(nn.Module):
         rows = {t: linear(x[names[t]]) for t, linear in linears}
         outs: dict[int, Tensor] = {}
         last = len(model.layers) - 1
+        # `HeteroModel` has a loop of its own: its kernels read the rows of all types as one tensor,
+        # and it omits types without rows, which would fix the sizes in the program
         for index, module in enumerate(model.layers):
             layer = cast(HeteroLayer, module)
             positions = destinations[index]

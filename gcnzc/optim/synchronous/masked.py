@@ -10,6 +10,10 @@ step to the next is at least 1, 2, 4, ... 256 steps.
 An element with a small variance, such as of a row that was looked up long ago, would take large
 steps. Its variance is raised to a fraction of the mean variance of its parameter, the floor.
 
+A parameter may have a much smaller variance than adjacent ones with which it shares scales: the
+gradients of a bias before batch normalization are rounding errors. Its compression errors are as
+large as theirs, so its variances are raised to `NEIGHBOUR_SHARE` of the mean of adjacent elements.
+
 Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
 P parameters, k extras. A gradient step exchanges gradients, not momenta.
 """
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gcnzc._moved import renamed_attribute
 from gcnzc.compress import Compression, Dense
@@ -34,6 +39,10 @@ from gcnzc.system.scalars import scalars_like
 # upper limit of the minimum distance, in steps, between gradient steps that reactivate elements;
 # the minimum distance starts at 1 and doubles
 MAX_REACTIVATION_INTERVAL = 256
+
+# A parameter whose mean variance is below this fraction of the mean of adjacent elements is raised
+# to it. Then an element's compression error is at most about 10 times the root of its variance.
+NEIGHBOUR_SHARE = 0.01
 
 # values of the option `reactivate`, and its values until 0.3
 REACTIVATE_CHOICES = ("step", "refresh")
@@ -60,11 +69,15 @@ class Masked(AdamStep):
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
-            variance of the active elements of its parameter; 0 for none.
+            variance of the active elements of its parameter; 0 for none, and for variances that are
+            not raised to those of adjacent elements either.
         gradient_compression: compression of exchanged gradients, without error feedback; None for
             none.
         options: see `Replicated`.
     """
+
+    compress: Compression
+    """of the exchanged momenta or updates"""
 
     wake = renamed_attribute("wake", "reactivate")
     floor = renamed_attribute("floor", "variance_floor")
@@ -175,14 +188,30 @@ class Masked(AdamStep):
 
     # --- the mask
 
+    @property
+    def scale_elements(self) -> int | None:
+        """The number of adjacent elements that share a scale, see `Compression`."""
+        return self.compress.scale_elements
+
     def _raise_small_variances(self) -> None:
-        """Apply the variance floor, because later gradients may be larger than earlier ones."""
-        for segment in self.flat_params.segments if self.variance_floor else ():
-            if segment.begin >= self.flat_params.num_uncompressed:
-                variance = self.vectors["variance"][segment.begin : segment.end]
-                is_active = variance > 0
-                least = self.variance_floor * variance.sum() / is_active.sum().clamp(min=1)
+        """Apply the variance floor.
+
+        Later gradients may be larger than earlier ones, and so may compression errors.
+        """
+        if not self.variance_floor:
+            return
+        offset = self.flat_params.num_uncompressed
+        compressed = self.vectors["variance"][offset:]
+        means = torch.empty_like(compressed)
+        for segment in self.flat_params.segments:
+            if segment.begin >= offset:
+                here = slice(segment.begin - offset, segment.end - offset)
+                variance, is_active = compressed[here], compressed[here] > 0
+                means[here] = mean = variance.sum() / is_active.sum().clamp(min=1)
+                least = self.variance_floor * mean
                 variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
+        if self.scale_elements != 1:
+            raise_to_neighbours(compressed, means, self.scale_elements)
 
     def _set_active(self, active: Tensor | None) -> None:
         """Set the mask (c,) of active elements, None for all; clear the pending gradients."""
@@ -301,3 +330,28 @@ class Masked(AdamStep):
         sums = self.restore_sums(saved)
         # older versions of 0/1 Adam saved the sums of all elements (c,)
         self.pending_gradients = sums if len(sums) == len(inactive) else sums[inactive]
+
+
+def raise_to_neighbours(variance: Tensor, means: Tensor, width: int | None) -> None:
+    """Raise, in place, the active variances of parameters that are much smaller than adjacent ones.
+
+    Windows of `width` elements divide the vector. The limit of an element is `NEIGHBOUR_SHARE` of
+    the largest of three means of active elements: of its own window, of the previous and of the
+    next one, which contain all blocks of `width` elements with the element.
+
+    Args:
+        variance: (c,), at least 0; elements above 0 are active.
+        means: (c,), for each element the mean variance of the active elements of its parameter.
+            Only parameters with a mean below the limit are raised.
+        width: elements that share a scale; None if the blocks may be larger, for a single window.
+    """
+    count = len(variance)
+    if not count:
+        return
+    width = min(width or count, count)
+    padded = functional.pad(variance, (0, -count % width)).view(-1, width)
+    local = padded.sum(1) / (padded > 0).sum(1).clamp(min=1)
+    local = functional.max_pool1d(local[None], 3, stride=1, padding=1)[0]
+    least = NEIGHBOUR_SHARE * local.repeat_interleave(width)[:count]
+    is_raised = (variance > 0) & (means < least)
+    variance.copy_(torch.where(is_raised, torch.maximum(variance, least), variance))

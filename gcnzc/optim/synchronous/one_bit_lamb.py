@@ -175,6 +175,11 @@ class OneBitLamb(OneBitAdam):
             fresh = SavedTensor(shape, dtype=flat_params.dtype, least=0)
             check_tensor(shared["vectors"], "fresh", fresh)
 
+    @property
+    def scale_elements(self) -> int | None:
+        """See `Masked`; 1, because momenta are scaled to similar magnitudes in all tensors."""
+        return 1
+
     def _before_exchange(self, momenta: Tensor) -> None:
         scaling = self.vectors["scaling"][self._first_compressed :]
         torch._foreach_mul_(self._split_by_tensor(momenta), list(scaling))

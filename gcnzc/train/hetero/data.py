@@ -17,7 +17,8 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.hetero.folder import check_targets
-from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, NodeStore
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import TrainConfig
@@ -74,10 +75,10 @@ class HeteroDataset:
         """Name of the graph."""
         return self.graph.name
 
-    @property
+    @cached_property
     def names(self) -> Names:
-        """Names of classes and features: none."""
-        return Names()
+        """Names of the classes of the target; features have none."""
+        return Names(classes=self.graph.nodes(self.target).classes) if self.target else Names()
 
     @cached_property
     def table(self) -> TypedTables:
@@ -117,10 +118,11 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
 
     Raises:
         FileNotFoundError: there is no folder.
-        ValueError: the graph has one node type, or no labels for the task, or is damaged.
+        ValueError: the graph has one node type, or no labels for the task, or no times that count,
+            or is damaged.
     """
     _check_folder(config, path)
-    graph = HeteroGraph.load(path)
+    graph = _open_graph(config, path)
     if config.task == "link":
         return _data_of_links(config, graph, path)
     target = _find_target(config, graph, path)
@@ -142,9 +144,22 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
                 f"no node of type {target!r} in the {name} split of {path} has a label\n\n"
                 "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
             )
-    num_classes = 2 if labels.ndim == 2 else max(int(labels.max()) + 1, 1)
+    num_classes = 2 if labels.ndim == 2 else _count_classes(nodes, labels, path)
     metric = "accuracy" if labels.ndim == 1 else "rocauc"
     return HeteroDataset(graph, target, labels, split, num_classes, metric, path)
+
+
+def _count_classes(nodes: NodeStore, labels: Tensor, path: Path) -> int:
+    """Return the number of classes, some of which may have a name but no nodes."""
+    last = max(int(labels.max()), 0)
+    if nodes.classes is None:
+        return last + 1
+    if last >= len(nodes.classes):
+        raise ValueError(
+            f"{path} has {len(nodes.classes)} names of classes, and the label {last}\n\n"
+            "hint: prepare the folder again from its source"
+        )
+    return len(nodes.classes)
 
 
 def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> HeteroDataset:
@@ -157,10 +172,11 @@ def load_unlabelled(config: TrainConfig, path: Path, target: str | None) -> Hete
 
     Raises:
         FileNotFoundError: there is no folder.
-        ValueError: the graph has one node type, or does not have the type to predict.
+        ValueError: the graph has one node type, or does not have the type to predict, or no times
+            that count.
     """
     _check_folder(config, path)
-    graph = HeteroGraph.load(path)
+    graph = _open_graph(config, path)
     if config.task == "link":
         return _data_of_links(config, graph, path)
     target = target or _find_target(config, graph, path)
@@ -187,6 +203,31 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
             "prepared graph of this kind\n\n"
             "hint: HeteroGraph.save writes one; use --model sage for other graphs"
         )
+
+
+def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
+    """Memory-map a graph; in a temporal run, its columns are sorted by the times that count.
+
+    A folder has the columns of an edge type in the order of all its times; those that another order
+    needs are copied to memory.
+
+    Raises:
+        ValueError: `--times edge` or `--times node` is given, and there are no such times.
+    """
+    graph = HeteroGraph.load(path)
+    if config.temporal == "none" or config.times == "both":
+        return graph
+    if not _has_times(graph, config.times):
+        of = {"edge": "edge", "node": "source of an edge"}[config.times]
+        other: TimeKind = "node" if config.times == "edge" else "edge"
+        remedy = f"--times {other}" if _has_times(graph, other) else "omit --temporal and --times"
+        raise ValueError(f"--times {config.times}: no {of} in {path} has a time\n\nhint: {remedy}")
+    return graph.sort_by_time(config.times)
+
+
+def _has_times(graph: HeteroGraph, kind: TimeKind) -> bool:
+    """Whether an edge type has times of a kind, "edge" or "node"."""
+    return any(graph.times(each, kind) != (None, None) for each in graph.edge_types)
 
 
 def _data_of_links(config: TrainConfig, graph: HeteroGraph, path: Path) -> HeteroDataset:

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gcnzc.graph.hetero.graph import EdgeStore, EdgeType, HeteroGraph
+from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
+from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.loader.seeds import permutation
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.sampling.reverse_types import find_reverse_types
@@ -33,6 +34,7 @@ class HeteroEdgeSplit:
         reverse_types: the edge types of the reverse edges; None if held-out edges are kept, and
             the types are not given.
         kind: whether the latest or random edges are held out.
+        are_kept: whether the held-out edges are in `graph`, whose sampler leaves out later edges.
     """
 
     edge_type: EdgeType
@@ -41,6 +43,7 @@ class HeteroEdgeSplit:
     graph: HeteroGraph
     reverse_types: Sequence[EdgeType] | None
     kind: Literal["time", "random"]
+    are_kept: bool
 
 
 def split_edges(
@@ -53,6 +56,7 @@ def split_edges(
     *,
     keep: bool,
     reverse_types: Sequence[EdgeType] | None = None,
+    time: TimeKind = "both",
 ) -> HeteroEdgeSplit:
     """Divide the edges of a type by time or at random.
 
@@ -71,17 +75,18 @@ def split_edges(
         keep: keep held-out edges in the graph, because its sampler excludes later edges.
         reverse_types: edge types of the reverse edges. Default: those that `find_reverse_types`
             finds.
+        time: which times count, see `find_times`.
 
     Raises:
         ValueError: the edges have no times, or a split has no edges.
     """
-    times, edges = find_times(graph, edge_type), graph.edges(edge_type).edge_index()
+    times, edges = find_times(graph, edge_type, time), graph.edges(edge_type).edge_index()
     if kind == "auto":
         kind = "random" if times is None else "time"
     if kind == "time" and times is None:
         raise ValueError(
-            f"--edge-split time: neither the edges {edge_type} nor their nodes have times\n\n"
-            "hint: --edge-split random"
+            f"--edge-split time: {describe_missing_times(edge_type, time)}\n\n"
+            "hint: --edge-split random, or with --temporal other --times"
         )
     count, width = edges.shape[1], graph.num_nodes(edge_type[2])
     if reverse_types is None and not keep:
@@ -118,7 +123,7 @@ def split_edges(
             )
     if not keep:
         later = times if kind == "time" else None
-        graph = _without(graph, edge_type, reverses, edges[:, held_out], held_out, later)
+        graph = _without(graph, edge_type, reverses, edges[:, held_out], held_out, later, time)
     return HeteroEdgeSplit(
         edge_type,
         {name: edges[:, ids] for name, ids in parts.items()},
@@ -126,12 +131,18 @@ def split_edges(
         graph,
         reverse_types,
         kind,
+        keep,
     )
 
 
 def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSplit:
     """Divide the edges that a run predicts, as its options say; see `split_edges`."""
     assert data.edge_type is not None, "`load_hetero` has found it"
+    is_temporal = config.temporal != "none"
+    time: TimeKind = config.times if is_temporal else "both"
+    # By the times of nodes, an edge is as late as its source, and is visible before its
+    # destination: a temporal sampler leaves out later edges only by their own times.
+    own_times, _ = data.graph.times(data.edge_type, time)
     return split_edges(
         data.graph,
         data.edge_type,
@@ -139,15 +150,23 @@ def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSp
         config.valid_edges,
         config.test_edges,
         config.seed,
-        keep=config.temporal != "none",
+        keep=is_temporal and own_times is not None,
         reverse_types=data.reverse_types,
+        time=time,
     )
 
 
-def find_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
-    """Return the (E,) times of the edges by edge id: their own, or the latest of their ends'."""
-    times = edge_times(graph, edge_type)
-    if times is not None:
+def find_times(graph: HeteroGraph, edge_type: EdgeType, time: TimeKind = "both") -> Tensor | None:
+    """Return the (E,) times of the edges by edge id; None if they have none.
+
+    Args:
+        graph: the graph.
+        edge_type: of the edges.
+        time: "edge" for their own times, "node" for the latest of their ends', "both" for their own
+            if they have some, and otherwise the latest of their ends'.
+    """
+    times = None if time == "node" else edge_times(graph, edge_type)
+    if times is not None or time == "edge":
         return times
     edges = graph.edges(edge_type).edge_index()
     for end, ids in zip(edge_type[::2], edges, strict=True):
@@ -156,6 +175,15 @@ def find_times(graph: HeteroGraph, edge_type: EdgeType) -> Tensor | None:
             own = of_nodes[ids]
             times = own if times is None else torch.maximum(times, own)
     return times
+
+
+def describe_missing_times(edge_type: EdgeType, time: TimeKind) -> str:
+    """Return that the edges to predict have no times that count, for messages."""
+    if time == "edge":
+        return f"the edges {edge_type} have no times of their own"
+    if time == "node":
+        return f"the nodes of the edges {edge_type} have no times"
+    return f"neither the edges {edge_type} nor their nodes have times"
 
 
 def _shuffle_pairs(edges: Tensor, width: int, seed: int) -> Tensor:
@@ -195,6 +223,7 @@ def _without(
     pairs: Tensor,
     held_out: Tensor,
     times: Tensor | None,
+    time: TimeKind,
 ) -> HeteroGraph:
     """Return the graph without the held-out edges and their reverses.
 
@@ -206,6 +235,7 @@ def _without(
         held_out: (E,) their edge ids.
         times: of all edges, if the latest are held out. An earlier edge between the nodes of a
             held-out edge then remains.
+        time: which times count, see `find_times`.
     """
     stores = {each: graph.edges(each) for each in graph.edge_types}
     if times is not None:
@@ -217,9 +247,10 @@ def _without(
         )
         first = times[held_out].min()
         # without times of their own, edges are as late as their ends, and so are their reverses
-        times_of = find_times if own.time is None else edge_times
+        of_reverses: TimeKind = time if time == "node" or own.time is None else "edge"
         for each in reverses:
-            if each != edge_type and (found := times_of(graph, each)) is not None:
+            found = None if each == edge_type else find_times(graph, each, of_reverses)
+            if found is not None:
                 own = stores[each]
                 stores[each] = _select(
                     own, (found if own.edge_ids is None else found[own.edge_ids]) < first

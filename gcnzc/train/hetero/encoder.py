@@ -66,5 +66,6 @@ def build_hetero_sampler(
         list(reversed(fanouts)),
         seed=config.seed,
         temporal=temporal,
+        time=config.times,
         edge_ids=False,
     )

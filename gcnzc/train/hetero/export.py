@@ -44,8 +44,8 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
         `in_features` (columns by node type), `arguments` (the types of the arguments, see
         `gcnzc.models.hetero.export.ProgramTypes`), `output_types` (node types of the outputs),
         `outputs`, `num_tasks` (label columns; 1 for classes), `fanouts` (of the training),
-        `temporal`, `embeddings` (`file` and the `node_types` in it, or None), `classes` (names, or
-        None), and `largest_difference` of the compared outputs.
+        `temporal` and `times` (options of the run), `embeddings` (`file` and the `node_types` in
+        it, or None), `classes` (names, or None), and `largest_difference` of the compared outputs.
 
     Raises:
         RuntimeError: the outputs of the program differ from those of the model.
@@ -64,6 +64,7 @@ def export_hetero_run(loaded: TrainedHeteroModel, path: Path) -> dict[str, Any]:
         "arguments": types._asdict(),
         "output_types": list(encoder.targets),
         "temporal": loaded.config.temporal,
+        "times": loaded.config.times,
         "embeddings": None,
         "largest_difference": compare_outputs(program, encoder, _minibatches(encoder, loaded)),
     }

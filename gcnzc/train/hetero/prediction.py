@@ -7,6 +7,7 @@ Notation: M nodes or pairs, C outputs of the model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from gcnzc.datasets.numbering import KnownNodes
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import as_times, describe_times, parse_times
+from gcnzc.graph.hetero.times import as_times, parse_times, wrong_time
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -55,7 +56,7 @@ class TrainedHeteroModel:
         schema: what the model reads and predicts.
         data: the graph.
         graph: for message passing; in link prediction without the held-out edges of the run, unless
-            other data are given or the run is temporal.
+            other data are given, or the run is temporal by the times of the edges.
         embeddings: of the node types without features.
         device: of the computation.
         epoch: of the model, from 1.
@@ -75,20 +76,35 @@ class TrainedHeteroModel:
         """Whether neighbours are not later than what is predicted."""
         return self.config.temporal != "none"
 
-    @property
+    @cached_property
     def node_index(self) -> KnownNodes:
         """The ids of the nodes of the target."""
-        return KnownNodes(None, self.graph.num_nodes(self.data.target))
+        return self._known_nodes(self.data.target)
 
-    @property
+    @cached_property
     def end_indices(self) -> tuple[KnownNodes, KnownNodes]:
         """The ids of the nodes that are sources of pairs, and of those that are destinations."""
         assert self.data.edge_type is not None, "the run is of link prediction"
         source, _, destination = self.data.edge_type
-        return (
-            KnownNodes(None, self.graph.num_nodes(source)),
-            KnownNodes(None, self.graph.num_nodes(destination)),
-        )
+        sources = self._known_nodes(source)
+        return sources, sources if source == destination else self._known_nodes(destination)
+
+    def _known_nodes(self, node_type: str) -> KnownNodes:
+        keys = self.graph.nodes(node_type).keys
+        ids = None if keys is None else keys.astype(str).astype(object)
+        return KnownNodes(ids, self.graph.num_nodes(node_type))
+
+    def node_ids(self, node_type: str, indices: Array | None = None) -> Array:
+        """Return the (M,) ids of nodes of a type, int64 or str.
+
+        Args:
+            node_type: of the nodes.
+            indices: (M,) int64 node indices (0 to N - 1); None for all N nodes.
+        """
+        keys = self.graph.nodes(node_type).keys
+        if keys is None:
+            return np.arange(self.graph.num_nodes(node_type)) if indices is None else indices
+        return keys if indices is None else keys[indices]
 
     def fanouts(self, given: Sequence[int] | None) -> Sequence[int]:
         """Return the given fanouts, input layer first; all neighbours if None."""
@@ -188,7 +204,7 @@ def predict_hetero_nodes(
             threads=loaded.config.threads or None,
             progress=bar,
         )
-    return build_predictions(logits, ids, loaded.schema, loaded.epoch)
+    return build_predictions(logits, loaded.node_ids(target, nodes), loaded.schema, loaded.epoch)
 
 
 def predict_hetero_pairs(
@@ -213,9 +229,11 @@ def predict_hetero_pairs(
         ValueError: a score is not finite, or times are given and the run is not temporal.
     """
     assert loaded.data.edge_type is not None, "the run is of link prediction"
+    source, _, target = loaded.data.edge_type
+    ids = loaded.node_ids(source, sources), loaded.node_ids(target, targets)
     check_time(loaded, times)
     if not len(sources):
-        return LinkPredictions(sources, targets, np.empty(0, np.float32), loaded.epoch)
+        return LinkPredictions(*ids, np.empty(0, np.float32), loaded.epoch)
     if loaded.is_temporal and times is None:
         times = time_after_all(loaded.graph)
     if times is not None and np.ndim(times) == 0:
@@ -246,7 +264,7 @@ def predict_hetero_pairs(
     with reporter.task("predict") as bar:
         scores = hetero_outputs(loaded.model, loader, compute, 1, bar)[:, 0]
     check_finite(scores)
-    return LinkPredictions(sources, targets, scores.numpy(), loaded.epoch)
+    return LinkPredictions(*ids, scores.numpy(), loaded.epoch)
 
 
 def time_after_all(graph: HeteroGraph) -> int:
@@ -282,11 +300,12 @@ def parse_time(loaded: TrainedHeteroModel, text: str) -> int:
     """Return the time that `--time` gives: an integer, or a date if the graph has a time unit.
 
     Raises:
-        ValueError: the text is not a time, or the run is not temporal.
+        ValueError: the text is not a time or could be two times, see `parse_times`, or the run is
+            not temporal.
     """
     check_time(loaded, text)
     unit = loaded.graph.time_unit
     times, wrong = parse_times([text], unit)
     if wrong is not None:
-        raise ValueError(f"--time {text} is not a time\n\nhint: {describe_times(unit)}")
+        raise wrong_time(f"--time {text}", text, unit)
     return int(times[0])

@@ -15,7 +15,7 @@ from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
-from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.hetero.edge_split import describe_missing_times, split_edges_of_run
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
 from gcnzc.train.hetero.link_model import HeteroLinkModel, build_hetero_link_model
@@ -58,9 +58,11 @@ class HeteroLinkTask:
         self.is_temporal = config.temporal != "none"
         self.split = split_edges_of_run(config, data)
         if self.is_temporal and self.split.times is None:
+            missing = describe_missing_times(self.split.edge_type, config.times)
+            remedy = "" if config.times == "both" else "omit --times to use others, or "
             raise ValueError(
-                f"--temporal {config.temporal}: neither the edges {data.edge_type} nor their nodes "
-                "have times, which limit the neighbours of an edge\n\nhint: omit --temporal"
+                f"--temporal {config.temporal}: {missing}, which limit the neighbours of an edge"
+                f"\n\nhint: {remedy}omit --temporal"
             )
         self.sampler: Any = self._build_sampler(
             "train", config.fanouts, config.num_negatives, exclude=config.exclude
@@ -81,9 +83,9 @@ class HeteroLinkTask:
             times=None if times is None else times[split],
             num_negatives=num_negatives,
             strict=self.config.strict_negatives,
-            # None removes no edges, because temporal neighbourhoods are earlier than their edge,
-            # but checks that reverse types have times
-            exclude=None if self.is_temporal else exclude,
+            # None removes no edges, because neighbourhoods are earlier than their edge, but checks
+            # that reverse types have times
+            exclude=None if self.split.are_kept else exclude,
             reverse_types=self.split.reverse_types,
             known=self.data.graph,
             seed=self.config.seed,

@@ -1,0 +1,130 @@
+"""The nodes of one type, and the edges of one type, of a heterogeneous graph."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcnzc.datasets.names import Names, as_integers, read_names
+from gcnzc.features.table import FeatureTable
+
+
+@dataclass(frozen=True, eq=False)
+class NodeStore:
+    """The nodes of one type; tensors are on the host.
+
+    Attributes:
+        num_nodes: N, at least 1.
+        features: (N, D), each row contiguous, or sparse CSR; None without features, and for
+            quantized features.
+        quantized: quantized features.
+        labels: (N,) or (N, T), int64 with -1 for no label, or float32.
+        split: int64 ids of the "train", "valid" and "test" nodes.
+        time: (N,) int64: a node is visible to seeds that are not earlier.
+        names: ids of the nodes in their source, such as the primary keys of a table, and names of
+            the classes; or the folder whose subfolder `mapping` has them, which is read when they
+            are needed. None if nodes and classes are numbers.
+    """
+
+    num_nodes: int
+    features: Tensor | None = None
+    quantized: FeatureTable | None = None
+    labels: Tensor | None = None
+    split: Mapping[str, Tensor] = field(default_factory=dict)
+    time: Tensor | None = None
+    names: Names | Path | None = None
+
+    @cached_property
+    def table(self) -> FeatureTable | None:
+        """The features as a `FeatureTable`, quantized or not; None without features."""
+        return self.quantized if self.features is None else FeatureTable(self.features)
+
+    @cached_property
+    def keys(self) -> NDArray[Any] | None:
+        """(N,) ids of the nodes in their source, int64 or str; None if they are 0 to N - 1.
+
+        Raises:
+            ValueError: the file of the ids is damaged.
+        """
+        found = self._read("nodes").nodes
+        if found is None:
+            return None
+        if len(found) != self.num_nodes:
+            raise ValueError(
+                f"{self.names} has {len(found):,} ids for {self.num_nodes:,} nodes\n\n"
+                "hint: prepare the folder again from its source"
+            )
+        integers = found if found.dtype.kind == "i" else as_integers(found)
+        return np.array(found, dtype=str) if integers is None else integers
+
+    @cached_property
+    def classes(self) -> Sequence[str] | None:
+        """Names of the classes, or of the label columns if there are several; None without names.
+
+        Raises:
+            ValueError: the file of the names is damaged.
+        """
+        return self._read("classes").classes
+
+    def _read(self, kind: str) -> Names:
+        if self.names is None:
+            return Names()
+        return read_names(self.names, (kind,)) if isinstance(self.names, Path) else self.names
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeStore:
+    """The edges of one type, in CSC format; tensors are on the host.
+
+    Attributes:
+        indptr: (N_dst + 1,) int64 offsets of the columns.
+        indices: (E,) sources, int32 for fewer than 2**31 source nodes, otherwise int64.
+        edge_ids: (E,) int64 ids of the edges in `indices`; None if they are the positions.
+        features: (E, D) by edge id; None without features, and for quantized features.
+        quantized: quantized features by edge id.
+        time: (E,) int64 times of the edges in `indices`.
+        weight: (E,) float32 sampling weights of the edges in `indices`, at least 0.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    edge_ids: Tensor | None = None
+    features: Tensor | None = None
+    quantized: FeatureTable | None = None
+    time: Tensor | None = None
+    weight: Tensor | None = None
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return self.indices.shape[0]
+
+    @cached_property
+    def table(self) -> FeatureTable | None:
+        """The features as a `FeatureTable`, quantized or not; None without features."""
+        return self.quantized if self.features is None else FeatureTable(self.features)
+
+    @cached_property
+    def positions(self) -> Tensor | None:
+        """(E,) int64 positions in `indices` by edge id; None if the ids are the positions."""
+        if self.edge_ids is None:
+            return None
+        positions = torch.empty_like(self.edge_ids)
+        positions[self.edge_ids] = torch.arange(self.num_edges)
+        return positions
+
+    def edge_index(self) -> Tensor:
+        """Return the (2, E) int64 sources and destinations in the order of the edge ids."""
+        targets = torch.arange(len(self.indptr) - 1).repeat_interleave(self.indptr.diff())
+        columns = torch.stack([self.indices.long(), targets])
+        if self.edge_ids is None:
+            return columns
+        ordered = torch.empty_like(columns)
+        ordered[:, self.edge_ids] = columns
+        return ordered

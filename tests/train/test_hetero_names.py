@@ -1,0 +1,259 @@
+"""Keys of tables and names of classes: in graphs, prepared folders and predictions."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gcnzc
+from gcnzc.cli import main
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph.hetero.tables import Table
+from gcnzc.graph.load import verify
+from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+
+USERS, ITEMS = 60, 40
+BUYS = ("order", "f2p_item", "item")
+EMAILS = np.array([f'u{number:02},"{number % 7}"@x' for number in range(USERS)], object)
+CODES = np.random.default_rng(0).permutation(1000)[:ITEMS] + 7
+LEVELS = ["gold", "silver", "0", "unused"]
+
+
+def tables(**more):
+    random = np.random.default_rng(1)
+    groups = np.arange(USERS) % 3
+    users = pd.DataFrame(
+        {
+            "email": EMAILS,
+            "level": pd.Categorical(np.array(LEVELS)[groups], LEVELS),
+            "x": groups + random.normal(size=USERS),
+            "vip": groups == 0,
+            "part": np.array(["train", "train", "train", "valid", "test"])[np.arange(USERS) % 5],
+        }
+    )
+    items = pd.DataFrame({"code": CODES, "x": random.normal(size=ITEMS)})
+    chosen = random.integers(0, USERS, 400), random.integers(0, ITEMS, 400)
+    orders = pd.DataFrame({"user": EMAILS[chosen[0]], "item": CODES[chosen[1]], "x": 1.0})
+    keys = {"user": "user", "item": "item"}
+    return {
+        "user": Table(users, "email", features=["x"]),
+        "item": Table(items, "code", features=["x"]),
+        "order": Table(orders, foreign_keys=keys, features=["x"]),
+    } | more
+
+
+def build(labels="level"):
+    return HeteroGraph.from_tables(tables(), labels={"user": labels}, splits={"user": "part"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("names") / "graph"
+    build().save(path)
+    return path
+
+
+SIZES = {"fanouts": (4, 4), "layers": 2, "hidden": 8, "batch_size": 32, "epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "run"
+    train(TrainConfig(data=folder, model="rgcn", **SIZES), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def link_run(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("links") / "run"
+    options = {"task": "link", "edge_type": "f2p_item", "evaluate_negatives": 5}
+    train(TrainConfig(data=folder, model="rgcn", **SIZES, **options), path)
+    return path
+
+
+def test_graphs_and_folders_have_keys_and_names_of_classes(folder, tmp_path):
+    built = build()
+    # a copy of a folder has the names too, without a read of the whole
+    HeteroGraph.load(folder).save(tmp_path / "copy")
+    gcnzc.prepare(folder, tmp_path / "again")
+    for graph in (
+        built,
+        built.sort_by_time("both"),
+        *map(HeteroGraph.load, (folder, tmp_path / "copy", tmp_path / "again")),
+    ):
+        user, item, order = (graph.nodes(name) for name in ("user", "item", "order"))
+        assert user.keys.dtype.kind == "U"
+        assert user.keys.tolist() == EMAILS.tolist()
+        assert item.keys.dtype == np.int64
+        assert item.keys.tolist() == CODES.tolist()
+        assert order.keys is None
+        assert list(user.classes) == LEVELS
+        assert item.classes is None
+    for name in ("copy", "again"):
+        verify(tmp_path / name)
+        text = (tmp_path / name / "nodes/0/mapping/nodes.csv").read_text()
+        assert text == (folder / "nodes/0/mapping/nodes.csv").read_text()
+
+
+def test_damaged_names_are_found(folder, tmp_path):
+    path = tmp_path / "graph"
+    shutil.copytree(folder, path)
+    names = path / "nodes/1/mapping/nodes.csv"
+    content = names.read_text()
+    names.write_text(content[:-2] + ("1" if content[-2] == "2" else "2") + "\n")
+    with pytest.raises(ValueError, match=r"nodes/1/mapping/nodes\.csv"):
+        verify(path)
+    lines = content.splitlines()
+    # of another graph, with a checksum of its own
+    for changed, message in ((lines[:-1], "39 ids for 40 nodes"), (lines[::-1], "is damaged")):
+        names.write_text("\n".join(changed) + "\n")
+        meta = json.loads((path / "meta.json").read_text())
+        meta["files"]["nodes/1/mapping/nodes.csv"]["bytes"] = names.stat().st_size
+        meta.pop("crc32", None)
+        (path / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(ValueError, match=message):
+            HeteroGraph.load(path).nodes("item").keys  # noqa: B018
+
+
+def test_folders_of_older_versions_have_numbers(run, folder, tmp_path):
+    """A folder without names is that of a graph without them."""
+    graph = HeteroGraph.load(folder)
+    nodes = {name: replace(graph.nodes(name), names=None) for name in graph.node_types}
+    edges = {each: graph.edges(each) for each in graph.edge_types}
+    HeteroGraph(nodes, edges).save(tmp_path / "old")
+    assert not list((tmp_path / "old").rglob("*.csv"))
+    assert HeteroGraph.load(tmp_path / "old").nodes("user").keys is None
+    found, named = predict(run, tmp_path / "old"), predict(run)
+    assert found.nodes.tolist() == list(range(USERS))
+    np.testing.assert_array_equal(found.classes, named.classes)
+    config = TrainConfig(data=tmp_path / "old", model="rgcn", **SIZES)
+    train(config, tmp_path / "run")
+    assert predict(tmp_path / "run").classes.dtype == np.int64
+
+
+def test_predictions_have_keys_and_names(run, folder):
+    found = predict(run)
+    assert found.nodes.tolist() == EMAILS.tolist()
+    assert found.columns == LEVELS
+    assert found.probabilities.shape == (USERS, len(LEVELS))
+    assert found.classes.tolist() == [LEVELS[i] for i in found.probabilities.argmax(1)]
+    few = predict(run, nodes=EMAILS[[5, 2, 5]])
+    assert few.nodes.tolist() == EMAILS[[5, 2, 5]].tolist()
+    np.testing.assert_allclose(few.probabilities, found.probabilities[[5, 2, 5]], atol=1e-6)
+    with pytest.raises(ValueError, match=r"has no node '5'"):
+        predict(run, nodes=[5])
+    test = predict(run, nodes="test")
+    assert test.nodes.tolist() == EMAILS[4::5].tolist()
+    labels = np.array(LEVELS)[np.arange(USERS) % 3]
+    accuracy = (test.classes == labels[4::5]).mean()
+    assert accuracy == pytest.approx(evaluate(EvaluateConfig(run=run))["test_accuracy"])
+    assert embed_nodes(run).nodes.tolist() == EMAILS.tolist()
+    assert embed_nodes(run, node_type="order").nodes.tolist() == list(range(400))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "parquet", "npy"])
+def test_files_of_predictions_have_keys_and_names(suffix, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame({"node": EMAILS[[9, 4]]}).to_csv("nodes.csv", index=False)
+    words = ["--nodes", "nodes.csv", "--probabilities", "--out", f"x.{suffix}"]
+    assert main(["predict", str(run), *words]) == 0
+    expected = predict(run, nodes=EMAILS[[9, 4]])
+    if suffix == "npy":
+        table = np.load("x.npy")
+        assert table.dtype.names == ("node", "class", "probability")
+    else:
+        read = pd.read_parquet if suffix == "parquet" else pd.read_csv
+        table = read(f"x.{suffix}", **({} if suffix == "parquet" else {"dtype": {"class": str}}))
+        assert list(table.columns) == ["node", "class", *(f"p_{name}" for name in LEVELS)]
+    assert list(table["node"]) == EMAILS[[9, 4]].tolist()
+    assert list(table["class"]) == expected.classes.tolist()
+
+
+def test_pairs_are_keys(link_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # orders have no keys
+    pairs = [0, 3, 399], CODES[[5, 6, 5]]
+    found = predict_links(link_run, pairs=pairs)
+    assert found.sources.tolist() == pairs[0]
+    assert found.targets.tolist() == pairs[1].tolist()
+    assert embed_nodes(link_run, node_type="item").nodes.tolist() == CODES.tolist()
+    pd.DataFrame({"source": pairs[0], "target": pairs[1]}).to_csv("pairs.csv", index=False)
+    assert main(["predict", str(link_run), "--pairs", "pairs.csv", "--out", "x.csv"]) == 0
+    table = pd.read_csv("x.csv")
+    assert table["target"].tolist() == pairs[1].tolist()
+    np.testing.assert_allclose(table["score"], found.scores, rtol=1e-6)
+    missing = next(number for number in range(2000) if number not in CODES)
+    with pytest.raises(ValueError, match=f"has no node '{missing}'"):
+        predict_links(link_run, pairs=([0], [missing]))
+
+
+def test_columns_of_labels_have_names(tmp_path):
+    frame = tables()["user"].frame.assign(odd=np.arange(USERS) % 2)
+    own = tables(user=Table(frame, "email", features=["x"]))
+    graph = HeteroGraph.from_tables(own, labels={"user": ["vip", "odd"]}, splits={"user": "part"})
+    graph.save(tmp_path / "graph")
+    train(TrainConfig(data=tmp_path / "graph", model="rgcn", **SIZES), tmp_path / "run")
+    out = tmp_path / "x.csv"
+    assert main(["predict", str(tmp_path / "run"), "--probabilities", "--out", str(out)]) == 0
+    assert list(pd.read_csv(out).columns) == ["node", "class_vip", "class_odd", "p_vip", "p_odd"]
+
+
+def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
+    frame = tables()["user"].frame
+    frame = frame.assign(level=frame["level"].cat.rename_categories({"gold": "first"}))
+    own = tables(user=Table(frame, "email", features=["x"]))
+    HeteroGraph.from_tables(own, labels={"user": "level"}).save(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"class 0 is 'first', but the model was .* 'gold'"):
+        predict(run, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([0, 1, 2], None),
+        (["0", "1", "2"], [0, 1, 2]),
+        ([2, 1, 0], [2, 1, 0]),
+        (["b", "007", "7"], ["b", "007", "7"]),
+        (pd.array([5, 3, 4], "Int64"), [5, 3, 4]),
+        (pd.Categorical(["x", "z", "y"]), ["x", "z", "y"]),
+        (pd.to_datetime(["2024-01-02", "2024-01-01", "2024-01-03"]), "dates"),
+        (np.array([2**63, 1, 2], np.uint64), ["9223372036854775808", "1", "2"]),
+        (torch.tensor([8, 7, 6]), [8, 7, 6]),
+        ([("a", 1), ("b", 1), ("a", 2)], ["('a', 1)", "('b', 1)", "('a', 2)"]),
+    ],
+)
+def test_keys_of_all_kinds(keys, expected, tmp_path):
+    if isinstance(expected, str):
+        expected = [f"2024-01-0{day} 00:00:00" for day in (2, 1, 3)]
+    graph = HeteroGraph.from_arrays({"a": {"keys": keys}}, {})
+    graph.save(tmp_path / "graph")
+    for own in (graph, HeteroGraph.load(tmp_path / "graph")):
+        found = own.nodes("a").keys
+        assert (found if found is None else found.tolist()) == expected
+
+
+def test_bad_keys_and_names_are_rejected_by_name():
+    def rejected(message, **values):
+        with pytest.raises(ValueError, match=message) as error:
+            HeteroGraph.from_arrays({"a": {"num_nodes": 3} | values}, {})
+        assert "\n\nhint: " in str(error.value)
+
+    rejected("keys of node type 'a' has shape", keys=[1, 2])
+    rejected("keys of node type 'a' have 'x' twice", keys=["x", "y", "x"])
+    rejected("keys of node type 'a' have '7' twice", keys=pd.Series([7, "7", 8], dtype=object))
+    rejected("keys of node type 'a' have missing values", keys=["x", None, "y"])
+    labels = {"labels": [0, 2, -1]}
+    rejected("classes of node type 'a' are given, but the labels are no", classes=["x"])
+    rejected("are given, but the labels are no", classes=["x"], labels=[0.5, 1.5, 2.5])
+    rejected(r"are 2 names\n\nhint: the labels have classes up to 2", classes=["x", "y"], **labels)
+    rejected("have 'x' twice", classes=["x", "y", "x"], **labels)
+    rejected("are the str 'xyz'|are 'xyz'|hint: a list of names", classes="xyz", **labels)
+    two = np.zeros((3, 2), int)
+    rejected(
+        r"are 3 names\n\nhint: one for each of the 2 columns", classes=["x", "y", "z"], labels=two
+    )

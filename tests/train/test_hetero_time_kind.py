@@ -1,0 +1,206 @@
+"""Runs in which only the times of edges or only those of nodes count."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
+
+from gcnzc.cli import main
+from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
+from gcnzc.sampling.hetero_link import edge_times
+from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
+from gcnzc.train.config import EvaluateConfig, TrainConfig
+from gcnzc.train.hetero.data import load_hetero
+from gcnzc.train.hetero.edge_split import split_edges_of_run
+from gcnzc.train.resume import check_resumed_options
+from gcnzc.train.tasks.hetero_link import HeteroLinkTask
+
+LAST = 10_000  # later than every edge
+
+
+def with_times(*, of_edges=True, of_users=None, of_items=None):
+    """The shop, with times of some types."""
+    whole, random = build(), np.random.default_rng(5)
+    # all different, so that an order by time is unique
+    time = random.permutation(EDGES)
+    nodes = {name: {"features": whole.nodes(name).features} for name in whole.node_types}
+    for name, times in (("user", of_users), ("item", of_items)):
+        if times is not None:
+            nodes[name]["time"] = times
+    edges = {}
+    for each in (BUYS, BOUGHT):
+        edges[each] = {"edge_index": whole.edges(each).edge_index()}
+        if of_edges:
+            edges[each]["time"] = time
+    return HeteroGraph.from_arrays(nodes, edges, name="shop")
+
+
+def config_of(folder, **options):
+    sizes = {"fanouts": (5,), "layers": 1, "hidden": 16, "batch_size": 256, "epochs": 1}
+    own = {"task": "link", "edge_type": "buys", "evaluate_negatives": 10, "evaluate": "sampled"}
+    return TrainConfig(data=folder, model="hetero-sage", temporal="last", **(sizes | own | options))
+
+
+def saved(path, **times):
+    with_times(**times).save(path)
+    return path
+
+
+def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
+    """The times of nodes are those of their labels, and later than all edges."""
+    times = torch.arange(USERS) + LAST
+    folder = saved(tmp_path / "graph", of_users=times, of_items=torch.arange(ITEMS) + LAST)
+    with pytest.raises(ValueError, match="later than the edge"):
+        train(config_of(folder), tmp_path / "both")
+    run, bare = tmp_path / "edge", saved(tmp_path / "bare")
+    line = train(config_of(folder, times="edge"), run)
+    # as if nodes had no times
+    expected = train(config_of(bare), tmp_path / "expected")
+    for name in ("valid_mrr", "test_mrr", "valid_auc"):
+        assert line[name] == expected[name], name
+    assert json.loads((run / "config.json").read_text())["times"] == "edge"
+    again = evaluate(EvaluateConfig(run=run, evaluate="sampled"))
+    assert again["test_mrr"] == line["test_mrr"]
+    pairs = np.random.default_rng(0).integers(0, [[USERS], [ITEMS]], (2, 20))
+    for own in (None, 1000):
+        scores = predict_links(run, pairs=pairs, times=own).scores
+        other = predict_links(tmp_path / "expected", pairs=pairs, times=own).scores
+        np.testing.assert_array_equal(scores, other)
+        rows = embed_nodes(run, node_type="item", time=own).rows
+        other = embed_nodes(tmp_path / "expected", node_type="item", time=own).rows
+        np.testing.assert_array_equal(rows, other)
+    resumed = config_of(folder, times="edge", resume=run, epochs=2)
+    options = json.loads((run / "config.json").read_text())
+    with pytest.raises(ValueError, match="has times 'edge', not 'both'"):
+        check_resumed_options(replace(resumed, times="both"), options, run)
+    check_resumed_options(resumed, options, run)
+
+
+def test_the_kind_of_times_is_an_option_of_the_command_line(tmp_path, capsys):
+    folder, run = saved(tmp_path / "graph", of_users=torch.full((USERS,), LAST)), tmp_path / "run"
+    words = "--task link --edge-type buys --model hetero-sage --fanouts 3 --layers 1 --hidden 8"
+    words = [*words.split(), "--epochs", "1", "--evaluate-negatives", "5", "--out", str(run)]
+    train_words = ["train", str(folder), *words]
+    assert main([*train_words, "--times", "edge"]) == 2
+    assert "--times edge has no effect with --temporal none" in capsys.readouterr().err
+    assert main([*train_words, "--temporal", "last", "--times", "edge"]) == 0
+    (tmp_path / "pairs.csv").write_text("source,target,time\n0,1,200\n")
+    words = ["--pairs", str(tmp_path / "pairs.csv"), "--out", str(tmp_path / "scores.csv")]
+    assert main(["predict", str(run), *words]) == 0
+    words = ["--node-type", "item", "--out", str(tmp_path / "rows.npy")]
+    assert main(["embed-nodes", str(run), *words]) == 0
+    rows = embed_nodes(run, node_type="item").rows
+    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), rows)
+
+
+def with_labels(**more):
+    """Users to classify, at the times of their labels."""
+    whole, random = build(), np.random.default_rng(0)
+    order = random.permutation(USERS)
+    user = {
+        "features": whole.nodes("user").features,
+        "labels": np.arange(USERS) % 2,
+        "split": {"train": order[:80], "valid": order[80:100], "test": order[100:]},
+        "time": random.integers(0, 400, USERS),
+    }
+    edges = {
+        each: {"edge_index": whole.edges(each).edge_index(), "time": edge_times(whole, each)}
+        for each in (BUYS, BOUGHT)
+    }
+    nodes = {"user": user, "item": {"features": whole.nodes("item").features} | more}
+    return nodes, edges
+
+
+def test_nodes_are_classified_by_the_chosen_times(tmp_path):
+    nodes, edges = with_labels(time=np.arange(ITEMS))
+    HeteroGraph.from_arrays(nodes, edges).save(tmp_path / "all")
+    probabilities = {}
+    for times in ("edge", "node"):
+        # the same graph without the times that do not count: only users are seeds with times
+        own_nodes, own_edges = dict(nodes), edges
+        if times == "edge":
+            own_nodes["item"] = {"features": nodes["item"]["features"]}
+        else:
+            own_edges = {each: {"edge_index": own["edge_index"]} for each, own in edges.items()}
+        HeteroGraph.from_arrays(own_nodes, own_edges).save(tmp_path / times)
+        options = {"task": "node", "edge_type": "", "evaluate": "needed"}
+        run = tmp_path / f"{times}_run"
+        line = train(config_of(tmp_path / "all", **options, times=times), run)
+        assert evaluate(EvaluateConfig(run=run))["test_accuracy"] == line["test_accuracy"]
+        # with one layer, users are no sources
+        probabilities[times] = predict(run).probabilities
+        np.testing.assert_array_equal(
+            probabilities[times], predict(run, tmp_path / times).probabilities
+        )
+    assert np.abs(probabilities["edge"] - probabilities["node"]).max() > 1e-4
+
+
+def test_times_that_do_not_exist_are_rejected_by_name(tmp_path):
+    def rejected(folder, message, **options):
+        with pytest.raises(ValueError, match=message) as error:
+            train(config_of(folder, **options), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    edges = saved(tmp_path / "edges")
+    message = rejected(edges, "^--times node: no source of an edge in .* has a time", times="node")
+    assert message.endswith("hint: --times edge")
+    nodes = saved(tmp_path / "nodes", of_edges=False, of_users=torch.arange(USERS))
+    message = rejected(nodes, "^--times edge: no edge in .* has a time", times="edge")
+    assert message.endswith("hint: --times node")
+    none = saved(tmp_path / "none", of_edges=False)
+    message = rejected(none, "^--times edge: no edge in .* has a time", times="edge")
+    assert message.endswith("hint: omit --temporal and --times")
+    # other edges have times
+    graph = with_times(of_users=torch.arange(USERS))
+    stores = {BUYS: replace(graph.edges(BUYS), time=None), BOUGHT: graph.edges(BOUGHT)}
+    own = {name: graph.nodes(name) for name in graph.node_types}
+    HeteroGraph(own, stores).save(tmp_path / "some")
+    text = r"--temporal last: the edges \('user', 'buys', 'item'\) have no times of their own"
+    message = rejected(tmp_path / "some", text, times="edge")
+    assert message.endswith("hint: omit --times to use others, or omit --temporal")
+
+
+@pytest.mark.parametrize("times", ["node", "both"])
+def test_edges_that_are_as_late_as_their_nodes_do_not_show_themselves(times, tmp_path):
+    """Items are later than users, so that all edges of an item are visible before it."""
+    folder = saved(
+        tmp_path / "graph",
+        of_edges=times == "node",
+        of_users=torch.zeros(USERS, dtype=torch.int64),
+        of_items=torch.arange(ITEMS) // 50 + 1,
+    )
+    config = config_of(folder, times=times, fanouts=(-1,), evaluate="needed")
+    data = load_hetero(config, folder)
+    task = HeteroLinkTask(config, data)
+    assert task.split.kind == "time"
+    expected = torch.arange(ITEMS) // 50 + 1
+    for name, edges in task.split.edges.items():
+        assert torch.equal(task.split.times[name], expected[edges[1]]), name
+    graph = split_edges_of_run(config, data).graph
+    left = graph.edges(BUYS).edge_index().T.tolist()
+    assert sorted(left) == sorted(task.split.edges["train"].T.tolist())
+    first = min(int(task.split.times[name].min()) for name in ("valid", "test"))
+    assert bool((expected[graph.edges(BOUGHT).edge_index()[0]] < first).all())
+    for item in range(0, task.sampler.num_items, 50):
+        batch = task.sampler.sample([item], 0)
+        pair = task.sampler.edges[:, item].tolist()
+        for each, is_flipped in ((BUYS, False), (BOUGHT, True)):
+            rows = batch.nodes[each[0]][batch.row[each]], batch.nodes[each[2]][batch.col[each]]
+            assert is_flipped or len(rows[0])
+            found = set(zip(*(own.tolist() for own in rows), strict=True))
+            assert tuple(pair[::-1] if is_flipped else pair) not in found
+
+
+def test_seed_edges_whose_times_do_not_count_are_removed_in_python():
+    times = torch.zeros(USERS, dtype=torch.int64)
+    graph = with_times(of_users=times, of_items=torch.zeros(ITEMS, dtype=torch.int64))
+    for time, exclude in (("both", "none"), ("edge", "none"), ("node", "reverse")):
+        sampler = HeteroSampler(graph.sort_by_time(time), [5], temporal="last", time=time)
+        links = HeteroLinkSampler(sampler, BUYS)
+        assert links.exclude == exclude, time
+        assert links.num_items == EDGES
