@@ -12,12 +12,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gcnzc.kernels.threads import ForkSafeLock
+
+# allocates a tensor of a length and a dtype, like `Pool.empty`
+Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 
 # smaller host allocations use malloc, which reuses memory itself and is faster
 SMALL_BYTES = 1 << 16

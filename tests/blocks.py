@@ -20,6 +20,16 @@ def random_block(
     return indptr.to(pointers), indices.to(ids)
 
 
+def swap_index_dtypes(*arrays: Tensor) -> list[Tensor]:
+    """Return int32 arrays as int64, and int64 arrays as int32.
+
+    Triton's kernels take any of them. For numba's, which are compiled for each combination, tests
+    use few.
+    """
+    other = {torch.int32: torch.int64, torch.int64: torch.int32}
+    return [each.to(other[each.dtype]) for each in arrays]
+
+
 def ring(num_nodes: int, hops: int) -> tuple[Tensor, Tensor]:
     """Return (indptr, indices) where node t hears its `hops` predecessors."""
     steps = torch.arange(1, hops + 1)

@@ -80,7 +80,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput") or not is_parallel or any(ROOT.glob(COMPILED)):
         return
     sys.stdout.write("compiling kernels and bytecode\n")
-    commands = (("pytest", "--collect-only", "-qq"), ("tests.compile_kernels",))
+    commands = (
+        ("tests.compile_kernels", "models"),
+        ("tests.compile_kernels", "optimizers"),
+        ("pytest", "--collect-only", "-qq"),
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", *words],

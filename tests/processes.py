@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from gcnzc.exchange import agreement, heartbeat
+
 # one process imports everything once, and each worker is a fork of it
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "gcnzc.optim",
         "gcnzc.train.run",
+        # what the modules of tests import, from which a worker gets its function
+        "pytest",
+        "gcnzc.cli",
+        "gcnzc.datasets.generate",
+        "gcnzc.graph.prepare",
         # what a worker would import on first use, which takes 3 s of CPU time: by torch's
         # optimizers, by compiled functions, by plots and by the names of classes
         "torch._dynamo",
@@ -32,6 +39,12 @@ FORKS.set_forkserver_preload(
         "pandas",
     ]
 )
+
+
+def shorten_waits() -> None:
+    """Shorten the intervals of heartbeats and of comparisons of requests, in a worker."""
+    heartbeat.BEAT_S = 0.25
+    agreement.STALL_S, agreement.COMPARE_S = 0.2, 0.05
 
 
 def _work(

@@ -8,7 +8,7 @@ import torch
 
 from gcnzc.exchange import init_group
 from gcnzc.optim import DistributedOptimizer
-from gcnzc.train import checkpoint
+from gcnzc.train import checkpoint, results
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
@@ -52,6 +52,8 @@ def train_as_worker(
         return step
 
     DistributedOptimizer.step = watched(DistributedOptimizer.step)
+    # as in `quick_runs`
+    results.curves = lambda runs, file: file.touch()
     torch.manual_seed(0)
     with init_group(timeout_s=config.timeout_s) as group:
         try:

@@ -24,6 +24,7 @@ from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.loader import loader as loader_module
 from gcnzc.loader import transfer as transfer_module
 from gcnzc.sampling.batch import Batch, Block
+from gcnzc.sampling.hetero import HeteroBatch
 
 NUM_NODES, NUM_COLUMNS = 64, 6
 KINDS = ("float32", "int8", "codes", "columns", "cached", "on the device", "sparse", None)
@@ -81,9 +82,21 @@ def table_on(device, kind):
 
 def tensors_of(batch):
     """Return every tensor of a batch."""
+    if isinstance(batch, HeteroBatch):
+        return tensors_of_typed(batch)
     found = [batch.nodes, batch.seeds, batch.x, batch.y, batch.pairs]
     for block in batch.blocks:
         found += [block.indptr, block.indices, block.nodes, block.edge_ids, block.degrees]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def tensors_of_typed(batch):
+    """Return every tensor on the device of a typed batch."""
+    by_type = (batch.nodes, batch.seeds, batch.row, batch.col, batch.edge_ids, batch.subgraphs)
+    found = [tensor for each in (*by_type, batch.x) for tensor in (each or {}).values()]
+    found += [batch.seed_times, batch.y, batch.pairs]
+    for block in batch.blocks:
+        found += [block.indptr, block.indices, block.pairs]
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -119,13 +132,14 @@ class Program:
 
     def use(self, batch, reader):
         """Queue work of a model with a batch."""
+        is_typed = isinstance(batch, HeteroBatch)
 
         def work():
             self.device.read(*tensors_of(batch))
             self.check(batch)
             if batch.x is not None and self.draw.random() < 0.3:
                 # activations in place
-                self.device.write(batch.x)
+                self.device.write(*(batch.x.values() if is_typed else [batch.x]))
 
         reader.do(work)
         if self.draw.random() < 0.2:
@@ -266,14 +280,7 @@ class LoaderProgram(Program):
     def run(self):
         draw, device = self.draw, self.device
         table = self.table()
-        loader = loader_module.Loader(
-            *(graph(), table, torch.arange(0, NUM_NODES, 2), [2, 2][: draw.randint(1, 2)]),
-            batch_size=draw.choice([3, 5, 8, 16]),
-            labels=torch.arange(NUM_NODES) if draw.random() < 0.5 else None,
-            threads=draw.randint(1, 3),
-            ahead=draw.randint(1, 4),
-            in_degrees=draw.random() < 0.5,
-        )
+        loader = self.loader(table)
         loader._transfer = transfer_module.Transfer(
             device, table, self.share, max_pending=loader.ahead + 1
         )
@@ -296,6 +303,18 @@ class LoaderProgram(Program):
         del loader, table
         gc.collect()
 
+    def loader(self, table):
+        """Return a loader for the CPU."""
+        draw = self.draw
+        return loader_module.Loader(
+            *(graph(), table, torch.arange(0, NUM_NODES, 2), [2, 2][: draw.randint(1, 2)]),
+            batch_size=draw.choice([3, 5, 8, 16]),
+            labels=torch.arange(NUM_NODES) if draw.random() < 0.5 else None,
+            threads=draw.randint(1, 3),
+            ahead=draw.randint(1, 4),
+            in_degrees=draw.random() < 0.5,
+        )
+
     def read(self, iterator, reader, limit, ended):
         self.device.set_current(reader)
         kept = []
@@ -313,12 +332,15 @@ class LoaderProgram(Program):
 
 
 @contextmanager
-def replaced_threads():
-    """Let programs run: replace threads, locks and queues; garbage is collected where they say."""
+def replaced_threads(kinds=(TransferProgram, LoaderProgram)):
+    """Let programs of some kinds run: replace threads, locks and queues.
+
+    Garbage is collected where the programs say.
+    """
     gc.disable()
     try:
         with replaced(*replacements()):
-            for kind in (TransferProgram, LoaderProgram):
+            for kind in kinds:
                 # what is loaded at the first use exists until the end, and need not be searched
                 run(kind, 0)
             gc.collect()
@@ -334,7 +356,7 @@ def run(kind, seed, without=None, *, may_fail=False):
     """Run a program, and return it.
 
     Args:
-        kind: `TransferProgram` or `LoaderProgram`.
+        kind: a subclass of `Program`.
         seed: of the program and of the order of its threads.
         without: the call to leave out, see `checked_device.Device`.
         may_fail: whether an error is the program's attribute `error`, and is not raised.

@@ -129,7 +129,7 @@ def uneven_clocks() -> str:
     for worker in ("slowest worker", "median worker"):
         heads += [f"{worker}: wall clock, s", "virtual, s", "ratio"]
     return with_caption(
-        markdown(heads, rows), found.values(), "python -m bench.network.uneven_strategies"
+        markdown(heads, rows), found.values(), "python -m bench.network.uneven_strategies --record"
     )
 
 

@@ -383,7 +383,8 @@ def main() -> None:
     try:
         line, fine = _run(options)
     except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # a line for the hint, as gcnzc's commands print it
+        print("error:", str(error).replace("\n\nhint:", "\nhint:"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,12 +1,12 @@
 """Time optimizers with uneven workers: over emulated machines, and in virtual time.
 
-    python -m bench.network.uneven_strategies
+    python -m bench.network.uneven_strategies --record
     python -m bench.network.uneven_strategies --slow-worker 3:3 average DiLoCo
     python -m bench.network.uneven_strategies --slow-link 0-1:10 --virtual
 
 Both run `bench.network.uneven_worker.train`: over the emulated machines of
 bench/network/cluster.py, which needs root, or with `--virtual` in `lockstep` with
-`Link.tcp`. A recorded line has the seconds of the steps of each worker.
+`Link.tcp`. A line of JSON for each method has the seconds of the steps of each worker.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PRIORITY = -10
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the methods of the command line, and record the results."""
+    """Run the methods of the command line, and print or record the results."""
     options = _options(argv)
     torch.set_num_threads(1)
     slow = dict(options.slow_worker)
@@ -48,25 +48,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     runs = _virtual_runs(tasks, options, links) if options.virtual else _runs(tasks, options, links)
     for task, seconds, sent in runs:
-        record(
-            "cluster",
-            {
-                "part": "uneven",
-                "method": task.method,
-                "clock": "virtual" if options.virtual else "wall",
-                "workers": task.workers,
-                "mbit_per_s": options.mbit_per_s,
-                "delay_ms": options.delay_ms,
-                "steps": task.steps,
-                "step_s": task.step_s,
-                "slow_workers": {str(rank): factor for rank, factor in task.slow.items()},
-                "slow_links": {f"{a}-{b}": factor for (a, b), factor in options.slow_link},
-            },
-            slowest_s=max(seconds),
-            median_s=statistics.median(seconds),
-            seconds=seconds,
-            sent_bytes=sent,
-        )
+        case = {
+            "part": "uneven",
+            "method": task.method,
+            "clock": "virtual" if options.virtual else "wall",
+            "workers": task.workers,
+            "mbit_per_s": options.mbit_per_s,
+            "delay_ms": options.delay_ms,
+            "steps": task.steps,
+            "step_s": task.step_s,
+            "slow_workers": {str(rank): factor for rank, factor in task.slow.items()},
+            "slow_links": {f"{a}-{b}": factor for (a, b), factor in options.slow_link},
+        }
+        found = {
+            "slowest_s": max(seconds),
+            "median_s": statistics.median(seconds),
+            "seconds": seconds,
+            "sent_bytes": sent,
+        }
+        if options.record:
+            record("cluster", case, **found)
+        else:
+            print(json.dumps(case | found), flush=True)
 
 
 Run = tuple[Task, list[float], int]
@@ -117,6 +120,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--slow-link", type=slow_link, action="append", default=[], metavar="A-B:FACTOR"
     )
     parser.add_argument("--virtual", action="store_true", help="simulate, in virtual time")
+    parser.add_argument(
+        "--record", action="store_true", help="append the results to bench/results/cluster.jsonl"
+    )
     options = parser.parse_args(argv)
     unknown = set(options.methods) - set(METHODS)
     if unknown:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gcnzc._moved import renamed_attribute
+from gcnzc.features.table import FeatureTable
 from gcnzc.loader.batches import UNTRACKED, Batches
 from gcnzc.loader.checks import check_threads
 from gcnzc.loader.seed_order import (
@@ -24,6 +25,7 @@ from gcnzc.loader.seed_order import (
 )
 from gcnzc.loader.seeds import Shares
 from gcnzc.loader.state import PARTITION, check_position, check_state
+from gcnzc.loader.transfer import PendingBatch, Transfer
 from gcnzc.system.arguments import (
     IdsLike,
     check_epoch,
@@ -31,6 +33,7 @@ from gcnzc.system.arguments import (
     check_integer,
     check_seed,
 )
+from gcnzc.system.streams import CudaStreams
 
 # attributes of `loader.shares` that `__reduce__` passes to the constructor
 SHARE_OPTIONS = ("batch_size", "rank", "world_size", "drop_last", "may_be_empty")
@@ -42,10 +45,14 @@ class MinibatchLoader(ABC, Generic[B]):
     """Base class of the loaders whose threads prepare minibatches of seeds, in order.
 
     A subclass calls `_set_order` in its constructor, and then `_remember_own_attributes`. It
-    prepares a minibatch in `_prepare`, which the threads call.
+    prepares a minibatch in `_prepare`, which the threads call. For a GPU, it sets `_transfer` to
+    the result of `_open_transfer`, and starts the transfer of the minibatch in `_prepare`.
     """
 
     sampler: Any
+    device: torch.device
+    # copies minibatches to a GPU; None on a CPU
+    _transfer: Transfer | None
     # number of elements that `parts` has, one for each possible seed
     _num_items: int
 
@@ -91,6 +98,7 @@ class MinibatchLoader(ABC, Generic[B]):
         self._own_division = self._division_of(*sizes, parts)
         self._division = self._own_division
         self.threads, self.ahead = check_threads(threads, ahead, self.sampler, world_size)
+        self._transfer = None
         self._epoch = 0
         # number of batches of this epoch that the newest iterator has yielded
         self._position = 0
@@ -107,13 +115,33 @@ class MinibatchLoader(ABC, Generic[B]):
     def _prepare(self, seeds: Tensor, epoch: int) -> Any:
         """Prepare the minibatch of some seeds, in one of the loader's threads."""
 
+    def _open_transfer(
+        self,
+        table: FeatureTable | Mapping[str, FeatureTable] | None,
+        copied_share: float | Mapping[str, float],
+        priority: int,
+    ) -> Transfer:
+        """Return a `Transfer` to `device`, and let the sampler use its page-locked memory."""
+        streams = CudaStreams(self.device)
+        transfer = Transfer(streams, table, copied_share, priority, max_pending=self.ahead + 1)
+        if hasattr(self.sampler, "pool"):
+            # page-locked memory, from which the copy engine copies asynchronously
+            self.sampler.pool = transfer.host
+        return transfer
+
     def _complete(self, prepared: Any) -> B:
         """Return a prepared minibatch, in the thread that iterates."""
-        found: B = prepared
-        return found
+        if not isinstance(prepared, PendingBatch):
+            found: B = prepared
+            return found
+        assert self._transfer is not None, "only batches on a GPU are pending"
+        return self._transfer.wait(prepared)
 
     def _begin_iteration(self) -> None:
         """Called when an iterator is created, before its threads start."""
+        if self._transfer is not None:
+            # a table may still be in the process of being copied to the GPU
+            self._transfer.order_after_current_stream()
 
     @abstractmethod
     def _constructor(self) -> tuple[type["MinibatchLoader[B]"], dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Checks of a loader's arguments."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,11 @@ def check_share(copied_share: float) -> float:
     )
 
 
+def check_priority(priority: int) -> int:
+    """Check the priority of CUDA streams."""
+    return check_integer("priority", priority, most=0, hint="0, or -1 for a higher priority")
+
+
 def check_loader_device(
     device: torch.device, table: FeatureTable | None, copied_share: float
 ) -> torch.device:
@@ -89,21 +95,31 @@ def check_loader_device(
     return device
 
 
+def check_tables_device(
+    device: torch.device, tables: Mapping[str, FeatureTable], copied_share: float
+) -> torch.device:
+    """Check that typed minibatches can be copied to a device; return it with its index."""
+    device = check_loader_device(device, None, copied_share)
+    for name, table in tables.items():
+        _check_device_rows(device, table, copied_share, f"tables[{name!r}]: ")
+    return device
+
+
 def _check_device_rows(
-    device: torch.device, table: FeatureTable | None, copied_share: float
+    device: torch.device, table: FeatureTable | None, copied_share: float, prefix: str = ""
 ) -> None:
     if table is None or table.device == device or is_copied(device, table):
         return
     if table.device.type == "cuda":
         raise ValueError(
-            f"a table on {table.device} cannot be gathered on {device}\n\n"
+            f"{prefix}a table on {table.device} cannot be gathered on {device}\n\n"
             f"hint: FeatureTable(rows.to('{device}'))"
         )
     if table.is_sparse or copied_share == 1:
         return
     if not (table.rows.is_pinned() or table.rows.numel() == 0):
         raise ValueError(
-            f"a table on the host cannot be read from {device}, because its memory is not "
+            f"{prefix}a table on the host cannot be read from {device}, because its memory is not "
             "page-locked\n\nhint: `with gcnzc.pinned(rows) as table:`; or copied_share=1, for "
             "the CPU to gather all rows"
         )
@@ -116,6 +132,15 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
     # rows that are page-locked already can be read in place, even if gcnzc could not lock them
     locked = not table.is_sparse and table.rows.is_pinned()
     return not (locked or can_read_host(device))
+
+
+def share_to_copy(device: torch.device, table: FeatureTable | None, copied_share: float) -> float:
+    """Return the fraction of a batch's rows that are gathered on the host and copied.
+
+    It is `copied_share`, or 1 if the GPU cannot read the rows, or if they are sparse.
+    """
+    copy_all = is_copied(device, table) or (table is not None and table.is_sparse)
+    return 1.0 if copy_all else copied_share
 
 
 def check_threads(

@@ -1,7 +1,8 @@
 """Minibatch loader of heterogeneous graphs: typed blocks, features by node type, and labels.
 
-Each thread prepares whole minibatches, as those of `gcnzc.Loader`. Neither the minibatches nor
-their order depends on the number of threads.
+Each thread prepares whole minibatches, as those of `gcnzc.Loader`. For a GPU,
+`gcnzc.loader.transfer` queues the copies and the gathers on CUDA streams. Neither the minibatches
+nor their order depends on the number of threads.
 """
 
 import time
@@ -18,9 +19,15 @@ from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.kernels.buffers import Pool
 from gcnzc.loader.base import MinibatchLoader, thread_label
-from gcnzc.loader.checks import check_loader_device
+from gcnzc.loader.checks import (
+    check_priority,
+    check_share,
+    check_tables_device,
+    share_to_copy,
+)
 from gcnzc.loader.seed_order import SeedOrder
 from gcnzc.loader.state import plain_settings
+from gcnzc.loader.transfer import PendingBatch
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_block import build_hetero_blocks
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -31,7 +38,7 @@ from gcnzc.system.spans import Span
 # attributes of the loader that `__reduce__` passes to the constructor, besides the shares
 OPTIONS = (
     *("sampler", "labels", "seed_times", "device", "shuffle", "seed", "threads", "ahead"),
-    *("seed_order", "parts"),
+    *("copied_share", "priority", "seed_order", "parts"),
 )
 
 
@@ -41,7 +48,10 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
     A minibatch is a `gcnzc.sampling.HeteroBatch` with `blocks`, `x`, `y`, `items` and, for link
     prediction, `pairs`. Epochs, iterators, threads, ranks and states are those of `gcnzc.Loader`.
 
-    For a GPU, a minibatch is prepared on the host, and copied when it is yielded.
+    On a GPU, all tensors of a minibatch but `items` are on the GPU. They are copied asynchronously,
+    ahead of the model, and the GPU gathers features from page-locked tables in place, as for
+    `gcnzc.Loader`. Use a minibatch on the stream that was current when it was yielded; see
+    `gcnzc.Loader` for other streams.
 
     Args:
         sampler: samples the neighbourhoods: a `HeteroSampler` for seed nodes, or a
@@ -55,9 +65,15 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         seed_times: (S,) times of the seed nodes in the order of `seeds`, for temporal sampling:
             integers in the unit of the graph's times; or dates, which are rounded down to this
             unit, if `graph.time_unit` is set. Default: those of the nodes.
-        tables: features on the host by node type. Default: those of the graph. Node types without a
-            table are not in `x`.
+        tables: features by node type. Default: those of the graph. Node types without a table are
+            not in `x`. For a GPU, put the rows of each table in its memory, cache them with
+            `gcnzc.cached`, or page-lock them with `gcnzc.pinned`. Sparse rows, and rows the GPU
+            cannot read (see `gcnzc.features.can_read_host`), are gathered on the host and copied.
         device: device of the minibatches.
+        copied_share: fraction of each node type's rows, from 0 to 1, that a thread gathers on the
+            host, and the copy engine copies; the gather kernel reads the others. With 1 the tables
+            need not be page-locked. Does not change the minibatches; unused for tables on `device`.
+        priority: CUDA priority of the streams that copy and gather minibatches, see `gcnzc.Loader`.
         shuffle, drop_last, seed, rank, world_size, threads, ahead, may_be_empty, seed_order: see
             `gcnzc.Loader`. `seed` is of the order of the seeds; the sampler has its own.
         parts: with `seed_order="local"`, (S,) the part of each seed in [0, world_size); for a
@@ -78,6 +94,8 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         seed_times: Any = None,
         tables: Mapping[str, FeatureTable] | None = None,
         device: torch.device | str = "cpu",
+        copied_share: float = 0.0,
+        priority: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
@@ -98,7 +116,11 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         self.sampler: HeteroSampler | HeteroLinkSampler = sampler
         self.graph: HeteroGraph = sampler.graph
         self.tables = _check_tables(self.graph, tables)
-        self.device = check_loader_device(check_device("device", device), None, 0.0)
+        self.copied_share = check_share(copied_share)
+        self.device = check_tables_device(
+            check_device("device", device), self.tables, self.copied_share
+        )
+        self.priority = check_priority(priority)
         if isinstance(sampler, HeteroLinkSampler):
             if labels is not None or seed_times is not None:
                 name = "labels" if labels is not None else "seed_times"
@@ -129,7 +151,13 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
             seed_order=seed_order,
             parts=parts,
         )
-        self._pool = Pool()
+        if self.device.type == "cuda":
+            shares = {
+                name: share_to_copy(self.device, table, self.copied_share)
+                for name, table in self.tables.items()
+            }
+            self._transfer = self._open_transfer(self.tables, shares, self.priority)
+        self._host_pool = Pool() if self._transfer is None else self._transfer.host
         self._remember_own_attributes(set_by_subclass)
 
     def _constructor(self) -> tuple[type["HeteroLoader"], dict[str, Any]]:
@@ -168,21 +196,21 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
             )
         return own[self._ids]
 
-    def _prepare(self, seeds: Tensor, epoch: int) -> HeteroBatch:
+    def _prepare(self, seeds: Tensor, epoch: int) -> HeteroBatch | PendingBatch[HeteroBatch]:
         """Prepare one minibatch, in one of the loader's threads."""
         began_s = time.perf_counter()
         batch = self._sample(seeds, epoch)
-        batch.blocks = build_hetero_blocks(batch)
+        batch.blocks = build_hetero_blocks(batch, empty=self._host_pool.empty)
         batch.items = seeds
         sampled_s, thread = time.perf_counter(), thread_label()
         batch.times["sample_s"] = sampled_s - began_s
+        batch.spans = [Span("sample", thread, began_s, sampled_s)]
+        if self._transfer is not None:
+            return self._transfer.start(batch)
         batch.x = {name: self._gather(name, batch.nodes[name]) for name in self.tables}
         ended_s = time.perf_counter()
         batch.times["gather_s"] = ended_s - sampled_s
-        batch.spans = [
-            Span("sample", thread, began_s, sampled_s),
-            Span("gather", thread, sampled_s, ended_s),
-        ]
+        batch.spans.append(Span("gather", thread, sampled_s, ended_s))
         return batch
 
     def _sample(self, seeds: Tensor, epoch: int) -> HeteroBatch:
@@ -191,16 +219,15 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         times = None if self.seed_times is None else self.seed_times[seeds]
         batch = self.sampler.sample((self._node_type, self._ids[seeds]), epoch, times)
         if self.labels is not None:
-            batch.y = self.labels[seeds]
+            shape = (len(seeds), *self.labels.shape[1:])
+            out = self._host_pool.empty(shape, self.labels.dtype)
+            batch.y = torch.index_select(self.labels, 0, seeds, out=out)
         return batch
 
     def _gather(self, node_type: str, nodes: Tensor) -> Tensor:
         table = self.tables[node_type]
-        out = self._pool.empty((len(nodes), table.num_columns), table.dtype)
+        out = self._host_pool.empty((len(nodes), table.num_columns), table.dtype)
         return table.gather(nodes, out, threads=1)
-
-    def _complete(self, prepared: HeteroBatch) -> HeteroBatch:
-        return prepared if self.device.type == "cpu" else prepared.to(self.device)
 
 
 def _check_tables(
@@ -216,11 +243,6 @@ def _check_tables(
             raise ValueError(
                 f"tables[{name!r}] has {table.num_rows} rows, but the type has "
                 f"{graph.num_nodes(name)} nodes\n\nhint: one row of features per node is needed"
-            )
-        if table.device.type != "cpu":
-            raise ValueError(
-                f"tables[{name!r}] is on {table.device}\n\n"
-                "hint: a HeteroLoader gathers features on the host"
             )
     return dict(given)
 
@@ -264,4 +286,4 @@ def _check_labels(given: Any, num_seeds: int) -> Tensor | None:
             f"labels of shape {tuple(given.shape)} for {num_seeds} seeds\n\n"
             "hint: one row of labels for each seed, in the order of the seeds"
         )
-    return given.cpu()
+    return given.detach().cpu()

@@ -24,16 +24,17 @@ from gcnzc.loader.base import MinibatchLoader, thread_label
 from gcnzc.loader.checks import (
     check_labels,
     check_loader_device,
+    check_priority,
     check_sampler,
     check_seeds,
     check_share,
     check_table,
-    is_copied,
+    share_to_copy,
 )
 from gcnzc.loader.seed_order import (
     SeedOrder,
 )
-from gcnzc.loader.transfer import PendingBatch, Transfer
+from gcnzc.loader.transfer import PendingBatch
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import Sampler, check_graph
 from gcnzc.sampling.protocol import SamplerProtocol
@@ -41,12 +42,10 @@ from gcnzc.system.arguments import (
     IdsLike,
     check_device,
     check_flag,
-    check_integer,
     check_kind,
     check_seed,
 )
 from gcnzc.system.spans import Span
-from gcnzc.system.streams import CudaStreams
 
 # attributes of the loader that `__reduce__` passes to the constructor, besides the shares
 OPTIONS = (
@@ -179,10 +178,10 @@ class Loader(MinibatchLoader[Batch]):
             seed_order=seed_order,
             parts=parts,
         )
-        self.priority = check_integer(
-            "priority", priority, most=0, hint="0, or -1 for a higher priority"
-        )
-        self._transfer = self._open_transfer() if self.device.type == "cuda" else None
+        self.priority = check_priority(priority)
+        if self.device.type == "cuda":
+            share = share_to_copy(self.device, table, self.copied_share)
+            self._transfer = self._open_transfer(table, share, self.priority)
         self._host_pool = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)
         self._sampling_lock: AbstractContextManager = nullcontext() if safe else ForkSafeLock()
@@ -198,24 +197,7 @@ class Loader(MinibatchLoader[Batch]):
         """
         return nodes if self._transfer is None else self._transfer.nodes_read_in_place(nodes)
 
-    def _begin_iteration(self) -> None:
-        if self._transfer is not None:
-            # the table may still be in the process of being copied to the GPU
-            self._transfer.order_after_current_stream()
-
-    def _open_transfer(self) -> Transfer:
-        # the CPU gathers all rows if the GPU cannot read them, or if they are sparse
-        table = self.table
-        copy_all = is_copied(self.device, table) or (table is not None and table.is_sparse)
-        share = 1.0 if copy_all else self.copied_share
-        streams = CudaStreams(self.device)
-        transfer = Transfer(streams, table, share, self.priority, max_pending=self.ahead + 1)
-        if hasattr(self.sampler, "pool"):
-            # page-locked memory, from which the copy engine copies asynchronously
-            self.sampler.pool = transfer.host
-        return transfer
-
-    def _prepare(self, seeds: Tensor, epoch: int) -> Batch | PendingBatch:
+    def _prepare(self, seeds: Tensor, epoch: int) -> Batch | PendingBatch[Batch]:
         """Prepare one batch, in one of the loader's threads."""
         began_s = time.perf_counter()
         with self._sampling_lock:
@@ -251,9 +233,3 @@ class Loader(MinibatchLoader[Batch]):
         shape = (len(batch.nodes), self.table.num_columns)
         out = self._host_pool.empty(shape, self.table.dtype)
         return self.table.gather(batch.nodes, out, threads=1)
-
-    def _complete(self, prepared: Batch | PendingBatch) -> Batch:
-        if isinstance(prepared, Batch):
-            return prepared
-        assert self._transfer is not None, "only batches on a GPU are pending"
-        return self._transfer.wait(prepared)

@@ -1,11 +1,11 @@
 """Asynchronous copies of sampled minibatches and their features to a device.
 
-All batches use the same two CUDA streams. The copy stream copies first the node ids, then the
-blocks, labels and node pairs, with a copy engine of the GPU. The gather stream waits for the ids
-and runs the gather kernel, which reads rows from page-locked host memory, or from the device if the
-table is there. A fraction of the rows can be copied instead: the thread that prepares the batch
-gathers them on the host while the GPU reads the others, and the copy stream copies them and
-dequantizes codes.
+All batches use the same two CUDA streams. The copy stream copies first the node ids, of all node
+types, then the blocks, labels and node pairs, with a copy engine of the GPU. The gather stream
+waits for the ids and runs the gather kernel, once for each node type with a table. It reads rows
+from page-locked host memory, or from the device if the table is there. A fraction of the rows can
+be copied instead: the thread that prepares the batch gathers them on the host while the GPU reads
+the others, and the copy stream copies them and dequantizes codes.
 
 Each tensor of a batch uses memory of a pool. When the last reference to the tensor and its views is
 dropped, the memory returns to the pool. The "reader" of a batch is the stream that was current when
@@ -15,7 +15,7 @@ the happens-before checker of the tests reports a race if one of them is removed
     operation                          waits for
     a copy                             work on the current stream when the epoch began
     a write into reused memory         work that was queued on its last reader
-    the gather                         the copy of the ids
+    the gathers                        the copy of the ids
     work of the model on a batch       the work of both streams on the batch
     reuse of host memory               the copies that read it
     release of memory to PyTorch       work that was queued on its last reader
@@ -23,34 +23,59 @@ the happens-before checker of the tests reports a race if one of them is removed
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.gather import gather
-from gcnzc.sampling.batch import Batch, Block
+from gcnzc.sampling.batch import ONE_TYPE, CopyTensors
 from gcnzc.system.spans import Stage
 from gcnzc.system.streams import Event, Stream, Streams
+
+# parts of one allocation begin at multiples of this, on which the variant of a kernel depends
+ALIGNED_BYTES = 64
+
+
+class Minibatch(Protocol):
+    """What a `Transfer` copies: a `Batch` or a `HeteroBatch`."""
+
+    stages: list[Stage]
+
+    def node_ids(self) -> Mapping[str, Tensor]:
+        """Return the node ids by node type."""
+
+    def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> Self:
+        """Return a minibatch of the copies of all tensors, of which `nodes` has the node ids."""
+
+    def set_features(self, x: Mapping[str, Tensor]) -> None:
+        """Set the features of the nodes by node type."""
+
+
+B = TypeVar("B", bound=Minibatch)
 
 
 class Transfer:
     """Copies a loader's batches to one device, asynchronously.
 
-    `start` queues the copies of a batch and the gather of its features. `wait` lets later work on
+    `start` queues the copies of a batch and the gathers of its features. `wait` lets later work on
     the current stream wait for them, and returns the batch. Any number of threads may call `start`.
 
     Args:
         streams: the streams of the device.
         table: features, one row per node, in memory that the device can read; with a
-            `copied_share` of 1, in any host memory. None for batches without features.
+            `copied_share` of 1, in any host memory. None for batches without features. For graphs
+            of several node types, a dict by node type.
         copied_share: fraction of each batch's rows that a thread gathers on the host and the copy
             engine copies; unused if the table is on the device. They are the last rows of a batch:
             those of nodes that the last hop found, which are the least likely to be in a feature
-            cache.
+            cache. For several node types, a dict like `table`, or one fraction for all.
         priority: of both streams; with a lower number, thread blocks of the gather kernel are
             scheduled before waiting ones of the model. CUDA ignores the priority of copies.
         max_pending: number of batches whose copies may be pending, above which `start` blocks.
@@ -59,13 +84,19 @@ class Transfer:
     def __init__(
         self,
         streams: Streams,
-        table: FeatureTable | None,
-        copied_share: float = 0.0,
+        table: FeatureTable | Mapping[str, FeatureTable] | None,
+        copied_share: float | Mapping[str, float] = 0.0,
         priority: int = 0,
         max_pending: int = 4,
     ) -> None:
-        self._streams, self._table, self._max_pending = streams, table, max_pending
-        self._copied_share = copied_share
+        self._streams, self._max_pending = streams, max_pending
+        self._tables = _by_type(table)
+        # of each table, the fraction of the rows that are gathered on the host
+        self._shares = {
+            name: copied_share[name] if isinstance(copied_share, Mapping) else copied_share
+            for name, own in self._tables.items()
+            if own.device != streams.device
+        }
         copy_stream = streams.new(priority)
         self._copy_stream, self._gather_stream = copy_stream, streams.new(priority)
         # page-locked memory for samplers, from which the copy engine copies asynchronously
@@ -84,8 +115,8 @@ class Transfer:
         # the gather stream need not wait: each gather waits for the copy of its ids
         self._copy_stream.wait(self._streams.current().record())
 
-    def start(self, batch: Batch) -> "PendingBatch":
-        """Queue the copies of a batch and the gather of its features, without waiting for them.
+    def start(self, batch: B) -> "PendingBatch[B]":
+        """Queue the copies of a batch and the gathers of its features, without waiting for them.
 
         Args:
             batch: on the host. References to its tensors are kept until they are copied; further
@@ -98,35 +129,29 @@ class Transfer:
         memory = _BatchMemory(self._device, self._gather_stream)
         # all memory is allocated first, so that the times of the stages do not include the time in
         # which the streams wait for the last readers of the memory
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, ...]] = []
 
-        def allocate_copy(source: Tensor) -> Tensor:
-            target = memory.empty(source.shape, source.dtype, self._copy_stream)
-            copies.append((target, source))
-            return target
+        def allocate_copies(sources: Sequence[Tensor]) -> list[Tensor]:
+            targets = memory.empty_like(sources, self._copy_stream)
+            copies.append((*chain(*zip(targets, sources, strict=True)),))
+            return targets
 
-        nodes = allocate_copy(batch.nodes)
-        result = replace(
-            batch,
-            nodes=nodes,
-            seeds=nodes[: len(batch.seeds)],
-            blocks=_copy_blocks(batch.blocks, nodes, allocate_copy),
-            y=None if batch.y is None else allocate_copy(batch.y),
-            pairs=None if batch.pairs is None else allocate_copy(batch.pairs),
-        )
-        rows = None if self._table is None else self._allocate_rows(self._table, batch, memory)
+        ids = batch.node_ids()
+        nodes = dict(zip(ids, allocate_copies([*ids.values()]), strict=True))
+        result = batch.copy_tensors(nodes, allocate_copies)
+        rows = [self._allocate_rows(name, ids[name], nodes[name], memory) for name in self._tables]
         try:
-            result.stages = [*batch.stages, *self._queue(rows, batch, nodes, copies)]
+            result.stages = [*batch.stages, *self._queue(rows, copies)]
         finally:
             # after an exception, copies that are already queued still read the host's memory
             copied = self._copy_stream.record()
-            self._pending.append((copied, [source for _, source in copies]))
-        if rows is None:
+            self._pending.append((copied, [source for each in copies for source in each[1::2]]))
+        result.set_features({each.node_type: each.x for each in rows})
+        if not rows:
             return PendingBatch(result, memory, [copied])
-        result.x = rows.x
         return PendingBatch(result, memory, [copied, self._gather_stream.record()])
 
-    def wait(self, pending: "PendingBatch") -> Batch:
+    def wait(self, pending: "PendingBatch[B]") -> B:
         """Let later work on the current stream wait for a batch, and return the batch.
 
         This does not block the host. When the last reference to a tensor is dropped, an event is
@@ -139,10 +164,9 @@ class Transfer:
             reader.wait(event)
         return pending.batch
 
-    def nodes_read_in_place(self, nodes: Tensor) -> Tensor:
+    def nodes_read_in_place(self, nodes: Tensor, node_type: str = ONE_TYPE) -> Tensor:
         """Return the nodes whose rows the gather kernel reads; all nodes without a table."""
-        is_on_device = self._table is None or self._table.device == self._streams.device
-        share = 0.0 if is_on_device else self._copied_share
+        share = self._shares.get(node_type, 0.0)
         return nodes[: len(nodes) - round(share * len(nodes))]
 
     def close(self) -> None:
@@ -168,10 +192,13 @@ class Transfer:
                     return
                 self._pending.popleft()
 
-    def _allocate_rows(self, table: FeatureTable, batch: Batch, memory: "_BatchMemory") -> "_Rows":
-        """Allocate the features of a batch."""
-        num_rows, num_columns = len(batch.nodes), table.num_columns
-        num_copied = num_rows - len(self.nodes_read_in_place(batch.nodes))
+    def _allocate_rows(
+        self, node_type: str, ids: Tensor, nodes: Tensor, memory: "_BatchMemory"
+    ) -> "_Rows":
+        """Allocate the features of the nodes of one type."""
+        table = self._tables[node_type]
+        num_rows, num_columns = len(ids), table.num_columns
+        num_copied = num_rows - len(self.nodes_read_in_place(ids, node_type))
         writers = [self._gather_stream]
         if num_copied:
             writers.append(self._copy_stream)
@@ -179,58 +206,68 @@ class Transfer:
         codes = None
         if num_copied and table.scales is not None:
             codes = memory.empty((num_copied, num_columns), table.stored_dtype, self._copy_stream)
-        return _Rows(table, x, num_rows - num_copied, codes)
+        return _Rows(node_type, table, ids, nodes, x, num_rows - num_copied, codes)
 
-    def _queue(
-        self, rows: "_Rows | None", batch: Batch, ids: Tensor, copies: list[tuple[Tensor, Tensor]]
-    ) -> list[Stage]:
-        """Queue the copy of the ids (the first of `copies`), the gather, and the other copies."""
+    def _queue(self, rows: Sequence["_Rows"], copies: list[tuple[Tensor, ...]]) -> list[Stage]:
+        """Queue the copy of the ids (the first of `copies`), the gathers, and the other copies."""
         began, stages = self._copy_stream.timed_event(), []
         self._copy_stream.do(_copy, *copies[0])
-        if rows is not None and (rows.num_read > 0 or len(ids) == 0):
-            stages.append(self._queue_gather(rows, ids))
-        for pair in copies[1:]:
-            self._copy_stream.do(_copy, *pair)
-        if rows is not None and rows.num_read < len(ids):
-            source = self._gather_on_host(rows, batch.nodes)
-            target = rows.x[rows.num_read :] if rows.codes is None else rows.codes
-            copies.append((target, source))
-            self._copy_stream.do(_copy, target, source)
-            if rows.codes is not None:
-                out, copied_ids = rows.x[rows.num_read :], ids[rows.num_read :]
-                self._copy_stream.do(_dequantize, rows.table, rows.codes, copied_ids, out)
+        # a table that the device cannot read is not passed to its kernel, even for no rows
+        gathered = [
+            each
+            for each in rows
+            if each.num_read or (not len(each.ids) and self._shares.get(each.node_type, 0) < 1)
+        ]
+        if gathered:
+            stages.append(self._queue_gathers(gathered))
+        for tensors in copies[1:]:
+            self._copy_stream.do(_copy, *tensors)
+        for each in rows:
+            if each.num_read < len(each.ids):
+                source = self._gather_on_host(each)
+                target = each.x[each.num_read :] if each.codes is None else each.codes
+                copies.append((target, source))
+                self._copy_stream.do(_copy, target, source)
+                if each.codes is not None:
+                    out, copied_ids = each.x[each.num_read :], each.nodes[each.num_read :]
+                    self._copy_stream.do(_dequantize, each.table, each.codes, copied_ids, out)
         stages.append(Stage("copy", "copy stream", began, self._copy_stream.timed_event()))
         return stages
 
-    def _queue_gather(self, rows: "_Rows", ids: Tensor) -> Stage:
-        """Queue the gather of the rows that the device reads, after the copy of their ids."""
+    def _queue_gathers(self, rows: Sequence["_Rows"]) -> Stage:
+        """Queue the gathers of the rows that the device reads, after the copy of the ids."""
         self._gather_stream.wait(self._copy_stream.record())
         began = self._gather_stream.timed_event()
-        self._gather_stream.do(_gather, rows.table, ids[: rows.num_read], rows.x[: rows.num_read])
+        for each in rows:
+            read = slice(each.num_read)
+            self._gather_stream.do(_gather, each.table, each.nodes[read], each.x[read])
         return Stage("gather", "gather stream", began, self._gather_stream.timed_event())
 
-    def _gather_on_host(self, rows: "_Rows", ids: Tensor) -> Tensor:
+    def _gather_on_host(self, rows: "_Rows") -> Tensor:
         """Gather the rows to be copied, in this thread, while the device reads the others."""
-        copied_ids = ids[rows.num_read :]
-        out = self.host.empty((len(copied_ids), rows.table.num_columns), rows.table.stored_dtype)
-        return rows.table.gather_stored(copied_ids, out, threads=1)
+        copied_ids, table = rows.ids[rows.num_read :], rows.table
+        out = self.host.empty((len(copied_ids), table.num_columns), table.stored_dtype)
+        return table.gather_stored(copied_ids, out, threads=1)
 
 
 @dataclass(frozen=True)
-class PendingBatch:
-    """A batch whose copies and gather are queued."""
+class PendingBatch(Generic[B]):
+    """A batch whose copies and gathers are queued."""
 
-    batch: Batch  # on the device
+    batch: B  # on the device
     memory: "_BatchMemory"
     events: Sequence[Event]  # after which all of its tensors are complete
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The features of a batch on the device, and how many rows of them the device gathers."""
+    """The features of the nodes of one type, and how many rows of them the device gathers."""
 
+    node_type: str
     table: FeatureTable
-    x: Tensor  # (B, D)
+    ids: Tensor  # (B,) on the host
+    nodes: Tensor  # the ids on the device
+    x: Tensor  # (B, D) on the device
     num_read: int  # rows that the gather kernel reads; the others are copied
     codes: Tensor | None  # the copied rows before they are dequantized
 
@@ -250,11 +287,24 @@ class _BatchMemory:
             _wait(writer, events)
         return tensor
 
+    def empty_like(self, sources: Sequence[Tensor], *writers: Stream) -> list[Tensor]:
+        """Allocate tensors like others of one dtype; several are parts of one allocation."""
+        dtype = sources[0].dtype
+        if len(sources) == 1:
+            return [self.empty(sources[0].shape, dtype, *writers)]
+        step = ALIGNED_BYTES // dtype.itemsize
+        sizes = [source.numel() + -source.numel() % step for source in sources]
+        parts = self.empty((sum(sizes),), dtype, *writers).split(sizes)
+        return [
+            part[: source.numel()].view(source.shape)
+            for part, source in zip(parts, sources, strict=True)
+        ]
+
     def _record_last_use(self) -> Sequence[Event]:
         """Record events after all uses of the memory, once the last reference is dropped."""
         # The readers have waited for both streams of the transfer. A batch that was dropped before
-        # `wait` has no reader, but its copies and its gather may be pending. An event after the
-        # gather suffices: later work on the copy stream follows these copies, and a later gather
+        # `wait` has no reader, but its copies and its gathers may be pending. An event after the
+        # gathers suffices: later work on the copy stream follows these copies, and a later gather
         # waits for the copy of its own ids, which is queued after these copies.
         return [stream.record() for stream in self.readers or [self.gather_stream]]
 
@@ -264,26 +314,16 @@ def _wait(stream: Stream, events: Sequence[Event]) -> None:
         stream.wait(event)
 
 
-def _copy_blocks(
-    blocks: Sequence[Block], nodes: Tensor, allocate_copy: Callable[[Tensor], Tensor]
-) -> tuple[Block, ...]:
-    # the degrees of each block are a prefix of the outermost block's
-    degrees = allocate_copy(blocks[0].degrees) if blocks and blocks[0].degrees is not None else None
-    return tuple(
-        replace(
-            block,
-            indptr=allocate_copy(block.indptr),
-            indices=allocate_copy(block.indices),
-            edge_ids=None if block.edge_ids is None else allocate_copy(block.edge_ids),
-            nodes=nodes[: block.num_src],
-            degrees=None if degrees is None else degrees[: block.num_src],
-        )
-        for block in blocks
-    )
+def _by_type(table: FeatureTable | Mapping[str, FeatureTable] | None) -> dict[str, FeatureTable]:
+    if isinstance(table, FeatureTable):
+        return {ONE_TYPE: table}
+    return dict(table or {})
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+def _copy(*tensors: Tensor) -> None:
+    """Copy tensors, given as each target and then its source."""
+    for target, source in zip(tensors[::2], tensors[1::2], strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _gather(table: FeatureTable, ids: Tensor, out: Tensor) -> None:

@@ -14,10 +14,23 @@ from gcnzc.optim.local.sparse_loco import SparseLoCo
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo, streaming_diloco
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import resize_state
+from gcnzc.optim.state_layout import SavedTensor
 from gcnzc.optim.strategy.a2cid2 import a2cid2
+from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.backup_workers import backup_workers
+from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.fedglomo import fedglomo
-from gcnzc.optim.strategy.recipe import Recipe
+from gcnzc.optim.strategy.parameter_mean import DifferenceMean, ParameterMean
+from gcnzc.optim.strategy.recipe import (
+    BaseExchange,
+    BaseUpdate,
+    Exchange,
+    LocalStep,
+    Policy,
+    Recipe,
+    RecipePart,
+    Update,
+)
 from gcnzc.optim.strategy.saps_psgd import saps
 from gcnzc.optim.strategy.selsync import selsync
 from gcnzc.optim.strategy.strategy import Strategy
@@ -31,25 +44,37 @@ from gcnzc.optim.synchronous.zero_one_schedule import ZeroOneSchedule
 
 __all__ = [
     "CO2",
+    "AllRanks",
     "Averaged",
+    "BaseExchange",
+    "BaseUpdate",
     "DiLoCo",
+    "DifferenceMean",
     "DistributedOptimizer",
     "DropCompute",
+    "EveryInterval",
+    "Exchange",
     "LatePhaseWarning",
     "LocalSGD",
+    "LocalStep",
     "MuLoCo",
     "Muon",
     "OneBitAdam",
     "OneBitLamb",
+    "ParameterMean",
+    "Policy",
     "Recipe",
+    "RecipePart",
     "Replicated",
     "RowOptimizer",
+    "SavedTensor",
     "SparseAdagrad",
     "SparseAdam",
     "SparseLoCo",
     "SparseSGD",
     "Strategy",
     "StreamingDiLoCo",
+    "Update",
     "ZeroOneAdam",
     "ZeroOneSchedule",
     "a2cid2",

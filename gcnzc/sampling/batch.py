@@ -1,13 +1,22 @@
 """Minibatches: sampled subgraphs as blocks, with their features and labels."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.graph.graph import Graph
 from gcnzc.system.spans import Span, Stage
+
+# the only node type of a `Batch`, where tensors are given by node type
+ONE_TYPE = ""
+
+# returns copies of tensors of one dtype
+CopyTensors: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,8 +120,49 @@ class Batch:
     spans: list[Span] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
 
+    def node_ids(self) -> dict[str, Tensor]:
+        """Return the ids of all nodes by node type, of which there is one."""
+        return {ONE_TYPE: self.nodes}
+
+    def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> Self:
+        """Return a minibatch of copies of the tensors but `x` and `items`; views remain views.
+
+        Args:
+            nodes: copies of `node_ids`.
+            copy: returns copies of tensors of one dtype.
+        """
+        own = nodes[ONE_TYPE]
+        return replace(
+            self,
+            nodes=own,
+            seeds=own[: len(self.seeds)],
+            blocks=_copy_blocks(self.blocks, own, copy),
+            y=None if self.y is None else copy([self.y])[0],
+            pairs=None if self.pairs is None else copy([self.pairs])[0],
+        )
+
+    def set_features(self, x: Mapping[str, Tensor]) -> None:
+        """Set `x` to the features by node type; no features leave it unchanged."""
+        self.x = x.get(ONE_TYPE, self.x)
+
     def __repr__(self) -> str:
         """Return the blocks and the shapes of the tensors, without their elements."""
         tensors = {name: getattr(self, name) for name in ("seeds", "nodes", "x", "y", "pairs")}
         shapes = [f"{name}={tuple(of.shape)}" for name, of in tensors.items() if of is not None]
         return f"Batch({', '.join(shapes)}, blocks={self.blocks})"
+
+
+def _copy_blocks(blocks: Sequence[Block], nodes: Tensor, copy: CopyTensors) -> tuple[Block, ...]:
+    # the degrees of each block are a prefix of the outermost block's
+    degrees = copy([blocks[0].degrees])[0] if blocks and blocks[0].degrees is not None else None
+    return tuple(
+        replace(
+            block,
+            indptr=copy([block.indptr])[0],
+            indices=copy([block.indices])[0],
+            edge_ids=None if block.edge_ids is None else copy([block.edge_ids])[0],
+            nodes=nodes[: block.num_src],
+            degrees=None if degrees is None else degrees[: block.num_src],
+        )
+        for block in blocks
+    )

@@ -5,9 +5,9 @@ the nodes that the hop before found.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.sample.hetero import HeteroOptions, HeteroSample, HeteroWorkspace, sample_hetero
 from gcnzc.kernels.sample.hetero import InvalidColumn as _InvalidColumn
 from gcnzc.kernels.sample.hetero_graph import HeteroTables, Relation
+from gcnzc.sampling.batch import CopyTensors
 from gcnzc.sampling.bidirectional import to_bidirectional
 from gcnzc.sampling.hetero_block import HeteroBlock
 from gcnzc.sampling.hetero_fanouts import Fanouts, check_num_neighbors
@@ -38,10 +39,15 @@ from gcnzc.system.spans import Span, Stage
 Strategy: TypeAlias = Literal["uniform", "last"]
 SubgraphType: TypeAlias = Literal["directional", "bidirectional", "induced"]
 
+K = TypeVar("K", bound=Hashable)
+
 
 @dataclass(repr=False)
 class HeteroBatch:
-    """A sampled subgraph with several types of nodes and edges; tensors are int64 on the host.
+    """A sampled subgraph with several types of nodes and edges; ids and positions are int64.
+
+    A sampler returns tensors on the host. In a minibatch of a loader for a GPU, all tensors but
+    `items` are on the GPU.
 
     Attributes:
         nodes: for each node type (B_t,) node ids: the seeds, then the other nodes in the order in
@@ -71,9 +77,9 @@ class HeteroBatch:
             for negatives.
         pairs: for link prediction (2, P) positions of the pairs to score: of their sources in
             `nodes` of the source type, and of their destinations in `nodes` of theirs.
-        items: the elements of the loader's `seeds` in this minibatch.
+        items: the elements of the loader's `seeds` in this minibatch, on the host.
         spans: start, end and thread of the work of the loader's threads.
-        stages: timed work on CUDA streams; none.
+        stages: timed work on CUDA streams, finished or pending.
     """
 
     nodes: dict[str, Tensor]
@@ -96,14 +102,74 @@ class HeteroBatch:
     stages: list[Stage] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> "HeteroBatch":
-        """Return a copy whose blocks, features, labels and pairs are on `device`.
+        """Return a copy whose tensors but `items` are on `device`; it waits for the copies."""
 
-        Node ids, edges and times remain on the host.
+        def copy(tensors: Iterable[Tensor]) -> list[Tensor]:
+            return [tensor.to(device) for tensor in tensors]
+
+        moved = self.copy_tensors(
+            dict(zip(self.nodes, copy(self.nodes.values()), strict=True)), copy
+        )
+        if self.x is not None:
+            moved.x = dict(zip(self.x, copy(self.x.values()), strict=True))
+        return moved
+
+    def node_ids(self) -> dict[str, Tensor]:
+        """Return the ids of all nodes by node type."""
+        return self.nodes
+
+    def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> "HeteroBatch":
+        """Return a minibatch of copies of the tensors but `x` and `items`; views remain views.
+
+        Each tensor is copied once, even if it belongs to several blocks or edge types.
+
+        Args:
+            nodes: copies of `node_ids`.
+            copy: returns copies of tensors of one dtype.
         """
-        x = None if self.x is None else {name: rows.to(device) for name, rows in self.x.items()}
-        y, pairs = (None if own is None else own.to(device) for own in (self.y, self.pairs))
-        blocks = tuple(block.to(device) for block in self.blocks)
-        return replace(self, blocks=blocks, x=x, y=y, pairs=pairs)
+        blocks = {id(block): block for block in self.blocks}
+        given: list[Tensor] = [*self.row.values(), *self.col.values()]
+        given += [*(self.edge_ids or {}).values(), *(self.subgraphs or {}).values()]
+        given += [] if self.seed_times is None else [self.seed_times]
+        for block in blocks.values():
+            given += [block.indptr, block.indices, block.pairs]
+        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        for tensor in given:
+            by_dtype.setdefault(tensor.dtype, {})[id(tensor)] = tensor
+        copies: dict[int, Tensor] = {}
+        for own in by_dtype.values():
+            copies |= zip(own, copy([*own.values()]), strict=True)
+
+        def copied(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+            return {key: copies[id(tensor)] for key, tensor in tensors.items()}
+
+        copied_blocks = {
+            key: replace(
+                block,
+                indptr=copies[id(block.indptr)],
+                indices=copies[id(block.indices)],
+                pairs=copies[id(block.pairs)],
+            )
+            for key, block in blocks.items()
+        }
+        return replace(
+            self,
+            nodes=dict(nodes),
+            seeds={name: nodes[name][: len(own)] for name, own in self.seeds.items()},
+            row=copied(self.row),
+            col=copied(self.col),
+            edge_ids=None if self.edge_ids is None else copied(self.edge_ids),
+            subgraphs=None if self.subgraphs is None else copied(self.subgraphs),
+            seed_times=None if self.seed_times is None else copies[id(self.seed_times)],
+            blocks=tuple(copied_blocks[id(block)] for block in self.blocks),
+            # not with the others: labels that are kept would keep the memory of the edges
+            y=None if self.y is None else copy([self.y])[0],
+            pairs=None if self.pairs is None else copy([self.pairs])[0],
+        )
+
+    def set_features(self, x: Mapping[str, Tensor]) -> None:
+        """Set `x` to the features by node type."""
+        self.x = dict(x)
 
     def edge_index(self, edge_type: EdgeType) -> Tensor:
         """Return the (2, E_r) rows and columns of an edge type, as PyG's `edge_index`."""
@@ -116,7 +182,7 @@ class HeteroBatch:
             `indptr` (B_dst + 1,) int64 and `indices` (E_r,) int32 positions of the sources.
         """
         counts = torch.bincount(self.col[edge_type], minlength=len(self.nodes[edge_type[2]]))
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int64)
+        indptr = counts.new_zeros(len(counts) + 1)
         torch.cumsum(counts, 0, out=indptr[1:])
         return indptr, self.row[edge_type].int()
 
@@ -160,7 +226,8 @@ class HeteroSampler:
         edge_ids: also return edge ids.
 
     Attributes:
-        pool: buffer pool for minibatches, on the host.
+        pool: buffer pool for minibatches, on the host. A loader for a GPU replaces it by a pool of
+            page-locked memory.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
+from gcnzc.kernels.buffers import Allocate
 from gcnzc.kernels.structure.relation_columns import InvalidEdge, RelationEdges, merge_relations
 from gcnzc.system.arguments import check_integer, check_kind
 
@@ -182,7 +183,9 @@ class HeteroBlock:
         return replace(self, **moved)
 
 
-def build_hetero_blocks(batch: "HeteroBatch") -> tuple[HeteroBlock, ...]:
+def build_hetero_blocks(
+    batch: "HeteroBatch", *, empty: Allocate | None = None
+) -> tuple[HeteroBlock, ...]:
     """Return the blocks of a minibatch, one for each hop of its sampler, input layer first.
 
     The sources of the first block are all nodes of the minibatch, and the destinations of the last
@@ -194,7 +197,9 @@ def build_hetero_blocks(batch: "HeteroBatch") -> tuple[HeteroBlock, ...]:
     The function is thread-safe, and releases the GIL during the work on edges.
 
     Args:
-        batch: from a `HeteroSampler`.
+        batch: from a `HeteroSampler`, on the host.
+        empty: allocates the tensors of the blocks, such as `Pool.empty`. Default: a pool of
+            ordinary memory.
 
     Raises:
         ValueError: the minibatch has no hops, or an edge has a position out of range.
@@ -223,7 +228,7 @@ def build_hetero_blocks(batch: "HeteroBatch") -> tuple[HeteroBlock, ...]:
                 begin, end = 0 if batch.once else sum(counts[:hop]), sum(counts[: hop + 1])
             part = slice(begin, end)
             relations.append((batch.row[edge_type][part], batch.col[edge_type][part], None))
-        blocks.append(_merge(metadata, relations, num_src, num_dst, num_known))
+        blocks.append(_merge(metadata, relations, num_src, num_dst, num_known, empty))
     return tuple(blocks)
 
 
@@ -281,6 +286,7 @@ def _merge(
     num_src: tuple[int, ...],
     num_dst: tuple[int, ...],
     num_known: tuple[int, ...],
+    empty: Allocate | None = None,
 ) -> HeteroBlock:
     """Return the block of relations, each given as rows, and columns or offsets."""
     types = {name: t for t, name in enumerate(metadata.node_types)}
@@ -310,7 +316,7 @@ def _merge(
             )
         )
     try:
-        merged = merge_relations(edges, columns[-1], rows[-1], pairs[-1])
+        merged = merge_relations(edges, columns[-1], rows[-1], pairs[-1], empty=empty)
     except InvalidEdge as error:
         edge_type, own = metadata.edge_types[error.relation], edges[error.relation]
         end = "" if own.col is None else f" to {int(own.col[error.edge])}"

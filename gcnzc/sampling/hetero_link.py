@@ -17,6 +17,7 @@ from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore
 from gcnzc.graph.hetero.times import as_times
 from gcnzc.graph.hetero.values import to_array
+from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 from gcnzc.sampling.hetero_negatives import HeteroNegativeSampler
 from gcnzc.sampling.link import MAX_NEGATIVES
@@ -146,6 +147,15 @@ class HeteroLinkSampler:
                 )
 
     @property
+    def pool(self) -> Pool:
+        """Buffer pool for minibatches, see `HeteroSampler`."""
+        return self._sampler.pool
+
+    @pool.setter
+    def pool(self, pool: Pool) -> None:
+        self._sampler.pool = pool
+
+    @property
     def num_items(self) -> int:
         """Number of seed edges, E; the loader's seeds are in [0, E)."""
         return self.edges.shape[1]
@@ -228,8 +238,8 @@ class HeteroLinkSampler:
         else:
             seeds_of, pairs = _unique_ends(ends, source, target)
             batch = self._sampler.sample(seeds_of, epoch)
-        batch.pairs = pairs
-        batch.y = torch.zeros(ends.shape[1])
+        batch.pairs = self.pool.empty(pairs.shape, pairs.dtype).copy_(pairs)
+        batch.y = self.pool.empty(ends.shape[1]).zero_()
         batch.y[: len(items)] = 1
         self._exclude(batch, positives)
         batch.times["sample_s"] = time.perf_counter() - begin_s
@@ -269,9 +279,11 @@ class HeteroLinkSampler:
             assert batch.num_edges is not None, "the constructor requires directional subgraphs"
             numbers = [int(own.sum()) for own in kept.split(list(batch.num_edges[edge_type]))]
             batch.num_edges[edge_type] = tuple(numbers)
-            batch.row[edge_type], batch.col[edge_type] = row[kept], col[kept]
-            if batch.edge_ids is not None:
-                batch.edge_ids[edge_type] = batch.edge_ids[edge_type][kept]
+            given = [batch.row, batch.col]
+            given += [] if batch.edge_ids is None else [batch.edge_ids]
+            for each in given:
+                out = self.pool.empty(sum(numbers), torch.int64)
+                each[edge_type] = torch.masked_select(each[edge_type], kept, out=out)
 
     def _check_edges(self, edges: Any) -> Tensor:
         name = f"edges of {self.edge_type}"

@@ -18,7 +18,7 @@ from gcnzc.train import checkpoint
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.correct_and_smooth import correct_and_smooth
 from gcnzc.train.evaluation_options import check_evaluate_fanouts, check_samples
-from gcnzc.train.hetero.data import HeteroDataset, load_graph
+from gcnzc.train.hetero.data import HeteroDataset, load_graph, open_tables
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.progress import NullReporter, Reporter
 from gcnzc.train.run_folder import BEST, CONFIG, read_config
@@ -126,9 +126,11 @@ def evaluate(config: EvaluateConfig, reporter: Reporter | None = None) -> dict[s
         task.embeddings = load_embeddings(config.run, best["epoch"], names, data)
     begin = time.perf_counter()
     with ExitStack() as stack:
-        table: Any = data.table
+        table: Any
         if isinstance(data, Dataset):
             table = stack.enter_context(feature_table(data, trained.features, device, Group()))
+        else:
+            table = stack.enter_context(open_tables(data.table, device, Group()))
         task.choose_evaluation(model, table, Group(), reporter.say, splits=SPLITS)
         with reporter.task("evaluate") as bar:
             if task.evaluator.method == "exact" or (trained.is_hetero and config.predictions):

@@ -79,7 +79,7 @@ REJECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sampler": (("gcnzc",), "DGL's sampler is for graphs of one node type"),
     "seed_order": (("shuffled", "rotating"), "graphs of one node type can be partitioned"),
     "negatives": (("uniform",), "negative pairs have the source of their edge"),
-    "features": (("host",), "features of several node types are gathered in host memory"),
+    "features": (("host",), "features of several node types remain in host memory"),
     "label_inputs": ((0.0,), "label inputs are for graphs of one node type"),
     "evaluate": (("needed", "sampled"), "outputs are computed in minibatches of evaluated nodes"),
     "pre_norm": ((False,), "the model normalizes the outputs of hidden layers"),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from gcnzc.features.cache import CachedTable
-from gcnzc.features.table import FeatureTable
 from gcnzc.system import files, machine
 from gcnzc.train import record
 from gcnzc.train.config import TrainConfig
@@ -111,5 +110,5 @@ def write_result(trainer: Trainer) -> dict[str, Any]:
 
 def _peak_read_rate(trainer: Trainer) -> float | None:
     """Return the measured peak of a GPU reading host memory; None if no GPU does in this run."""
-    is_read = isinstance(trainer.table, FeatureTable) and trainer.table.device != trainer.device
+    is_read = trainer.table.device != trainer.device
     return pcie_bench.peak_read_rate(trainer.device) if is_read else None

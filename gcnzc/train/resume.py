@@ -91,6 +91,8 @@ def begin(trainer: Trainer, launch: record.Launch | None, stack: ExitStack) -> N
                 f"{path} does not fit this run: {type(error).__name__} {error}\n\n"
                 f"{checkpoint.RESTORE}"
             ) from error
+        # the checkpoint was broadcast; no epoch counts that
+        trainer.counted_sent = trainer.group.ledger.bytes_sent
     else:
         save(trainer)
     trainer.files.is_training = True

@@ -181,7 +181,7 @@ def train(
         optimizer = build_method(config, model, group, steps, signals=2)
         parts = data, task, table, device, model, optimizer, loader, reporter, precision
         trainer = Trainer(config, folder, *parts, began)
-        trainer.embeddings = open_embeddings(trainer)
+        trainer.embeddings = open_embeddings(trainer, stack)
         begin(trainer, launch, stack)
         return fit(trainer, stopped)
 

@@ -28,7 +28,7 @@ from gcnzc.loader.loader import Loader
 from gcnzc.loader.presampling import Progress, presample
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.full_batch import build_full_batch_loader
-from gcnzc.train.hetero.data import HeteroDataset, TypedTables
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables, open_tables
 from gcnzc.train.options import parse_cache_size
 from gcnzc.train.precision import AUTOCAST_DTYPES
 from gcnzc.train.progress import Reporter
@@ -203,10 +203,12 @@ def open_features(
     """Provide the features of a run, and the settings of its loader, until `stack` is closed.
 
     Raises:
-        ValueError, RuntimeError, WorkerLost: as `feature_table` and `cached_table` do.
+        ValueError, RuntimeError, WorkerLost: as `feature_table`, `cached_table` and `open_tables`
+            do.
     """
     if isinstance(data, HeteroDataset):
-        return RunSettings(data.table, {"threads": config.threads or None}, None)
+        tables = stack.enter_context(open_tables(data.table, device, group))
+        return RunSettings(tables, {"threads": config.threads or None}, None)
     table = stack.enter_context(feature_table(data, config.features, device, group))
     settings = apply_profile(config, table, device, reporter.say)
     if config.features != "cached":
@@ -263,7 +265,8 @@ def build_loader(
     group = group or Group()
     loading = loading if loading is not None else {"threads": config.threads or None}
     if isinstance(task, HeteroNodeTask | HeteroLinkTask):
-        return task.build_loader(device, group, loading)
+        assert isinstance(table, TypedTables), "both are of a heterogeneous graph"
+        return task.build_loader(table, device, group, loading)
     assert isinstance(data, Dataset), "tasks of heterogeneous graphs build their loaders"
     assert isinstance(table, FeatureTable), "tasks of heterogeneous graphs build their loaders"
     if not isinstance(config.batch_size, int):

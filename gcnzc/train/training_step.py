@@ -54,6 +54,7 @@ def train_step(
         factors, optimizer.weight = accumulation.sizes(step), 1.0
         computed = optimizer.micro_batches(own, factors)
     stages: list[Stage] = []
+    transfers: list[Stage] = []  # on the streams that copy and gather minibatches
     spans: list[Span] = []
     closure = StepClosure(trainer) if needs_closure(optimizer) else None
     for number, batch in enumerate(computed):
@@ -66,6 +67,7 @@ def train_step(
         stats.time(batch.times, (), ())
         count_rows(trainer, batch)
         spans += batch.spans
+        transfers += batch.stages
         began = trainer.now()
         stages.append(Stage("compute", "model", ready, began))
     optimizer.signals = [stopped.is_set(), trainer.is_checkpoint_due()]
@@ -89,11 +91,12 @@ def train_step(
     overlapped = [
         Span("overlapped", "exchange", *each) for each in trainer.group.pop_overlapped_intervals()
     ]
-    stats.time({}, stages, waits)
+    gathers = [each for each in transfers if each.name == "gather"]
+    stats.time({}, [*gathers, *stages], waits)
     if overlapped:
         # the part of the overlapped exchange for which no step waited
         stats.seconds.add_seconds("hidden_s", seconds_outside(overlapped, trainer.waits))
-    trace(trainer, spans + waits + overlapped, stages)
+    trace(trainer, spans + waits + overlapped, transfers + stages)
     return trainer.now()
 
 

@@ -8,7 +8,7 @@ minibatch, on the thread, or on edges that are not eligible.
 Notation: T node types, R edge types, L hops, S seeds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gcnzc.kernels.buffers import Allocate
 from gcnzc.kernels.sample import DIRECT_NODES, MAX_NODES
 from gcnzc.kernels.sample.hetero_choice import subgraph_keys
 from gcnzc.kernels.sample.hetero_columns import find_columns
@@ -52,7 +53,6 @@ from gcnzc.kernels.sample.hetero_layout import (
 MAX_EDGES = 2**36  # of one type, in a batch
 # the capacity of buffers by ("nodes" or "edges", type)
 Capacities = dict[tuple[str, int], int]
-Allocate = Callable[[int, torch.dtype], Tensor]
 IdArray = NDArray[np.int64]
 
 

@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.buffers import Allocate, Pool
 
 # page faults of newly allocated memory would take longer than the merge
 _empty = Pool().empty
@@ -162,7 +162,12 @@ def _place_csc(
 
 
 def merge_relations(
-    relations: Sequence[RelationEdges], num_columns: int, num_rows: int, num_pairs: int
+    relations: Sequence[RelationEdges],
+    num_columns: int,
+    num_rows: int,
+    num_pairs: int,
+    *,
+    empty: Allocate | None = None,
 ) -> MergedEdges:
     """Merge the edges of several relations; those of a column keep their order.
 
@@ -173,12 +178,14 @@ def merge_relations(
         num_columns: C.
         num_rows: of the sources of all relations; fewer than 2**31 give int32 indices.
         num_pairs: of sources and relations; fewer than 2**31 give int32 pairs.
+        empty: allocates the tensors of the result, on the host. Default: a pool of this module.
 
     Raises:
         InvalidEdge: an edge has a position out of range.
     """
+    empty = empty or _empty
     # one more element, so that counting can shift by two
-    shifted = _empty(num_columns + 2, torch.int64)
+    shifted = empty(num_columns + 2, torch.int64)
     counts = shifted.numpy()
     counts[:] = 0
     arrays = []
@@ -198,8 +205,8 @@ def merge_relations(
             raise InvalidEdge(number, wrong)
     _accumulate(counts, num_columns + 1)
     num_edges = int(counts[num_columns + 1])
-    indices = _empty(num_edges, _index_dtype(num_rows))
-    pairs = _empty(num_edges, _index_dtype(num_pairs))
+    indices = empty(num_edges, _index_dtype(num_rows))
+    pairs = empty(num_edges, _index_dtype(num_pairs))
     for (row, second_array), each in zip(arrays, relations, strict=True):
         place = _place_csc if each.col is None else _place
         place(

@@ -366,7 +366,7 @@ def test_the_command_runs_a_program_on_every_machine():
     assert 25 < json.loads(done.stdout)["measured"]["0:1"]["mbit_per_s"] < 50
     done = say("--link", "0:7=10", "--measure")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: a link from worker 0 to worker 7 of 2\n\nhint: ")
+    assert done.stderr.startswith("error: a link from worker 0 to worker 7 of 2\nhint: ")
     assert say().returncode == 2
 
 

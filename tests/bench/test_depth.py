@@ -18,16 +18,20 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results" / "depth.jsonl"
 
 
-@pytest.mark.parametrize(("target", "status"), [(0.0, 0), (100.1, 1)])
-def test_kinds_and_depths_are_recorded(results, monkeypatch, target, status):
-    monkeypatch.setattr(depth, "TARGET_PERCENT", target)
+def test_kinds_and_depths_are_recorded_and_the_target_decides(results, monkeypatch):
+    monkeypatch.setattr(depth, "TARGET_PERCENT", 0.0)
     words = ["--graph", "digits", "--seeds", "2", "--epochs", "1", "--layers", "2"]
-    assert depth.main([*words, "--kinds", "pre-activation"]) == status
+    assert depth.main([*words, "--kinds", "pre-activation"]) == 0
     (line,) = map(json.loads, results.read_text().splitlines())
     assert (line["kind"], line["layers"], line["epochs"]) == ("pre-activation", 2, 1)
     assert line["test_percent"] == pytest.approx(sum(line["tests_percent"]) / 2, abs=0.01)
     assert line["peak_memory_bytes"] > 1 << 20
     assert "--pre-activation --residual --layers 2" in line["command"]
+    # the same results, below another target
+    monkeypatch.setattr(depth, "TARGET_PERCENT", 100.1)
+    monkeypatch.setattr(depth, "gcnzc", lambda words: None)
+    monkeypatch.setattr(depth, "measure", lambda *_: line)
+    assert depth.main([*words, "--kinds", "pre-activation"]) == 1
 
 
 def test_a_deviation_needs_two_seeds(capsys):

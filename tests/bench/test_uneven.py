@@ -169,10 +169,22 @@ def test_the_simulated_time_of_a_task_is_that_of_its_bytes():
     ]
 
 
+def test_results_are_recorded_only_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    words = ["average", "--virtual", "--workers", "2", "--steps", "1"]
+    uneven_strategies.main(words)
+    printed = json.loads(capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
+    uneven_strategies.main([*words, "--record"])
+    recorded = json.loads((tmp_path / "cluster.jsonl").read_text())
+    assert printed == {key: recorded[key] for key in printed}
+    assert len(printed["seconds"]) == 2
+
+
 def test_a_slow_worker_slows_the_others_only_if_they_wait_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     words = ["average", "A2CiD2, overlapped", "--virtual", "--workers", "2", "--steps", "4"]
-    uneven_strategies.main([*words, "--slow-worker", "1:3"])
+    uneven_strategies.main([*words, "--slow-worker", "1:3", "--record"])
     lines = [json.loads(text) for text in (tmp_path / "cluster.jsonl").read_text().splitlines()]
     average, gossip = (line["seconds"] for line in lines)
     assert average[0] == pytest.approx(average[1], rel=0.01)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
+from gcnzc.tune.table_shapes import sweep
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
@@ -251,6 +253,8 @@ def test_check_measures_the_machine(capsys):
 
 def test_pcie_reports_the_layouts_of_a_graph(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
+    # the picture of some of the row sizes
+    monkeypatch.setattr("gcnzc.cli.reports.pcie.sweep", partial(sweep, max_row_bytes=2048))
     capsys.readouterr()
     out = tmp_path / "link.png"
     assert main(["pcie", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
@@ -331,7 +335,7 @@ def test_a_dataset_is_downloaded_only_with_the_option(tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["truncated", "not gzip", "column missing", "out of range"])
 def test_damaged_edges_are_reported(damage, shared_data, tmp_path, capsys):
-    shutil.copytree(shared_data / "ogb" / "tolokers", tmp_path / "raw")
+    shutil.copytree(shared_data / "ogb" / "cora", tmp_path / "raw")
     path = tmp_path / "raw" / "raw" / "edge.csv.gz"
     path.chmod(0o644)
     whole = path.read_bytes()
@@ -340,7 +344,7 @@ def test_damaged_edges_are_reported(damage, shared_data, tmp_path, capsys):
         "truncated": whole[: len(whole) // 2],
         "not gzip": b"1,2\n3,4\n",
         "column missing": gzip.compress(b"".join(line.split(b",")[0] + b"\n" for line in lines)),
-        "out of range": gzip.compress(b"".join(lines) + b"5,11758\n"),
+        "out of range": gzip.compress(b"".join(lines) + b"5,2708\n"),
     }
     path.write_bytes(damaged[damage])
     error, _ = said(capsys, ["prepare", tmp_path / "raw", tmp_path / "dest"], 1)

@@ -24,6 +24,7 @@ def codes(tmp_path):
     return tmp_path / "codes"
 
 
+@pytest.mark.compiled
 @pytest.mark.skipif(not IS_SUPPORTED, reason="PTX of other versions is not executed")
 def test_the_requests_of_a_folder_s_rows_are_counted(codes, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -572,6 +572,7 @@ def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
         assert (read["node_feat"] == graph.features).all()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", GIVEN)
 def test_we_read_what_ogb_writes(theirs: Path, name: str) -> None:
     graph = GIVEN[name]

@@ -6,6 +6,7 @@ import signal
 import time
 
 import torch
+from processes import shorten_waits
 
 from gcnzc.exchange import (
     AllGather,
@@ -91,7 +92,8 @@ def answer_everything(names):
 
 def exchange_until(what):
     """Exchange until rank 1 is killed, stopped or slow."""
-    with init_group(timeout_s=5) as group:
+    shorten_waits()
+    with init_group(timeout_s=2) as group:
         for step in range(1000):
             group.set_status(step, "exchange")
             if step == 20 and group.rank == 1:
@@ -99,7 +101,7 @@ def exchange_until(what):
                 if what == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if what == "stopped":
-                    time.sleep(1.5)  # until its heartbeat has the new activity
+                    time.sleep(0.6)  # until its heartbeat has the new activity
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if what == "slow":
                     time.sleep(60)
@@ -109,6 +111,7 @@ def exchange_until(what):
 
 def stop_while_joining():
     """Connect, but stop rank 1 after it has registered."""
+    shorten_waits()
     if os.environ["RANK"] == "1":
         join = rendezvous.join_workers
 
@@ -117,5 +120,5 @@ def stop_while_joining():
             os.kill(os.getpid(), signal.SIGSTOP)
 
         start.join_workers = join_and_stop
-    with init_group(timeout_s=6):
+    with init_group(timeout_s=3):
         pass

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange.cases import answer_everything, everything, exchange_until, stop_while_joining
-from processes import results, talk, workers
+from processes import results, shorten_waits, talk, workers
 
 from gcnzc.exchange import (
     AllGatherScalar,
@@ -144,13 +144,14 @@ def count_heartbeat_threads():
 
 def fail_to_connect():
     """Return the errors if rank 1 cannot create a process group, or cannot connect."""
+    shorten_waits()
     rank, new_group = int(os.environ["RANK"]), dist.new_group
 
     def fail(*_, **__):
         raise RuntimeError("too many open sockets")
 
     messages, num_threads = [], []
-    with init_group(timeout_s=4) as group:
+    with init_group(timeout_s=2) as group:
         if rank == 1:
             dist.new_group = fail
         for function in (
@@ -166,7 +167,7 @@ def fail_to_connect():
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     try:
-        with init_group(timeout_s=4):
+        with init_group(timeout_s=2):
             pass
     except WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")
@@ -187,6 +188,7 @@ def test_a_failure_to_create_a_group_is_reported_on_all_ranks_and_leaves_no_thre
 
 def use_a_closed_group():
     """Return each rank's error of a request, and of a started one, in a group rank 1 has closed."""
+    shorten_waits()
     found = []
     with init_group(timeout_s=20) as whole:
         for program in (ask(AllGatherScalar(0)), begin(AllGatherScalar(0))):
@@ -226,12 +228,13 @@ def sum_or_mean(rank):
 
 def late(rank):
     """A request that rank 1 makes so late that rank 0 compares their requests."""
-    time.sleep(1.5 * rank)
+    time.sleep(0.6 * rank)
     return ask(Sum(torch.ones(2)))
 
 
 def use_current_group():
     """Return whether `current_group` returns the same group, and the heartbeat threads."""
+    shorten_waits()
     with init_group(timeout_s=20) as whole:
         rank, counts = whole.rank, [count_heartbeat_threads()]
         group = current_group()

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
+from slow_cases import seeds
 
 from gcnzc.exchange import (
     AllGather,
@@ -317,8 +318,9 @@ def random_run(seed):
     return outcome
 
 
-@pytest.mark.parametrize("first", range(0, 500, 100))
-def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(first):
+@pytest.mark.parametrize("part", seeds(5, 2))
+def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(part):
+    first = 100 * part
     outcomes = [random_run(seed) for seed in range(first, first + 100)]
     assert any(any(each.errors) for each in outcomes)
     assert any(not any(each.errors) for each in outcomes)

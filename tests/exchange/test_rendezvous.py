@@ -80,12 +80,13 @@ def test_rounds_of_any_number_of_ranks(world_size):
     assert len(set(join_all(HashStore(), range(world_size), world_size).values())) == 1
 
 
-def test_all_ranks_report_the_missing_rank_and_not_those_that_wait_for_it():
+def test_all_ranks_report_the_missing_rank_and_not_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(rendezvous, "CHECK_S", 0.1)
     store, found = HashStore(), {}
 
     def join(rank):
         with pytest.raises(TimeoutError) as error:
-            join_workers(store, rank, 3, timeout_s=3.0)
+            join_workers(store, rank, 3, timeout_s=1.0)
         found[rank] = str(error.value)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
@@ -96,8 +97,9 @@ def test_all_ranks_report_the_missing_rank_and_not_those_that_wait_for_it():
     assert found == {0: "rank 2 never connected", 1: "rank 2 never connected"}
 
 
-def test_rank_0_is_reported_if_it_stops_during_the_rendezvous():
-    store, end = HashStore(), time.monotonic() + 3.0
+def test_rank_0_is_reported_if_it_stops_during_the_rendezvous(monkeypatch):
+    monkeypatch.setattr(rendezvous, "CHECK_S", 0.1)
+    store, end = HashStore(), time.monotonic() + 1.0
     store.set("gcnzc/round", "seven")
 
     def lead():
@@ -106,13 +108,13 @@ def test_rank_0_is_reported_if_it_stops_during_the_rendezvous():
         while time.monotonic() < end:
             beat += 1
             store.set("seven/waiting", json.dumps([beat, [2]]))
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     thread = threading.Thread(target=lead)
     thread.start()
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="rank 0 has stopped sending heartbeats for 2 s"):
-        join_workers(store, 1, 3, timeout_s=60.0, stopped_s=2.0)
+    with pytest.raises(TimeoutError, match=r"rank 0 has stopped sending heartbeats for 0\.6 s"):
+        join_workers(store, 1, 3, timeout_s=60.0, stopped_s=0.6)
     assert time.monotonic() - began < 10
     thread.join()
 
@@ -120,20 +122,21 @@ def test_rank_0_is_reported_if_it_stops_during_the_rendezvous():
 def test_a_process_that_is_stopped_before_it_connects_is_reported_in_time(monkeypatch):
     # a worker that the launcher has started, and that is stopped while it imports torch
     monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr(rendezvous, "CHECK_S", 0.1)
     environment = os.environ | {"RANK": "2"}
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
         store, found = HashStore(), {}
 
         def join(rank):
             with pytest.raises(TimeoutError) as error:
-                join_workers(store, rank, 3, 60.0, 2.0, LocalProcesses().check_running)
+                join_workers(store, rank, 3, 60.0, 0.6, LocalProcesses().check_running)
             found[rank] = str(error.value)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
         # a process that sleeps does not count as stopped
-        time.sleep(3.0)
+        time.sleep(1.2)
         assert not found
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
@@ -141,7 +144,7 @@ def test_a_process_that_is_stopped_before_it_connects_is_reported_in_time(monkey
             thread.join()
         assert time.monotonic() - began < 10
         process.kill()
-    why = f"rank 2 is stopped by a signal (process {process.pid}) and did not run for 2 s"
+    why = f"rank 2 is stopped by a signal (process {process.pid}) and did not run for 0.6 s"
     assert found == {0: why, 1: why}
 
 

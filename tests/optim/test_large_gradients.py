@@ -1,6 +1,7 @@
 """Finite gradients that would overflow the state: the step is skipped like a non-finite one."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -71,6 +72,11 @@ def train(make, large, *, calls_bad_steps=True):
     return [*found, vectors_of(models)], optimizers
 
 
+@functools.cache
+def trained(name, large):
+    return train(KINDS[name], large)
+
+
 def is_local(optimizer):
     return hasattr(optimizer, "finish_pending")
 
@@ -84,8 +90,8 @@ def are_equal(found, expected):
 @pytest.mark.parametrize("large", [1e30, 1e38, -1e38])
 @pytest.mark.parametrize("name", KINDS)
 def test_training_goes_on_as_after_a_gradient_that_is_not_finite(name, large):
-    found, optimizers = train(KINDS[name], large)
-    expected, others = train(KINDS[name], math.nan)
+    found, optimizers = trained(name, large)
+    expected, others = trained(name, math.nan)
     assert are_equal(found, expected)
     for own, other in zip(optimizers, others, strict=True):
         assert (own.skipped, own.steps) == (other.skipped, other.steps)
@@ -98,7 +104,7 @@ def test_training_goes_on_as_after_a_gradient_that_is_not_finite(name, large):
 @pytest.mark.parametrize("large", [1e30, 1e38])
 @pytest.mark.parametrize("name", EVERY_STEP)
 def test_ranks_that_exchange_in_every_step_go_on_as_if_the_step_was_not_taken(name, large):
-    found, optimizers = train(KINDS[name], large)
+    found, optimizers = trained(name, large)
     expected, _ = train(KINDS[name], large, calls_bad_steps=False)
     assert are_equal(found, expected)
     for step_vectors in found:
@@ -108,7 +114,7 @@ def test_ranks_that_exchange_in_every_step_go_on_as_if_the_step_was_not_taken(na
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_with_local_steps_only_the_rank_with_the_gradient_skips_its_step(name):
-    _, optimizers = train(KINDS[name], 1e30)
+    _, optimizers = trained(name, 1e30)
     assert [optimizer.skipped for optimizer in optimizers] == [0, len(BAD)]
 
 

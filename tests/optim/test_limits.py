@@ -1,11 +1,13 @@
 """Each strategy has options with which it equals plain data parallel training."""
 
+import functools
 import math
 
 import pytest
 import torch
 from optim.local import gradients_of, sgd, team, vector_of
 from optim.models import Everything, batches, loss_of
+from slow_cases import mark_slow
 
 from gcnzc.compress import RandomBlock, RandomK, Threshold, TopK
 from gcnzc.exchange import lockstep
@@ -108,6 +110,7 @@ def steps_of(model, optimizer):
     yield from optimizer.finalize_algorithm()
 
 
+@functools.cache
 def data_parallel(inner):
     """One rank that has all rows of every step."""
     model = Everything()
@@ -131,7 +134,16 @@ CASES = [
 
 # the limit needs an inner optimizer that is linear in the gradients, and Muon is not
 @pytest.mark.filterwarnings("ignore:MuLoCo has SGD:UserWarning")
-@pytest.mark.parametrize(("name", "world_size", "inner"), CASES)
+@pytest.mark.parametrize(
+    ("name", "world_size", "inner"),
+    # one number of ranks for each inner optimizer
+    mark_slow(
+        CASES,
+        lambda name, world_size, inner: (
+            LIMITS[name][1] is SEVERAL and world_size != (2 if inner is momentum_sgd else 3)
+        ),
+    ),
+)
 def test_the_limiting_case_equals_data_parallel_training(name, world_size, inner):
     models, optimizers = team(world_size, LIMITS[name][0], inner)
     lockstep([steps_of(*pair) for pair in zip(models, optimizers, strict=True)])

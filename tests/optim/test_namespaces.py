@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from processes import results
+from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, RequestMismatch, init_group, lockstep, run
@@ -53,8 +54,9 @@ def train(names, group, times, *, with_copies):
     "names", [("a2cid2",) * 2, ("backup",) * 2, ("quorum",) * 2, ("backup", "quorum")]
 )
 @pytest.mark.parametrize("with_copies", [False, True])
-def test_random_schedules_of_several_optimizers_end(names, with_copies):
-    for seed in range(30):
+@pytest.mark.parametrize("part", seeds(4, 1))
+def test_random_schedules_of_several_optimizers_end(names, with_copies, part):
+    for seed in range(8 * part, 8 * (part + 1)):
         choose = random.Random(seed)
         world_size = choose.randint(3, 5)
         speeds = [choose.choice([0.1, 1.0, 4.0]) for _ in range(world_size)]

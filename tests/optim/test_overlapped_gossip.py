@@ -9,6 +9,7 @@ import pytest
 import torch
 from optim.kinds import adamw
 from processes import results
+from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import (
@@ -111,7 +112,7 @@ def random_run(seed):
     return choose, times, link, options
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", seeds(10, 3))
 def test_random_schedules_end_and_preserve_the_sum(part):
     for seed in range(30 * part, 30 * (part + 1)):
         _, times, link, options = random_run(seed)
@@ -158,7 +159,7 @@ def test_a_simulation_is_deterministic():
             assert torch.equal(one[1], other[1])
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", seeds(4, 2))
 def test_a_crash_or_a_pause_of_a_rank_ends_in_a_clear_error_or_not_at_all(part):
     for seed in range(15 * part, 15 * (part + 1)):
         choose, times, link, options = random_run(seed)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from optim.kinds import KINDS, adamw
-from processes import results
+from processes import results, shorten_waits
 from torch import nn
 
 from gcnzc.exchange import RequestMismatch, init_group
@@ -113,6 +113,7 @@ def finalize_after_other_steps(make, group):
 
 
 def train_all():
+    shorten_waits()
     found = {}
     with init_group(timeout_s=20) as whole:
         for name, make in KINDS.items():

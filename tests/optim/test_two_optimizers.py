@@ -6,7 +6,7 @@ import pytest
 import torch
 from optim.kinds import KINDS
 from optim.test_device_reads import drive
-from processes import results
+from processes import results, shorten_waits
 from torch import nn
 from torch.distributed import HashStore
 
@@ -68,6 +68,7 @@ def construct_in_order(group, *, is_reversed):
 
 
 def train_pairs():
+    shorten_waits()
     found = {}
     with init_group(timeout_s=20) as whole:
         for name in NAMES:

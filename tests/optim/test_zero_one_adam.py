@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed
 from processes import results
+from slow_cases import mark_slow
 from torch import nn
 
 from bench.network.deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
@@ -656,8 +658,14 @@ def test_parameters_are_computed_from_a_state_between_synchronizations():
     assert fresh[0].state_bytes == optimizers[0].state_bytes
 
 
-@pytest.mark.parametrize("step", [7, 12, 15, 18, 19])
-@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("step", "world_size"),
+    # each step with fewer ranks, and two of them with one and with more
+    mark_slow(
+        itertools.product([7, 12, 15, 18, 19], [1, 2, 8]),
+        lambda step, world_size: world_size != 2 and step not in (12, 19),
+    ),
+)
 def test_it_resumes_with_another_number_of_workers(step, world_size):
     models, optimizers = made(4, weight_decay=0.1)
     train(models, optimizers, step)

@@ -218,10 +218,14 @@ def work_on_outputs(per_machine: int) -> tuple[list[Tensor], list[tuple[int, int
         return found, steps, entries["AllToAll"].bytes_sent if "AllToAll" in entries else 0
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    return outputs_of_all(None)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3, 2)])
-def test_workers_compute_the_same_bits_as_one(world_size, per_machine, tmp_path):
-    expected = outputs_of_all(None)
+def test_workers_compute_the_same_bits_as_one(expected, world_size, per_machine, tmp_path):
     shares = []
     for found, steps, num_bytes in results(world_size, tmp_path, work_on_outputs, per_machine):
         assert len(found) == len(expected) == len(SPREAD) + 4 * len(STACKS) * 2

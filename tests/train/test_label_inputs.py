@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import gcnzc.train.results
 from gcnzc import Loader, load, prepare
 from gcnzc.features.table import FeatureTable
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -16,15 +15,6 @@ from gcnzc.train.label_inputs import LabelInputs, append_labels
 from gcnzc.train.prediction import predict
 from gcnzc.train.run import train
 from gcnzc.train.tasks.node import NodeTask
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

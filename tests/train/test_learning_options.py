@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
-import gcnzc.train.results
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
@@ -34,16 +33,6 @@ def config(tmp_path_factory):
     prepare(folder / "raw", folder / "graph")
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
     return TrainConfig(data=folder / "graph", **sizes, epochs=2, lr=0.01, dropout=0.2)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Threads of torch that wait for one another, and plots, take most of the time of tiny runs."""
-    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def saved(run):

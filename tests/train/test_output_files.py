@@ -100,6 +100,7 @@ def test_all_files_are_written_once_the_disk_has_space_again(config, tmp_path, a
     assert steps_in_tensorboard(run) == list(range(1, 7))
 
 
+@pytest.mark.usefixtures("draws_curves")
 @restored_limit()
 def test_a_run_that_cannot_save_its_results_prints_them_and_fails(
     config, tmp_path, after_epoch, capsys

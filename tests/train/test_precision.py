@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from training import Listener
 
-import gcnzc.train.results
+import gcnzc.models
 from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
@@ -57,13 +57,8 @@ def config(folder):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Threads of torch that wait for one another, and plots, take most of the time of tiny runs."""
-    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def autocast_ends():
     yield
-    torch.set_num_threads(before)
     assert not torch.is_autocast_enabled("cpu")
 
 

@@ -71,13 +71,13 @@ STACK |= {"output_linear": True, "jumping": "cat", "activation": "relu"}
 @pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
 def test_a_deep_model_learns_and_is_evaluated_and_resumed(model, config, tmp_path):
     config = replace(config, model=model, layers=4, fanouts=(4, 4, 4, 4), heads=2, **STACK)
-    line = train(replace(config, epochs=4), tmp_path / "run")
+    line = train(replace(config, epochs=3), tmp_path / "run")
     # there are four classes
     assert line["valid_accuracy"] > 0.5
     again = evaluate(EvaluateConfig(run=tmp_path / "run"))
     assert again["valid_accuracy"] == line["valid_accuracy"]
-    train(replace(config, epochs=2), tmp_path / "other")
-    train(replace(config, epochs=4, resume=tmp_path / "other"), tmp_path / "other")
+    train(replace(config, epochs=1), tmp_path / "other")
+    train(replace(config, epochs=3, resume=tmp_path / "other"), tmp_path / "other")
     for name, value in parameters(tmp_path / "run").items():
         assert torch.equal(parameters(tmp_path / "other")[name], value), name
 

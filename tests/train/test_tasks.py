@@ -1,5 +1,6 @@
 """Link prediction: runs resume, no held-out edge leaks, and random edges are not predicted."""
 
+import itertools
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slow_cases import mark_slow
 
 from gcnzc import load, prepare
 from gcnzc.cli import main
@@ -66,8 +68,14 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert torch.equal(mine[name], value), name
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "gatv2"])
-@pytest.mark.parametrize("decoder", ["dot", "mlp"])
+@pytest.mark.parametrize(
+    ("model", "decoder"),
+    # each model with one of the decoders, and one with both
+    mark_slow(
+        itertools.product(("sage", "gcn", "gat", "gatv2"), ("dot", "mlp")),
+        lambda model, decoder: decoder == "dot" and model != "sage",
+    ),
+)
 def test_every_model_learns(model, decoder, config, tmp_path):
     more = {"norm": "none" if model in ("gat", "gatv2") else "batch", "dropout": 0.0}
     run = tmp_path / "run"
@@ -82,8 +90,14 @@ def test_every_model_learns(model, decoder, config, tmp_path):
     assert np.load(tmp_path / "rows.npy").shape == (800, 16)
 
 
-@pytest.mark.parametrize("negatives", ["uniform", "both", "in-batch"])
-@pytest.mark.parametrize("exclude", ["none", "self", "reverse"])
+@pytest.mark.parametrize(
+    ("negatives", "exclude"),
+    # each option with the default of the other
+    mark_slow(
+        itertools.product(("uniform", "both", "in-batch"), ("none", "self", "reverse")),
+        lambda negatives, exclude: negatives != "uniform" and exclude != "reverse",
+    ),
+)
 def test_all_options_of_negatives_and_exclusion_work(negatives, exclude, config, tmp_path):
     options = {"negatives": negatives, "exclude": exclude, "num_negatives": 2}
     line = train(replace(config, **options, norm="batch", epochs=1), tmp_path / "run")
@@ -259,6 +273,7 @@ def test_shuffled_labels_give_the_score_of_chance(config):
     assert abs(found["auc"]["test"] - 0.5) < 3 * (1 / (6 * count)) ** 0.5
 
 
+@pytest.mark.usefixtures("draws_curves")
 def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
     make(tmp_path / "raw", "planted", Shape(600, 3000, 8, 3), seed=1)
     split = ["--task", "link", "--valid-edges", "0.1", "--test-edges", "0.2", "--seed", "5"]

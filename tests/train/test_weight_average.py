@@ -9,7 +9,6 @@ from processes import results
 from torch import nn
 from training import saved, train_as_worker
 
-import gcnzc.train.results
 from gcnzc import prepare
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep, run
@@ -26,15 +25,6 @@ def config(tmp_path_factory):
     prepare(folder / "raw", folder / "graph")
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
     return TrainConfig(data=folder / "graph", **sizes, epochs=4, lr=0.01, dropout=0.2, norm="batch")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(gcnzc.train.results, "curves", lambda runs, file: file.touch())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Small(nn.Sequential):

@@ -215,13 +215,19 @@ def test_a_report_has_predictions_and_measurements(machine):
     assert len({len(line) for line in told[2:8]}) == 1  # columns
 
 
-def test_a_single_table_of_any_dtype_is_measured(machine):
+def sweep_to_2_kib(*arguments):
+    """The predictions for some of the row sizes."""
+    return table_shapes.sweep(*arguments, max_row_bytes=2048)
+
+
+def test_a_single_table_of_any_dtype_is_measured(machine, monkeypatch):
+    monkeypatch.setattr(reports_pcie, "sweep", sweep_to_2_kib)
     half = table_shapes.Shape("half", 5, 602, "float16", 1204)
     found = pcie_bench.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
     assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
     shares = reports_pcie.efficiency_points(found)
     assert shares.dtype == "float16"
-    assert len(shares.curves["vector"]) == (8192 - 4) // 2 + 1
+    assert len(shares.curves["vector"]) == (2048 - 4) // 2 + 1
 
 
 def test_a_report_without_values_of_nvml(machine):
@@ -258,6 +264,7 @@ def test_of_several_tables_only_distinct_float32_shapes_are_measured(machine):
     shares = reports_pcie.efficiency_points(found)
     assert shares.dtype == "float32"
     assert shares.curves.keys() == shares.measured.keys() == set(LAYOUTS)
+    assert len(shares.curves["vector"]) == (8192 - 4) // 4 + 1
     assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
 
 

@@ -1,6 +1,7 @@
 """The heterogeneous graph of a run, with the labels and splits of its target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from gcnzc.datasets.names import Names
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
+from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.hetero.folder import check_targets
@@ -23,7 +25,7 @@ from gcnzc.graph.load import load
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero_options import HETERO_MODELS
-from gcnzc.train.shared_data import load_shared
+from gcnzc.train.shared_data import load_shared, share_copy
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,34 @@ class TypedTables:
 
     @property
     def device(self) -> torch.device:
-        """The device that gathers rows."""
+        """The device of the rows."""
         return torch.device("cpu")
 
     def gathered_bytes(self, batch: HeteroBatch) -> int:
         """Return the bytes of the rows that were gathered for a minibatch."""
         return sum(len(batch.nodes[name]) * table.row_bytes for name, table in self.tables.items())
+
+
+@contextmanager
+def open_tables(tables: TypedTables, device: torch.device, group: Group) -> Iterator[TypedTables]:
+    """Provide features in memory that a device can read: page-locked for a GPU.
+
+    Sparse features remain as they are, because the CPU gathers them.
+
+    Args:
+        tables: the features of a graph, the same on all workers.
+        device: of the minibatches.
+        group: all workers; those of a machine share one copy if the driver needs a copy.
+
+    Raises:
+        RuntimeError, WorkerLost: as `gcnzc.pinned` and `gcnzc.train.shared_data.share_copy` do.
+    """
+    with ExitStack() as locks:
+        found = dict(tables.tables)
+        for name, table in tables.tables.items():
+            if device.type == "cuda" and not table.is_sparse:
+                found[name] = locks.enter_context(pinned(share_copy(table, group)))
+        yield TypedTables(found)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from gcnzc.train.hetero.prediction import (
     TrainedHeteroModel,
     check_time,
     convert_time,
+    open_features,
     time_after_all,
 )
 from gcnzc.train.prediction_outputs import check_finite
@@ -82,12 +83,12 @@ def compute_layer_outputs(
 
     is_output = count == num_layers and (layer is None or not encoder.output_linears)
     num_nodes = loaded.graph.num_nodes(node_type)
-    with reporter.task("embed") as bar:
+    with open_features(loaded) as tables, reporter.task("embed") as bar:
         rows = node_outputs(
             encoder,
             build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)[:count]),
             (node_type, torch.arange(num_nodes)),
-            loaded.data.table.tables,
+            tables,
             compute,
             num_columns=encoder.out_features if is_output else encoder.hidden,
             device=loaded.device,

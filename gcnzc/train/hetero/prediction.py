@@ -5,7 +5,8 @@ Outputs are computed in minibatches, with all neighbours or with sampled ones.
 Notation: M nodes or pairs, C outputs of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gcnzc.datasets.numbering import KnownNodes
+from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
+from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.times import as_times, parse_times, wrong_time
 from gcnzc.loader.hetero_loader import HeteroLoader
@@ -24,7 +27,7 @@ from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.evaluation import graph_of_run, load_best
-from gcnzc.train.hetero.data import HeteroDataset, load_unlabelled
+from gcnzc.train.hetero.data import HeteroDataset, load_unlabelled, open_tables
 from gcnzc.train.hetero.edge_split import split_edges_of_run
 from gcnzc.train.hetero.embeddings import embedded_types, load_embeddings
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
@@ -145,6 +148,13 @@ def load_hetero_model(
     )
 
 
+@contextmanager
+def open_features(loaded: TrainedHeteroModel) -> Iterator[Mapping[str, FeatureTable]]:
+    """The features by node type that the model reads, page-locked for a GPU."""
+    with open_tables(loaded.data.table, loaded.device, Group()) as tables:
+        yield tables.tables
+
+
 def check_prediction_options(
     loaded: TrainedHeteroModel,
     scratch: Path | None,
@@ -191,12 +201,12 @@ def predict_hetero_nodes(
     """
     target = loaded.data.target
     ids = np.arange(loaded.graph.num_nodes(target)) if nodes is None else nodes
-    with reporter.task("predict") as bar:
+    with open_features(loaded) as tables, reporter.task("predict") as bar:
         logits = node_outputs(
             loaded.model,
             build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)),
             (target, torch.from_numpy(ids)),
-            loaded.data.table.tables,
+            tables,
             lambda model, batch: model(batch.blocks, loaded.inputs(batch)),
             num_columns=loaded.schema.num_outputs,
             device=loaded.device,
@@ -248,20 +258,20 @@ def predict_hetero_pairs(
         exclude="none",
         seed=loaded.config.seed,
     )
-    loader = HeteroLoader(
-        sampler,
-        None,
-        WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
-        tables=loaded.data.table.tables,
-        device=loaded.device,
-        threads=loaded.config.threads or None,
-    )
 
     def compute(model: nn.Module, batch: HeteroBatch) -> Tensor:
         logits: Tensor = model(batch.blocks, loaded.inputs(batch), batch.pairs)
         return logits[:, None]
 
-    with reporter.task("predict") as bar:
+    with open_features(loaded) as tables, reporter.task("predict") as bar:
+        loader = HeteroLoader(
+            sampler,
+            None,
+            WHOLE_PAIRS if fanouts is None else SAMPLED_PAIRS,
+            tables=tables,
+            device=loaded.device,
+            threads=loaded.config.threads or None,
+        )
         scores = hetero_outputs(loaded.model, loader, compute, 1, bar)[:, 0]
     check_finite(scores)
     return LinkPredictions(*ids, scores.numpy(), loaded.epoch)

@@ -1,5 +1,8 @@
 """Give a run on a heterogeneous graph its trainable embeddings."""
 
+from contextlib import ExitStack
+
+from gcnzc.features.pinning import pinned
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.hetero.embeddings import TrainedEmbeddings, build_embeddings, check_optimizer
 from gcnzc.train.tasks.hetero_link import HeteroLinkTask
@@ -7,8 +10,13 @@ from gcnzc.train.tasks.hetero_node import HeteroNodeTask
 from gcnzc.train.trainer import Trainer
 
 
-def open_embeddings(trainer: Trainer) -> TrainedEmbeddings | None:
+def open_embeddings(trainer: Trainer, stack: ExitStack) -> TrainedEmbeddings | None:
     """Build the embeddings of the node types without features that the model reads, if any.
+
+    Args:
+        trainer: the run.
+        stack: for a GPU, their rows are page-locked until it is closed. The GPU has read the rows
+            of a step before the optimizer, which needs their gradients, updates them.
 
     Raises:
         ValueError: an option does not support them.
@@ -23,6 +31,9 @@ def open_embeddings(trainer: Trainer) -> TrainedEmbeddings | None:
     task.embeddings = tables
     if not tables:
         return None
+    if trainer.device.type == "cuda":
+        for table in tables.values():
+            stack.enter_context(pinned(table.rows))
     names = ", ".join(f"{name} ({len(table):,} rows)" for name, table in tables.items())
     trainer.reporter.say(f"embeddings of {config.embedding_dim} columns are trained for {names}")
     return TrainedEmbeddings(config, tables, trainer.group, trainer.folder)

@@ -14,7 +14,7 @@ from gcnzc.models.metrics import score_pairs
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.edge_split import describe_missing_times, split_edges_of_run
 from gcnzc.train.hetero.encoder import build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import hetero_outputs, with_embeddings
@@ -105,7 +105,7 @@ class HeteroLinkTask:
         return functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
     def build_loader(
-        self, device: torch.device, group: Group, loading: Mapping[str, Any]
+        self, table: TypedTables, device: torch.device, group: Group, loading: Mapping[str, Any]
     ) -> HeteroLoader:
         """Build the loader of the training minibatches; see `HeteroNodeTask.build_loader`."""
         config = self.config
@@ -116,7 +116,7 @@ class HeteroLinkTask:
             self.sampler,
             None,
             config.batch_size,
-            tables=self.data.table.tables,
+            tables=table.tables,
             device=device,
             seed=config.seed,
             rank=group.rank,
@@ -140,9 +140,11 @@ class HeteroLinkTask:
         count = self.config.evaluate_negatives
         for split in (name for name in splits if name in EVALUATED):
             if count == "all":
-                scores = self._rank_among_all(model, split, device, progress, group)
+                scores = self._rank_among_all(model, split, table, device, progress, group)
             else:
-                rows = self._score_with_negatives(model, split, count, device, progress, group)
+                rows = self._score_with_negatives(
+                    model, split, count, table, device, progress, group
+                )
                 scores = score_pairs(rows[:, 0], rows[:, 1:], self.metric)
             for name, value in scores.items():
                 result.setdefault(name, {})[split] = value
@@ -152,6 +154,7 @@ class HeteroLinkTask:
         self,
         model: HeteroLinkModel,
         split: str,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -167,7 +170,7 @@ class HeteroLinkTask:
             self.split,
             split,
             build_hetero_sampler(config, self.split.graph, choose_fanouts(fanouts, config.layers)),
-            self.data.table.tables,
+            table.tables,
             embeddings=self.embeddings,
             device=device,
             is_sampled=fanouts is not None,
@@ -182,6 +185,7 @@ class HeteroLinkTask:
         model: nn.Module,
         split: str,
         num_negatives: int,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -201,6 +205,7 @@ class HeteroLinkTask:
             own = self._score_part(
                 model,
                 sampler.with_negatives(first, count),
+                table,
                 device,
                 _part_of_progress(progress, number, len(firsts)),
                 group,
@@ -215,6 +220,7 @@ class HeteroLinkTask:
         self,
         model: nn.Module,
         sampler: HeteroLinkSampler,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -225,7 +231,7 @@ class HeteroLinkTask:
             sampler,
             None,
             max(1, EVALUATED_PAIRS // (1 + num_negatives)),
-            tables=self.data.table.tables,
+            tables=table.tables,
             device=device,
             threads=self.config.threads or None,
         )

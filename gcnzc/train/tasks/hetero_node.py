@@ -12,7 +12,7 @@ from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.models.metrics import score
 from gcnzc.sampling.hetero import HeteroSampler
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.hetero.data import HeteroDataset
+from gcnzc.train.hetero.data import HeteroDataset, TypedTables
 from gcnzc.train.hetero.encoder import build_hetero_encoder, build_hetero_sampler, choose_fanouts
 from gcnzc.train.hetero.inference import node_outputs, with_embeddings
 from gcnzc.train.tasks.base import EVALUATED, Progress, Scores, broadcast_scores
@@ -49,11 +49,12 @@ class HeteroNodeTask(NodeTask):
         return model(batch.blocks, with_embeddings(batch, self.embeddings))
 
     def build_loader(
-        self, device: torch.device, group: Group, loading: Mapping[str, Any]
+        self, table: TypedTables, device: torch.device, group: Group, loading: Mapping[str, Any]
     ) -> HeteroLoader:
         """Build the loader of the training minibatches.
 
         Args:
+            table: features, which the device can read.
             device: of the minibatches.
             group: all workers, each of which loads its part of every minibatch.
             loading: arguments of the loader that affect its speed.
@@ -65,7 +66,7 @@ class HeteroNodeTask(NodeTask):
             (data.target, self.seeds),
             config.batch_size,
             labels=data.labels[self.seeds],
-            tables=data.table.tables,
+            tables=table.tables,
             device=device,
             seed=config.seed,
             rank=group.rank,
@@ -89,7 +90,7 @@ class HeteroNodeTask(NodeTask):
         sizes = [len(data.split[name]) for name in splits]
         nodes = torch.cat([data.split[name] for name in splits])
         rows = dict(zip(splits, torch.arange(len(nodes)).split(sizes), strict=True))
-        logits = self._outputs(model, nodes, device, progress, group)
+        logits = self._outputs(model, nodes, table, device, progress, group)
         return broadcast_scores(score(logits, data.labels[nodes], rows, self.metric), group)
 
     def choose_evaluation(
@@ -114,7 +115,7 @@ class HeteroNodeTask(NodeTask):
         """See `Task`; the outputs are those of the nodes of the target."""
         data = self.data
         nodes = torch.arange(data.graph.num_nodes(data.target))
-        logits = self._outputs(model, nodes, device, progress, group)
+        logits = self._outputs(model, nodes, table, device, progress, group)
         scores = score(logits, data.labels, data.split, self.metric)
         return logits, broadcast_scores(scores, group)
 
@@ -122,6 +123,7 @@ class HeteroNodeTask(NodeTask):
         self,
         model: Any,
         nodes: Tensor,
+        table: TypedTables,
         device: torch.device,
         progress: Progress,
         group: Group | None,
@@ -132,7 +134,7 @@ class HeteroNodeTask(NodeTask):
             model,
             build_hetero_sampler(config, self.data.graph, choose_fanouts(fanouts, config.layers)),
             (self.data.target, nodes),
-            self.data.table.tables,
+            table.tables,
             self.logits,
             num_columns=self.num_outputs,
             device=device,

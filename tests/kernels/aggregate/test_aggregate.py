@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from blocks import random_block
+from blocks import random_block, swap_index_dtypes
 from torch import Tensor
 
 from gcnzc.kernels.aggregate import (
@@ -225,11 +225,12 @@ def test_arguments_that_do_not_match_are_rejected():
 @pytest.mark.parametrize("width", [1, 127, 128, 129])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
 def test_triton_equals_numba(width, dtype, device):
-    indptr, indices = random_block(30, 20, 20, ids=torch.int64)
+    indptr, indices = random_block(30, 20, 20, pointers=torch.int64)
     x = torch.randn(30, width + 2).to(dtype)[:, 1:-1]
     for scale in scales(30, 20)[::3]:
         expected = aggregate(indptr, indices, x, *scale)
-        moved = [s if s is None else s.to(device) for s in (indptr, indices, x, *scale)]
+        given = (*swap_index_dtypes(indptr, indices), x, *scale)
+        moved = [s if s is None else s.to(device) for s in given]
         # the interpreter cuts where a GPU rounds
         step = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype)
         torch.testing.assert_close(sum_triton(*moved).cpu(), expected, rtol=step, atol=step)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import random_block
+from blocks import random_block, swap_index_dtypes
 from simulated_device import Reads
 
 from gcnzc.kernels.aggregate import aggregate
@@ -279,14 +279,15 @@ def test_self_loops_of_targets_that_do_not_exist_are_rejected():
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_triton_equals_numba(shape, dtype, error, device):
     heads, parts, columns = shape
-    indptr, indices = random_block(20, 9, 40, ids=torch.int64)
+    indptr, indices = random_block(20, 9, 40, pointers=torch.int64)
     x, source, target = (leaf.detach().to(dtype) for leaf in inputs(shape, 20, 9))
     y = torch.randn(9, heads, columns, dtype=dtype)
 
     def same(found, expected):
         torch.testing.assert_close(found.cpu(), expected, rtol=error, atol=error)
 
-    moved = [part.to(device) for part in (indptr, indices, source, target)]
+    block = [part.to(device) for part in swap_index_dtypes(indptr, indices)]
+    moved = [*block, source.to(device), target.to(device)]
     weight = edge_softmax_forward(indptr, indices, source, target, 0.3)
     same(edge_softmax_triton(*moved, 0.3, torch.empty_like(weight).to(device)), weight)
 
@@ -297,15 +298,16 @@ def test_triton_equals_numba(shape, dtype, error, device):
     for one, other in zip(edge_softmax_backward_triton(*moved, 0.3, *made), expected, strict=True):
         same(one, other)
 
-    block, x_moved, y_moved = moved[:2], x.to(device), y.to(device)
+    x_moved, y_moved = x.to(device), y.to(device)
     same(
         weighted_spmm_triton(*block, None, made[0], x_moved, heads),
         weighted_spmm_numba(indptr, indices, None, weight, x, heads),
     )
     turned = transpose(indptr, indices, 20)
     order = turned.indptr, turned.targets, turned.edges
+    order_moved = [part.to(device) for part in swap_index_dtypes(*order)]
     same(
-        weighted_spmm_triton(*(part.to(device) for part in order), made[0], y_moved, parts),
+        weighted_spmm_triton(*order_moved, made[0], y_moved, parts),
         weighted_spmm_numba(*order, weight, y, parts),
     )
     same(sddmm_triton(*block, x_moved, y_moved), sddmm_numba(indptr, indices, x, y))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from blocks import random_block
+from blocks import random_block, swap_index_dtypes
 
 from gcnzc.kernels.aggregate.gat import add_self_loops_torch
 from gcnzc.kernels.aggregate.gatv2 import (
@@ -188,7 +188,7 @@ def test_arguments_that_do_not_match_are_rejected():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_triton_equals_numba(shape, dtype, error, device):
-    indptr, indices = random_block(20, 9, 40, ids=torch.int64)
+    indptr, indices = random_block(20, 9, 40, pointers=torch.int64)
     x, y, a = (leaf.detach().to(dtype) for leaf in inputs(shape, 20, 9))
     # the last elements are padding, as `add_self_loops` leaves it on a GPU
     padded = torch.cat([indices, indices.new_full((3,), 20)])
@@ -197,7 +197,7 @@ def test_triton_equals_numba(shape, dtype, error, device):
         found = found.cpu()[: len(expected)]
         torch.testing.assert_close(found, expected, rtol=error, atol=10 * error)
 
-    block = [part.to(device) for part in (indptr, padded)]
+    block = [part.to(device) for part in swap_index_dtypes(indptr, padded)]
     xd, yd, ad = (rows.to(device) for rows in (x, y, a))
     same(
         leaky_scores_triton(*block, xd, yd, ad, 0.3),
@@ -210,8 +210,9 @@ def test_triton_equals_numba(shape, dtype, error, device):
     )
     turned = transpose(indptr, indices, 20)
     order = turned.indptr, turned.targets, turned.edges
+    order_moved = [part.to(device) for part in swap_index_dtypes(*order)]
     same(
-        sum_leaky_slopes_triton(*(part.to(device) for part in order), grad.to(device), yd, xd, 0.3),
+        sum_leaky_slopes_triton(*order_moved, grad.to(device), yd, xd, 0.3),
         sum_leaky_slopes_numba(*order, grad, y, x, 0.3),
     )
 

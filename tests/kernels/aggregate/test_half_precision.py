@@ -6,7 +6,7 @@ exact value of the same rounded inputs by at most its unit roundoff, and float32
 
 import pytest
 import torch
-from blocks import random_block
+from blocks import random_block, swap_index_dtypes
 from torch.nn import functional
 
 from gcnzc.kernels.aggregate import aggregate, aggregate_reference
@@ -172,7 +172,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 32), (3, 129)])
 def test_triton_equals_numba(shape, dtype, device):
     torch.manual_seed(0)
-    indptr, indices = random_block(20, 9, 40, ids=torch.int64)
+    indptr, indices = random_block(20, 9, 40, pointers=torch.int64)
     x, y = torch.randn(20, *shape).to(dtype), torch.randn(9, *shape).to(dtype)
     a, weight = torch.randn(shape), torch.rand(len(indices), shape[0])
     # Triton's interpreter cuts where a GPU rounds
@@ -184,7 +184,8 @@ def test_triton_equals_numba(shape, dtype, device):
         torch.testing.assert_close(found.cpu(), expected, rtol=error, atol=10 * error)
 
     block, rows = (indptr, indices), (x, y)
-    moved_block, moved_rows = ([each.to(device) for each in part] for part in (block, rows))
+    swapped = swap_index_dtypes(*block)
+    moved_block, moved_rows = ([each.to(device) for each in part] for part in (swapped, rows))
     for out_heads, out_dtype in ((shape[0], None), (shape[0], torch.float32), (1, None)):
         options = out_heads, out_dtype
         found = weighted_spmm_triton(*moved_block, None, weight.to(device), moved_rows[0], *options)

@@ -7,6 +7,15 @@ import pytest
 from gcnzc.kernels.gather.lanes import LINE_BYTES, VECTOR_BYTES, WARP_LANES, Lanes, assign_lanes
 
 WIDTHS = range(1, 301)
+# whole vectors of 16 bytes, and a little more or less
+NEAR_VECTORS = [width for width in WIDTHS if width % VECTOR_BYTES in (0, 1, 4, 8, 15)]
+EACH_WIDTHS = pytest.mark.parametrize(
+    "widths",
+    [
+        pytest.param(NEAR_VECTORS, id="near vectors"),
+        pytest.param(WIDTHS, id="all widths", marks=pytest.mark.slow),
+    ],
+)
 # rows of public sets as float32 and float16, and one of int8 with a scale beside it
 REAL = [(20, 2), (40, 4), (132, 1), (200, 2), (256, 2), (400, 4), (512, 4), (1000, 2), (1204, 2)]
 REAL += [(1536, 2), (2000, 4), (2048, 2), (2408, 4), (2866, 2), (2980, 4), (3068, 4), (4096, 4)]
@@ -47,10 +56,11 @@ def up(address: int, size: int) -> int:
     return address + -address % size
 
 
+@EACH_WIDTHS
 @pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped"])
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
-def test_every_byte_is_loaded_once(layout, item_bytes):
-    rows = [(width, item_bytes) for width in WIDTHS if width % item_bytes == 0]
+def test_every_byte_is_loaded_once(layout, item_bytes, widths):
+    rows = [(width, item_bytes) for width in widths if width % item_bytes == 0]
     # each width with one table of each kind, and with other offsets than its neighbours
     for number, (row_bytes, _) in enumerate(rows):
         kinds = list(tables(row_bytes, item_bytes))
@@ -77,8 +87,11 @@ def check_every_byte(lanes: Lanes, addresses: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [[(width, 1) for width in WIDTHS], REAL],
-    ids=["all widths", "real sets"],
+    [
+        pytest.param([(width, 1) for width in NEAR_VECTORS], id="near vectors"),
+        pytest.param([(width, 1) for width in WIDTHS], id="all widths", marks=pytest.mark.slow),
+        pytest.param(REAL, id="real sets"),
+    ],
 )
 @pytest.mark.parametrize("layout", ["shifted", "pitched"])
 def test_lanes_load_whole_vectors_and_no_line_twice(layout, rows):
@@ -103,10 +116,11 @@ def check_whole_vectors(lanes: Lanes, address: int) -> None:
     assert len(asked) == up(end, LINE_BYTES) // LINE_BYTES - address // LINE_BYTES
 
 
+@EACH_WIDTHS
 @pytest.mark.parametrize("layout", ["scalar", "vector", "wrapped", "shifted", "pitched"])
-def test_lanes_of_a_row_are_adjacent_in_one_warp(layout):
+def test_lanes_of_a_row_are_adjacent_in_one_warp(layout, widths):
     # the longest rows have nothing new
-    for row_bytes, item_bytes in [(width, 1) for width in WIDTHS] + REAL[:12]:
+    for row_bytes, item_bytes in [(width, 1) for width in widths] + REAL[:12]:
         stride_bytes = row_bytes if layout != "pitched" else up(row_bytes, LINE_BYTES)
         lanes = assign_lanes(layout, row_bytes, stride_bytes, 0, item_bytes)
         assert WARP_LANES % lanes.lanes == 0

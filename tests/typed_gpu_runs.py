@@ -1,0 +1,44 @@
+"""Train on a heterogeneous graph on the CPU and on a fake GPU.
+
+    python -m fake_cuda -m typed_gpu_runs FOLDER
+
+Users have embeddings, and the features of items are page-locked.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import typed_shop
+
+from gcnzc.train import TrainConfig, results, tracing, train
+
+
+def main():
+    folder = Path(sys.argv[1])
+    typed_shop.without_features(typed_shop.build(), "user").save(folder / "shop")
+    # pictures would take most of the time
+    tracing.timeline = results.curves = lambda *_: None
+    warnings.filterwarnings("ignore", "the graph has times")
+    for device in ("cpu", "cuda"):
+        config = TrainConfig(
+            data=folder / "shop",
+            task="link",
+            edge_type="buys",
+            model="hetero-sage",
+            layers=2,
+            hidden=8,
+            fanouts=(3, 3),
+            embedding_dim=4,
+            batch_size=120,
+            epochs=1,
+            # without the area under the curve, for which sklearn would be imported
+            evaluate_negatives="all",
+            trace=2,
+            device=device,
+        )
+        train(config, folder / device)
+
+
+if __name__ == "__main__":
+    main()
