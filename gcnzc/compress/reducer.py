@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from gcnzc.exchange import Algorithm
+from gcnzc.kernels.finite import can_be_squared
 from gcnzc.system.scalars import read_scalars
+
+_DAMAGED = "\n\nhint: load another checkpoint; this one is damaged, or was saved with other options"
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,10 @@ class Reducer(ABC):
             errors: by name, the tensors that `errors` returns.
 
         Raises:
-            ValueError: the shapes are those of another vector or another number of ranks.
+            ValueError: the shapes are those of another vector or another number of ranks, or an
+                error is not a tensor, of another kind of dtype, not finite or too large.
         """
+        check_error_values(errors)
         own = self.errors()
         for name, error in errors.items():
             if name not in own or own[name].shape != error.shape:
@@ -177,6 +182,11 @@ class Reducer(ABC):
                     f"not { {name: tuple(e.shape) for name, e in own.items()} }\n\n"
                     "hint: convert the state of another number of ranks with "
                     "gcnzc.optim.resize_state"
+                )
+            dtype = own[name].dtype
+            if error.dtype != dtype and not (error.is_floating_point() and dtype.is_floating_point):
+                raise ValueError(
+                    f"the compression error {name} is {error.dtype}, not {dtype}{_DAMAGED}"
                 )
 
     def load_errors(self, errors: Mapping[str, Tensor]) -> None:
@@ -195,6 +205,30 @@ class Reducer(ABC):
     def state_bytes(self) -> int:
         """The memory of the state between two means, in bytes."""
         return sum(error.numel() * error.element_size() for error in self.errors().values())
+
+
+def check_error_values(errors: Mapping[str, Tensor]) -> None:
+    """Check that compression errors are tensors by name, with valid numbers.
+
+    Raises:
+        ValueError: an error is not a tensor, not finite or too large, or a number of means below 0.
+    """
+    if not isinstance(errors, Mapping):
+        raise ValueError(f"compression errors are a {type(errors).__name__}{_DAMAGED}")
+    for name, error in errors.items():
+        if not isinstance(error, Tensor):
+            kind = type(error).__name__
+            raise ValueError(f"the compression error {name} is a {kind}, not a tensor{_DAMAGED}")
+        if error.is_floating_point():
+            # a larger one would make all later exchanges fail
+            if not bool(can_be_squared(error)):
+                what = "elements that are not finite or too large"
+                raise ValueError(f"the compression error {name} has {what}{_DAMAGED}")
+        elif error.is_complex() or error.dtype == torch.bool or bool((error < 0).any()):
+            raise ValueError(
+                f"the compression error {name} is {error.dtype} with numbers below 0 or of another "
+                f"kind{_DAMAGED}"
+            )
 
 
 def count_not_finite(values: Tensor) -> Tensor:

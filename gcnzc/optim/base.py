@@ -23,10 +23,11 @@ from gcnzc.exchange import (
     run,
 )
 from gcnzc.exchange.layout import describe_layout
-from gcnzc.exchange.sync import broadcast, check_same, dense_buffers, synchronize_buffers
+from gcnzc.exchange.sync import broadcast, check_same, dense_buffers
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.contribution import Contribution
+from gcnzc.optim.finalization import finalize_replicas
 from gcnzc.optim.group_options import (
     NORMS,
     Comparison,
@@ -421,13 +422,18 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that must be equal now; None if all may differ by design."""
-        names = names_in_model(self.module, self.param_groups)
-        named = zip(self.named_parameters(), self.initial_requires_grad, strict=False)
+        named = zip(self.described_parameters(), self.initial_requires_grad, strict=False)
         return [
-            (f"{position}{names.get(id(each), '')}", each)
-            for (position, each), is_trained in named
+            (name, each)
+            for (name, each), is_trained in named
             if self.is_replicated or not (is_trained or each.requires_grad)
         ]
+
+    def described_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return all parameters, named by their positions and by their names in the model."""
+        names = names_in_model(self.module, self.param_groups)
+        named = self.named_parameters()
+        return [(f"{position}{names.get(id(each), '')}", each) for position, each in named]
 
     def late_phase(self) -> str:
         """Return the name of a phase, such as compression, that has not begun; empty if none."""
@@ -444,8 +450,8 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         Floating-point buffers of `module`, such as BatchNorm's, become their means over the ranks.
 
         Raises:
-            ValueError: the ranks took different numbers of steps, or their options or parameters
-                differ; raised on all ranks.
+            ValueError: the ranks' numbers of steps, options or final parameters differ, or the last
+                synchronization failed because numbers are not finite; raised on all ranks.
             RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
             WorkerLost: see `step`.
         """
@@ -454,20 +460,14 @@ class DistributedOptimizer(Contribution, RecordedParameters):
     @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:
         """Return the communication and computation of `finalize`; see `algorithm`."""
-        yield from self.broadcast_model()
-        if self.group.world_size > 1:
-            # compare even if no bit has differed: since the last exchange the ranks may have taken
-            # different numbers of steps
-            self.comparison.is_due = True
-            self.checksums.renew(self.replicated_parameters())
-            yield from self.compare()
-        yield from self.finish()
-        if self.module is not None and self.group.world_size > 1:
-            yield from synchronize_buffers(self.module)
+        yield from finalize_replicas(self)
 
-    def finish(self) -> Algorithm[None]:
-        """Make the parameters equal on all ranks; does nothing by default."""
-        return
+    def finish(self) -> Algorithm[str]:
+        """Make the parameters equal on all ranks, and return why that failed, or an empty string.
+
+        The result is the same on all ranks. Does nothing by default.
+        """
+        return ""
         yield  # makes this a generator
 
     def average_parameters(self) -> Algorithm[Any]:

@@ -16,7 +16,7 @@ from gcnzc.optim.resize import (
     pack_state,
     unpack_state,
 )
-from gcnzc.optim.state_layout import check_layout
+from gcnzc.optim.state_layout import check_layout, check_param_groups
 from gcnzc.optim.validation import check_rank
 
 
@@ -72,11 +72,13 @@ class Checkpointed(Optimizer):
 
         Raises:
             ValueError: the state belongs to another rank, number of ranks, type of optimizer or
-                model, or has an option that is out of its range. Nothing is loaded then.
+                model, is damaged, or has an option that is out of its range. Nothing is loaded
+                then.
         """
         snapshot = unpack_state(self.name, state_dict, self.group.rank)
         inner = snapshot.get("inner", snapshot)
         check_mapping(inner, "param_groups")
+        check_param_groups(inner["param_groups"])
         self.check_loaded_options(inner["param_groups"])
         self.restore(snapshot)
         self.loaded_norms = format_norms(snapshot.get("shared", {}))
@@ -136,8 +138,14 @@ class Checkpointed(Optimizer):
         """Check that a snapshot is of this rank, number of ranks and parameters.
 
         Raises:
-            ValueError: it is of another rank, number of ranks, or layout of the parameters.
+            ValueError: it is of another rank, number of ranks, or layout of the parameters, or a
+                section is missing.
         """
+        check_mapping(snapshot, "shared", "local", "shards", "errors", "rank", "world_size")
+        for name in ("shared", "local", "shards", "errors"):
+            check_mapping(snapshot[name])
+        check_mapping(snapshot["shared"], "numbers")
+        check_mapping(snapshot["shared"]["numbers"])
         check_rank(snapshot, self.group)
         layout = self.state_layout()
         # states of older versions have none

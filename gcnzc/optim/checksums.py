@@ -117,7 +117,7 @@ class Checksums:
             by_device.setdefault(tensor.device, []).append((name, tensor))
         self._names = [name for pairs in by_device.values() for name, _ in pairs]
         self._pending = [
-            torch.stack([_sum_of_bits(tensor) for _, tensor in pairs])
+            torch.stack([sum_of_bits(tensor) for _, tensor in pairs])
             for pairs in by_device.values()
         ]
 
@@ -179,7 +179,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 @torch.no_grad()
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return a weighted sum () int64 of a tensor's memory as integers, exact in any order."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)

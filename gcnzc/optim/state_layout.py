@@ -1,16 +1,26 @@
 """Check that a state is of the same parameters as an optimizer, before any of it is loaded."""
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gcnzc.optim.muon import Muon
-from gcnzc.optim.resize import RESIZED_FROM
+from gcnzc.optim.resize import RESIZED_FROM, check_mapping
+from gcnzc.system.arguments import describe
 
+MAX_COUNT = 2**53
+"""the largest number of steps, exchanges or ranks in a state"""
+_DAMAGED = "hint: load another checkpoint; this one is damaged, or was saved with other options"
+# the state of a parameter after its first step
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
 _HINT = "hint: load it into an optimizer of the same model"
 
 
@@ -21,6 +31,94 @@ class SavedTensor:
     shape: tuple[int, ...]
     may_overflow: bool = False
     """whether elements may be infinite or NaN"""
+    dtype: torch.dtype | None = None
+    """the dtype; None for any real floating-point dtype"""
+    least: float = -math.inf
+    """the smallest element"""
+
+
+def check_number(
+    state: Mapping[str, Any],
+    name: str,
+    least: float = 0,
+    most: float = MAX_COUNT,
+    *,
+    kind: type = int,
+) -> None:
+    """Check a number of a state, before anything is loaded.
+
+    Args:
+        state: values by name.
+        name: the name of the number.
+        least: the smallest valid number.
+        most: the largest valid number.
+        kind: int for whole numbers, float for all finite numbers, bool for a flag, or str for a
+            text, which has no limits.
+
+    Raises:
+        ValueError: it is missing, of another type, not finite or out of range.
+    """
+    check_mapping(state, name)
+    value = state[name]
+    if kind in (bool, str):
+        if isinstance(value, kind):
+            return
+        raise ValueError(
+            f"{name} of the state is {describe(value)}, not a {kind.__name__}\n\n{_DAMAGED}"
+        )
+    is_number = isinstance(value, int | float if kind is float else int)
+    if not is_number or isinstance(value, bool) or not least <= value <= most:
+        what = "number" if kind is float else "whole number"
+        limits = f"of at least {least:g}" if math.isfinite(least) else "that is finite"
+        raise ValueError(
+            f"{name} of the state is {describe(value)}, not a {what} {limits}\n\n{_DAMAGED}"
+        )
+
+
+def check_numbers(
+    state: Mapping[str, Any],
+    name: str,
+    count: int | None = None,
+    least: float = -sys.float_info.max,
+) -> None:
+    """Check a list of finite numbers of a state, before anything is loaded.
+
+    Args:
+        state: values by name.
+        name: the name of the list.
+        count: its length; None for any.
+        least: the smallest valid number.
+
+    Raises:
+        ValueError: it is missing, not a list, of another length, or has something else.
+    """
+    check_mapping(state, name)
+    values = state[name]
+    if not isinstance(values, list | tuple) or count not in (None, len(values)):
+        length = "" if count is None else f" of {count} numbers"
+        raise ValueError(
+            f"{name} of the state is {describe(values)}, not a list{length}\n\n{_DAMAGED}"
+        )
+    for index, value in enumerate(values):
+        label = f"{name}[{index}]"
+        check_number({label: value}, label, least, sys.float_info.max, kind=float)
+
+
+def check_param_groups(groups: object) -> None:
+    """Check that the parameter groups of a state are mappings, each with a list of parameters.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for group in groups if isinstance(groups, list | tuple) else [groups]:
+        params = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(params, list | tuple) or not all(
+            isinstance(p, int | str) for p in params
+        ):
+            raise ValueError(
+                f"param_groups of the state has {describe(group)}, not a mapping with a list "
+                f"params\n\n{_DAMAGED}"
+            )
 
 
 def check_group_lengths(
@@ -35,6 +133,7 @@ def check_group_lengths(
     Raises:
         ValueError: they have not.
     """
+    check_param_groups(saved)
     own_counts, counts = ([len(group["params"]) for group in each] for each in (groups, saved))
     if own_counts != counts:
         raise ValueError(
@@ -53,6 +152,8 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
     Raises:
         ValueError: a line differs; the message has the first of them.
     """
+    if not isinstance(saved, list | tuple):
+        raise ValueError(f"layout of the state is {describe(saved)}, not a list\n\n{_DAMAGED}")
     for own, other in zip_longest(layout, saved):
         if own != other:
             raise ValueError(
@@ -70,21 +171,28 @@ def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> 
         expected: its properties.
 
     Raises:
-        ValueError: it is missing, not a tensor, of another shape, or has elements that are not
-            finite.
+        ValueError: it is missing, not a tensor, of another shape or dtype, or has elements that are
+            not finite or too small.
     """
     value = state.get(name)
-    hint = "hint: load another checkpoint; this one is damaged, or was saved with other options"
     if not isinstance(value, Tensor):
         found = "is missing" if value is None else f"is a {type(value).__name__}"
-        raise ValueError(f"{name} of the state {found}\n\n{hint}")
+        raise ValueError(f"{name} of the state {found}\n\n{_DAMAGED}")
     if value.shape != expected.shape:
         raise ValueError(
             f"{name} of the state has the shape {tuple(value.shape)}, not {expected.shape}"
-            f"\n\n{hint}"
+            f"\n\n{_DAMAGED}"
         )
+    is_expected = (
+        value.is_floating_point() if expected.dtype is None else value.dtype == expected.dtype
+    )
+    if not is_expected:
+        dtype = "a floating-point dtype" if expected.dtype is None else expected.dtype
+        raise ValueError(f"{name} of the state is {value.dtype}, not {dtype}\n\n{_DAMAGED}")
     if not expected.may_overflow and not bool(value.isfinite().all()):
-        raise ValueError(f"{name} of the state has elements that are not finite\n\n{hint}")
+        raise ValueError(f"{name} of the state has elements that are not finite\n\n{_DAMAGED}")
+    if expected.least > -math.inf and bool((value < expected.least).any()):
+        raise ValueError(f"{name} of the state has elements below {expected.least:g}\n\n{_DAMAGED}")
 
 
 def saved_world_size(snapshot: Mapping[str, Any]) -> int:
@@ -105,23 +213,52 @@ def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
         state_dict: a result of its `state_dict`.
 
     Raises:
-        ValueError: the numbers of parameters or their shapes differ.
+        ValueError: the numbers of parameters or their shapes differ, or a value is missing or
+            damaged.
     """
-    groups = state_dict["param_groups"]
+    check_mapping(state_dict, "state", "param_groups")
+    groups, states = state_dict["param_groups"], state_dict["state"]
     check_group_lengths(inner.param_groups, groups)
+    check_mapping(states)
     kind = type(inner)
     # torch 2.4 has no Adafactor
     is_known = kind.__module__.startswith("torch.optim") and kind.__name__ != "Adafactor"
-    if not (is_known or issubclass(kind, Muon)):
-        return
+    is_known |= issubclass(kind, Muon)
+    required = _REQUIRED.get(kind, set())
     for number, (group, saved) in enumerate(zip(inner.param_groups, groups, strict=True)):
         pairs = zip(group["params"], saved["params"], strict=True)
         for index, (parameter, saved_index) in enumerate(pairs):
-            for name, value in state_dict["state"].get(saved_index, {}).items():
-                has_elements = isinstance(value, Tensor) and value.numel() != 1
-                if has_elements and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"the state has {name} {tuple(value.shape)} of group {number}, parameter "
-                        f"{index}, but this optimizer has a parameter {tuple(parameter.shape)}"
-                        f"\n\n{_HINT}"
-                    )
+            where = f"group {number}, parameter {index}"
+            values = states.get(saved_index, {})
+            check_mapping(values)
+            if values and (missing := sorted(required.difference(values))):
+                raise ValueError(f"the state of {where} has no {', '.join(missing)}\n\n{_DAMAGED}")
+            for name, value in values.items() if is_known else ():
+                _check_inner_value(name, value, where, parameter, is_required=name in required)
+
+
+def _check_inner_value(
+    name: str, value: object, where: str, parameter: Tensor, *, is_required: bool
+) -> None:
+    """Check a value of the state of a parameter; see `check_inner_state`."""
+    # such as the momentum of SGD before the first step
+    if value is None and not is_required:
+        return
+    is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    is_complex = isinstance(value, Tensor) and value.is_complex()
+    if not is_number or (is_complex and not parameter.is_complex()):
+        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{_DAMAGED}")
+    assert isinstance(value, int | float | Tensor), "checked above"
+    is_scalar = not isinstance(value, Tensor) or value.numel() == 1
+    needs_elements = is_required and name != "step"
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if shape != parameter.shape and (needs_elements or not is_scalar):
+        raise ValueError(
+            f"the state has {name} {shape} of {where}, but this optimizer has a parameter "
+            f"{tuple(parameter.shape)}\n\n{_HINT}"
+        )
+    is_real = not isinstance(value, Tensor) or value.is_floating_point()
+    if not (is_scalar or is_real or is_complex):
+        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{_DAMAGED}")
+    if name == "step" and is_scalar and not 0 <= float(value) <= MAX_COUNT:
+        raise ValueError(f"step of {where} of the state is {float(value)}\n\n{_DAMAGED}")

@@ -480,3 +480,49 @@ def test_a_lost_rank_is_reported_after_the_next_sum_of_signals(tmp_path):
         # the sum starts after step 32; without a check in each step it is read after step 64
         assert 32 <= step < 60
         assert "rank 1" in text
+
+
+def states_after(world_size, quorum, seed):
+    """The states of all ranks after 7 steps of a run, whose gradients depend on the seed."""
+    ranks = [Rank(rank, world_size, quorum=quorum) for rank in range(world_size)]
+    for rank in ranks:
+        rank.target = rank.target + seed
+    run_ranks(ranks, [[1.0] * 7] * world_size, finalizes=False)
+    return [saved(rank.optimizer.state_dict()) for rank in ranks]
+
+
+@pytest.mark.parametrize(("world_size", "quorum"), [(2, 2), (3, 3), (3, 2)])
+def test_states_of_different_runs_are_an_error_on_all_ranks(world_size, quorum):
+    own, other = (states_after(world_size, quorum, seed) for seed in (0, 5))
+    ranks = [Rank(rank, world_size, quorum=quorum) for rank in range(world_size)]
+    errors = []
+
+    def resume(number, rank):
+        rank.optimizer.load_state_dict((other if number == 1 else own)[number])
+        try:
+            yield from rank.train([1.0] * 4)
+        except ValueError as error:
+            errors.append(str(error))
+
+    lockstep([resume(number, rank) for number, rank in enumerate(ranks)])
+    assert len(errors) == world_size
+    for error in errors:
+        assert error.startswith("content of the loaded state differs between ranks: anchor ")
+        assert "hint: load the states of one checkpoint, of one run, on all ranks" in error
+
+
+@pytest.mark.parametrize("name", ["anchor", "momentum"])
+def test_ranks_are_in_sync_only_if_the_loaded_states_are_equal_bit_for_bit(name):
+    states = states_after(2, 2, 0)
+    for is_rounded in (False, True):
+        ranks = [Rank(rank, 2, quorum=2) for rank in range(2)]
+        for number, (rank, state) in enumerate(zip(ranks, states, strict=True)):
+            rank.optimizer.load_state_dict(state)
+            if is_rounded and number == 1:
+                # by less than the digits of the norms
+                getattr(rank.update, name).mul_(1 + 1e-9)
+        # an outer step after two more steps
+        run_ranks(ranks, [[1.0] * 2] * 2, finalizes=False)
+        assert [rank.optimizer.is_in_sync for rank in ranks] == [not is_rounded] * 2
+        lockstep([rank.optimizer.finalize_algorithm() for rank in ranks])
+        assert torch.equal(ranks[0].x, ranks[1].x)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar
 from gcnzc.optim.local.staleness_gap import StalenessGap
-from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor
+from gcnzc.optim.state_layout import SavedTensor, check_numbers
 from gcnzc.optim.strategy.all_ranks import Shards
 from gcnzc.optim.strategy.finite_mean import Reduction
 from gcnzc.optim.strategy.recipe import Update
@@ -189,7 +188,7 @@ class ClippedStep(Update):
         """See `RecipePart`."""
         is_sharded = self.shards is not None
         self.strategy.check_option("sharded", "momentum" in shards, has_now=is_sharded)
-        check_mapping(shared, "gap")
+        check_numbers(shared, "gap", 2, least=0)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

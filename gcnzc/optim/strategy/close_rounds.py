@@ -287,27 +287,45 @@ class CloseRounds(Policy):
         After resuming, the last rounds of the ranks may differ.
 
         Raises:
-            ValueError: the rounds begin again, and the ranks have not loaded the same state; raised
-                on all ranks.
+            ValueError: the ranks have not loaded states of the same run, or the rounds begin again,
+                and the ranks have not loaded the same state; raised on all ranks.
         """
         others = self._others()
         yield from self._pause(others)
         lines = self.strategy.compared_lines() if self.generation else []
-        gather = all_gather_text("\n".join([self.last.to_bytes().decode(), *lines]))
+        own = [self.last.to_bytes().decode(), self.describe_state()]
+        gather = all_gather_text("\n".join([*own, *lines]))
         # this also opens the channel, in which the ranks wait for one another
         texts = yield Wait((yield Start(gather, self._channel)))
         yield from self._resume(others)
         _POLICIES.setdefault(self.strategy.group, WeakSet()).add(self)
-        found = [each.partition("\n") for each in texts]
-        if difference := find_difference({rank: each[2] for rank, each in enumerate(found)}):
+        found = [each.split("\n", 2) for each in texts]
+        compared = {rank: "".join(each[2:]) for rank, each in enumerate(found)}
+        if difference := find_difference(compared):
             raise ValueError(difference)
         rounds = [ClosedRound.from_bytes(each[0].encode()) for each in found]
+        self.compare_states([each[1] for each in found], rounds)
         # the keys of earlier rounds were in another store
         self.last = first = self.rules.resume(rounds)
         yield CompareAndSet(self._closed_key(first.round), b"", first.to_bytes())
         self.status, self.is_paused = b"", False
         self.paused_by.clear()
         yield from self._announce(RankStatus(first.round, StatusKind.FINISHED))
+
+    def describe_state(self) -> str:
+        """Return a line for the state that ranks may have in common; see `compare_states`."""
+        return ""
+
+    def compare_states(self, lines: Sequence[str], rounds: Sequence[ClosedRound]) -> None:
+        """Compare the state that some ranks must have in common; nothing by default.
+
+        Args:
+            lines: by rank, the result of `describe_state`.
+            rounds: by rank, the last round that the rank has read.
+
+        Raises:
+            ValueError: it differs; raised on all ranks.
+        """
 
     # waits for all ranks
 
@@ -438,7 +456,7 @@ class CloseRounds(Policy):
         world_size = saved_world_size(snapshot)
         # a spanning tree, unless the rules need none
         num_edges = world_size - 1 if self.rules.tree else 0
-        return {"rounds": SavedTensor((2 + num_edges + world_size,))}
+        return {"rounds": SavedTensor((2 + num_edges + world_size,), dtype=torch.int64, least=0)}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -108,7 +108,10 @@ class GossipTimes(Policy):
         """See `RecipePart`."""
         if "gossip" not in snapshot["local"] and "num_gossips" not in snapshot["local"]:
             return {}
-        return {"gossip": SavedTensor((3,)), "num_gossips": SavedTensor(())}
+        return {
+            "gossip": SavedTensor((3,)),
+            "num_gossips": SavedTensor((), dtype=torch.int64, least=0),
+        }
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -38,7 +38,9 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.algorithms import default_algorithm
 from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.checksums import sum_of_bits
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
+from gcnzc.optim.group_options import NORMS, find_difference, format_norms
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.close_rounds import CloseRounds
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterStep
@@ -119,6 +121,9 @@ class Quorum(CloseRounds):
         super().__init__("complete", grace_s, control_interval, None)
         check_count("quorum", quorum, 1)
         self.quorum = quorum
+        self.has_common_anchor = False
+        """whether the ranks whose anchor is the newest had equal anchors and momenta, bit for bit,
+        when the rounds began"""
 
     def attach(self, strategy: Strategy) -> None:
         """See `RecipePart`.
@@ -153,6 +158,39 @@ class Quorum(CloseRounds):
     def is_for_all_ranks(self) -> bool:
         """See `CloseRounds`."""
         return self.is_full
+
+    def describe_state(self) -> str:
+        """See `CloseRounds`: checksums of the anchor and the momentum, and their norms."""
+        state = self.strategy.recipe.update.local_state()
+        sums = " ".join(str(int(sum_of_bits(each))) for each in state.values())
+        return f"{sums}\t{format_norms(state)}"
+
+    def compare_states(self, lines: Sequence[str], rounds: Sequence[ClosedRound]) -> None:
+        """See `CloseRounds`: ranks that were last members of the same round have equal states.
+
+        Their norms must be equal. Ranks with different hardware may round differently, so equal
+        checksums are only required for `has_common_anchor`.
+        """
+        numbers = [each.numbers_by_rank[rank] for rank, each in enumerate(rounds)]
+        found = [line.partition("\t") for line in lines]
+        for number in sorted(set(numbers)):
+            norms = {
+                rank: f"{NORMS}\t{found[rank][2]}"
+                for rank, each in enumerate(numbers)
+                if each == number
+            }
+            if difference := find_difference(norms):
+                raise ValueError(difference)
+        # the others receive the newest anchor from one of these ranks before their next outer step
+        newest = [
+            sums for (sums, *_), each in zip(found, numbers, strict=True) if each == max(numbers)
+        ]
+        self.has_common_anchor = len(set(newest)) == 1
+
+    def reinitialize(self) -> None:
+        """See `RecipePart`."""
+        super().reinitialize()
+        self.has_common_anchor = True
 
     def describe(self) -> str:
         """See `Policy`."""
@@ -196,10 +234,10 @@ class QuorumOuterStep(OuterStep):
 
     def _write(self) -> None:
         strategy = self.strategy
-        if self.rounds.is_full:
+        if self.rounds.is_full and self.rounds.has_common_anchor:
             strategy.set_parameters(self.anchor)
             return
-        # other ranks may be in an earlier round
+        # other ranks may be in an earlier round, or have loaded an anchor with other rounding
         strategy.flat_params.write_parameters(self.anchor)
         if not strategy.is_counted:
             delete_nonfinite_state(strategy.state, strategy.flat_params.parameters)

@@ -32,8 +32,7 @@ from gcnzc.exchange.topology import (
     bandwidth_matching,
     bottleneck_threshold,
 )
-from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor, saved_world_size
+from gcnzc.optim.state_layout import SavedTensor, check_number, saved_world_size
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
 from gcnzc.optim.strategy.recipe import Recipe
@@ -200,15 +199,17 @@ class AdaptiveMatching(Matching):
     ) -> None:
         """See `RecipePart`."""
         if "bandwidth" in shared:
-            check_mapping(shared, "measured_in")
+            check_number(shared, "measured_in", NEVER)
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`; the matrices are of the number of ranks that saved the state."""
         world_size = saved_world_size(snapshot)
-        matrix = SavedTensor((world_size, world_size))
+        shape = (world_size, world_size)
         # only measured bandwidths are saved
-        measured = {"bandwidth": matrix} if "bandwidth" in snapshot["shared"] else {}
-        return {"last_met": matrix, **measured}
+        measured = (
+            {"bandwidth": SavedTensor(shape, least=0)} if "bandwidth" in snapshot["shared"] else {}
+        )
+        return {"last_met": SavedTensor(shape, dtype=torch.int64, least=NEVER), **measured}
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -172,8 +172,10 @@ class GradientChange(Policy):
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""
-        votes = {"votes": SavedTensor((1,))} if "votes" in snapshot["shared"] else {}
-        return {"squares": SavedTensor((self.window,)), "num_squares": SavedTensor(()), **votes}
+        squares = SavedTensor((self.window,), dtype=torch.float64)
+        found = {"squares": squares, "num_squares": SavedTensor((), dtype=torch.int64, least=0)}
+        votes = SavedTensor((1,), dtype=torch.float64, least=0)
+        return found | ({"votes": votes} if "votes" in snapshot["shared"] else {})
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor, check_inner_state, check_tensor
+from gcnzc.optim.state_layout import (
+    SavedTensor,
+    check_inner_state,
+    check_number,
+    check_tensor,
+)
 
 if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
@@ -80,14 +85,15 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
         ValueError: it is the state of another rank, of another number of ranks, of other
             parameters, or was saved with other options. Nothing is loaded then.
     """
-    check_mapping(snapshot, "inner", *SECTIONS, "errors", "rank", "world_size")
-    shared, local, shards = (snapshot[section] for section in SECTIONS)
-    check_mapping(shared, "numbers")
-    check_mapping(local)
-    check_mapping(shards)
-    numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
-    check_mapping(numbers, "steps", "since", "local_steps", "is_plain")
+    check_mapping(snapshot, "inner")
     strategy.check_rank_state(snapshot)
+    shared, local, shards = (snapshot[section] for section in SECTIONS)
+    numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
+    for name in ("steps", "since", "local_steps"):
+        check_number(numbers, name)
+    check_number(numbers, "is_plain", kind=bool)
+    if "num_exchanges" in shared:
+        check_number(shared, "num_exchanges")
     _check_parameters(strategy, snapshot)
     if not numbers["is_plain"]:
         for part in parts:
@@ -132,7 +138,7 @@ def _check_parameters(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None
     check_tensor(shared if is_shared else local, "parameters", vector)
     for name, shape in COUNTERS.items():
         if name in local:
-            check_tensor(local, name, SavedTensor(shape))
+            check_tensor(local, name, SavedTensor(shape, least=0))
 
 
 def _check_tensors(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:

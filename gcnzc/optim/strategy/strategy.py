@@ -298,18 +298,20 @@ class Strategy(Wrapper):
         for part in self.recipe.parts:
             yield from part.apply_pending()
 
-    def finish(self) -> Algorithm[None]:
+    def finish(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: set the parameters to their mean over the ranks."""
         if self.is_inner_only:
-            return
+            return ""
         yield from self.apply_pending()
         if not self.is_in_sync:
             mean = yield from self.compute_parameter_mean()
-            if mean is not None:
-                self.set_parameters(mean)
-                self.steps_since_sync = 0
-                self.reinitialize()
+            if mean is None:
+                return "no rank's parameters are finite, or their mean overflows"
+            self.set_parameters(mean)
+            self.steps_since_sync = 0
+            self.reinitialize()
         yield from self.compare()
+        return ""
 
     @identify_caller
     def average_parameters(self) -> Algorithm[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Reducer
+from gcnzc.compress.reducer import check_error_values
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, AllGather, AllGatherScalar, Group, Mean
 from gcnzc.exchange.layout import group_by_dtype
@@ -26,7 +27,7 @@ from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradien
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
-from gcnzc.optim.state_layout import check_inner_state
+from gcnzc.optim.state_layout import check_inner_state, check_number, check_param_groups
 from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
 from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
 from gcnzc.optim.validation import check_above_zero
@@ -137,6 +138,7 @@ class Averaged(Wrapper):
         """Load a state; without compression, a state dict of the inner optimizer."""
         if self.is_shared:
             check_mapping(state_dict, "state", "param_groups")
+            check_param_groups(state_dict["param_groups"])
             self.check_loaded_options(state_dict["param_groups"])
             self.restore(state_dict)
             self.mark_loaded()
@@ -169,7 +171,9 @@ class Averaged(Wrapper):
         if self.is_shared:
             check_is_inner(snapshot)
         else:
+            check_mapping(snapshot, "inner")
             self.check_rank_state(snapshot)
+            self.check_state(snapshot)
         inner = snapshot if self.is_shared else snapshot["inner"]
         check_inner_state(self.inner, inner)
         if not self.is_shared:
@@ -181,6 +185,18 @@ class Averaged(Wrapper):
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
         self.on_broadcast()
+
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
+        """Check the numbers and the compression errors of a snapshot, before anything is loaded.
+
+        Raises:
+            ValueError: one is missing or damaged.
+        """
+        check_number(snapshot["shared"], "skipped")
+        # states of older versions have no `steps`
+        if "steps" in snapshot["shared"]["numbers"]:
+            check_number(snapshot["shared"]["numbers"], "steps")
+        self.gradients.check_errors(snapshot["errors"])
 
     def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
         """Return the step count of a state; if it has none, as with SGD, the current count."""
@@ -453,6 +469,18 @@ class Gradients:
             str(number): {} if reducer is None else reducer.errors()
             for number, reducer in enumerate(self.reducers)
         }
+
+    def check_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Check the argument of `load_errors`; before the first step, without their shapes.
+
+        Raises:
+            ValueError: see `Reducer.check_errors`.
+        """
+        for each in errors.values():
+            check_error_values(each)
+        for number, reducer in enumerate(self.reducers):
+            if reducer is not None:
+                reducer.check_errors(errors.get(str(number), {}))
 
     def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load a result of `errors`; before the first step, it is applied in that step."""

@@ -24,7 +24,8 @@ from gcnzc.kernels.finite import mark_large, square_limit
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
-from gcnzc.optim.state_layout import check_group_lengths
+from gcnzc.optim.resize import check_mapping
+from gcnzc.optim.state_layout import check_group_lengths, check_number
 from gcnzc.optim.validation import check_above_zero, check_adam_options
 
 
@@ -255,10 +256,15 @@ class Replicated(DistributedOptimizer):
         """Load a `snapshot` of this rank, or a result of `resize_state`.
 
         Raises:
-            ValueError: it is of another rank, another number of ranks or other parameters.
+            ValueError: it is of another rank, another number of ranks or other parameters, or is
+                damaged. Nothing is loaded then.
         """
         check_group_lengths(self.param_groups, snapshot["param_groups"])
         self.check_rank_state(snapshot)
+        self.check_state(snapshot)
+        reducers = self.make_reducers(snapshot["shared"]["numbers"])
+        for name, reducer in reducers.items():
+            reducer.check_errors(snapshot["errors"].get(name, {}))
         for group, other in zip(self.param_groups, snapshot["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
         numbers = copy.deepcopy(dict(snapshot["shared"]["numbers"]))
@@ -270,8 +276,23 @@ class Replicated(DistributedOptimizer):
         }
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
-        self.restore_reducers()
+        self.reducers = reducers
+        for reducer in reducers.values():
+            reducer.active = self.vectors.get("active")
         self.load_errors(snapshot["errors"])
 
-    def restore_reducers(self) -> None:
-        """Create the reducers for the loaded state, before their errors are loaded."""
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
+        """Check the numbers and tensors of a snapshot, before anything is loaded.
+
+        Raises:
+            ValueError: one is missing or damaged.
+        """
+        shared = snapshot["shared"]
+        check_mapping(shared, "vectors")
+        check_mapping(shared["vectors"])
+        for name in ("steps", "skipped"):
+            check_number(shared["numbers"], name)
+
+    def make_reducers(self, numbers: Mapping[str, Any]) -> dict[str, Reducer]:
+        """Return the reducers for a state with these numbers."""
+        return self.reducers

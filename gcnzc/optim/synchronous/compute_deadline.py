@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from gcnzc.exchange import Algorithm, AllGather
+from gcnzc.optim.resize import check_mapping
+from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers, check_tensor
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.effective_speed import (
     NO_THRESHOLD,
@@ -223,6 +225,34 @@ class ComputeDeadline:
         self._read_pending()
         columns = 2 * self.micro_batches + 1
         return torch.tensor(self._rows, dtype=torch.float64).view(-1, columns)
+
+    def check_state(self, state: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """Check the arguments of `load_state_dict`, before anything is loaded.
+
+        Args:
+            state: see there.
+            local: has `times`.
+
+        Raises:
+            ValueError: a value is missing or damaged.
+        """
+        check_mapping(state, "threshold_s", "prediction")
+        check_number(state, "options", kind=str)
+        check_number(state, "is_calibrating", kind=bool)
+        for name in ("calibrations", "steps"):
+            check_number(state, name)
+        check_number(state, "dropped", kind=float)
+        if state["threshold_s"] is not None:
+            check_number(state, "threshold_s", kind=float)
+        if state["prediction"] is not None:
+            check_numbers(state, "prediction", 2)
+        times = local.get("times")
+        rows = len(times) if isinstance(times, torch.Tensor) and times.ndim else 0
+        columns = 2 * self.micro_batches + 1
+        if isinstance(times, torch.Tensor) and state["options"] != self.describe():
+            # these times are not loaded
+            columns = times.shape[-1] if times.ndim else columns
+        check_tensor(local, "times", SavedTensor((rows, columns), dtype=torch.float64))
 
     def load_state_dict(
         self, state: Mapping[str, Any], times: torch.Tensor, *, is_resized: bool

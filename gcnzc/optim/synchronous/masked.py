@@ -31,6 +31,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.state_layout import SavedTensor, check_number, check_tensor
 from gcnzc.optim.synchronous.adam_step import AdamStep
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
@@ -286,6 +287,35 @@ class Masked(AdamStep):
             {} if self.pending_gradients is None else {"pending_gradients": self.pending_gradients}
         )
         return {**super().snapshot(), "local": local}
+
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
+        """See `Replicated`."""
+        super().check_state(snapshot)
+        flat_params, shared = self.flat_params, snapshot["shared"]
+        numbers, vectors, dtype = shared["numbers"], shared["vectors"], flat_params.dtype
+        check_number(numbers, "has_inactive_gradient", kind=bool)
+        check_number(numbers, "reactivate_from")
+        check_number(numbers, "reactivation_interval", 1)
+        count, offset = flat_params.num_elements, flat_params.num_uncompressed
+        momentum = SavedTensor((self.momentum_elements(snapshot),), dtype=dtype)
+        check_tensor(vectors, "momentum", momentum)
+        check_tensor(vectors, "variance", SavedTensor((count,), dtype=dtype, least=0))
+        flags = SavedTensor((len(flat_params.segments),), dtype=torch.bool)
+        check_tensor(vectors, "had_gradient", flags)
+        if "active" not in vectors:
+            return
+        check_tensor(vectors, "active", SavedTensor((count - offset,), dtype=torch.bool))
+        if (sums := snapshot["local"].get("pending_gradients")) is not None:
+            # older versions of 0/1 Adam saved the sums of all elements
+            inactive = int((~vectors["active"]).sum())
+            is_whole = isinstance(sums, Tensor) and sums.numel() == count - offset
+            shape = (count - offset if is_whole else inactive,)
+            expected = SavedTensor(shape, may_overflow=True)
+            check_tensor(snapshot["local"], "pending_gradients", expected)
+
+    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+        """Return the number of elements of `momentum` among the vectors of a snapshot."""
+        return self.flat_params.num_elements
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`."""

@@ -18,7 +18,7 @@ Notation: n elements, the first d of them in groups with `compress=False`; k ext
 numbers that are appended to an exchanged vector, such as signals.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.state_layout import check_number, check_numbers
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
@@ -350,8 +351,14 @@ class OneBitAdam(Masked):
             self._set_active(self.vectors["variance"][offset:] > 0)
         self._delay_next_reactivation()
 
-    def restore_reducers(self) -> None:
+    def make_reducers(self, numbers: Mapping[str, Any]) -> dict[str, Reducer]:
         """See `Replicated`."""
-        self.reducers = {"momentum": self._make_reducer()} if self.is_frozen else {}
-        for reducer in self.reducers.values():
-            reducer.active = self.vectors.get("active")
+        return {"momentum": self._make_reducer()} if numbers["frozen_at"] else {}
+
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
+        """See `Replicated`."""
+        super().check_state(snapshot)
+        numbers = snapshot["shared"]["numbers"]
+        for name in ("frozen_at", "next_refresh", "refreshed_at"):
+            check_number(numbers, name)
+        check_numbers(numbers, "norms", least=0)

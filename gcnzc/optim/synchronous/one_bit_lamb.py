@@ -25,7 +25,7 @@ C when it is reactivated.
 Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.state_layout import SavedTensor, check_tensor
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.validation import check_fraction, check_unsupported
@@ -161,6 +162,18 @@ class OneBitLamb(OneBitAdam):
             *super().layout_lines(),
             f"{trust}, factor {self.factor_range} {self.factor_change}",
         ]
+
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
+        """See `Replicated`."""
+        super().check_state(snapshot)
+        flat_params, shared = self.flat_params, snapshot["shared"]
+        each = SavedTensor((len(flat_params.segments),), dtype=torch.float64, least=0)
+        for name in ("trust", "trust_weight", "factor", "scaling"):
+            check_tensor(shared["vectors"], name, each)
+        if shared["numbers"]["frozen_at"]:
+            shape = (flat_params.num_elements - flat_params.num_uncompressed,)
+            fresh = SavedTensor(shape, dtype=flat_params.dtype, least=0)
+            check_tensor(shared["vectors"], "fresh", fresh)
 
     @property
     def scale_elements(self) -> int | None:

@@ -37,6 +37,7 @@ from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
+from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers, check_tensor
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -338,10 +339,12 @@ class ZeroOneAdam(Anchored):
     # --- the end of the run
 
     @torch.no_grad()
-    def finish(self) -> Algorithm[None]:
+    def finish(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: synchronize the updates."""
         if self.is_out_of_sync:
             self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
+            return self.skip_reason
+        return ""
 
     # --- checkpoints
 
@@ -382,6 +385,20 @@ class ZeroOneAdam(Anchored):
         if self.group.world_size == 1:
             run(self.finalize_algorithm(), self.group)
 
-    def restore_reducers(self) -> None:
+    def check_state(self, snapshot: Mapping[str, Any]) -> None:
         """See `Replicated`."""
-        self.reducers["update"].active = self.vectors.get("active")
+        super().check_state(snapshot)
+        numbers, local = snapshot["shared"]["numbers"], snapshot["local"]
+        check_number(numbers, "num_variance_updates")
+        check_numbers(numbers, "lr_sums", len(self.flat_params.parts))
+        check_number(local, "num_nonfinite")
+        coded = SavedTensor((self.num_compressed,), dtype=self.flat_params.dtype)
+        if "update" in local or "anchor" in snapshot["shared"]["vectors"]:
+            check_tensor(snapshot["shared"]["vectors"], "anchor", coded)
+            for name in ("update", "momentum"):
+                check_tensor(local, name, coded)
+
+    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+        """See `Masked`; between synchronizations, compressed momenta are in `local`."""
+        is_local = "update" in snapshot["local"]
+        return self.flat_params.num_uncompressed if is_local else self.flat_params.num_elements

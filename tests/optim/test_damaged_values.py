@@ -1,0 +1,134 @@
+"""Damaged values anywhere in the states of all optimizers are rejected, and not loaded."""
+
+import copy
+
+import pytest
+import torch
+from optim.kinds import KINDS, ZERO_ONE_LOCAL
+from optim.test_damaged_states import bits_of, train
+from torch import nn
+
+from gcnzc.exchange import Group, lockstep
+
+WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
+"""all optimizers except those that load any state of an inner optimizer"""
+# a parameter's state may have None, such as the momentum of SGD, and other optional values
+OPTIONAL = {"threshold_s", "prediction", "pending_gradients"}
+
+
+def make(name, steps):
+    """The models and optimizers of two ranks."""
+    torch.manual_seed(0)
+    models = [nn.Linear(16, 8) for _ in range(2)]
+    optimizers = [KINDS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
+    lockstep([steps_of(*pair, steps) for pair in zip(models, optimizers, strict=True)])
+    return models, optimizers
+
+
+def steps_of(model, optimizer, steps):
+    if hasattr(optimizer, "finish_pending"):
+        yield from train(model, optimizer, steps)
+        return
+    yield from optimizer.broadcast_model()
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() + 1
+        yield from optimizer.algorithm()
+
+
+def leaves(values, path=()):
+    """The paths of all values in nested dictionaries."""
+    for name, value in values.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, name))
+
+
+def holder_of(state, path):
+    for name in path[:-1]:
+        state = state[name]
+    return state
+
+
+def damages_of(path, value):
+    """Values that must not be loaded instead of `value`."""
+    *_, name = path
+    yield ["a list"]
+    if name not in OPTIONAL:
+        yield None
+    if not isinstance(value, str):
+        yield "a text"
+    if isinstance(value, bool):
+        yield 1
+    elif isinstance(value, int):
+        yield from (-7, 0.5, torch.nan, 10**30, True)
+    elif isinstance(value, float):
+        yield from (torch.nan, torch.inf)
+    elif isinstance(value, torch.Tensor):
+        yield value.to(torch.complex64)
+        if value.dtype != torch.bool and name != "step":
+            yield value.bool()
+        # the state of a parameter and this rank's vectors may overflow, which is repaired
+        is_own = path[0] in ("inner", "local") and name not in ("step", "update")
+        if value.is_floating_point() and value.numel() and not is_own and not may_overflow(name):
+            yield torch.full_like(value, torch.nan)
+        # `times` may have any number of rows
+        if value.ndim and value.numel() > 1 and name != "times":
+            yield value[:-1]
+
+
+def error_of(optimizer, state):
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def may_overflow(name):
+    return name == "next" or name.endswith(" values")
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_a_damaged_value_is_rejected_and_nothing_is_loaded(name):
+    # 0/1 Adam is between two synchronizations after 6 steps
+    _, optimizers = make(name, 6)
+    models, others = make(name, 2)
+    before = bits_of(models[1], others[1])
+    found = optimizers[1].snapshot()
+    sections = ("shared", "local", "shards", "errors")
+    state = {section: found[section] for section in sections}
+    paths = list(leaves(state))
+    if "inner" in found:
+        paths += leaves({"inner": {"state": found["inner"]["state"]}})
+    assert len(paths) > 8
+    accepted = []
+    for path in paths:
+        value = holder_of(found, path)[path[-1]]
+        for damage in damages_of(path, value):
+            state = copy.deepcopy(found)
+            holder_of(state, path)[path[-1]] = damage
+            if "\n\nhint: " not in error_of(others[1], state):
+                accepted.append((path, damage))
+                models, others = make(name, 2)
+    assert not accepted
+    assert bits_of(models[1], others[1]) == before
+    others[1].load_state_dict(found)
+
+
+@pytest.mark.parametrize("name", [*ZERO_ONE_LOCAL, "onebit-lamb", "averaged sign", "drop-compute"])
+def test_a_missing_value_is_rejected_and_nothing_is_loaded(name):
+    _, optimizers = make(name, 6)
+    models, others = make(name, 2)
+    before = bits_of(models[1], others[1])
+    found = optimizers[1].snapshot()
+    # inactive elements may have no gradients; errors that are missing become 0
+    optional = {"pending_gradients", "active", "steps"} if "inner" in found else {"active"}
+    for path in leaves({section: found[section] for section in ("shared", "local")}):
+        if path[-1] in optional | OPTIONAL - {"threshold_s", "prediction"}:
+            continue
+        state = copy.deepcopy(found)
+        del holder_of(state, path)[path[-1]]
+        with pytest.raises(ValueError, match=r"(?s)hint: "):
+            others[1].load_state_dict(state)
+    assert bits_of(models[1], others[1]) == before
