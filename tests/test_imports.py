@@ -52,7 +52,10 @@ LIBRARIES = {
 # an outside thing, and the modules that may open its door
 DOORS = {
     "torch.distributed": {
-        *(f"gcnzc/exchange/{name}.py" for name in ("group", "messenger", "process_group", "start")),
+        *(
+            f"gcnzc/exchange/{name}.py"
+            for name in ("default_group", "group", "messenger", "process_group", "start")
+        ),
         "gcnzc/cli/launch.py",
     },
     "torch.distributed.elastic": {"gcnzc/cli/launch.py"},

@@ -104,7 +104,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         self.group = current_group() if group is None else group
         self.total_steps, self.late_step = total_steps, late_step(total_steps)
         self.module = module
-        self.weight, self._signals = 1.0, [False] * signals
+        self._weight, self._signals = 1.0, [False] * signals
         self.received_signals = [False] * signals
         """for each signal, whether any rank sent it in the exchanges that finished in the last
         `step`; all False if none of them had signals. An overlapped exchange finishes in a later
@@ -256,10 +256,10 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """Return the common extras: the hash bit or a request to compare, and the signals."""
         if self.group.world_size == 1:
             # there is no other rank to compare with
-            return [0.0, *self.signals]
+            return [0.0, *self._signals]
         if self.comparison.received >= self.checksums.next_update:
             self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.hash_bit(), *self.signals]
+        return [self.hash_bit(), *self._signals]
 
     def hash_bit(self) -> float:
         """Return the number with which ranks compare their options; see `Comparison.bit`."""
@@ -278,7 +278,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """
         self.comparison.receive(sums[0], ranks)
         # others may follow
-        signals = sums[1 : 1 + len(self.signals)]
+        signals = sums[1 : 1 + len(self._signals)]
         self.received_signals = [
             was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
         ]
@@ -291,7 +291,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         if not self.is_broadcast:
             yield from self.broadcast_model()
         self.skip_reason = ""
-        self.received_signals = [False] * len(self.signals)
+        self.received_signals = [False] * len(self._signals)
         self.extra_sums = ()
         try:
             skip_reason = yield from self.take_step()
@@ -342,22 +342,22 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is None and found_inf is None:
-            return self.weight
+            return self._weight
         if not isinstance(found_inf, Tensor):
             # GradScaler sets the number 0 on a rank without gradients
             found_inf = torch.zeros((), device=None if scale is None else scale.device)
         if scale is None:
             scale = torch.ones_like(found_inf)
-        factor = self.weight / scale.double()
+        factor = self._weight / scale.double()
         return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
 
     def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
         scale = getattr(self, "grad_scale", None)
-        factor: float | Tensor = self.weight
+        factor: float | Tensor = self._weight
         if scale is not None:
             # a scale on a GPU is not read, because reading it synchronizes with the GPU
-            factor = self.weight / (float(scale) if scale.device.type == "cpu" else scale.double())
+            factor = self._weight / (float(scale) if scale.device.type == "cpu" else scale.double())
         is_needed = isinstance(factor, Tensor) or factor != 1.0
         for parameter in parameters if is_needed else ():
             if parameter.grad is not None:

@@ -138,14 +138,14 @@ def test_a_frozen_layer_that_one_rank_edits_is_warned_of_once_on_all(ranks):
 def test_a_sum_tells_the_order_of_elements_and_no_place_in_memory():
     values = torch.randn(3 * checksums.COLUMNS + 5)
     offset = torch.empty(len(values) + 1)[1:].copy_(values)
-    sums = {int(checksums._sum_of_bits(each)) for each in (values, values.clone(), offset)}
+    sums = {int(checksums.sum_of_bits(each)) for each in (values, values.clone(), offset)}
     assert len(sums) == 1
     flipped = values.clone()
     flipped[:4] *= -1
     others = (values.roll(1), values.roll(checksums.COLUMNS), values.flip(0), flipped)
-    assert len(sums | {int(checksums._sum_of_bits(each)) for each in others}) == 5
+    assert len(sums | {int(checksums.sum_of_bits(each)) for each in others}) == 5
     small = torch.randn(5)
-    assert int(checksums._sum_of_bits(small)) != int(checksums._sum_of_bits(-small))
+    assert int(checksums.sum_of_bits(small)) != int(checksums.sum_of_bits(-small))
 
 
 def test_replicas_that_are_frozen_after_local_steps_are_no_error():

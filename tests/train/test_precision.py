@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from given_gradients import count_gradients
 from processes import results
 from torch import nn
 from torch.nn import functional
@@ -230,6 +231,7 @@ def steps_of(config, scaled, steps=6):
         optimizer.zero_grad()
         loss = functional.mse_loss(model(torch.randn(8, 5)), torch.full((8, 3), 9.0))
         scaled.scale(loss).backward()
+        count_gradients(optimizer)
         scaled.step(optimizer)
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -251,9 +253,11 @@ def test_a_worker_without_seeds_takes_the_step(optimizer):
     method = build_method(TrainConfig(**OPTIMIZERS[optimizer]), model, Group(), 4)
     scaled = Precision("fp16", CPU)
     before = scaled.state()
+    count_gradients(method)
     scaled.step(method)
     assert scaled.state().tolist() == [before[0], 1]
     scaled.scale(model(torch.full((1, 5), torch.inf)).sum()).backward()
+    count_gradients(method)
     scaled.step(method)
     assert scaled.state().tolist() == [before[0] / 2, 0]
 
