@@ -132,10 +132,11 @@ def test_frames_of_a_message_are_sent_one_after_the_other():
         ran = cluster.run(lambda worker: [sys.executable, "-c", SEND_AND_WATCH], limit_s=30)
     times = [float(word) for word in ran.output[0].split()]
     assert len(times) > 60
-    # a frame takes 1.2 ms; three may be sent at once after a pause
+    # a frame takes 1.2 ms; in bursts of 64 KiB, almost all gaps would be short. Three frames may be
+    # sent at once after a pause, and a receiver that waits for a core finds several frames
     gaps = sorted(after - before for before, after in pairwise(times))
     assert 0.9e-3 < gaps[len(gaps) // 2] < 1.5e-3
-    assert sum(gap < 0.2e-3 for gap in gaps) < len(gaps) / 4
+    assert sum(gap < 0.2e-3 for gap in gaps) < len(gaps) / 2
 
 
 @needs_namespaces
