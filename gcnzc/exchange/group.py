@@ -113,7 +113,7 @@ class Group:
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
-        check_time_limit(timeout_s)
+        timeout_s = check_time_limit(timeout_s)
         self.rank, self.world_size = check.check_rank(rank, world_size)
         self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
