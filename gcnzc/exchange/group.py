@@ -343,7 +343,8 @@ class Group:
         except WorkerLost as error:
             lost = None  # its traceback refers to this frame
             if self.monitor is not None:
-                self.monitor.stop(error.reason, is_follow_up=error.is_follow_up)
+                is_follow_up, ranks = error.is_follow_up, error.reason_ranks
+                self.monitor.stop(error.reason, is_follow_up=is_follow_up, ranks=ranks)
             raise
         finally:
             self._running.release()

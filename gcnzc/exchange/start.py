@@ -69,7 +69,9 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         if monitor is not None:
             failure = explain(monitor, error)
             reason = failure.text
-            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up)
+            monitor.stop(
+                failure.reason, is_follow_up=failure.is_follow_up, ranks=failure.cause.ranks
+            )
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
             f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
