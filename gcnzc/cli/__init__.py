@@ -32,6 +32,7 @@ from gcnzc.cli.output import flushed_output, logged_with, warned_with
 from gcnzc.cli.parser import check_outputs, parse
 from gcnzc.cli.runs import train_several
 from gcnzc.exchange import init_group, is_worker
+from gcnzc.exchange.launch import read_ranks
 from gcnzc.kernels.compilation import report_compilation
 from gcnzc.system.bus_errors import handled_bus_errors
 from gcnzc.system.eager_optimizers import skip_compiler_import
@@ -95,9 +96,13 @@ def _run(words: Sequence[str], is_debug: bool, reporter: Reporter) -> int:
 
 
 def _check_workers(config: TrainConfig) -> None:
-    """Raise UsageError if the strategy does not support the number of workers of this command."""
+    """Check that the strategy supports the number of workers of this command.
+
+    Raises:
+        UsageError: it does not, or the launcher's environment variables are invalid.
+    """
     try:
-        check_workers(config, launch.num_workers() if is_worker() else config.workers)
+        check_workers(config, read_ranks()[1] if is_worker() else config.workers)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

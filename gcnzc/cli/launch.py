@@ -153,11 +153,6 @@ def may_be_restarted() -> bool:
     return FATAL not in os.environ and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def num_workers() -> int:
-    """Return the number of workers that a launcher has started, on all machines."""
-    return int(os.environ["WORLD_SIZE"])
-
-
 def own_launch() -> Launch | None:
     """Return the launch that this worker belongs to; None without a launcher.
 

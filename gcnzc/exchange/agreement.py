@@ -172,8 +172,9 @@ MOST_OTHERS = 4
 
 def name_channel(sequence: str) -> str:
     """Return " on channel" and the name, for the requests of a sequence on a named channel."""
-    name = sequence.rpartition("channel ")[2]
-    return f" on channel {name}" if name not in (sequence, "default") else ""
+    # the name of a channel may contain "channel "
+    name = sequence.partition("channel ")[2]
+    return f" on channel {name}" if name not in ("", "default") else ""
 
 
 def describe_other_channel(started: str, expected: str, ranks: tuple[int, int]) -> str:

@@ -1,8 +1,9 @@
 """Errors of exchanges between ranks."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from gcnzc.exchange.heartbeat import ALL_RUNNING, HeartbeatMonitor
+from gcnzc.exchange.heartbeat import Cause, HeartbeatMonitor
 
 # default remedy in the message of `WorkerLost`
 REMEDY = "start all workers again, and load the state_dict() and the model that were saved last"
@@ -23,6 +24,8 @@ class WorkerLost(RuntimeError):
     """why, for the messages of other ranks"""
     is_follow_up = False
     """whether other ranks are the reason"""
+    reason_ranks: Sequence[int] = ()
+    """the ranks of the default group that the reason names"""
 
 
 class ConnectionBroken(Exception):
@@ -45,9 +48,9 @@ class BlockedByReceive(ConnectionBroken):
 
 
 class Failure(NamedTuple):
-    """Why an exchange failed."""
+    """Why an exchange failed, with torch's error."""
 
-    ranks: str
+    cause: Cause
     """the ranks that failed, or that all are running"""
     source: str
     """the first line of the error"""
@@ -57,17 +60,17 @@ class Failure(NamedTuple):
         """The description for this rank's error."""
         # another rank may have ended with the same error
         source = f" ({self.source})"
-        return self.ranks if self.ranks.endswith(source) else self.ranks + source
+        return self.cause.text if self.cause.text.endswith(source) else self.cause.text + source
 
     @property
     def is_follow_up(self) -> bool:
-        """Whether other ranks have failed."""
-        return self.ranks != ALL_RUNNING
+        """Whether other ranks have failed, and are known."""
+        return self.cause.is_found
 
     @property
     def reason(self) -> str:
         """The description for the errors of other ranks: the first cause."""
-        return self.ranks if self.is_follow_up else self.text
+        return self.cause.text if self.is_follow_up else self.text
 
 
 def explain(monitor: HeartbeatMonitor, error: BaseException | None) -> Failure:
@@ -106,6 +109,7 @@ def worker_lost(
     text = f"{who} waited {waited_s:.0f} s{in_step} for {what}: {failure.text}\n\nhint: {hint}"
     error = WorkerLost(text)
     error.reason, error.is_follow_up = failure.reason, failure.is_follow_up
+    error.reason_ranks = failure.cause.ranks
     return error
 
 

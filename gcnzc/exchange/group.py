@@ -113,7 +113,7 @@ class Group:
         store_host: StoreHost | None = None,
         remedy: str = REMEDY,
     ) -> None:
-        check_time_limit(timeout_s)
+        timeout_s = check_time_limit(timeout_s)
         self.rank, self.world_size = check.check_rank(rank, world_size)
         self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
@@ -343,7 +343,8 @@ class Group:
         except WorkerLost as error:
             lost = None  # its traceback refers to this frame
             if self.monitor is not None:
-                self.monitor.stop(error.reason, is_follow_up=error.is_follow_up)
+                is_follow_up, ranks = error.is_follow_up, error.reason_ranks
+                self.monitor.stop(error.reason, is_follow_up=is_follow_up, ranks=ranks)
             raise
         finally:
             self._running.release()

@@ -58,6 +58,20 @@ class Heartbeat:
     """why the rank ended; empty while it is running, or if it did not report a reason"""
     is_follow_up: bool = False
     """whether the reason describes other ranks, whose failure has ended this one"""
+    reason_ranks: Sequence[int] = ()
+    """the ranks of the default group that the reason names"""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an exchange failed."""
+
+    text: str
+    """the failed ranks, `ALL_RUNNING`, or why they are unknown"""
+    is_found: bool = True
+    """whether it is the failure of other ranks or of the store's host"""
+    ranks: Sequence[int] = ()
+    """the ranks of the default group that the text names"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,7 @@ class HeartbeatMonitor:
         self.beat = 0
         self.step: int | None = None
         self.activity, self.end_reason, self.is_follow_up = "start", "", False
+        self.reason_ranks: Sequence[int] = ()
         self.is_step_counted = True
         """whether `count_step` sets the step, because `set_status` was not called"""
         self.parent = os.getppid()
@@ -134,7 +149,7 @@ class HeartbeatMonitor:
         """Write one heartbeat of this rank."""
         with self.lock:
             self.beat += 1
-            end = self.end_reason, self.is_follow_up
+            end = self.end_reason, self.is_follow_up, list(self.reason_ranks)
             fields = (self.beat, self.step, self.activity, self.host, *end)
             self.store.set(f"gcnzc/alive/{self.rank}", json.dumps(fields))
 
@@ -147,7 +162,7 @@ class HeartbeatMonitor:
         found = read_existing(self.store, list(keys))
         return {keys[key]: Heartbeat(*json.loads(text)) for key, text in found.items()}
 
-    def describe_failure(self) -> str:
+    def describe_failure(self) -> Cause:
         """Describe which ranks have stopped or are behind; takes some seconds.
 
         Time is counted by this rank's own heartbeats in the store, so that other ranks do not seem
@@ -162,9 +177,11 @@ class HeartbeatMonitor:
                 if self._count_beats(after) - self._count_beats(before) >= MISSED_BEATS:
                     break
                 if time.monotonic() > end:
-                    return f"unknown: the store accepted no heartbeats in {STORE_S:g} s"
+                    text = f"unknown: the store accepted no heartbeats in {STORE_S:g} s"
+                    return Cause(text, is_found=False)
         except RuntimeError:
-            return self._describe_store_failure()
+            text = self._describe_store_failure()
+            return Cause(text, is_found=self.store_host is not None)
         ranks = range(self.world_size)
         return describe_stopped_ranks(self.rank, self.step, ranks, before, after, self.global_ranks)
 
@@ -194,17 +211,20 @@ class HeartbeatMonitor:
             "machine has failed"
         )
 
-    def stop(self, reason: str = "", *, is_follow_up: bool = False) -> None:
+    def stop(
+        self, reason: str = "", *, is_follow_up: bool = False, ranks: Sequence[int] = ()
+    ) -> None:
         """Stop the heartbeats, and write the reason why this rank ends, if there is one.
 
         Args:
             reason: for the error messages of the other ranks; the first one is kept.
             is_follow_up: whether it describes other ranks, whose failure has ended this one.
+            ranks: the ranks of the default group that the reason names.
         """
         self.thread.end()
         # a thread that is still alive waits for a store that does not respond
         if reason and not self.end_reason and not self.thread.is_alive():
-            self.end_reason, self.is_follow_up = reason, is_follow_up
+            self.end_reason, self.is_follow_up, self.reason_ranks = reason, is_follow_up, ranks
             host = self.store_host
             if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
                 # torch would print a warning with a stack trace at the end of each run
@@ -301,7 +321,7 @@ def describe_stopped_ranks(
     before: dict[int, Heartbeat],
     after: dict[int, Heartbeat],
     global_ranks: Sequence[int] | None = None,
-) -> str:
+) -> Cause:
     """Describe which ranks made an exchange of rank `rank` in step `step` fail.
 
     Args:
@@ -311,28 +331,40 @@ def describe_stopped_ranks(
         before, after: heartbeats by rank, read some intervals apart.
         global_ranks: for a subgroup, its members' ranks in the default group.
     """
+    in_default_group = range(max(ranks) + 1) if global_ranks is None else global_ranks
+    own = in_default_group[rank]
     failed, ended, causes = [], [], []
     for other in ranks:
         if other == rank:
             continue
         if other not in after:
-            failed.append(f"{describe_rank(other, global_ranks)} never connected")
+            text = f"{describe_rank(other, global_ranks)} never connected"
+            failed.append(Cause(text, ranks=[in_default_group[other]]))
             continue
         last = after[other]
         name = f"{describe_rank(other, global_ranks)} on {last.host}"
-        if last.is_follow_up:
-            causes.append(last.end_reason)
+        named = [in_default_group[other]]
+        if last.is_follow_up and own in last.reason_ranks:
+            # a rank that ended because this one was too slow
+            text = f"{name} ended, because {last.end_reason}"
+            causes.append(Cause(text, ranks=[*named, *last.reason_ranks]))
+        elif last.is_follow_up:
+            causes.append(Cause(last.end_reason, ranks=last.reason_ranks))
         elif last.end_reason:
-            ended.append(f"{name} ended: {last.end_reason}")
+            ended.append(Cause(f"{name} ended: {last.end_reason}", ranks=named))
         elif other in before and before[other].beat == last.beat:
-            failed.append(
-                f"{name} has stopped sending heartbeats; it was last {_describe_status(last)}"
-            )
+            text = f"{name} has stopped sending heartbeats; it was last {_describe_status(last)}"
+            failed.append(Cause(text, ranks=named))
         elif (last.step or 0) < (step or 0):
-            failed.append(f"{name} is running and still {_describe_status(last)}")
+            text = f"{name} is running and still {_describe_status(last)}"
+            failed.append(Cause(text, ranks=named))
     # ranks that reported their end are named only if no rank is missing or behind, and ranks that
     # ended since others had failed only by the failure of these
-    return "; ".join(failed or ended or causes[:1]) or ALL_RUNNING
+    found = failed or ended or causes[:1]
+    if not found:
+        return Cause(ALL_RUNNING, is_found=False)
+    named_ranks = [each for cause in found for each in cause.ranks]
+    return Cause("; ".join(cause.text for cause in found), ranks=named_ranks)
 
 
 def _describe_status(heartbeat: Heartbeat) -> str:

@@ -47,7 +47,7 @@ def init_group(
         WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
     """
     check_choice("backend", backend, BACKENDS)
-    check_time_limit(timeout_s)
+    timeout_s = check_time_limit(timeout_s)
     if not is_worker() or read_ranks()[1] == 1:
         group = Group(choices=choices, timeout_s=timeout_s, remedy=remedy)
         try:

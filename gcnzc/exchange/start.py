@@ -69,7 +69,9 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
         if monitor is not None:
             failure = explain(monitor, error)
             reason = failure.text
-            monitor.stop(failure.reason, is_follow_up=failure.is_follow_up)
+            monitor.stop(
+                failure.reason, is_follow_up=failure.is_follow_up, ranks=failure.cause.ranks
+            )
         raise WorkerLost(
             f"rank {rank} of {world_size} waited {waited:.0f} s for the other ranks at "
             f"{store_host.address[0]}:{store_host.address[1]}: {reason}\n\nhint: check that all "
@@ -84,16 +86,22 @@ def initialize(backend: str, timeout_s: float) -> tuple[TCPStore, HeartbeatMonit
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is initialized; warns if not and a launcher started this worker."""
-    if not dist.is_initialized() and is_worker() and int(os.environ["WORLD_SIZE"]) > 1:
+    """Whether torch.distributed is initialized; warns if not and a launcher started this worker.
+
+    Raises:
+        ValueError: the launcher's environment variables are invalid.
+    """
+    is_done = dist.is_initialized()
+    rank, world_size = read_ranks() if is_worker() and not is_done else (0, 1)
+    if world_size > 1:
         warnings.warn(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} trains alone, because "
+            f"rank {rank} of {world_size} trains alone, because "
             "torch.distributed is not initialized\n\nhint: with gcnzc.exchange.init_group() as "
             "group, or call torch.distributed.init_process_group() first; group="
             "gcnzc.exchange.Group() trains alone without this warning",
             stacklevel=4,
         )
-    return dist.is_initialized()
+    return is_done
 
 
 def destroy() -> None:

@@ -16,7 +16,7 @@ from gcnzc.optim.resize import (
     pack_state,
     unpack_state,
 )
-from gcnzc.optim.state_layout import check_layout, check_param_groups
+from gcnzc.optim.state_layout import check_layout, check_param_groups, check_section
 from gcnzc.optim.validation import check_rank
 
 
@@ -139,13 +139,12 @@ class Checkpointed(Optimizer):
 
         Raises:
             ValueError: it is of another rank, number of ranks, or layout of the parameters, or a
-                section is missing.
+                section is missing or not a mapping.
         """
         check_mapping(snapshot, "shared", "local", "shards", "errors", "rank", "world_size")
         for name in ("shared", "local", "shards", "errors"):
-            check_mapping(snapshot[name])
-        check_mapping(snapshot["shared"], "numbers")
-        check_mapping(snapshot["shared"]["numbers"])
+            check_section(snapshot, name)
+        check_section(snapshot["shared"], "numbers")
         check_rank(snapshot, self.group)
         layout = self.state_layout()
         # states of older versions have none

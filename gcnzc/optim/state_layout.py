@@ -68,10 +68,25 @@ def check_number(
         )
     is_number = isinstance(value, int | float if kind is float else int)
     if not is_number or isinstance(value, bool) or not least <= value <= most:
-        what = "number" if kind is float else "whole number"
-        limits = f"of at least {least:g}" if math.isfinite(least) else "that is finite"
+        what = "finite number" if kind is float else "whole number"
+        largest = sys.float_info.max
+        if most < largest:
+            what += f" from {least:g} to {most:g}"
+        elif least > -largest:
+            what += f" of at least {least:g}"
+        raise ValueError(f"{name} of the state is {describe(value)}, not a {what}\n\n{_DAMAGED}")
+
+
+def check_section(state: Mapping[str, Any], name: str) -> None:
+    """Check that a section of a state is a mapping.
+
+    Raises:
+        ValueError: it is missing, or of another type.
+    """
+    check_mapping(state, name)
+    if not isinstance(state[name], Mapping):
         raise ValueError(
-            f"{name} of the state is {describe(value)}, not a {what} {limits}\n\n{_DAMAGED}"
+            f"{name} of the state is {describe(state[name])}, not a mapping\n\n{_DAMAGED}"
         )
 
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -280,10 +280,13 @@ def check_fraction(name: str, value: object) -> None:
 def check_count(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
     """Check that `value` is a whole number of at least `least`, and at most `most`.
 
+    numpy's integers are accepted; bool, float and tensors are not.
+
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:  # type: ignore[operator]
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{name} is {value!r}\n\nhint: give a whole number {limits}")
 

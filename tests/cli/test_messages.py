@@ -92,6 +92,15 @@ def test_a_number_of_workers_that_a_strategy_does_not_support_is_wrong_usage(
     assert "None" not in lines[1]
 
 
+def test_an_invalid_number_of_workers_in_the_environment_is_wrong_usage(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "0.0.0.0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "no-graph"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: the environment variable WORLD_SIZE is 'x'"
+    assert lines[1].startswith("hint: it is an integer that a launcher")
+
+
 def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
     flags = 0
     for kind in COMMANDS:

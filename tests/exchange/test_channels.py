@@ -32,6 +32,7 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
+from gcnzc.exchange.agreement import collective_sequence, name_channel
 
 DELAY_S = 0.01
 LINK = Link(delay_s=DELAY_S)
@@ -195,6 +196,16 @@ def test_a_mismatch_names_channels():
     expected += "for Receive of 4 bytes with rank 0 on channel mail.*on the same channel"
     with pytest.raises(RequestMismatch, match=expected):
         lockstep([open_both(rank) for rank in range(2)])
+
+
+def test_the_name_of_a_channel_may_contain_the_word_channel():
+    assert name_channel(collective_sequence("my channel a", Sum(number()))) == (
+        " on channel my channel a"
+    )
+    assert not name_channel(collective_sequence("", Sum(number())))
+    for request, name in ((Send(number(), 1), "my channel a"), (Send(number(), 1), "")):
+        expected = f" on channel {name}" if name else ""
+        assert name_channel(request.sequence(0, name)) == expected
 
 
 def report_channels():

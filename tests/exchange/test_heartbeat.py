@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from gcnzc.exchange import (
     init_group,
     run,
 )
+from gcnzc.exchange.errors import explain, worker_lost
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
@@ -131,7 +133,7 @@ def test_with_a_slow_store_only_stopped_ranks_are_reported_and_no_launcher_is_en
         others = Others(store, world_size, stopped={world_size - 2})
         monitor = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
         monitor.set_status(5, "training")
-        why = monitor.describe_failure()
+        why = monitor.describe_failure().text
         monitor.stop()
         others.done.set()
         others.thread.join()
@@ -151,7 +153,7 @@ def test_a_rank_without_a_network_reports_it_in_time_and_ends_its_launcher(launc
         )
         proxy.is_cut_off = True
         began = time.monotonic()
-        why = monitor.describe_failure()
+        why = monitor.describe_failure().text
         assert "the network of this machine has failed" in why
         monitor.stop(why)
         assert time.monotonic() - began < 20
@@ -189,7 +191,7 @@ def test_no_launcher_is_ended_if_the_store_can_be_reached(launcher):
                 connected(proxies[case].port), 0, 2, "here", store_hosts.get(case)
             )
             proxies[case].is_cut_off = True
-            found[case] = monitor.describe_failure()
+            found[case] = monitor.describe_failure().text
             monitor.stop()
 
         # concurrently, since each waits
@@ -209,7 +211,7 @@ def test_a_rank_that_never_connected_is_reported(monkeypatch):
         monitor = HeartbeatMonitor(
             connected(port), 0, 2, "here", StoreHost("rank 1", ("127.0.0.1", port))
         )
-        assert monitor.describe_failure() == "rank 1 never connected"
+        assert monitor.describe_failure().text == "rank 1 never connected"
         monitor.stop()
 
 
@@ -235,9 +237,9 @@ def test_only_a_process_that_a_launcher_started_ends_with_its_parent(has_launche
 
 def test_ranks_of_a_subgroup_are_reported_with_their_ranks_in_the_default_group():
     stopped = {1: Heartbeat(beat=3, step=2, activity="training", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped, [0, 2])
+    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped, [0, 2]).text
     assert text.startswith("rank 2 (rank 1 of the subgroup) on here has stopped sending heartbeats")
-    assert describe_stopped_ranks(0, 2, range(2), stopped, stopped).startswith(
+    assert describe_stopped_ranks(0, 2, range(2), stopped, stopped).text.startswith(
         "rank 1 on here has stopped sending"
     )
 
@@ -282,21 +284,69 @@ def test_a_message_that_cannot_be_started_is_a_lost_worker(monkeypatch):
 
 def test_a_rank_without_a_step_is_reported_without_one():
     stopped = {1: Heartbeat(beat=3, step=None, activity="start", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped)
+    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped).text
     assert text == "rank 1 on here has stopped sending heartbeats; it was last at start"
     running = {1: Heartbeat(beat=4, step=None, activity="start", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, running)
+    text = describe_stopped_ranks(0, 2, range(2), stopped, running).text
     assert text == "rank 1 on here is running and still at start"
 
 
 def test_the_first_cause_is_named_instead_of_the_ranks_that_it_ended():
     first = Heartbeat(3, 2, "training", "here", "ValueError: no such file")
     followed = Heartbeat(3, 2, "training", "here", "rank 2 on here ended: out of memory", True)
-    text = describe_stopped_ranks(0, 2, range(3), {}, {1: followed, 2: first})
+    text = describe_stopped_ranks(0, 2, range(3), {}, {1: followed, 2: first}).text
     assert text == "rank 2 on here ended: ValueError: no such file"
     # rank 2 is not a member of this subgroup
-    text = describe_stopped_ranks(0, 2, range(2), {}, {1: followed})
+    text = describe_stopped_ranks(0, 2, range(2), {}, {1: followed}).text
     assert text == "rank 2 on here ended: out of memory"
+
+
+@pytest.mark.parametrize("global_ranks", [None, [3, 5]])
+def test_a_rank_that_ended_because_this_one_was_slow_is_named(global_ranks):
+    own, other = global_ranks or (0, 1)
+    behind = {0: Heartbeat(3, 60, "training", "here"), 1: Heartbeat(3, 100, "training", "here")}
+    after = {rank: replace(each, beat=6) for rank, each in behind.items()}
+    cause = describe_stopped_ranks(1, 100, range(2), behind, after, global_ranks)
+    assert "is running and still in step 60" in cause.text
+    assert cause.is_found
+    assert cause.ranks == [own]
+    after[1] = replace(after[1], end_reason=cause.text, is_follow_up=True, reason_ranks=[own])
+    found = describe_stopped_ranks(0, 100, range(2), behind, after, global_ranks)
+    assert found.text.startswith(f"rank {other} ")
+    assert found.text.endswith(f"on here ended, because {cause.text}")
+    assert found.ranks == [other, own]
+
+
+def test_the_ranks_of_a_reason_are_written_for_the_others(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    store = HashStore()
+    slow, fast = (HeartbeatMonitor(store, rank, 2, "here") for rank in range(2))
+    slow.set_status(60, "training")
+    fast.set_status(100, "training")
+    failure = explain(fast, TimeoutError("no message"))
+    lost = worker_lost("rank 1", 1.0, 100, "Sum", failure, "start again")
+    fast.stop(lost.reason, is_follow_up=lost.is_follow_up, ranks=lost.reason_ranks)
+    text = slow.describe_failure().text
+    slow.stop()
+    assert text.startswith("rank 1 on here ended, because rank 0 on here is running and still")
+
+
+def test_a_failure_of_no_known_rank_is_reported_with_its_own_error(monkeypatch):
+    for name in ("STORE_S", "BEAT_S"):
+        monkeypatch.setattr(heartbeat, name, 0.05)
+    monitor = HeartbeatMonitor(HashStore(), 0, 1, "here")
+    # the store accepts no heartbeats, or does not respond
+    for function, expected in (
+        (dict, "the store accepted no heartbeats in 0.05 s"),
+        (lambda: time.sleep(0.5), "the store does not respond"),
+    ):
+        monkeypatch.setattr(monitor, "read_heartbeats", function)
+        failure = explain(monitor, RuntimeError("Connection reset"))
+        assert not failure.is_follow_up
+        assert failure.reason == (
+            f"unknown: {expected} (torch.distributed reports: Connection reset)"
+        )
+    monitor.stop()
 
 
 def leave_early(how):

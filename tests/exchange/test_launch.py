@@ -1,11 +1,13 @@
 """Invalid environment variables and time limits, before the workers connect."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
-from gcnzc.exchange import Group, init_group
+from gcnzc.exchange import Group, current_group, init_group
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -17,6 +19,14 @@ def test_an_invalid_time_limit_is_an_error_with_one_rank(seconds):
         Group(timeout_s=seconds)
     with pytest.raises(ValueError, match=expected), init_group(timeout_s=seconds):
         pass
+
+
+@pytest.mark.parametrize("seconds", [np.int64(60), np.float32(60), np.float64(60), Fraction(60)])
+def test_a_time_limit_of_numpy_is_a_number(seconds):
+    assert type(Group(timeout_s=seconds).timeout_s) is float
+    with init_group(timeout_s=seconds) as group:
+        assert group.timeout_s == 60
+        assert type(group.timeout_s) is float
 
 
 @pytest.mark.parametrize(
@@ -39,6 +49,13 @@ def test_an_invalid_environment_is_an_error_at_once(monkeypatch, changed, expect
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{expected}.*\n\nhint: "), init_group():
         pass
+
+
+def test_an_optimizer_without_a_group_rejects_an_invalid_environment(monkeypatch):
+    for name, value in (LAUNCHED | {"WORLD_SIZE": "x"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"^the environment variable WORLD_SIZE is 'x'\n\nhint: "):
+        current_group()
 
 
 def test_a_nested_call_names_the_remedy(monkeypatch):

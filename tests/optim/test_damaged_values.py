@@ -1,6 +1,7 @@
 """Damaged values anywhere in the states of all optimizers are rejected, and not loaded."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from optim.test_damaged_states import bits_of, train
 from torch import nn
 
 from gcnzc.exchange import Group, lockstep
+from gcnzc.optim.state_layout import check_number, check_numbers
 
 WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
 """all optimizers except those that load any state of an inner optimizer"""
@@ -132,3 +134,22 @@ def test_a_missing_value_is_rejected_and_nothing_is_loaded(name):
         with pytest.raises(ValueError, match=r"(?s)hint: "):
             others[1].load_state_dict(state)
     assert bits_of(models[1], others[1]) == before
+
+
+def test_a_number_that_is_too_large_is_described_with_its_limits():
+    state = {"steps": 2**60, "dropped": math.inf, "times": [1.0, math.inf]}
+    with pytest.raises(ValueError, match=r" 1152921504606846976, not a whole number from 0 to 9"):
+        check_number(state, "steps")
+    with pytest.raises(ValueError, match=r"^dropped .* inf, not a finite number from 0 to 9.*\n"):
+        check_number(state, "dropped", kind=float)
+    with pytest.raises(ValueError, match=r"^times\[1\] .* inf, not a finite number\n"):
+        check_numbers(state, "times")
+
+
+@pytest.mark.parametrize("section", ["shared", "local", "shards", "errors", "numbers"])
+def test_a_section_that_is_not_a_mapping_is_named(section):
+    _, optimizers = make("averaged sign", 2)
+    state = copy.deepcopy(optimizers[1].snapshot())
+    (state["shared"] if section == "numbers" else state)[section] = []
+    with pytest.raises(ValueError, match=rf"^{section} of the state is \[\], not a mapping\n"):
+        optimizers[1].load_state_dict(state)

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -19,6 +20,7 @@ from gcnzc.optim import (
     Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
+    ZeroOneSchedule,
     selsync,
 )
 
@@ -73,9 +75,21 @@ def test_the_options_of_a_warm_up_have_their_types(make, options, message):
         make([parameter()], **options)
 
 
-@pytest.mark.parametrize("steps", ["a", 0, math.nan, None])
+@pytest.mark.parametrize("integer", [np.int64, np.uint8])
+def test_integers_of_numpy_are_whole_numbers(integer):
+    ZeroOneSchedule(warmup=integer(100))
+    OneBitAdam([parameter()], refresh_steps=integer(16), total_steps=integer(100))
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = StreamingDiLoCo(inner, Group(), fragments=1, local_steps=4, delay=integer(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "steps", ["a", 0, math.nan, None, 16.0, np.float32(16), np.bool_(True), torch.tensor(16)]
+)
 def test_the_length_of_a_refresh_is_a_number_of_steps(steps):
-    with pytest.raises(ValueError, match=f"^refresh_steps is {steps!r}\n\nhint: "):
+    with pytest.raises(ValueError, match=rf"^refresh_steps is {re.escape(repr(steps))}\n\nhint: "):
         OneBitAdam([parameter()], refresh_steps=steps)
 
 

@@ -326,15 +326,18 @@ def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warnin
 
 def test_the_limit_of_dropped_minibatches_is_that_of_the_run():
     inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
-    line = {"epoch": 4, "dropped_share": 0.25}
+    line = {"epoch": 4, "dropped_share": 0.35}
 
     def warning(earlier=(), **options):
         optimizer = DropCompute(inner, micro_batches=4, **options)
         return format_drop_warning(line, optimizer, earlier)
 
-    assert "25% of the minibatches of epoch 5" in warning(max_dropped=0.2)
-    assert not warning(max_dropped=0.3)
-    assert not warning([{"dropped_share": 0.3}], max_dropped=0.2)
+    assert "35% of the minibatches of epoch 5" in warning(max_dropped=0.2)
+    # a measured threshold is not measured again up to 1.5 times its limit
+    assert not warning(max_dropped=0.25)
+    assert not warning([{"dropped_share": 0.31}], max_dropped=0.2)
+    assert warning([{"dropped_share": 0.29}], max_dropped=0.2)
+    assert warning(threshold=1.0, max_dropped=0.25)
     # the record of an older version
     assert warning([{"epoch": 0}], threshold=1.0)
     assert not format_drop_warning(line, Averaged(inner), [])

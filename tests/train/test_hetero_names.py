@@ -11,7 +11,9 @@ import torch
 
 import gcnzc
 from gcnzc.cli import main
+from gcnzc.datasets.names import Names
 from gcnzc.graph.hetero import HeteroGraph
+from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.hetero.tables import Table
 from gcnzc.graph.load import verify
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
@@ -118,6 +120,18 @@ def test_damaged_names_are_found(folder, tmp_path):
         (path / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(ValueError, match=message):
             HeteroGraph.load(path).nodes("item").keys  # noqa: B018
+
+
+def test_keys_that_are_the_numbers_of_nodes_as_text_are_none():
+    def keys_of(*texts):
+        return NodeStore(2, names=Names(nodes=np.array(texts, object))).keys
+
+    assert keys_of("0", "1") is None
+    assert keys_of("1", "0").tolist() == [1, 0]
+    assert keys_of("0", "01").tolist() == ["0", "01"]
+    message = r"^names.nodes has 3 ids for 2 nodes\n\nhint: give one id for each node"
+    with pytest.raises(ValueError, match=message):
+        keys_of("a", "b", "c")
 
 
 def test_folders_of_older_versions_have_numbers(run, folder, tmp_path):

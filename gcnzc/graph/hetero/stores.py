@@ -50,18 +50,22 @@ class NodeStore:
         """(N,) ids of the nodes in their source, int64 or str; None if they are 0 to N - 1.
 
         Raises:
-            ValueError: the file of the ids is damaged.
+            ValueError: the file of the ids is damaged, or their number is not N.
         """
         found = self._read("nodes").nodes
         if found is None:
             return None
         if len(found) != self.num_nodes:
+            source, hint = "names.nodes", "give one id for each node"
+            if isinstance(self.names, Path):
+                source, hint = str(self.names), "prepare the folder again from its source"
             raise ValueError(
-                f"{self.names} has {len(found):,} ids for {self.num_nodes:,} nodes\n\n"
-                "hint: prepare the folder again from its source"
+                f"{source} has {len(found):,} ids for {self.num_nodes:,} nodes\n\nhint: {hint}"
             )
         integers = found if found.dtype.kind == "i" else as_integers(found)
-        return np.array(found, dtype=str) if integers is None else integers
+        if integers is None:
+            return np.array(found, dtype=str)
+        return None if bool((integers == np.arange(len(integers))).all()) else integers
 
     @cached_property
     def classes(self) -> Sequence[str] | None:

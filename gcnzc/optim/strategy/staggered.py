@@ -150,7 +150,7 @@ class Staggered(Policy):
             # a fractional delay would never equal a step number
             check_count("delay", delay)
         self.requested_delay, self.update = delay, update
-        self.delay = 1 if isinstance(delay, str) else delay
+        self.delay = 1 if isinstance(delay, str) else int(delay)
         """the current D"""
         self.due: list[int] = []
         """the numbers of the fragments whose exchange starts after this step"""

@@ -476,11 +476,12 @@ class Gradients:
         Raises:
             ValueError: see `Reducer.check_errors`.
         """
-        for each in errors.values():
-            check_error_values(each)
-        for number, reducer in enumerate(self.reducers):
-            if reducer is not None:
-                reducer.check_errors(errors.get(str(number), {}))
+        reducers = {str(n): each for n, each in enumerate(self.reducers) if each is not None}
+        # reducers check their own errors, and each check synchronizes with the GPU
+        for name in errors.keys() - reducers.keys():
+            check_error_values(errors[name])
+        for name, reducer in reducers.items():
+            reducer.check_errors(errors.get(name, {}))
 
     def load_errors(self, errors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load a result of `errors`; before the first step, it is applied in that step."""
