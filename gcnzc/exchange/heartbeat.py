@@ -207,7 +207,7 @@ class HeartbeatMonitor:
             self.end_reason, self.is_follow_up = reason, is_follow_up
             host = self.store_host
             if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
-                # torch would print a warning with a stack trace at the end of each run
+                # the store has ended; writing to it would make torch print a stack trace
                 return
             try:
                 self.write()
@@ -330,8 +330,8 @@ def describe_stopped_ranks(
             )
         elif (last.step or 0) < (step or 0):
             failed.append(f"{name} is running and still {_describe_status(last)}")
-    # ranks that reported their end are named only if no rank is missing or behind, and ranks that
-    # ended since others had failed only by the failure of these
+    # ranks that reported an end of their own are named only if no rank is missing or behind; if all
+    # of them ended because of others, the first reason is shown
     return "; ".join(failed or ended or causes[:1]) or ALL_RUNNING
 
 
