@@ -35,7 +35,7 @@ class Names:
     """Names by number; None where the source has the numbers themselves.
 
     Attributes:
-        nodes: (N,) ids of the nodes, all different: text, which files always have, or int64.
+        nodes: (N,) ids of the nodes, all different: text or int64; always text if read from a file.
         classes: names of the classes, all different.
         features: names of the columns of features.
     """

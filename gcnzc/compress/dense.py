@@ -26,7 +26,7 @@ class Dense(Compression):
     """The mean of all elements with one all-reduce, without error feedback.
 
     Raises:
-        ValueError: the dtype is not one of those below.
+        ValueError: `dtype` is not float16, bfloat16, float32, float64 or None.
     """
 
     dtype: torch.dtype | None = None

@@ -211,7 +211,8 @@ def check_error_values(errors: Mapping[str, Tensor]) -> None:
     """Check that compression errors are tensors by name, with valid numbers.
 
     Raises:
-        ValueError: an error is not a tensor, not finite or too large, or a number of means below 0.
+        ValueError: an error is not a tensor, is complex or torch.bool, not finite or too large; or
+            an integer is below 0.
     """
     if not isinstance(errors, Mapping):
         raise ValueError(f"compression errors are a {type(errors).__name__}{_DAMAGED}")
@@ -224,11 +225,11 @@ def check_error_values(errors: Mapping[str, Tensor]) -> None:
             if not bool(can_be_squared(error)):
                 what = "elements that are not finite or too large"
                 raise ValueError(f"the compression error {name} has {what}{_DAMAGED}")
-        elif error.is_complex() or error.dtype == torch.bool or bool((error < 0).any()):
-            raise ValueError(
-                f"the compression error {name} is {error.dtype} with numbers below 0 or of another "
-                f"kind{_DAMAGED}"
-            )
+        elif error.is_complex() or error.dtype == torch.bool:
+            what = f"{error.dtype}, not a floating-point or integer dtype"
+            raise ValueError(f"the compression error {name} is {what}{_DAMAGED}")
+        elif bool((error < 0).any()):
+            raise ValueError(f"the compression error {name} has numbers below 0{_DAMAGED}")
 
 
 def count_not_finite(values: Tensor) -> Tensor:

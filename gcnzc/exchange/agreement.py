@@ -185,7 +185,7 @@ def describe_other_channel(started: str, expected: str, ranks: tuple[int, int]) 
         ranks: the rank that has started the messages, and its peer.
 
     Returns:
-        The description; empty if the messages differ in more than the channel.
+        The description; empty unless the two differ only in the channel.
     """
     is_other = started != expected and started.startswith("messages ")
     if not is_other or _without_channel(started) != _without_channel(expected):

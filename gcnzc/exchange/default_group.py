@@ -15,11 +15,11 @@ class DefaultGroup:
     """Creates and caches the group of torch.distributed's default process group.
 
     Args:
-        create: the class `Group`.
+        group_type: the class `Group`.
     """
 
-    def __init__(self, create: "type[Group]") -> None:
-        self.create = create
+    def __init__(self, group_type: "type[Group]") -> None:
+        self.group_type = group_type
         self.lock = threading.Lock()
         self.group: Group | None = None
         self.process_group: weakref.ref[Any] | None = None
@@ -43,4 +43,4 @@ class DefaultGroup:
         # a prefix separates the keys from those of an earlier group in the same store
         store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
         backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-        return self.create(dist.get_rank(), dist.get_world_size(), backend, store)
+        return self.group_type(dist.get_rank(), dist.get_world_size(), backend, store)

@@ -227,7 +227,7 @@ class HeartbeatMonitor:
             self.end_reason, self.is_follow_up, self.reason_ranks = reason, is_follow_up, ranks
             host = self.store_host
             if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
-                # torch would print a warning with a stack trace at the end of each run
+                # the store has ended; writing to it would make torch print a stack trace
                 return
             try:
                 self.write()
@@ -358,8 +358,8 @@ def describe_stopped_ranks(
         elif (last.step or 0) < (step or 0):
             text = f"{name} is running and still {_describe_status(last)}"
             failed.append(Cause(text, ranks=named))
-    # ranks that reported their end are named only if no rank is missing or behind, and ranks that
-    # ended since others had failed only by the failure of these
+    # ranks that reported an end of their own are named only if no rank is missing or behind; if all
+    # of them ended because of others, the first reason is shown
     found = failed or ended or causes[:1]
     if not found:
         return Cause(ALL_RUNNING, is_found=False)

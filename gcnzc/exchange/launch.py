@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun has set in this worker's environment."""
+"""Read the environment variables that a launcher such as torchrun sets."""
 
 import os
 
@@ -14,7 +14,7 @@ def read_ranks() -> tuple[int, int]:
     """Return this worker's rank and the number of ranks.
 
     Raises:
-        ValueError: they are no integers, or the rank is not in [0, world_size).
+        ValueError: they are not integers, or the rank is not in [0, world_size).
     """
     rank, world_size = _read_integer("RANK"), _read_integer("WORLD_SIZE")
     if not 0 <= rank < world_size:
@@ -29,7 +29,7 @@ def read_address() -> tuple[str, int]:
     """Return host and port of the store.
 
     Raises:
-        ValueError: the port is no integer from 1 to 65535.
+        ValueError: the port is not an integer from 1 to 65535.
     """
     port = _read_integer("MASTER_PORT")
     if not 1 <= port <= LARGEST_PORT:

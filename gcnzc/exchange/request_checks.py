@@ -156,8 +156,8 @@ def check_members(members: Sequence[int], rank: int, world_size: int) -> None:
 def reject_thread(rank: int) -> NoReturn:
     """Raise the error of a thread that uses a group while another thread does."""
     raise RuntimeError(
-        f"thread {threading.current_thread().name} of rank {rank} runs an algorithm on a group, "
-        "on which another thread runs one\n\nhint: use a group in one thread at a time, and "
+        f"thread {threading.current_thread().name} of rank {rank} started an algorithm on a "
+        "group while another thread runs one\n\nhint: use a group in one thread at a time, and "
         "overlap requests with Start"
     )
 
@@ -165,7 +165,7 @@ def reject_thread(rank: int) -> NoReturn:
 def reject_fork(rank: int, connected: int) -> NoReturn:
     """Raise the error of a forked process that uses the group of the process `connected`."""
     raise RuntimeError(
-        f"process {os.getpid()} runs an algorithm on the group of rank {rank}, but process "
-        f"{connected} has connected it\n\nhint: communicate in the process that called "
+        f"process {os.getpid()} uses the group of rank {rank}, which process {connected} has "
+        "connected\n\nhint: communicate in the process that called "
         "init_group(); a process that it forks has no connections"
     )

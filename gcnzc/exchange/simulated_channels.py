@@ -50,7 +50,7 @@ class SimulatedChannels:
         ]
 
     def describe_other(self) -> list[str]:
-        """Describe the messages that wait on another channel than receives from their senders."""
+        """Describe messages that were sent on one channel while their receiver waits on another."""
         mailboxes, expected = self.simulation.mailboxes, defaultdict(list)
         for (sender, receiver, _, sequence), mailbox in mailboxes.items():
             if mailbox.receives:

@@ -25,7 +25,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_time(fault: "Crash | SlowDown") -> None:
-    """Raise a ValueError if the time of a fault is negative, NaN or no number."""
+    """Raise a ValueError if the time of a fault is negative, NaN or not a number."""
     if not _is_number(fault.at_s) or not fault.at_s >= 0:
         raise ValueError(
             f"a {type(fault).__name__} at {fault.at_s!r} s\n\nhint: give a time of at least 0"
@@ -96,7 +96,7 @@ class Crash:
     Messages that have not left it are lost.
 
     Raises:
-        ValueError: the time is negative.
+        ValueError: the time is negative, NaN or not a number.
     """
 
     at_s: float
@@ -112,7 +112,8 @@ class SlowDown:
     """A rank computes more slowly for some time.
 
     Raises:
-        ValueError: the factor is below 1, a time is negative, or a pause has no end.
+        ValueError: the factor is below 1, NaN or not a number; a time is negative, NaN or not a
+            number; or a pause has no end.
     """
 
     at_s: float

@@ -9,7 +9,7 @@ END_S = 3.0
 
 
 class StoreThread(threading.Thread):
-    """A daemon thread that makes requests to the store until it is asked to end.
+    """A daemon thread that makes requests to the store until `end` is called.
 
     It ends before the interpreter does: a thread that returns from torch's store while the
     interpreter ends aborts the process.

@@ -21,7 +21,7 @@ from gcnzc.optim.validation import check_rank
 
 
 class Checkpointed(Optimizer):
-    """The base class of `DistributedOptimizer`, with what concerns its state."""
+    """The base class of `DistributedOptimizer`, which saves and loads its state."""
 
     group: Group
     comparison: Comparison

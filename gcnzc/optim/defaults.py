@@ -100,7 +100,7 @@ LOCAL = {
 
 MAX_GOSSIP_RATE = 1000
 """largest number of exchanges of A2CiD2 per step; each takes at least a message in each direction,
-so that a much larger number, such as one in another unit, would seem to hang"""
+so that with a much larger number, a step would take so long that the run seems to hang"""
 MAX_SYNC_WINDOW = 10_000
 """largest number of steps over which SelSync smooths gradient norms; each step reads all of them"""
 

@@ -28,7 +28,8 @@ def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
         raise ValueError(
             f"the last synchronization failed, so the ranks have different parameters: {reason}"
             "\n\nhint: load an earlier checkpoint, and continue with a smaller learning rate or "
-            "with gradient clipping; optimizer.skip_reason after a step shows when it begins"
+            "with gradient clipping; `optimizer.skip_reason` after each step shows the first one "
+            "that was skipped, and why"
         )
     if has_peers:
         named = optimizer.described_parameters()

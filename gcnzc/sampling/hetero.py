@@ -216,8 +216,8 @@ class HeteroSampler:
             "last" takes the latest of them, for edge types with times. The time of the seed holds
             for all hops; the seeds themselves are always part of it. None ignores times.
         time: times that count: "edge", "node" (an edge is as late as its source), or "both" (the
-            later of these). Edge types without such times are always visible, also beside others
-            that have some.
+            later of these). Edge types without such times are always visible, even if other types
+            have times.
         subgraph_type: "directional" returns the sampled edges; "bidirectional" adds their reverses,
             for edge types whose reverse type exists; "induced" returns all edges, not later than
             the time of the seed, among the sampled nodes.

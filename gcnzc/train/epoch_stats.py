@@ -90,7 +90,7 @@ class EpochStats:
 
         Args:
             times: seconds that were measured on the threads of the loader.
-            stages: stages of the training thread.
+            stages: stages of the training thread, and gathers on the loader's streams.
             waits: waits for other workers, which are subtracted from the time of `compute`.
         """
         for name, seconds in times.items():

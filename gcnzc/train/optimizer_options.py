@@ -76,8 +76,8 @@ class OptimizerOptions(Options):
     not wait for slow workers; fedglomo exchanges updates after several local steps, with momentum
     in these steps and in the mean update"""
     lr: float | None = None
-    """learning rate; default: 0.1 for --optimizer sgd, also that of fedglomo, and 0.003 for the
-    others"""
+    """learning rate; default: 0.1 for --optimizer sgd, which fedglomo always uses, and 0.003 for
+    the others"""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """multiply --lr by the number of workers, or its square root, because the global batch grows
     with the workers"""

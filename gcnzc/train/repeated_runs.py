@@ -52,7 +52,7 @@ def train_runs(
 
     Raises:
         ValueError: the data or the options are invalid, or the folder has other runs.
-        Interrupted: the process received SIGINT or SIGTERM; all is saved.
+        Interrupted: the process received SIGINT or SIGTERM; all files are saved.
     """
     reporter = reporter or NullReporter()
     return repeat(config, folder, lambda own, run: train(own, run, reporter), reporter)

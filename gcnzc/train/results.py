@@ -72,12 +72,12 @@ def format_drop_warning(
         each.get("dropped_share", 0.0) > limit for each in earlier
     ):
         return ""
-    remedy = f"use a larger --compute-threshold, or auto, which drops at most {limit:.0%}"
+    remedy = f"Use a larger --compute-threshold, or auto, which drops at most {limit:.0%}"
     if optimizer.deadline.requested_s is None:
-        remedy = "steps are slower than when --compute-threshold auto measured them"
+        remedy = "The steps take longer than when the threshold was measured"
     return (
         f"{line['dropped_share']:.0%} of the minibatches of epoch {line['epoch'] + 1} were "
-        f"dropped, and their seeds not used, which is more than {limit:.0%}; {remedy}"
+        f"dropped, more than {limit:.0%}; their seeds were not used. {remedy}"
     )
 
 

@@ -41,14 +41,14 @@ WAITS = 1000
 
 
 class Interrupted(Exception):
-    """A worker was told to stop, and the run was saved, except for files the message names."""
+    """A worker received a stop request; the run is saved, except files that the message names."""
 
 
 class SavedRun(Interrupted):
-    """A worker was told to stop, and all files of the run were saved."""
+    """A worker received a stop request, and all files of the run are saved."""
 
     def __init__(self, epoch: int, folder: Path) -> None:
-        self.stopped = f"stopped in epoch {epoch}; all is saved"
+        self.stopped = f"stopped in epoch {epoch}; all files are saved"
         self.remedy = f"`gcnzc train --resume {folder}` resumes the run from here"
         super().__init__(f"{self.stopped}\n\nhint: {self.remedy}")
 

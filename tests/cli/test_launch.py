@@ -154,7 +154,7 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
         _, err = process.communicate(timeout=60)
         assert not of_this(run)
     assert process.returncode == 1
-    assert "all is saved" in err
+    assert "all files are saved" in err
     assert "Traceback" not in err
     # the launcher adds no error of its own to those of the workers
     assert len(re.findall("^error: ", err, re.MULTILINE)) == 1
@@ -196,7 +196,7 @@ def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path)
         seconds = time.monotonic() - began
         assert not of_this(run)
     assert process.returncode == 1
-    assert "all is saved" in err
+    assert "all files are saved" in err
     assert "Traceback" not in err
     assert seconds < 15
     assert len(saved(run)["rng"]) == 2
@@ -330,7 +330,7 @@ def test_a_worker_that_its_launcher_may_restart_reports_no_error(
     err = capsys.readouterr().err
     assert ("error:" in err) == (not is_restartable)
     assert ("The launcher may restart the workers" in err) == is_restartable
-    assert "stopped in epoch 10; all is saved" in err
+    assert "stopped in epoch 10; all files are saved" in err
     assert f"`gcnzc train --resume {tmp_path}` resumes the run" in err
 
 

@@ -183,7 +183,7 @@ def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=90)
     assert process.returncode == 1
-    assert "all is saved" in err
+    assert "all files are saved" in err
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(len(lines)))
     assert main(["evaluate", str(run)]) == 0

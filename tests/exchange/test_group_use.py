@@ -115,7 +115,7 @@ def test_a_forked_process_gets_an_error_and_leaves_the_group_intact(tmp_path):
     (_, first), (errors, second) = results(2, tmp_path, fork_and_use)
     assert len(errors) == 3
     for error in errors:
-        assert "on the group of rank 1, but process" in error
+        assert "uses the group of rank 1, which process" in error
         assert "hint: communicate in the process that called init_group()" in error
     assert first == second == [[0, 1]] * 2
 

@@ -126,7 +126,7 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
     results(2, tmp_path, train_as_worker, config, whole)
     check_equal_runs(tmp_path / "alone", whole)
     stopped = results(2, tmp_path, train_as_worker, config, cut, 2)
-    assert stopped[0] == "stopped in epoch 1; all is saved"
+    assert stopped[0] == "stopped in epoch 1; all files are saved"
     assert saved(cut)["loader"]["position"] == 8
     shutil.copytree(cut, other)
     results(2, tmp_path, train_as_worker, replace(config, resume=cut), cut)
@@ -319,9 +319,9 @@ def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warnin
     epochs = [text for text in reporter.said if text.startswith("epoch ")]
     assert all(f"dropped {share:.0%}" in text for share, text in zip(shares, epochs, strict=True))
     # once, and not in each epoch
-    (warning,) = [text for text in reporter.said if "their seeds not used" in text]
-    assert "of the minibatches of epoch 1 were dropped, and their seeds not used" in warning
-    assert "more than 10%; use a larger --compute-threshold" in warning
+    (warning,) = [text for text in reporter.said if "their seeds were not used" in text]
+    assert "of the minibatches of epoch 1 were dropped, more than 10%; their seeds" in warning
+    assert "were not used. Use a larger --compute-threshold" in warning
 
 
 def test_the_limit_of_dropped_minibatches_is_that_of_the_run():

@@ -309,7 +309,7 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(config, tm
     assert expected_result["bytes_sent"] == sum(map(sum, sent(whole)))
     for folder, after in ((tmp_path / "cut", 2), (tmp_path / "other", 3)):
         stopped = results(2, tmp_path, train_as_worker, config, folder, 7)
-        assert stopped[0] == stopped[1] == "stopped in epoch 1; all is saved"
+        assert stopped[0] == stopped[1] == "stopped in epoch 1; all files are saved"
         state = saved(folder)
         assert state["in_epoch"]
         # the first of them asked in its seventh step, and both stopped after it

@@ -264,10 +264,12 @@ def test_bad_keys_and_names_are_rejected_by_name():
     labels = {"labels": [0, 2, -1]}
     rejected("classes of node type 'a' are given, but the labels are no", classes=["x"])
     rejected("are given, but the labels are no", classes=["x"], labels=[0.5, 1.5, 2.5])
-    rejected(r"are 2 names\n\nhint: the labels have classes up to 2", classes=["x", "y"], **labels)
+    rejected(r"are 2 names\n\nhint: give at least 3 names", classes=["x", "y"], **labels)
     rejected("have 'x' twice", classes=["x", "y", "x"], **labels)
     rejected("are the str 'xyz'|are 'xyz'|hint: a list of names", classes="xyz", **labels)
     two = np.zeros((3, 2), int)
     rejected(
-        r"are 3 names\n\nhint: one for each of the 2 columns", classes=["x", "y", "z"], labels=two
+        r"are 3 names\n\nhint: give one for each of the 2 label",
+        classes=["x", "y", "z"],
+        labels=two,
     )

@@ -1,4 +1,4 @@
-"""Convert the ids of nodes in their source, and the names of classes.
+"""Check and convert the keys of nodes and the names of classes.
 
 Notation: N nodes, T columns of labels.
 """
@@ -24,7 +24,7 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
         count: N.
 
     Raises:
-        ValueError: an id is missing or there twice, or the shape is wrong.
+        ValueError: an id is missing or occurs twice, or the shape is wrong.
     """
     import pandas
 
@@ -57,7 +57,7 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
         labels: (N,) int64, or (N, T).
 
     Raises:
-        ValueError: there are no classes, a name is there twice, or their number does not fit the
+        ValueError: there are no classes, a name occurs twice, or their number does not fit the
             labels.
     """
     if labels is None or (labels.ndim == 1 and labels.is_floating_point()):
@@ -72,10 +72,10 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
         raise ValueError(f"{name} have {twice!r:.100} twice\n\nhint: a name of its own for each")
     columns = labels.shape[1] if labels.ndim == 2 else 1
     if columns > 1:
-        fits, wanted = len(found) == columns, f"one for each of the {columns} columns of labels"
+        fits, wanted = len(found) == columns, f"give one for each of the {columns} label columns"
     else:
         last = int(labels.nan_to_num(-1).max()) if labels.numel() else -1
-        fits, wanted = len(found) > last, f"the labels have classes up to {last}"
+        fits, wanted = len(found) > last, f"give at least {last + 1} names, one for each class"
     if not fits:
         raise ValueError(f"{name} are {len(found)} names\n\nhint: {wanted}")
     return found

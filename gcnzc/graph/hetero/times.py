@@ -87,8 +87,8 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
     Args:
         texts: n integers; or dates in ISO 8601, which become the time since 1970 in `unit`, rounded
             down. Dates without a time zone are taken as UTC. With a unit, an integer that could be
-            a date, such as 20240301, is not a time: the date is 2024-03-01, and the integer is
-            followed by the unit, 20240301s.
+            a date, such as 20240301, is rejected as ambiguous: write 2024-03-01 for the date, or
+            20240301s for the integer in the unit s.
         unit: see `as_times`.
 
     Returns:
@@ -115,7 +115,7 @@ def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
     """Return the error of a text that is not a time, for `parse_times`.
 
     Args:
-        where: begin of the message, with the text.
+        where: the beginning of the message, with the text.
         text: the text.
         unit: see `as_times`.
     """

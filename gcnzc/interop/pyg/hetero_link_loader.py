@@ -42,9 +42,10 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
         data: a `torch_geometric.data.HeteroData` whose edge types have `edge_index`.
         edge_label_index: an edge type, whose edges are iterated over; or a pair of an edge type and
             (2, E) edges, or None. The edge type of given edges need not be in `data`.
-        edge_label_time: (E,) times of the edges, integers; required with `time_attr`. Neither a
-            neighbourhood nor a negative node has later times, if `time_attr` is of nodes. If all
-            nodes are later, the earliest is the negative one, as in PyG.
+        edge_label_time: (E,) times of the edges: integers, or dates with `as_stores` of a graph
+            with a time unit; required with `time_attr`. Neither a neighbourhood nor a negative node
+            has later times, if `time_attr` is of nodes. If all nodes are later, the earliest is the
+            negative one, as in PyG.
         disjoint: sample a separate subgraph for each endpoint. The endpoints of an edge, and of its
             negatives, have the same number in `batch`. Temporal sampling always does.
 

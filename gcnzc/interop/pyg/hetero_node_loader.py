@@ -40,7 +40,8 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             PyG's `NumNeighbors`.
         input_nodes: a node type, whose nodes are iterated over; or a pair of a node type and ids, a
             mask, or None.
-        input_time: (S,) times of the input nodes, integers. Default: `time_attr` of the nodes.
+        input_time: (S,) times of the input nodes: integers, or dates with `as_stores` of a graph
+            with a time unit. Default: `time_attr` of the nodes.
         replace: sample with replacement.
         subgraph_type: "directional", "bidirectional" or "induced".
         disjoint: sample a separate subgraph for each seed node, whose number is in `batch`.

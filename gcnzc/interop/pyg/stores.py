@@ -63,8 +63,7 @@ class StoredData:
 
     Attributes:
         structure: a `Data` or `HeteroData` with the numbers of nodes, `edge_index` and `names`.
-        time_unit: of the times of a `HeteroFeatureStore`; None for stores of times of an unknown
-            unit.
+        time_unit: of the times of a `HeteroFeatureStore`; None if the unit is not known.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class RecipePart:
         """Check the arguments of `load`, before anything is loaded.
 
         Raises:
-            ValueError: the state was saved with other options.
+            ValueError: a value is missing or damaged, or the state was saved with other options.
         """
 
     def load(

@@ -82,8 +82,9 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     """Load a snapshot of this rank, or a result of `gcnzc.optim.resize_state`.
 
     Raises:
-        ValueError: it is the state of another rank, of another number of ranks, of other
-            parameters, or was saved with other options. Nothing is loaded then.
+        ValueError: a value is missing or damaged; or it is the state of another rank, of another
+            number of ranks, of other parameters, or was saved with other options. Nothing is loaded
+            then.
     """
     check_mapping(snapshot, "inner")
     strategy.check_rank_state(snapshot)

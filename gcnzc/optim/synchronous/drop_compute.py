@@ -226,10 +226,10 @@ class DropCompute(Averaged):
         """
         if not self._is_accumulated:
             raise ValueError(
-                f"{type(self).__name__}: no micro-batch was counted since the last step, so the "
-                "mean of their gradients is not known\n\nhint: compute the gradients in `for batch "
-                "in optimizer.micro_batches(batches): optimizer.backward(loss)`, and then call "
-                "`step`"
+                f"{type(self).__name__}: `micro_batches` was not iterated since the last step, so "
+                "the number of accumulated gradients is not known\n\nhint: compute the gradients "
+                "in `for batch in optimizer.micro_batches(batches): optimizer.backward(loss)`, and "
+                "then call `step`"
             )
         weight, limit = self.weight, self.deadline.micro_batches
         dropped = self._offered - self._computed

@@ -11,8 +11,9 @@ An element with a small variance, such as of a row that was looked up long ago, 
 steps. Its variance is raised to a fraction of the mean variance of its parameter, the floor.
 
 A parameter may have a much smaller variance than adjacent ones with which it shares scales: the
-gradients of a bias before batch normalization are rounding errors. Its compression errors are as
-large as theirs, so its variances are raised to `NEIGHBOUR_SHARE` of the mean of adjacent elements.
+gradients of a bias before batch normalization are rounding errors. Because they share a scale, its
+compression errors are as large as those of its neighbours, so its variances are raised to
+`NEIGHBOUR_SHARE` of the mean of adjacent elements.
 
 Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
 P parameters, k extras. A gradient step exchanges gradients, not momenta.
@@ -69,8 +70,8 @@ class Masked(AdamStep):
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
-            variance of the active elements of its parameter; 0 for none, and for variances that are
-            not raised to those of adjacent elements either.
+            variance of the active elements of its parameter; 0 turns both this floor and the
+            raising to adjacent elements off.
         gradient_compression: compression of exchanged gradients, without error feedback; None for
             none.
         options: see `Replicated`.

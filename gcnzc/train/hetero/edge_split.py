@@ -86,7 +86,7 @@ def split_edges(
     if kind == "time" and times is None:
         raise ValueError(
             f"--edge-split time: {describe_missing_times(edge_type, time)}\n\n"
-            "hint: --edge-split random, or with --temporal other --times"
+            "hint: --edge-split random; with --temporal, another --times may select existing times"
         )
     count, width = edges.shape[1], graph.num_nodes(edge_type[2])
     if reverse_types is None and not keep:
@@ -140,8 +140,8 @@ def split_edges_of_run(config: TrainConfig, data: HeteroDataset) -> HeteroEdgeSp
     assert data.edge_type is not None, "`load_hetero` has found it"
     is_temporal = config.temporal != "none"
     time: TimeKind = config.times if is_temporal else "both"
-    # By the times of nodes, an edge is as late as its source, and is visible before its
-    # destination: a temporal sampler leaves out later edges only by their own times.
+    # Without a time of its own, an edge counts as late as its source and may be visible before its
+    # destination exists, so that a temporal sampler would not leave out the edge itself.
     own_times, _ = data.graph.times(data.edge_type, time)
     return split_edges(
         data.graph,
@@ -178,7 +178,7 @@ def find_times(graph: HeteroGraph, edge_type: EdgeType, time: TimeKind = "both")
 
 
 def describe_missing_times(edge_type: EdgeType, time: TimeKind) -> str:
-    """Return that the edges to predict have no times that count, for messages."""
+    """Return the message that the edges to predict have no times that count."""
     if time == "edge":
         return f"the edges {edge_type} have no times of their own"
     if time == "node":
