@@ -278,6 +278,7 @@ def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
     with pytest.warns(UserWarning, match=r"(?s)rank 1 of 2 trains alone.*\n\nhint: .*init_group"):
         group = current_group()
     assert group.world_size == 1
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert current_group().world_size == 1
 
