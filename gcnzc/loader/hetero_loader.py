@@ -48,9 +48,9 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
     A minibatch is a `gcnzc.sampling.HeteroBatch` with `blocks`, `x`, `y`, `items` and, for link
     prediction, `pairs`. Epochs, iterators, threads, ranks and states are those of `gcnzc.Loader`.
 
-    On a GPU, all tensors of a minibatch but `items` are on the GPU. They are copied asynchronously,
-    ahead of the model, and the GPU gathers features from page-locked tables in place, as for
-    `gcnzc.Loader`. Use a minibatch on the stream that was current when it was yielded; see
+    On a GPU, all tensors of a minibatch but `items` are on the GPU. Minibatches are prefetched:
+    they are copied asynchronously, and the GPU gathers features from page-locked tables in place,
+    as for `gcnzc.Loader`. Use a minibatch on the stream that was current when it was yielded; see
     `gcnzc.Loader` for other streams.
 
     Args:
