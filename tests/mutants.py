@@ -3,6 +3,25 @@
 import ast
 from pathlib import Path
 
+import pytest
+
+
+def assert_each_call_is_needed(module, name, kind, is_found):
+    """Check that a class of a module without any one of its calls of a name is found to be wrong.
+
+    Args:
+        name: of the calls, as in `find_calls`.
+        kind: the class.
+        is_found: called once per call, while the module has a class without it.
+    """
+    lines = find_calls(module, name)
+    assert lines
+    for line in lines:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, kind, without_call(module, line)[kind])
+            found = is_found()
+        assert found, f"nothing is found without line {line} of {Path(module.__file__).name}"
+
 
 def find_calls(module, name):
     """Return the lines of statements that only call a name, as `append` or `readers.append`."""

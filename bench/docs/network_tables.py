@@ -24,9 +24,19 @@ from gcnzc.exchange.requests import BUILTIN
 @table
 def emulated_links() -> str:
     """Return the table of measured rates and delays of emulated links."""
-    lines = [line for line in read("cluster") if "link" in line]
+    lines = newest(
+        [
+            line | {"pairs": tuple(line["links"].items())}
+            for line in read("cluster")
+            if "link" in line
+        ],
+        "mbit_per_s",
+        "delay_ms",
+        "pairs",
+        "link",
+    )
     rows = []
-    for line in lines:
+    for line in lines.values():
         rate = line["mbit_per_s"]
         requested = [] if rate is None else [f"{rate:g} Mbit/s"]
         requested += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
@@ -38,7 +48,7 @@ def emulated_links() -> str:
         rows.append([", ".join(requested) or "no limit", *shown])
     heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]
     command = "python -m bench.network.cluster --workers 8 --measure --record"
-    return with_caption(markdown(heads, rows), lines, command)
+    return with_caption(markdown(heads, rows), lines.values(), command)
 
 
 @table

@@ -12,7 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -26,26 +26,16 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.epochs import EpochCounter, EpochProgress, OrderedItems, ShuffledItems
 from gcnzc.interop.items import as_items
+from gcnzc.interop.library_loader import LibraryBatch, LibraryLoader
 from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.loader.batches import Batches, stop_iteration_error
-from gcnzc.loader.loader import Loader
 from gcnzc.loader.state import PARTITION, check_position, check_state
 from gcnzc.loader.threads import default_threads
-from gcnzc.sampling.batch import Batch
+from gcnzc.sampling.batch import ONE_TYPE, Batch
 from gcnzc.system.arguments import check_kind, check_seed
-
-# `gcnzc.Loader` requires a graph, and uses it only for minibatches of its own samplers
-NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
-
-
-@dataclass
-class LibraryBatch(Batch):
-    """A batch of `gcnzc.Loader`, with the other parts of the library's minibatch in `parts`."""
-
-    parts: Any = None
 
 
 class DropInLoader(DataLoader[Any], ABC):
@@ -101,7 +91,7 @@ class DropInLoader(DataLoader[Any], ABC):
         if options.threads is None:
             self.threads = options.num_workers or default_threads(self._shares.world_size)
         self.ahead = options.ahead
-        self._loader = self._open_loader(None)
+        self._loader = self._open_loader({})
 
     @property
     def epoch(self) -> int:
@@ -295,14 +285,19 @@ class DropInLoader(DataLoader[Any], ABC):
     def _set_prefetched_column(self, column: Column | None) -> None:
         """Set the column that `gcnzc.Loader` gathers as `batch.x` from the next epoch on."""
         table = None if column is None else column.lock()
-        if table is not self._loader.table:
-            self._loader = self._open_loader(table)
+        self._set_prefetched_tables({} if table is None else {ONE_TYPE: table})
 
-    def _open_loader(self, table: FeatureTable | None) -> Loader:
+    def _set_prefetched_tables(self, tables: Mapping[str, FeatureTable]) -> None:
+        """Set the features that `gcnzc.Loader` gathers from the next epoch on, by node type."""
+        last = self._loader.tables
+        if tables.keys() != last.keys() or any(tables[name] is not last[name] for name in tables):
+            self._loader = self._open_loader(tables)
+
+    def _open_loader(self, tables: Mapping[str, FeatureTable]) -> LibraryLoader:
         # `_steps` determines the items of each batch; the seeds given to `Loader` are not used
-        return Loader(
+        return LibraryLoader(
             self._graph,
-            table,
+            tables,
             torch.arange(self.num_items),
             (),
             1,

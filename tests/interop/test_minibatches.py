@@ -1,10 +1,12 @@
 """Code that the drop-in loaders share: torch's arguments, random numbers, columns, devices."""
 
+import copy
 import gc
 import importlib.util
 import inspect
 import weakref
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -116,10 +118,10 @@ def test_invalid_columns_are_rejected(rows, message):
         Column("x", rows, 9, CPU, ExitStack())
 
 
-def through(loader, device):
+def through(loader, device, tables=None, share=0.5):
     """Let a loader send its minibatches through the streams of a device, as to a GPU."""
     inner = loader._loader
-    inner._transfer = Transfer(device, inner.table, 0.5, max_pending=inner.ahead + 1)
+    inner._transfer = Transfer(device, tables or inner.table, share, max_pending=inner.ahead + 1)
     inner._host_pool = loader.pool = inner._transfer.host
     return loader
 
@@ -151,6 +153,52 @@ def test_data_minibatches_on_streams_equal_those_on_the_host():
                 assert same(found[name], value), name
         assert count == len(loader)
         assert len(device.streams) == 3
+
+
+@needs_pyg
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "not model", "not side 1", "not side 2", 0])
+@pytest.mark.parametrize("kind", ["nodes", "disjoint", "bidirectional", "links", "triplets"])
+def test_typed_minibatches_on_streams_equal_those_on_the_host(kind, schedule):
+    from interop.test_pyg_hetero import BUYS, LIKES, assert_equal, make_data
+
+    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
+
+    data = make_data()
+    data[LIKES].x = torch.randn(120, 3)
+    options = {"batch_size": 9, "seed": 3, "threads": 2}
+    if kind in ("links", "triplets"):
+        given = {"neg_sampling": "binary" if kind == "links" else "triplet"}
+        make = partial(LinkNeighborLoader, data, [3, 2], edge_label_index=BUYS, **given, **options)
+    else:
+        given = {} if kind == "nodes" else {kind: True} if kind == "disjoint" else {}
+        given |= {"subgraph_type": "bidirectional"} if kind == "bidirectional" else {}
+        make = partial(NeighborLoader, data, [3, 2], "item", **given, **options)
+    device, loader = Device(schedule), make()
+    found = loader._found
+    # as if a GPU read them; the others are not prefetched, and this thread reads their ids when it
+    # receives a minibatch, which only "eager" has copied by then
+    others = [("item", "image"), (LIKES, "x")] if schedule == "eager" else []
+    for key in (("user", "x"), *others, ("item", "x")):
+        found.read_in_place[key] = found.columns.pop(key)
+    prefetched = found.prefetched
+    assert {kind: name for kind, (name, _) in prefetched.items()} == {"user": "x", "item": "x"}
+    tables = {kind: column.table for kind, (_, column) in prefetched.items()}
+    through(loader, device, tables, 0.0)
+    loader._sampler.pool = loader.pool
+    batches, copies = list(loader), []
+    for batch in batches:
+        copies.append(copy.copy(batch))
+        for store in (*batch.node_stores, *batch.edge_stores):
+            for name, value in store.items():
+                if isinstance(value, torch.Tensor):
+                    out = torch.empty_like(value)
+                    device.own.do(lambda to, tensor: to.copy_(tensor), out, value)
+                    copies[-1][store._key][name] = out
+    device.finish()
+    assert not device.faults
+    for mine, wanted in zip(copies, make(), strict=True):
+        assert_equal(mine, wanted)
+    assert len(device.streams) == 3
 
 
 @needs_dgl

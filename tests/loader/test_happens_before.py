@@ -7,8 +7,8 @@ executed in; see `transfer_programs`, `checked_device` and `happens_before`.
 from functools import cache
 
 import pytest
-from mutants import find_calls, without_call
-from transfer_programs import LoaderProgram, TransferProgram, replaced, replaced_threads, run
+from mutants import assert_each_call_is_needed
+from transfer_programs import LoaderProgram, TransferProgram, replaced_threads, run
 
 from gcnzc.loader import transfer
 
@@ -93,13 +93,12 @@ ORDERING += ("copies.append", "_pending.append")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ORDERING)
 def test_leaving_out_any_statement_that_orders_accesses_is_found(name):
-    lines = find_calls(transfer, name)
-    assert lines
-    for line in lines:
-        names = without_call(transfer, line)
-        with replaced((transfer, "Transfer", names["Transfer"])):
-            found = any(is_found(TransferProgram, seed) for seed in range(NUM_ATTEMPTS))
-        assert found, f"nothing is found without line {line} of transfer.py"
+    assert_each_call_is_needed(
+        transfer,
+        name,
+        "Transfer",
+        lambda: any(is_found(TransferProgram, seed) for seed in range(NUM_ATTEMPTS)),
+    )
 
 
 @pytest.mark.parametrize("kind", NUM_SCHEDULES)

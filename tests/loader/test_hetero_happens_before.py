@@ -3,8 +3,8 @@
 from functools import cache
 
 import pytest
-from mutants import find_calls, without_call
-from transfer_programs import replaced, replaced_threads, run
+from mutants import assert_each_call_is_needed
+from transfer_programs import replaced_threads, run
 from typed_transfer_programs import HeteroLoaderProgram, TypedTransferProgram
 
 from gcnzc.loader import transfer
@@ -64,10 +64,9 @@ ORDERING += ("copies.append", "_pending.append")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ORDERING)
 def test_leaving_out_any_statement_that_orders_accesses_is_found(name):
-    lines = find_calls(transfer, name)
-    assert lines
-    for line in lines:
-        names = without_call(transfer, line)
-        with replaced((transfer, "Transfer", names["Transfer"])):
-            found = any(is_found(seed) for seed in range(NUM_ATTEMPTS))
-        assert found, f"nothing is found without line {line} of transfer.py"
+    assert_each_call_is_needed(
+        transfer,
+        name,
+        "Transfer",
+        lambda: any(is_found(seed) for seed in range(NUM_ATTEMPTS)),
+    )

@@ -6,36 +6,14 @@ import math
 import pytest
 import torch
 from optim.kinds import KINDS, ZERO_ONE_LOCAL
-from optim.test_damaged_states import bits_of, train
-from torch import nn
+from optim.test_damaged_states import bits_of, make
 
-from gcnzc.exchange import Group, lockstep
 from gcnzc.optim.state_layout import check_number, check_numbers
 
 WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
 """all optimizers except those that load any state of an inner optimizer"""
 # a parameter's state may have None, such as the momentum of SGD, and other optional values
 OPTIONAL = {"threshold_s", "prediction", "pending_gradients"}
-
-
-def make(name, steps):
-    """The models and optimizers of two ranks."""
-    torch.manual_seed(0)
-    models = [nn.Linear(16, 8) for _ in range(2)]
-    optimizers = [KINDS[name](model, Group(rank, 2)) for rank, model in enumerate(models)]
-    lockstep([steps_of(*pair, steps) for pair in zip(models, optimizers, strict=True)])
-    return models, optimizers
-
-
-def steps_of(model, optimizer, steps):
-    if hasattr(optimizer, "finish_pending"):
-        yield from train(model, optimizer, steps)
-        return
-    yield from optimizer.broadcast_model()
-    for _ in range(steps):
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach() + 1
-        yield from optimizer.algorithm()
 
 
 def leaves(values, path=()):

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -114,7 +114,7 @@ class TypedAttributes:
     template: Any  # the data without attributes of nodes and edges; minibatches are copies of it
     has_num_nodes: set[str]  # node types with an attribute `num_nodes`
     columns: dict[Key, Column] = field(default_factory=dict)
-    # features that the GPU gathers when the minibatch is yielded, in page-locked host memory
+    # features that the GPU gathers, in page-locked host memory
     read_in_place: dict[Key, Column] = field(default_factory=dict)
     # values that PyG slices, and the dimension of the nodes or edges
     others: dict[Key, tuple[Any, int]] = field(default_factory=dict)
@@ -135,21 +135,36 @@ class TypedAttributes:
         """Gather the attributes that are on GPUs, each on its own GPU; see `slice_on_host`."""
         return self._slice(ids, are_on_host=False)
 
-    def gather_in_place(self, ids: Ids) -> dict[Key, Any]:
-        """Gather the features that a GPU reads in place; see `slice_on_host`.
+    @property
+    def prefetched(self) -> dict[str, tuple[str, Column]]:
+        """The features in `read_in_place` that a loader prefetches: name and column by node type.
+
+        They are those named `x`, or for a node type without `x`, the first.
+        """
+        found: dict[str, tuple[str, Column]] = {}
+        for (kind, name), column in self.read_in_place.items():
+            is_of_nodes = isinstance(kind, str)
+            if is_of_nodes and (kind not in found or name == "x"):
+                found[kind] = name, column
+        return found
+
+    def gather_in_place(self, ids: Ids, keys: Collection[Key]) -> dict[Key, Any]:
+        """Gather some of the features that a GPU reads in place.
 
         Args:
-            ids: on the GPU, which then gathers; or on the host.
+            ids: see `slice_on_host`, but on the GPU, which then gathers; or on the host.
+            keys: of the features.
         """
         found = {}
-        for (kind, name), column in self.read_in_place.items():
-            own, table = ids[kind], column.table
-            assert own is not None, "node types have ids"
-            assert table is not None, "only tables are read in place"
+        for kind, name in keys:
+            column, own = self.read_in_place[kind, name], ids.get(kind)
+            if own is None:
+                continue
+            assert column.table is not None, "only tables are read in place"
             if own.device.type == "cpu":
                 found[kind, name] = column.gather_in_thread(own)
             else:
-                found[kind, name] = table.gather(own).view(len(own), *column.shape)
+                found[kind, name] = column.table.gather(own).view(len(own), *column.shape)
         return found
 
     def _slice(self, ids: Ids, are_on_host: bool) -> dict[Key, Any]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.drop_in import LibraryBatch
 from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import (
     check_common,
@@ -22,7 +21,7 @@ from gcnzc.interop.pyg.hetero_arguments import (
     times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import Key, to_typed_graph
-from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader
+from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader, TypedLibraryBatch
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.link_loader import LinkNeighborLoader, cast_negative_sampling
 from gcnzc.interop.pyg.link_seeds import LinkSeeds
@@ -156,7 +155,7 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
             self.input_id, src, dst, self._labels, self._label_time, self._edge_type
         )
 
-    def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
+    def sample(self, seeds: Tensor, epoch: int) -> TypedLibraryBatch:
         """Sample the minibatch of the edges with indices `seeds`, on the host."""
         edge_type = self._edge_type
         links = self._sample_links(seeds, epoch, (edge_type[0], edge_type[2]))
@@ -178,7 +177,7 @@ class HeteroLinkNeighborLoader(HeteroPygLoader, LinkNeighborLoader):
                 ),
             }
         first = edge_type[0]
-        return LibraryBatch(batch.nodes[first], links.nodes[first], (), parts=parts)
+        return TypedLibraryBatch(batch.nodes[first], links.nodes[first], (), parts=parts)
 
     def _typed_triplets(self, links: LinkSeeds, times: Tensor | None) -> dict[Key, Any]:
         first, _, last = edge_type = self._edge_type

@@ -1,8 +1,10 @@
 """Sampled subgraphs as PyG's `HeteroData`, for the node loader and the link loader.
 
 The neighbours are sampled by `gcnzc.sampling.HeteroSampler`. Threads sample, and gather the
-attributes on the host; attributes on GPUs, and features that a GPU reads in place, are gathered
-when the minibatch is yielded.
+attributes on the host. For a GPU, `gcnzc.loader.transfer.Transfer` copies them, and gathers the
+features that the GPU reads in place, one attribute of each node type, on side streams. Further
+attributes that the GPU reads in place, and those on GPUs, are gathered when the minibatch is
+yielded.
 """
 
 import copy
@@ -12,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.drop_in import NO_GRAPH, DropInLoader, LibraryBatch
-from gcnzc.interop.options import CPU, Options
+from gcnzc.interop.column import Column
+from gcnzc.interop.drop_in import DropInLoader
+from gcnzc.interop.library_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.hetero_arguments import Sampling
 from gcnzc.interop.pyg.hetero_graph import (
     Key,
@@ -26,6 +31,7 @@ from gcnzc.interop.pyg.hetero_graph import (
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.interop.pyg.sampler import make_sampler
 from gcnzc.loader.checks import check_loader_device
+from gcnzc.sampling.batch import CopyTensors
 from gcnzc.sampling.hetero import HeteroBatch, HeteroSampler
 
 
@@ -34,7 +40,42 @@ class TypedParts:
     """The parts of a minibatch by type, before it becomes a `HeteroData`."""
 
     ids: dict[Any, Tensor | None]  # node ids by node type, edge ids by edge type; on the host
+    nodes: Mapping[str, Tensor]  # node ids by node type, on the device of the minibatch
     values: dict[Key, Any]
+    prefetched: Mapping[str, tuple[str, Column]]  # see `TypedAttributes.prefetched`
+
+
+@dataclass
+class TypedLibraryBatch(LibraryBatch):
+    """A minibatch of several node types, whose `parts` are `TypedParts`."""
+
+    def node_ids(self) -> dict[str, Tensor]:
+        """Return the ids of all nodes by node type."""
+        return dict(self.parts.nodes)
+
+    def copy_tensors(self, nodes: Mapping[str, Tensor], copy: CopyTensors) -> Self:
+        """Return a minibatch with copies of the values on the host that are plain tensors.
+
+        Args:
+            nodes: copies of `node_ids`.
+            copy: returns copies of tensors of one dtype.
+        """
+        parts: TypedParts = self.parts
+        copies = {id(ids): nodes[kind] for kind, ids in parts.nodes.items()}
+        by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+        for value in parts.values.values():
+            if _is_plain(value) and id(value) not in copies:
+                by_dtype.setdefault(value.dtype, {})[id(value)] = value
+        for sources in by_dtype.values():
+            copies |= zip(sources, copy([*sources.values()]), strict=True)
+        values = {key: copies.get(id(value), value) for key, value in parts.values.items()}
+        return replace(self, parts=replace(parts, nodes=nodes, values=values))
+
+    def set_features(self, x: Mapping[str, Tensor]) -> None:
+        """Set the features that `Loader` has gathered, by node type."""
+        for kind, rows in x.items():
+            name, column = self.parts.prefetched[kind]
+            self.parts.values[kind, name] = rows.view(len(rows), *column.shape)
 
 
 class HeteroPygLoader(PygLoader):
@@ -58,6 +99,7 @@ class HeteroPygLoader(PygLoader):
 
     _typed: TypedGraph
     _sampling: Sampling
+    _sampler: HeteroSampler
 
     def __init__(
         self,
@@ -77,9 +119,7 @@ class HeteroPygLoader(PygLoader):
         self.tables = tables  # type: ignore[assignment]
         self._typed, self._sampling, self._given_settings = typed, sampling, settings
         device = check_loader_device(options.device, None, 0.0)
-        # the threads prepare minibatches on the host; `_assemble` copies them
-        DropInLoader.__init__(self, NO_GRAPH, items, num_items, replace(options, device=CPU))
-        self.device = device
+        DropInLoader.__init__(self, NO_GRAPH, items, num_items, replace(options, device=device))
         self._sampler = self._make_sampler()
         self._last_values: dict[Key, Any] | None = None
         self._refresh_attributes()
@@ -90,7 +130,9 @@ class HeteroPygLoader(PygLoader):
         return f"{names.get(type(self), type(self).__name__)}()"
 
     def _make_sampler(self) -> HeteroSampler:
-        return make_sampler(self._typed, self._sampling, self._seed)
+        sampler = make_sampler(self._typed, self._sampling, self._seed)
+        sampler.pool = self.pool
+        return sampler
 
     def _refresh_attributes(self) -> None:
         if self._stores is not None:
@@ -109,6 +151,15 @@ class HeteroPygLoader(PygLoader):
         self._found: TypedAttributes = read_typed_attributes(
             data, self._typed.graph, self._typed_tables, self.device, self._locks
         )
+        self._set_prefetched_tables(
+            {
+                kind: table
+                for kind, (_, column) in self._found.prefetched.items()
+                if (table := column.table) is not None
+            }
+        )
+        # page-locked for a GPU
+        self._sampler.pool = self.pool
 
     @property
     def _typed_tables(self) -> Mapping[Key, FeatureTable]:
@@ -116,10 +167,10 @@ class HeteroPygLoader(PygLoader):
 
     def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         self._check_open()
-        return self._assemble(self.sample(items, epoch), CPU)
+        return self._assemble(self.sample(items, epoch))
 
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
-        return self._assemble(batch, self.device)
+        return self._assemble(batch)
 
     def _sample_typed(
         self,
@@ -148,7 +199,9 @@ class HeteroPygLoader(PygLoader):
             if (node_type, "n_id") not in found:
                 values.setdefault((node_type, "n_id"), nodes)
         for edge_type in batch.row:
-            values[edge_type, "edge_index"] = batch.edge_index(edge_type)
+            edges = batch.row[edge_type], batch.col[edge_type]
+            out = self.pool.empty((2, len(edges[0])), torch.int64)
+            values[edge_type, "edge_index"] = torch.stack(edges, out=out)
             if ids[edge_type] is not None and (edge_type, "e_id") not in found:
                 values.setdefault((edge_type, "e_id"), ids[edge_type])
         for node_type, numbers in (batch.subgraphs or {}).items():
@@ -161,24 +214,31 @@ class HeteroPygLoader(PygLoader):
                 ("num_sampled_edges", counts[1], hops),
             ):
                 values |= {(kind, name): list(own)[:length] for kind, own in by_type}
-        return batch, TypedParts(ids, values)
+        return batch, TypedParts(ids, batch.nodes, values, found.prefetched)
 
-    def _assemble(self, batch: LibraryBatch, device: torch.device) -> Any:
-        """Return the `HeteroData` of a sampled minibatch, on a device."""
-        parts, found = batch.parts, self._found
+    def _assemble(self, batch: LibraryBatch) -> Any:
+        """Return the `HeteroData` of a sampled minibatch, on the device of its nodes."""
+        parts: TypedParts = batch.parts
+        found = self._found
         data = copy.copy(found.template)
         values = dict(parts.values)
+        device = next(iter(parts.nodes.values())).device
         if device.type != "cpu":
+            # what is not on the device already
             values = {
                 key: value.to(device) if hasattr(value, "to") else value
                 for key, value in values.items()
             }
-        ids = parts.ids
-        if found.read_in_place:
-            kinds = {kind for kind, _ in found.read_in_place}
-            on_device = {kind: ids[kind].to(device) for kind in kinds if ids[kind] is not None}
-            values |= found.gather_in_place(on_device)
-        values |= found.slice_on_gpus(ids)
+        keys = found.read_in_place.keys() - values.keys()
+        edges = {kind: ids.to(device) for kind, _ in keys if (ids := parts.ids[kind]) is not None}
+        values |= found.gather_in_place(edges | {**parts.nodes}, keys)
+        values |= found.slice_on_gpus(parts.ids)
         for (kind, name), value in values.items():
             data[kind][name] = value
         return data if self.transform is None else self.transform(data)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor on the host that can be copied element by element."""
+    is_tensor = type(value) is Tensor and value.layout == torch.strided
+    return is_tensor and value.device.type == "cpu"

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.drop_in import LibraryBatch
 from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import check_common, make_options
 from gcnzc.interop.pyg.hetero_arguments import (
@@ -18,7 +17,7 @@ from gcnzc.interop.pyg.hetero_arguments import (
     times_crc32,
 )
 from gcnzc.interop.pyg.hetero_graph import to_typed_graph
-from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader
+from gcnzc.interop.pyg.hetero_minibatches import HeteroPygLoader, TypedLibraryBatch
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.minibatches import PygLoader
 from gcnzc.interop.pyg.node_loader import NeighborLoader
@@ -155,7 +154,7 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             self._ids, self._nodes, self._seed_time, self._node_type
         )
 
-    def sample(self, seeds: Tensor, epoch: int) -> LibraryBatch:
+    def sample(self, seeds: Tensor, epoch: int) -> TypedLibraryBatch:
         """Sample the minibatch of the input nodes with indices `seeds`, on the host."""
         nodes, node_type = self._nodes[seeds], self._node_type
         times = None if self._times is None else self._times[seeds]
@@ -165,7 +164,7 @@ class HeteroNeighborLoader(HeteroPygLoader, NeighborLoader):
             (node_type, "seed_time"): None if self._seed_time is None else self._seed_time[seeds],
             (node_type, "batch_size"): len(seeds),
         }
-        return LibraryBatch(batch.nodes[node_type], nodes, (), parts=parts)
+        return TypedLibraryBatch(batch.nodes[node_type], nodes, (), parts=parts)
 
 
 PygLoader._hetero_classes[NeighborLoader] = HeteroNeighborLoader

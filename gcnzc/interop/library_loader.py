@@ -1,0 +1,49 @@
+"""The loader inside of a drop-in loader, whose sampler prepares another library's minibatches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gcnzc.features.table import FeatureTable
+from gcnzc.graph.graph import Graph
+from gcnzc.loader.loader import Loader
+from gcnzc.loader.transfer import Transfer
+from gcnzc.sampling.batch import ONE_TYPE, Batch
+
+# `Loader` requires a graph, and uses it only for minibatches of its own samplers
+NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
+
+
+@dataclass
+class LibraryBatch(Batch):
+    """A minibatch of `LibraryLoader`, with the other parts of the library's in `parts`."""
+
+    parts: Any = None
+
+
+class LibraryLoader(Loader):
+    """A `Loader` that can gather the features of several node types.
+
+    Args:
+        graph: see `Loader`.
+        tables: features by the node types of the minibatches. Those of `ONE_TYPE` are gathered for
+            any device, and those of other types only for a GPU.
+        args, kwargs: the other arguments of `Loader`.
+    """
+
+    def __init__(
+        self, graph: Graph, tables: Mapping[str, FeatureTable], *args: Any, **kwargs: Any
+    ) -> None:
+        self.tables = tables
+        super().__init__(graph, tables.get(ONE_TYPE), *args, **kwargs)
+
+    def _open_transfer(
+        self,
+        table: FeatureTable | Mapping[str, FeatureTable] | None,
+        copied_share: float | Mapping[str, float],
+        priority: int,
+    ) -> Transfer:
+        is_typed = any(name != ONE_TYPE for name in self.tables)
+        return super()._open_transfer(self.tables if is_typed else table, copied_share, priority)
