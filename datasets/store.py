@@ -20,6 +20,7 @@ Notation: N nodes, E edges, D columns, T tasks.
 """
 
 import contextlib
+import csv
 import errno
 import json
 import mmap
@@ -265,7 +266,8 @@ class Writer:
             name = f"{self._front}{NAMES_FOLDER}/{file}"
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            table.to_csv(path, index=False)
+            # a carriage return ends a line unless it is quoted
+            table.to_csv(path, index=False, quoting=csv.QUOTE_NONNUMERIC)
             self._files[name] = {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
     def copy(self, source: Path, folder: str, leave_out: Container[str] = ()) -> None:

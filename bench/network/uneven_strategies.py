@@ -107,7 +107,9 @@ def _virtual_runs(
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="; ".join(METHODS))
+    parser.add_argument(
+        "methods", nargs="*", metavar="METHOD", help="; ".join(METHODS).replace("%", "%%")
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--mbit-per-s", type=float, default=50.0)
     parser.add_argument("--delay-ms", type=float, default=0.0)

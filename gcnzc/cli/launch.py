@@ -150,7 +150,8 @@ def may_be_restarted() -> bool:
 
     The launcher of `gcnzc train --workers` does not: it stops workers only to end the run.
     """
-    return FATAL not in os.environ and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return FATAL not in os.environ and restarts.isdecimal() and int(restarts) > 0
 
 
 def own_launch() -> Launch | None:

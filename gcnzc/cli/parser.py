@@ -26,7 +26,7 @@ from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
-from gcnzc.train.given_options import given_options, values_given
+from gcnzc.train.given_options import copy_with_given, given_options, values_given
 from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_file_output, check_output
@@ -103,7 +103,7 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def _has_default_lr(words: Sequence[str], default: TrainConfig | None) -> bool:
-    """Whether neither the command line nor its --config file has a learning rate.
+    """Whether a --config file has options but no learning rate, and the command line has none.
 
     A preset has one, and the options of a run, which --resume reads, have all.
     """
@@ -234,8 +234,11 @@ def _read_resumed(folder: Path) -> TrainConfig:
     return replace(config, out=None, resume=None, config=None)
 
 
-def _read_options(path: Path, preset: str = "") -> TrainConfig:
-    """Read a TOML file, which overrides a preset, or the JSON file of a run's options."""
+def _read_options(path: Path, preset: str = "") -> TrainConfig | None:
+    """Read a TOML file, which overrides a preset, or the JSON file of a run's options.
+
+    None is returned for a TOML file without options.
+    """
     if path.suffix == ".json":
         if preset:
             raise UsageError(
@@ -244,7 +247,7 @@ def _read_options(path: Path, preset: str = "") -> TrainConfig:
             )
         # of a run, whose folder is not that of the new run
         config = config_from_dict(TrainConfig, files.read_json(path), str(path))
-        return replace(config, out=None, resume=None, config=None)
+        return copy_with_given(config, out=None, resume=None, config=None)
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -257,6 +260,8 @@ def _read_options(path: Path, preset: str = "") -> TrainConfig:
             raise UsageError(f"{path}: {name} has no effect in a file\n\nhint: use --{name}")
     if preset:
         values["preset"] = preset
+    if not values:
+        return None
     try:
         return config_from_dict(TrainConfig, values, str(path))
     except ValueError as error:

@@ -27,6 +27,7 @@ from gcnzc.exchange.collectives import AllGatherScalar, Subgroup
 from gcnzc.exchange.default_group import DefaultGroup
 from gcnzc.exchange.errors import REMEDY, ConnectionBroken, WorkerLost, explain, reject, worker_lost
 from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
+from gcnzc.exchange.launch import read_local_rank, read_local_world_size
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.limits import check_time_limit
 from gcnzc.exchange.process_group import Channel, T
@@ -114,15 +115,16 @@ class Group:
         remedy: str = REMEDY,
     ) -> None:
         timeout_s = check_time_limit(timeout_s)
-        self.rank, self.world_size = check.check_rank(rank, world_size)
+        rank, world_size = check.check_rank(rank, world_size)
+        self.rank, self.world_size = rank, world_size
         self.backend, self.store, self.is_subgroup = backend, store, ranks is not None
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
         self.is_closed, self.remedy, self.ledger = False, remedy, Ledger()
         # an RLock: nested calls of the same thread are allowed, and the check takes no Python code
         self._running, self._process = threading.RLock(), os.getpid()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0)) if store else 0
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if store else 1
+        self.local_rank = read_local_rank() if store else 0
+        self.local_world_size = read_local_world_size() if store else 1
         self.choices, self.timeout_s = choices or Choices(), timeout_s
         # start and end of each wait for the result of a request, by time.perf_counter
         self.waits: deque[tuple[float, float]] = deque(maxlen=TIMES_KEPT)

@@ -27,6 +27,10 @@ T = TypeVar("T")
 BEAT_S = 1.0
 
 
+# poll interval of the wait for the ends of the other ranks
+ENDS_POLL_S = 0.2
+
+
 # time limit of store requests, which take microseconds if the store is reachable
 STORE_S = 10.0
 
@@ -168,6 +172,8 @@ class HeartbeatMonitor:
         Time is counted by this rank's own heartbeats in the store, so that other ranks do not seem
         stopped if the store is slow. If the store does not respond, the result names its host.
         """
+        if self._has_store_ended():
+            return Cause(self._describe_store_failure())
         try:
             before = _run_with_timeout(STORE_S, self.read_heartbeats)
             end = time.monotonic() + STORE_S
@@ -184,6 +190,40 @@ class HeartbeatMonitor:
             return Cause(text, is_found=self.store_host is not None)
         ranks = range(self.world_size)
         return describe_stopped_ranks(self.rank, self.step, ranks, before, after, self.global_ranks)
+
+    def _has_store_ended(self) -> bool:
+        """Whether nothing listens at the store's address.
+
+        torch prints a stack trace if a request is made to such a store.
+        """
+        host = self.store_host
+        return host is not None and (
+            _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED
+        )
+
+    def wait_for_ends(self, seconds: float = STORE_S) -> None:
+        """Wait until all other ranks have ended or stopped, on the rank that hosts the store.
+
+        They read in the store why this rank ended. Call it after `stop`, and after the connections
+        of this rank are closed, so that they do not wait for its messages.
+        """
+        end = time.monotonic() + seconds
+        changed_at = dict.fromkeys(range(self.world_size), time.monotonic())
+        before: dict[int, Heartbeat] = {}
+        while changed_at and time.monotonic() < end:
+            try:
+                found = _run_with_timeout(STORE_S, self.read_heartbeats)
+            except RuntimeError:
+                return
+            now = time.monotonic()
+            for rank in list(changed_at):
+                own = found.get(rank)
+                if own is not None and own != before.get(rank):
+                    changed_at[rank] = now
+                if own is None or own.end_reason or now - changed_at[rank] > MISSED_BEATS * BEAT_S:
+                    del changed_at[rank]
+            before = found
+            time.sleep(ENDS_POLL_S)
 
     def _count_beats(self, heartbeats: dict[int, Heartbeat]) -> int:
         """Return the number of this rank's heartbeats that the store has accepted."""
@@ -225,9 +265,7 @@ class HeartbeatMonitor:
         # a thread that is still alive waits for a store that does not respond
         if reason and not self.end_reason and not self.thread.is_alive():
             self.end_reason, self.is_follow_up, self.reason_ranks = reason, is_follow_up, ranks
-            host = self.store_host
-            if host and _check_reachability(host.address, BEAT_S) is _Reachability.REFUSED:
-                # the store has ended; writing to it would make torch print a stack trace
+            if self._has_store_ended():
                 return
             try:
                 self.write()
@@ -235,16 +273,22 @@ class HeartbeatMonitor:
                 return  # the store has already ended
 
     def _write_heartbeats(self) -> None:
+        written_at = time.monotonic()
         while not self.stopped.wait(BEAT_S):
             if self.has_launcher and os.getppid() != self.parent:
                 # the launcher has ended, so nothing would end or restart this worker; files are
                 # replaced atomically, so a kill leaves no partial ones
                 os.kill(os.getpid(), signal.SIGKILL)
+            # this process may have been suspended, and the store may have ended meanwhile
+            is_late = time.monotonic() - written_at > MISSED_BEATS * BEAT_S
+            if is_late and self._has_store_ended():
+                continue
             try:
                 self.write()
             except RuntimeError:
                 # the store has ended with its launcher; the next exchange reports that
                 continue
+            written_at = time.monotonic()
 
 
 def _run_with_timeout(seconds: float, function: Callable[[], T]) -> T:

@@ -11,9 +11,9 @@ from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.errors import LEFT, REMEDY, describe_end
 from gcnzc.exchange.group import TIMEOUT_S, Group
 from gcnzc.exchange.heartbeat import STORE_S
-from gcnzc.exchange.launch import is_worker, read_ranks
+from gcnzc.exchange.launch import is_worker, read_local_world_size, read_ranks
 from gcnzc.exchange.limits import check_time_limit
-from gcnzc.exchange.start import destroy, initialize
+from gcnzc.exchange.start import destroy, hosts_store, initialize
 from gcnzc.system.arguments import check_choice
 
 BACKENDS = ("gloo", "nccl", "auto")
@@ -56,11 +56,11 @@ def init_group(
             group.close()
         return
     if backend == "auto":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        backend = "nccl" if torch.cuda.device_count() >= local else "gloo"
+        backend = "nccl" if torch.cuda.device_count() >= read_local_world_size() else "gloo"
     store, monitor = initialize(backend, timeout_s)
     store.set_timeout(timedelta(seconds=min(STORE_S, timeout_s)))
     rank, world_size, process = monitor.rank, monitor.world_size, os.getpid()
+    has_failed = True
     try:
         group = Group(
             *(rank, world_size, backend, monitor.store, choices, timeout_s),
@@ -73,8 +73,12 @@ def init_group(
             group.close(describe_end(error))
             raise
         group.close(LEFT)
+        has_failed = False
     finally:
         # a forked process would end the heartbeats and connections of this one
         if os.getpid() == process:
             monitor.stop()
             destroy()
+            if has_failed and hosts_store(rank):
+                # the store ends with this rank
+                monitor.wait_for_ends()

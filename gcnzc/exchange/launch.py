@@ -40,8 +40,18 @@ def read_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], port
 
 
-def _read_integer(name: str) -> int:
-    text = os.environ.get(name, "")
+def read_local_rank() -> int:
+    """Return this worker's number among those of its machine, 0 without a launcher."""
+    return _read_integer("LOCAL_RANK", "0")
+
+
+def read_local_world_size() -> int:
+    """Return the number of workers on this machine, 1 without a launcher."""
+    return _read_integer("LOCAL_WORLD_SIZE", "1")
+
+
+def _read_integer(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
     try:
         return int(text)
     except ValueError as error:

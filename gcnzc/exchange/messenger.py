@@ -189,6 +189,10 @@ class Messenger:
         """
         request.check()
         group, name = self.group, self.channel.name
+        if group.world_size == 1:
+            raise ValueError(
+                f"{request.describe()} on rank 0 of 1\n\nhint: there is no other rank to send it"
+            )
         log, values, data = group.log, request.values, as_bytes(request.values)
         header = log.describe_any(request, caller)
 

@@ -354,11 +354,12 @@ class Compute(BaseRequest):
 
     def describe(self) -> str:
         """Describe the time, for error messages."""
-        return f"Compute of {self.seconds:g} s"
+        seconds = self.seconds
+        return f"Compute of {format(seconds, 'g') if isinstance(seconds, float) else seconds!r} s"
 
     def check(self) -> None:
         """Check that the duration is not negative or NaN; raises ValueError."""
-        if not self.seconds >= 0:
+        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:
             raise ValueError(f"{self.describe()}\n\nhint: give at least 0 s")
 
     def sleep(self) -> None:

@@ -116,6 +116,11 @@ def _find_store_host() -> StoreHost:
     return StoreHost(name, read_address())
 
 
+def hosts_store(rank: int) -> bool:
+    """Whether this rank hosts the store of this attempt."""
+    return rank == 0 and not _is_store_in_launcher()
+
+
 def _is_store_in_launcher() -> bool:
     """Whether a launcher hosts the store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -128,7 +133,7 @@ def _connect(
     end = time.monotonic() + JOIN_S
     limit = timedelta(seconds=JOIN_S)
     host, port = store_host.address
-    is_host = rank == 0 and not _is_store_in_launcher()
+    is_host = hosts_store(rank)
     if not is_host:
         while not _is_listening(store_host.address):
             local_processes.check_running(timeout_s)

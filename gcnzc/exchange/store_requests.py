@@ -54,7 +54,7 @@ class CompareAndSet(StoreRequest):
     key: str
     """of at most 4 KiB in UTF-8, as all keys"""
     expected: bytes
-    """b"" if the key must not exist"""
+    """of at most 4 MiB; b"" if the key must not exist"""
     value: bytes
     """not empty, of at most 4 MiB"""
 
@@ -63,19 +63,19 @@ class CompareAndSet(StoreRequest):
         return f"CompareAndSet of the key {self.key}"
 
     def check(self) -> None:
-        """Check the key, and the size of the value; raises ValueError."""
+        """Check the key, and the types and sizes of the values; raises ValueError."""
         _check_key(self, self.key)
         for value in (self.expected, self.value):
-            if not isinstance(value, bytes | bytearray):
+            if not isinstance(value, bytes):
                 raise ValueError(
                     f"{self.describe()} with a value of the type {type(value).__name__}\n\n"
                     "hint: give bytes, such as text.encode()"
                 )
-        if len(self.value) > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"{self.describe()} to a value of {len(self.value):,} bytes\n\n"
-                f"hint: at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages"
-            )
+            if len(value) > MAX_VALUE_BYTES:
+                raise ValueError(
+                    f"{self.describe()} with a value of {len(value):,} bytes\n\n"
+                    f"hint: at most {MAX_VALUE_BYTES:,} bytes; send larger values as messages"
+                )
         if not self.value:
             raise ValueError(
                 f"{self.describe()} to an empty value\n\n"

@@ -126,6 +126,8 @@ def as_table(rows: Tensor) -> FeatureTable | None:
         rows = rows.view(-1, 1)
     elif rows.ndim > 2 and rows.is_contiguous():
         rows = rows.flatten(1)
+    if rows.is_complex():
+        return None
     fits = rows.ndim == 2 and (rows.shape[1] <= 1 or rows.stride(1) == 1)
     return FeatureTable(rows) if fits else None
 

@@ -258,11 +258,16 @@ class DropInLoader(DataLoader[Any], ABC):
         if isinstance(self.sampler, ShuffledItems):
             self.sampler.seed = seed
 
-    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch]]:
+    def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch], Self]:
+        """Begin an epoch; return its progress, its batches, and what makes minibatches of them."""
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
-        return iteration, self._loader.batches_of(steps, iteration.epoch)
+        # the loader as it is now: later epochs may have other attributes of the data
+        maker = object.__new__(type(self))
+        vars(maker).update(vars(self))
+        batches = self._loader.with_sampler(maker).batches_of(steps, iteration.epoch)
+        return iteration, batches, maker
 
     def _steps(self, iteration: EpochProgress) -> Iterator[Tensor]:
         begin = iteration.position
@@ -409,7 +414,7 @@ class MinibatchIterator(Iterator[Any]):
 
     def __init__(self, owner: DropInLoader) -> None:
         self._owner = owner
-        self._started: tuple[EpochProgress, Batches[Batch]] | None = None
+        self._started: tuple[EpochProgress, Batches[Batch], DropInLoader] | None = None
         self._is_closed = False
         # held by the thread that waits for the next minibatch
         self._turn = ForkSafeLock()
@@ -417,25 +422,25 @@ class MinibatchIterator(Iterator[Any]):
     def __next__(self) -> Any:
         self._owner._check_open()
         with self._turn:
-            batch = self._next_batch()
+            batch, maker = self._next_batch()
         try:
-            return self._owner._finish_minibatch(batch)
+            return maker._finish_minibatch(batch)
         except StopIteration as error:
             raise stop_iteration_error("transform") from error
 
-    def _next_batch(self) -> LibraryBatch:
+    def _next_batch(self) -> tuple[LibraryBatch, DropInLoader]:
         if self._is_closed:
             raise StopIteration
         if self._started is None:
             self._started = self._owner._start(self)
-        iteration, batches = self._started
+        iteration, batches, maker = self._started
         try:
             batch = next(batches)
         except StopIteration:
             iteration.is_exhausted = True
             raise
         iteration.position += 1
-        return cast(LibraryBatch, batch)
+        return cast(LibraryBatch, batch), maker
 
     def close(self) -> None:
         """End the threads; the iterator yields no more minibatches."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
@@ -38,6 +39,12 @@ class LibraryLoader(Loader):
     ) -> None:
         self.tables = tables
         super().__init__(graph, tables.get(ONE_TYPE), *args, **kwargs)
+
+    def with_sampler(self, sampler: Any) -> Self:
+        """Return a loader with another sampler, and the same streams and memory."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), sampler=sampler)
+        return other
 
     def _open_transfer(
         self,

@@ -29,6 +29,7 @@ from gcnzc.optim.checksums import Checksums
 from gcnzc.optim.contribution import Contribution
 from gcnzc.optim.finalization import finalize_replicas
 from gcnzc.optim.group_options import (
+    CALL,
     NORMS,
     Comparison,
     find_difference_by_store,
@@ -50,6 +51,9 @@ from gcnzc.optim.validation import (
 )
 
 T = TypeVar("T")
+
+MAX_SIGNALS = 1000
+"""the largest number of signals, each of which is a number of every exchange"""
 
 
 class DistributedOptimizer(Contribution, RecordedParameters):
@@ -96,7 +100,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
     ) -> None:
         if group is not None:
             check_group(group)
-        check_count("signals", signals)
+        check_count("signals", signals, most=MAX_SIGNALS)
         if total_steps is not None:
             check_count("total_steps", total_steps, 1)
         super().__init__(params, defaults)
@@ -215,7 +219,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
             with torch.enable_grad():
                 loss = closure()
         ignored = self.num_ignored_gradients
-        self._run(self.algorithm())
+        self._run(self.algorithm(), "step()")
         if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):
             report_overflow(self)
         return loss
@@ -228,12 +232,19 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """
         return self.skipped
 
-    def _run(self, algorithm: Algorithm[T]) -> T:
-        """Run an algorithm; if the ranks' requests do not match, report what differs."""
+    def _run(self, algorithm: Algorithm[T], call: str) -> T:
+        """Run an algorithm; if the ranks' requests do not match, report what differs.
+
+        Args:
+            algorithm: the algorithm.
+            call: the call that runs it, for the message.
+        """
         try:
             return run(algorithm, self.group)
         except RequestMismatch as error:
-            difference = find_difference_by_store(self.compared_lines(), self.group)
+            # last, since any other difference explains more
+            lines = [*self.compared_lines(), f"{CALL}\t{call}"]
+            difference = find_difference_by_store(lines, self.group)
             if not difference:
                 raise
             raise RequestMismatch(difference) from error
@@ -256,10 +267,10 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """Return the common extras: the hash bit or a request to compare, and the signals."""
         if self.group.world_size == 1:
             # there is no other rank to compare with
-            return [0.0, *self._signals]
+            return [0.0, *self.signals]
         if self.comparison.received >= self.checksums.next_update:
             self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.hash_bit(), *self._signals]
+        return [self.hash_bit(), *self.signals]
 
     def hash_bit(self) -> float:
         """Return the number with which ranks compare their options; see `Comparison.bit`."""
@@ -278,7 +289,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """
         self.comparison.receive(sums[0], ranks)
         # others may follow
-        signals = sums[1 : 1 + len(self._signals)]
+        signals = sums[1 : 1 + len(self.received_signals)]
         self.received_signals = [
             was or round(each) > 0 for was, each in zip(self.received_signals, signals, strict=True)
         ]
@@ -287,11 +298,13 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
+        if self.dtypes() != self.initial_dtypes:
+            self.check_layouts()
         self.begin_step()
         if not self.is_broadcast:
             yield from self.broadcast_model()
         self.skip_reason = ""
-        self.received_signals = [False] * len(self._signals)
+        self.received_signals = [False] * len(self.received_signals)
         self.extra_sums = ()
         try:
             skip_reason = yield from self.take_step()
@@ -455,7 +468,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
             RequestMismatch: such a difference makes the ranks' requests differ; raised on all.
             WorkerLost: see `step`.
         """
-        self._run(self.finalize_algorithm())
+        self._run(self.finalize_algorithm(), "finalize()")
 
     @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:

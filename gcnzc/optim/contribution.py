@@ -7,10 +7,11 @@ from gcnzc.system.arguments import check_flag, check_kind, describe
 
 
 class Contribution:
-    """The attributes `weight` and `signals` of an optimizer, which check what is set."""
+    """The attributes `weight` and `signals` of an optimizer; setting invalid values is an error."""
 
     _weight: float
     _signals: list[bool]
+    received_signals: list[bool]
 
     @property
     def weight(self) -> float:
@@ -39,15 +40,19 @@ class Contribution:
             TypeError: they are set to anything but a list of flags.
             ValueError: they are set to another number of flags than the constructor got.
         """
+        # elements may have been set in place
+        self._check_signals(self._signals, len(self.received_signals))
         return self._signals
 
     @signals.setter
     def signals(self, values: Sequence[bool]) -> None:
-        count = len(self._signals)
+        self._signals = self._check_signals(values, len(self.received_signals))
+
+    def _check_signals(self, values: Sequence[bool], count: int) -> list[bool]:
         check_kind("signals", values, (list, tuple), f"a list of {count} flags")
         if len(values) != count:
             raise ValueError(
                 f"signals is {describe(values)}, but the optimizer was constructed with "
                 f"signals={count}\n\nhint: give the constructor signals={len(values)} on all ranks"
             )
-        self._signals = [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]
+        return [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]

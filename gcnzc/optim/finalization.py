@@ -25,8 +25,9 @@ def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
         optimizer.checksums.renew(None)
         yield from optimizer.compare()
     if reason := (yield from optimizer.finish()):
+        effect = ", so the ranks have different parameters" if has_peers else ""
         raise ValueError(
-            f"the last synchronization failed, so the ranks have different parameters: {reason}"
+            f"the last synchronization failed{effect}: {reason}"
             "\n\nhint: load an earlier checkpoint, and continue with a smaller learning rate or "
             "with gradient clipping; `optimizer.skip_reason` after each step shows the first one "
             "that was skipped, and why"

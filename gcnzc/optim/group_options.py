@@ -30,6 +30,7 @@ GPU_INTERVAL = 100
 STORE_WAIT_S, STORE_POLL_S = 5.0, 0.05
 OPTIMIZER, STEPS, LOADED = "optimizer", "number of steps", "loaded state"
 NORMS = "content of the loaded state"
+CALL = "call"
 TRAINED = "requires_grad of"
 # types whose `repr` changes whenever the value does
 _PLAIN = frozenset([str, int, float, bool, type(None)])
@@ -39,6 +40,7 @@ _HINTS = {
     STEPS: "call step() equally often on all ranks, and load the states of one checkpoint on all",
     LOADED: "load the states of one checkpoint on all ranks, before the same step",
     NORMS: "load the states of one checkpoint, of one run, on all ranks",
+    CALL: "call step() equally often on all ranks, and then finalize()",
     TRAINED: "add, freeze and unfreeze parameters on all ranks, before the same step",
 }
 _OPTION_HINT = "change options by what all ranks know, such as the step or the mean of their losses"

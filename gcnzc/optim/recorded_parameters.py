@@ -18,6 +18,8 @@ class RecordedParameters(Checkpointed):
     initial_requires_grad: list[bool]
     """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates it
     when all ranks have changed the same parameters"""
+    initial_dtypes: list[torch.dtype]
+    """the dtype of each parameter, recorded together with `initial_layouts`"""
     initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
     """the shape, dtype and device of each parameter at that time"""
 
@@ -31,9 +33,14 @@ class RecordedParameters(Checkpointed):
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
+    def dtypes(self) -> list[torch.dtype]:
+        """The current dtype of each parameter of `named_parameters`, in that order."""
+        return [each.dtype for group in self.param_groups for each in group["params"]]
+
     def record_parameters(self) -> None:
         """Record `requires_grad` and the layout of the current parameters."""
         self.initial_requires_grad = self.requires_grad_flags()
+        self.initial_dtypes = self.dtypes()
         self.initial_layouts = [
             (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
         ]
@@ -52,7 +59,8 @@ class RecordedParameters(Checkpointed):
     def check_layouts(self) -> None:
         """Check that the parameters have the same layouts as at the construction.
 
-        It is called after an error only, because it would take time in each step.
+        It would take time in each step, so it is called only if a dtype has changed, as by
+        `model.half()`, or after an error.
 
         Raises:
             ValueError: the shape, dtype or device of a parameter has changed.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.optim.old_state_keys import rename_keys
+from gcnzc.system.arguments import describe
 
 # keys of a state dict: the state that is the same on all ranks, and the state of one rank
 COMMON = "of all ranks"
@@ -101,6 +102,14 @@ def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
             f"a state dict is a mapping, got {type(state_dict).__name__}\n\n"
             "hint: load the result of `state_dict`"
         )
+    entries = state_dict.get("state", {})
+    if not isinstance(entries, Mapping) or not all(
+        isinstance(entry, Mapping) for entry in entries.values()
+    ):
+        raise ValueError(
+            f"state of the state dict is {describe(entries)}, not a mapping of mappings\n\n"
+            "hint: load the result of `state_dict`"
+        )
     missing = [key for key in keys if key not in state_dict]
     if missing:
         raise ValueError(
@@ -151,6 +160,11 @@ def unpack_state(
     # options may have been changed in the `param_groups` of the state dict
     groups = snapshot.get("inner", snapshot)["param_groups"]
     others = state_dict.get("param_groups", ())
+    if not isinstance(others, list | tuple) or not all(isinstance(o, Mapping) for o in others):
+        raise ValueError(
+            f"param_groups of the state dict is {describe(others)}, not a list of mappings\n\n"
+            "hint: load the complete result of `state_dict`"
+        )
     if len(others) != len(groups):
         raise ValueError(
             f"the state has {len(others)} parameter groups, but was saved with {len(groups)}\n\n"

@@ -125,7 +125,11 @@ def check_param_groups(groups: object) -> None:
     Raises:
         ValueError: they are not.
     """
-    for group in groups if isinstance(groups, list | tuple) else [groups]:
+    if not isinstance(groups, list | tuple):
+        raise ValueError(
+            f"param_groups of the state is {describe(groups)}, not a list\n\n{_DAMAGED}"
+        )
+    for group in groups:
         params = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(params, list | tuple) or not all(
             isinstance(p, int | str) for p in params

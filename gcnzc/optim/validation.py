@@ -167,7 +167,7 @@ def check_adam_options(
             check_at_least_zero(f"{name}{where}", group.get(name))
     betas = group.get("betas")
     check_pair(f"betas{where}", betas, "two numbers, such as (0.9, 0.999)")
-    _check_betas(betas, where, with_gpu=with_gpu)  # type: ignore[arg-type]
+    _check_betas(betas, where, with_gpu=with_gpu, may_be_none=False)  # type: ignore[arg-type]
     for name in ("maximize", "compress"):
         _check_flag(f"{name}{where}", group.get(name, False))
 
@@ -318,10 +318,13 @@ def check_pair(name: str, value: object, hint: str) -> None:
         raise ValueError(f"{name} is {value!r}\n\nhint: give {hint}")
 
 
-def _check_betas(betas: Iterable[object], where: str, *, with_gpu: bool) -> None:
+def _check_betas(
+    betas: Iterable[object], where: str, *, with_gpu: bool, may_be_none: bool = True
+) -> None:
     for index, beta in enumerate(betas):
         # Adafactor of transformers, for example, has None for no momentum
-        if beta is not None and (with_gpu or not _is_on_gpu(beta)):
+        is_none = beta is None and may_be_none
+        if not is_none and (with_gpu or not _is_on_gpu(beta)):
             check_fraction(f"betas[{index}]{where}", beta)
 
 
@@ -341,6 +344,9 @@ def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, int) and abs(value) >= 2**63:
+        # torch raises an OverflowError for it
         return None
     return float(value)
 

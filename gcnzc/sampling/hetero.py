@@ -213,8 +213,9 @@ class HeteroSampler:
             weights. Edges of weight 0 are never sampled.
         disjoint: sample a separate subgraph for each seed. Temporal sampling always does.
         temporal: "uniform" samples from the edges that are not later than the time of the seed;
-            "last" takes the latest of them, for edge types with times. The time of the seed holds
-            for all hops; the seeds themselves are always part of it. None ignores times.
+            "last" takes the latest of them, for edge types with times, and of those with a weight
+            above 0 if `weighted` is set. The time of the seed holds for all hops; the seeds
+            themselves are always part of it. None ignores times.
         time: times that count: "edge", "node" (an edge is as late as its source), or "both" (the
             later of these). Edge types without such times are always visible, even if other types
             have times.

@@ -1,7 +1,7 @@
 """Options that the caller has given, to distinguish them from defaults of the same value."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -30,6 +30,13 @@ def remember_given(kind: type[C]) -> type[C]:
 
     kind.__init__ = initialize_and_remember  # type: ignore[method-assign,assignment]
     return kind
+
+
+def copy_with_given(original: C, /, **changes: Any) -> C:
+    """Return a copy of a config with other values, of which the same options count as given."""
+    copied = replace(original, **changes)  # type: ignore[type-var]
+    object.__setattr__(copied, _GIVEN, given_options(original))
+    return copied
 
 
 def given_options(config: Any) -> frozenset[str]:

@@ -127,7 +127,8 @@ def read_times(path: Path, unit: str | None) -> Array | None:
         return None
     if table.is_parquet:
         dates = import_parquet().read_table(path, columns=[found]).column(0).to_pandas()
-        if to_dates(dates) is not None:
+        # a column of integers has no dates, also where an integer looks like one
+        if dates.dtype.kind in "iu" or to_dates(dates) is not None:
             name = f"{path}: {found}"
             return as_times(name, dates, len(dates), unit, is_limit=True).numpy()
     times = [np.empty(0, np.int64)]

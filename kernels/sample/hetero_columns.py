@@ -30,6 +30,8 @@ from gcnzc.kernels.sample.hetero_layout import (
     NUM_SRC,
     REPLACE,
     SUBGRAPHS,
+    WEIGHT,
+    float32s,
     indices_of,
     int64s,
     source_at,
@@ -161,6 +163,7 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
         is_last = options[LAST] != 0 and (relation[EDGE_TIME] != 0 or relation[NODE_TIME] != 0)
         own = types[relation[DST]]
         excluded = int64s(relation[EXCLUDED], relation[NUM_EXCLUDED])
+        weights = float32s(relation[WEIGHT], relation[NUM_EDGES])
         nodes = int64s(own[NODES], own[END])
         for group in range(own[BEGIN], own[END], GROUP):
             count = min(GROUP, own[END] - group)
@@ -176,13 +179,40 @@ def find_columns(relations, types, options, fanouts, seed_times, first, begins, 
                 size = num_remaining(excluded, begin, end)
                 if is_last and 0 < fanout < size:
                     before = num_before(excluded, begin)
-                    begin = remaining_position(excluded, before, begin, size - fanout)
-                    size = fanout
+                    num_last = find_last(weights, excluded, before, begin, size, fanout)
+                    begin = remaining_position(excluded, before, begin, size - num_last)
+                    size = num_last
                 place = first[r] + group - own[BEGIN] + i
                 begins[place], sizes[place] = begin, size
                 total += num_sampled(size, fanout, options[REPLACE])
         totals[r] = total
     return -1, int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def find_last(weights, excluded, before, begin, size, fanout):
+    """Return how many of the last edges of a column include `fanout` that can be sampled.
+
+    Args:
+        weights: (E,) float32, or empty; edges of weight 0 are not sampled.
+        excluded: see `remaining_position`.
+        before: the number of excluded positions before `begin`.
+        begin: the first position of the column.
+        size: the number of edges of the column that are not excluded.
+        fanout: at least 1.
+
+    Returns:
+        At most `size`; `size` if the column has fewer such edges.
+    """
+    if not len(weights):
+        return min(fanout, size)
+    found = 0
+    for num_last in range(1, size + 1):
+        position = remaining_position(excluded, before, begin, size - num_last)
+        found += 1 if weights[position] > 0.0 else 0
+        if found == fanout:
+            return num_last
+    return size
 
 
 @njit(cache=True, nogil=True)

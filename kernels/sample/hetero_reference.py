@@ -57,7 +57,7 @@ def sample_hetero_reference(
                 column = eligible_edges(relation, node, time, (excluded or {}).get(r, ()))
                 is_dated = relation.edge_time is not None or relation.node_time is not None
                 if options.temporal == "last" and is_dated and fanouts[r] > 0:
-                    column = column[-fanouts[r] :]
+                    column = _last(relation, column, fanouts[r])
                 own_key = (key[0] ^ keys[subgraph][0], key[1] ^ keys[subgraph][1])
                 for position in _choose(
                     relation, column, fanouts[r], node, hop, epoch, own_key, options
@@ -130,6 +130,13 @@ def _induced(
             if row is not None:
                 edges.append((row, col, _edge_id(relation, position)))
     return edges
+
+
+def _last(relation: Relation, column: list[int], fanout: int) -> list[int]:
+    """Return the last edges of a column that include `fanout` of a weight above 0."""
+    weight = relation.weight
+    chosen = [i for i, each in enumerate(column) if weight is None or float(weight[each]) > 0]
+    return column[chosen[-fanout] :] if len(chosen) >= fanout else column
 
 
 def _choose(

@@ -19,7 +19,10 @@ from gcnzc.cli import main
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
+from gcnzc.system.files import write_json
 from gcnzc.train import run as train_run
+from gcnzc.train.config import TrainConfig
+from gcnzc.train.options import config_to_dict
 from gcnzc.tune import choose, machine, search
 from gcnzc.tune.table_shapes import sweep
 
@@ -198,6 +201,27 @@ def test_options_from_a_file_and_from_the_command_line(graph, tmp_path):
     assert main([*words, "--out", str(tmp_path / "r")]) == 0
     kept = json.loads((tmp_path / "r" / "config.json").read_text())
     assert (kept["epochs"], kept["fanouts"], kept["hidden"]) == (1, [3, 3], 4)
+
+
+@pytest.mark.parametrize("content", ["", "epochs = 2\n", '{"batch_size": 512}', "lr = 0.02\n"])
+def test_the_learning_rate_is_that_of_the_optimizer_unless_a_file_has_one(content, tmp_path):
+    path = tmp_path / ("c.json" if content.startswith("{") else "c.toml")
+    path.write_text(content)
+    for words, expected in (
+        (["--optimizer", "sgd"], 0.1),
+        (["--strategy", "fedglomo"], 0.1),
+        (["--optimizer", "sgd", "--lr", "0.5"], 0.5),
+        ([], 0.003),
+    ):
+        expected = 0.02 if "lr" in content and "--lr" not in words else expected
+        assert parse(["train", "g", "--config", str(path), *words]).lr == expected, words
+
+
+def test_the_options_of_a_run_have_its_learning_rate(tmp_path):
+    config = TrainConfig(optimizer="sgd", lr=0.25)
+    write_json(tmp_path / "c.json", config_to_dict(config))
+    for words in ([], ["--optimizer", "adamw"]):
+        assert parse(["train", "g", "--config", str(tmp_path / "c.json"), *words]).lr == 0.25
 
 
 def test_a_file_of_options_may_name_the_run_folder_and_no_run_to_resume(tmp_path):

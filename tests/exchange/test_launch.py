@@ -42,12 +42,13 @@ def test_a_time_limit_of_numpy_is_a_number(seconds):
         ({"MASTER_PORT": ""}, "the environment variable MASTER_PORT is ''"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "the environment variable LOCAL_WORLD_SIZE is 'x'"),
     ],
 )
 def test_an_invalid_environment_is_an_error_at_once(monkeypatch, changed, expected):
     for name, value in (LAUNCHED | changed).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{expected}.*\n\nhint: "), init_group():
+    with pytest.raises(ValueError, match=f"^{expected}.*\n\nhint: "), init_group("auto"):
         pass
 
 

@@ -58,6 +58,14 @@ WRONG = {
     "start key": (lambda: start(CompareAndSet("k", b"", b"x")), "the start of a CompareAndSet"),
     "start None": (lambda: start(None), "the start of NoneType None"),
     "start class": (lambda: start(Sum), "the start of the class Sum"),
+    "large expected": (
+        lambda: ask(CompareAndSet("k", b"x" * (1 << 22) + b"x", b"y")),
+        "CompareAndSet of the key k with a value of 4,194,305 bytes",
+    ),
+    "bytearray": (
+        lambda: ask(CompareAndSet("k", b"", bytearray(b"y"))),
+        "CompareAndSet of the key k with a value of the type bytearray",
+    ),
     "Now in started": (lambda: start(ask(Now())), "a started algorithm yields a Now"),
     "Send in started": (lambda: start(ask(Send(ones(), 1))), "a started algorithm yields a Send"),
     "None in started": (lambda: start(ask(None)), "yields NoneType None"),

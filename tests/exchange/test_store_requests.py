@@ -214,7 +214,7 @@ def test_a_wait_names_a_process_that_has_ended(tmp_path):
     ("request_", "text"),
     [
         (CompareAndSet("a", b"1", b""), "CompareAndSet of the key a to an empty value"),
-        (CompareAndSet("a", b"", bytes(2**22 + 1)), "to a value of 4,194,305 bytes"),
+        (CompareAndSet("a", b"", bytes(2**22 + 1)), "with a value of 4,194,305 bytes"),
         (WaitForKey("a", -1.0), "a wait of -1.0 s for the key a"),
         (WaitForKey("a", float("nan")), "a wait of nan s for the key a"),
         (WaitForKey("a", "b"), "a wait of 'b' s for the key a"),

@@ -15,7 +15,12 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.pyg import HeteroNeighborLoader, NeighborLoader, importing
+from gcnzc.interop.pyg import (
+    HeteroNeighborLoader,
+    LinkNeighborLoader,
+    NeighborLoader,
+    importing,
+)
 
 pyg = importing.import_pyg()
 from torch_geometric import typing as pyg_typing  # noqa: E402
@@ -557,6 +562,42 @@ def test_data_may_change_between_epochs(data):
         assert "x" not in batch["user"]
         assert torch.equal(batch["item"].x, data["item"].x[batch["item"].n_id] * 2)
         assert batch.name == "other"
+
+
+CHANGES = {
+    "another value": lambda data: data["item"].update({"x": data["item"].x + 1}),
+    "another width": lambda data: data["item"].update({"x": data["item"].x[:, :3].contiguous()}),
+    "another shape": lambda data: data["item"].update({"x": data["item"].x[:, :, None]}),
+    "removed": lambda data: delattr(data["item"], "image"),
+    "of the data": lambda data: setattr(data, "name", "other"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
+def test_an_iterator_keeps_the_data_of_when_it_began(Loader, change, data):
+    seeds = "item" if Loader is NeighborLoader else BUYS
+    options = {"batch_size": 9, "seed": 3, "threads": 2}
+    old = list(Loader(copy.copy(data), [3, 2], seeds, **options))
+    own = copy.copy(data)
+    loader = Loader(own, [3, 2], seeds, **options)
+    first = iter(loader)
+    found = [next(first)]
+    change(own)
+    second = list(loader)
+    found += first
+    for mine, other in zip(found, old, strict=True):
+        assert_equal(mine, other)
+    wanted = Loader(own, [3, 2], seeds, **options)
+    wanted.set_epoch(1)
+    for mine, other in zip(second, wanted, strict=True):
+        assert_equal(mine, other)
+
+
+def test_attributes_may_be_complex(data):
+    data["item"].c = torch.randn(ITEMS, 2, dtype=torch.complex64)
+    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9):
+        assert torch.equal(batch["item"].c, data["item"].c[batch["item"].n_id])
 
 
 class Frame(pyg_typing.TensorFrame):

@@ -43,3 +43,15 @@ def test_signals_are_flags(optimizer, signals):
         optimizer.signals = signals
     optimizer.signals = (1, False)
     assert optimizer.signals == [True, False]
+
+
+def test_signals_that_were_set_in_place_are_checked_when_they_are_sent(optimizer):
+    optimizer.signals[1] = True
+    assert optimizer.common_extras()[1:3] == [False, True]
+    optimizer.signals[1] = "yes"
+    with pytest.raises(TypeError, match=r"^signals\[1\] is 'yes'"):
+        optimizer.common_extras()
+    optimizer.signals = [False, False]
+    optimizer.signals.append(True)
+    with pytest.raises(ValueError, match=r"^signals is "):
+        optimizer.common_extras()

@@ -52,6 +52,12 @@ def damages_of(path, value):
         is_own = path[0] in ("inner", "local") and name not in ("step", "update")
         if value.is_floating_point() and value.numel() and not is_own and not may_overflow(name):
             yield torch.full_like(value, torch.nan)
+        if name.endswith(" values"):
+            # the last is the number of finite vectors
+            for number in (torch.nan, torch.inf, -1.0):
+                changed = value.clone()
+                changed[-1] = number
+                yield changed
         # `times` may have any number of rows
         if value.ndim and value.numel() > 1 and name != "times":
             yield value[:-1]
@@ -122,6 +128,40 @@ def test_a_number_that_is_too_large_is_described_with_its_limits():
         check_number(state, "dropped", kind=float)
     with pytest.raises(ValueError, match=r"^times\[1\] .* inf, not a finite number\n"):
         check_numbers(state, "times")
+
+
+@pytest.mark.parametrize("name", ["averaged", "onebit-adam", "diloco"])
+def test_a_state_dict_of_another_structure_is_rejected_and_nothing_is_loaded(name):
+    _, optimizers = make(name, 4)
+    models, others = make(name, 2)
+    before = bits_of(models[1], others[1])
+    for key, value in (
+        *(("state", each) for each in ([1], None, {0: 3}, {0: None})),
+        *(("param_groups", each) for each in ({"params": [0, 1]}, None, 3, [3])),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)\n\nhint: "):
+            others[1].load_state_dict(optimizers[1].state_dict() | {key: value})
+    assert bits_of(models[1], others[1]) == before
+
+
+def test_a_state_without_steps_is_loaded():
+    _, optimizers = make("averaged sign", 4)
+    _, others = make("averaged sign", 2)
+    # as older versions saved it
+    state = optimizers[1].snapshot()
+    del state["shared"]["numbers"]["steps"]
+    others[1].load_state_dict(state)
+    assert others[1].steps == 4
+
+
+@pytest.mark.parametrize("name", ["zero-one-adam", "onebit-adam"])
+def test_integers_of_more_than_64_bits_are_no_options(name):
+    _, optimizers = make(name, 4)
+    _, others = make(name, 2)
+    state = optimizers[1].snapshot()
+    state["param_groups"][0]["eps"] = 10**30
+    with pytest.raises(ValueError, match=r"eps(.|\n)*\n\nhint: "):
+        others[1].load_state_dict(state)
 
 
 @pytest.mark.parametrize("section", ["shared", "local", "shards", "errors", "numbers"])

@@ -238,6 +238,7 @@ def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
         (pd.to_datetime(["2024-01-02", "2024-01-01", "2024-01-03"]), "dates"),
         (np.array([2**63, 1, 2], np.uint64), ["9223372036854775808", "1", "2"]),
         (torch.tensor([8, 7, 6]), [8, 7, 6]),
+        (["a\rb", "\r\n", "\n"], ["a\rb", "\r\n", "\n"]),
         ([("a", 1), ("b", 1), ("a", 2)], ["('a', 1)", "('b', 1)", "('a', 2)"]),
     ],
 )
@@ -260,6 +261,10 @@ def test_bad_keys_and_names_are_rejected_by_name():
     rejected("keys of node type 'a' has shape", keys=[1, 2])
     rejected("keys of node type 'a' have 'x' twice", keys=["x", "y", "x"])
     rejected("keys of node type 'a' have '7' twice", keys=pd.Series([7, "7", 8], dtype=object))
+    rejected(r"keys of node type 'a' have 'x\\x00', which has a NUL", keys=["x\0", "x", "y"])
+    rejected("keys of node type 'a' are 3\n", keys=3)
+    rejected("keys of node type 'a' are 'xyz'", keys="xyz")
+    rejected("keys of node type 'a' are an array of int64 and shape", keys=np.zeros((3, 2), int))
     rejected("keys of node type 'a' have missing values", keys=["x", None, "y"])
     labels = {"labels": [0, 2, -1]}
     rejected("classes of node type 'a' are given, but the labels are no", classes=["x"])

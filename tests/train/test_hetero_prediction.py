@@ -287,7 +287,6 @@ def test_a_time_that_could_be_a_date_is_an_error(dated, tmp_path, capsys, monkey
         (["predict", *compact], "--time 20240301 could be"),
         (["embed-nodes", "--node-type", "item", *compact[2:]], "--time 20240301 could be"),
         (["predict", "--pairs", "times.csv"], "line 3, column 'time': '20240301' could be"),
-        (["predict", "--pairs", "times.parquet"], "column 'time': '20240301' could be"),
     ):
         assert main([words[0], str(dated), *words[1:], "--out", "x.npy"]) == 1, words
         text = " ".join(capsys.readouterr().err.split())
@@ -296,6 +295,10 @@ def test_a_time_that_could_be_a_date_is_an_error(dated, tmp_path, capsys, monkey
         assert hint in text
         assert not (tmp_path / "x.npy").exists()
     ends = pairs.to_numpy().T
+    # a column of integers has no dates
+    assert main(["predict", str(dated), "--pairs", "times.parquet", "--out", "x.npy"]) == 0
+    expected = predict_links(dated, pairs=ends, times=torch.tensor([7, 20240301])).scores
+    np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
     for text, time in (("20240301s", 20240301), ("2024-03-01", np.datetime64("2024-03-01"))):
         words = ["--pairs", "pairs.csv", "--time", text, "--out", "x.npy"]
         assert main(["predict", str(dated), *words]) == 0

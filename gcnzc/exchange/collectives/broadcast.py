@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +52,10 @@ class Broadcast(TensorCollective):
     def check(self, world_size: int) -> None:
         """Check that the root is one of the ranks; the values may have any strides."""
         check_values(self)
-        if not 0 <= self.root < world_size:
+        if not isinstance(self.root, Integral) or not 0 <= self.root < world_size:
             raise ValueError(
-                f"Broadcast from rank {self.root} of {world_size}\n\nhint: ranks start at 0"
+                f"Broadcast from rank {self.root!r} of {world_size}\n\n"
+                f"hint: ranks are integers from 0 to {world_size - 1}"
             )
 
     def describe_header(self) -> HeaderFields:

@@ -29,6 +29,10 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
     import pandas
 
     given = value.cpu().numpy() if isinstance(value, Tensor) else value
+    if isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) != 1:
+        raise ValueError(
+            f"{name} are {describe(value)}\n\nhint: give one key for each node, such as a list"
+        )
     index = pandas.Index(given, tupleize_cols=False)
     check_length(name, np.empty(len(index), np.int8), count, dimensions=(1,))
     if index.hasnans:
@@ -38,6 +42,7 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
     else:
         keys = np.empty(count, object)
         keys[:] = [str(each) for each in index]
+        _check_characters(name, keys)
         index = pandas.Index(keys, dtype=object)
     if not index.is_unique:
         raise ValueError(
@@ -46,6 +51,14 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
         )
     is_number = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
     return None if is_number else keys
+
+
+def _check_characters(name: str, texts: Iterable[str]) -> None:
+    """Raise a ValueError if a text has a NUL, at which numpy ends texts."""
+    if wrong := next((each for each in texts if "\0" in each), None):
+        raise ValueError(
+            f"{name} have {wrong!r:.100}, which has a NUL character\n\nhint: remove it"
+        )
 
 
 def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
@@ -67,6 +80,7 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name} are {describe(value)}\n\nhint: a list of names")
     found = [str(each) for each in value]
+    _check_characters(name, found)
     if len(set(found)) < len(found):
         twice = next(each for each in found if found.count(each) > 1)
         raise ValueError(f"{name} have {twice!r:.100} twice\n\nhint: a name of its own for each")

@@ -62,6 +62,7 @@ class NodeStore:
             raise ValueError(
                 f"{source} has {len(found):,} ids for {self.num_nodes:,} nodes\n\nhint: {hint}"
             )
+        found = np.asarray(found)
         integers = found if found.dtype.kind == "i" else as_integers(found)
         if integers is None:
             return np.array(found, dtype=str)

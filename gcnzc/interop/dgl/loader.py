@@ -216,6 +216,8 @@ class DataLoader(DropInLoader):
         self._blocks.refresh_data()
         if self._weights != self._current_weights():
             self._engine = self._create_engine()
+        # a new dictionary, since epochs in progress use the old one
+        self._columns = dict(self._columns)
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
             has_table = (kind, name) in self._tables

@@ -209,6 +209,11 @@ class DelayedSteps(Delayed):
             steps = shared["numbers"]["steps"]
             check_number(shared, f"{self.name} due", steps + 1 if self.is_overlapped else steps)
             check_number(shared, f"{self.name} workers", 1)
+            # the number of ranks with a finite vector, as a mean
+            values, count = shared[f"{self.name} values"], self.source.num_elements
+            if isinstance(values, Tensor) and values.numel() > count:
+                name = f"{self.name} values[{count}]"
+                check_number({name: float(values.flatten()[count])}, name, kind=float)
             check_number(shared, f"{self.name} skip_reason", kind=str)
             if (flag := f"{self.name} excludes_zeros") in shared:
                 check_number(shared, flag, kind=bool)

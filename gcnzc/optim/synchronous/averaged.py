@@ -200,8 +200,8 @@ class Averaged(Wrapper):
 
     def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
         """Return the step count of a state; if it has none, as with SGD, the current count."""
-        if "numbers" in snapshot.get("shared", {}):
-            return int(snapshot["shared"]["numbers"]["steps"])
+        if "steps" in (numbers := snapshot.get("shared", {}).get("numbers", {})):
+            return int(numbers["steps"])
         counts = [int(each["step"]) for each in self.state.values() if "step" in each]
         return max(counts, default=self.steps)
 

@@ -94,7 +94,7 @@ class Masked(AdamStep):
         gradient_compression: Compression | None,
         **options: Any,
     ) -> None:
-        if reactivate in OLD_CHOICES:
+        if isinstance(reactivate, str) and reactivate in OLD_CHOICES:
             present = OLD_CHOICES[reactivate]
             warnings.warn(
                 f"{reactivate!r} is now reactivate={present!r}; the old value will be removed in "
@@ -103,7 +103,7 @@ class Masked(AdamStep):
                 stacklevel=3,
             )
             reactivate = present
-        if reactivate not in REACTIVATE_CHOICES:
+        if not isinstance(reactivate, str) or reactivate not in REACTIVATE_CHOICES:
             raise ValueError(
                 f"reactivate is {reactivate!r}\n\nhint: give {' or '.join(REACTIVATE_CHOICES)}"
             )

@@ -38,7 +38,7 @@ from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.state_layout import SavedTensor, check_tensor
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
-from gcnzc.optim.validation import check_fraction, check_unsupported
+from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair, check_unsupported
 
 # largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
 MAX_SCALING = 1e6
@@ -119,12 +119,13 @@ class OneBitLamb(OneBitAdam):
         **unsupported: object,
     ) -> None:
         check_unsupported(type(self).__name__, unsupported)
-        for name, (least, most) in {"trust": trust_range, "factor": factor_range}.items():
-            if not 0 < least <= most:
-                raise ValueError(
-                    f"{name}_range is ({least}, {most})\n\nhint: give the smallest value, above 0, "
-                    "and the largest"
-                )
+        for name, limits in {"trust_range": trust_range, "factor_range": factor_range}.items():
+            hint = "the smallest value, above 0, and the largest"
+            check_pair(name, limits, hint)
+            for index, limit in enumerate(limits):
+                check_above_zero(f"{name}[{index}]", limit)
+            if limits[0] > limits[1]:
+                raise ValueError(f"{name} is {limits}\n\nhint: give {hint}")
         check_fraction("trust_beta", trust_beta)
         check_fraction("factor_change", factor_change)
         self.trust_range, self.trust_beta = trust_range, trust_beta

@@ -390,7 +390,7 @@ class ZeroOneAdam(Anchored):
         super().check_state(snapshot)
         numbers, local = snapshot["shared"]["numbers"], snapshot["local"]
         check_number(numbers, "num_variance_updates")
-        check_numbers(numbers, "lr_sums", len(self.flat_params.parts))
+        check_numbers(numbers, "lr_sums", len(self.flat_params.parts), least=0)
         check_number(local, "num_nonfinite")
         coded = SavedTensor((self.num_compressed,), dtype=self.flat_params.dtype)
         if "update" in local or "anchor" in snapshot["shared"]["vectors"]:
