@@ -57,7 +57,8 @@ class Heartbeat:
     end_reason: str = ""
     """why the rank ended; empty while it is running, or if it did not report a reason"""
     is_follow_up: bool = False
-    """whether the reason describes other ranks, whose failure has ended this one"""
+    """whether the reason describes other ranks or the store's host, whose failure has ended this
+    rank"""
     reason_ranks: Sequence[int] = ()
     """the ranks of the default group that the reason names"""
 
@@ -69,7 +70,7 @@ class Cause:
     text: str
     """the failed ranks, `ALL_RUNNING`, or why they are unknown"""
     is_found: bool = True
-    """whether it is the failure of other ranks or of the store's host"""
+    """whether the failure of other ranks, or of the store's host, is the cause"""
     ranks: Sequence[int] = ()
     """the ranks of the default group that the text names"""
 
@@ -218,7 +219,8 @@ class HeartbeatMonitor:
 
         Args:
             reason: for the error messages of the other ranks; the first one is kept.
-            is_follow_up: whether it describes other ranks, whose failure has ended this one.
+            is_follow_up: whether it describes other ranks or the store's host, whose failure has
+                ended this rank.
             ranks: the ranks of the default group that the reason names.
         """
         self.thread.end()

@@ -34,8 +34,8 @@ def read_address() -> tuple[str, int]:
     port = _read_integer("MASTER_PORT")
     if not 1 <= port <= LARGEST_PORT:
         raise ValueError(
-            f"MASTER_PORT={port}\n\nhint: give a port from 1 to {LARGEST_PORT}, the same to all "
-            "workers"
+            f"MASTER_PORT={port} is invalid\n\n"
+            f"hint: give a port from 1 to {LARGEST_PORT}, the same to all workers"
         )
     return os.environ["MASTER_ADDR"], port
 

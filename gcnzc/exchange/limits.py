@@ -17,8 +17,9 @@ def check_time_limit(seconds: object) -> float:
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not is_number or not LEAST_LIMIT_S <= seconds <= MOST_LIMIT_S:  # type: ignore[operator]
         raise ValueError(
-            f"a group with timeout_s={seconds!r}\n\nhint: give the time limit of a wait in "
-            f"seconds, from {LEAST_LIMIT_S:g} to {MOST_LIMIT_S:g}, such as 60"
+            f"timeout_s={seconds!r} of a group is invalid\n\n"
+            f"hint: give the time limit of a wait in seconds, from {LEAST_LIMIT_S:g} to "
+            f"{MOST_LIMIT_S:g}, such as 60"
         )
     # timedelta rejects numpy's integers and float32
     return float(seconds)  # type: ignore[arg-type]

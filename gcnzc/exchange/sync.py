@@ -70,7 +70,7 @@ def _quote(line: str | None) -> str:
 
 
 def all_gather_text(text: str) -> Algorithm[list[str]]:
-    """All-gather a string, and return the texts of all ranks, in their order."""
+    """All-gather a string, and return the strings of all ranks, in their order."""
     lengths = yield AllGatherScalar(len(data := text.encode()))
     # frombuffer needs at least one byte
     values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]

@@ -192,16 +192,20 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: options, numbers of steps, loaded states or parameters differ between ranks;
-                raised on all ranks. Each exchange detects a difference with a probability of 1/2.
-                The next exchange always detects different `requires_grad`, and states of different
-                steps, or loaded on some ranks only; states of the same step are not compared.
-                Options in GPU tensors are compared in every 100th exchange only. Checksums of the
-                parameters that must be equal are computed about every 100 exchanges.
+            ValueError: one of
+
+                - Options, numbers of steps, loaded states or parameters differ between ranks;
+                  raised on all ranks. Each exchange detects a difference with a probability of
+                  1/2. The next exchange always detects different `requires_grad`, and states of
+                  different steps, or loaded on some ranks only; states of the same step are not
+                  compared. Options in GPU tensors are compared in every 100th exchange only.
+                  Checksums of the parameters that must be equal are computed about every 100
+                  exchanges.
+                - An option of a parameter group is out of its range; raised by this rank before it
+                  communicates.
+                - The step failed, and the shape, dtype or device of a parameter has changed; raised
+                  by this rank only.
             RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
-            ValueError: an option of a parameter group is out of its range; raised by this rank
-                before it communicates.
-            ValueError: the shape, dtype or device of a parameter has changed.
         """
         self.group.count_step(self.steps)
         key = option_key(self.param_groups)

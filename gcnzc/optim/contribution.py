@@ -7,7 +7,7 @@ from gcnzc.system.arguments import check_flag, check_kind, describe
 
 
 class Contribution:
-    """The attributes `weight` and `signals` of an optimizer, which check what is set."""
+    """The attributes `weight` and `signals` of an optimizer; setting them checks the values."""
 
     _weight: float
     _signals: list[bool]

@@ -19,7 +19,7 @@ class RecordedParameters(Checkpointed):
     """`requires_grad` of all parameters when the optimizer was constructed; `Averaged` updates it
     when all ranks have changed the same parameters"""
     initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
-    """the shape, dtype and device of each parameter at that time"""
+    """the shape, dtype and device of each parameter when `record_parameters` was called last"""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all groups, including frozen ones, named by their positions."""

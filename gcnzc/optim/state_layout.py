@@ -34,7 +34,7 @@ class SavedTensor:
     dtype: torch.dtype | None = None
     """the dtype; None for any real floating-point dtype"""
     least: float = -math.inf
-    """the smallest element"""
+    """the smallest valid element"""
 
 
 def check_number(
@@ -52,8 +52,8 @@ def check_number(
         name: the name of the number.
         least: the smallest valid number.
         most: the largest valid number.
-        kind: int for whole numbers, float for all finite numbers, bool for a flag, or str for a
-            text, which has no limits.
+        kind: int for whole numbers or float for finite numbers, between the limits; bool for a
+            flag, or str for a string, which have no limits.
 
     Raises:
         ValueError: it is missing, of another type, not finite or out of range.
@@ -105,7 +105,8 @@ def check_numbers(
         least: the smallest valid number.
 
     Raises:
-        ValueError: it is missing, not a list, of another length, or has something else.
+        ValueError: it is missing, not a list, of another length, or an element is not a finite
+            number of at least `least`.
     """
     check_mapping(state, name)
     values = state[name]

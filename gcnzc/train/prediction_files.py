@@ -116,7 +116,7 @@ def read_times(path: Path, unit: str | None) -> Array | None:
         (M,) int64; dates are rounded down.
 
     Raises:
-        ValueError: a time is missing or no time, or it is a date and there is no unit, or it could
+        ValueError: a time is missing or invalid, or it is a date and there is no unit, or it could
             be two times, see `parse_times`; the message names the line.
     """
     if path.suffix == ".npy":
@@ -153,7 +153,7 @@ def _load_npy(path: Path) -> Array:
         ) from None
     if array.dtype.kind not in "iuU":
         raise ValueError(
-            f"{path} has the type {array.dtype}\n\nhint: ids are integers or texts; "
+            f"{path} has the type {array.dtype}\n\nhint: ids are integers or strings; "
             "numpy.flatnonzero(mask) turns a mask into ids"
         )
     return array

@@ -118,7 +118,7 @@ class Replicated(DistributedOptimizer):
         """Return a reducer for exchanged gradients, whose compression must not use error feedback.
 
         Raises:
-            TypeError: it is no compression, such as the name of one.
+            TypeError: it is not a compression, but for example the name of one.
             ValueError: the compression uses error feedback.
         """
         check_compression(compress, "gradient_compression")

@@ -75,7 +75,8 @@ class ZeroOneAdam(Anchored):
             next variance update.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
             variance of the active elements of its parameter, unless the next step updates the
-            variance; small parameters are raised as in `OneBitAdam`. 0 for none, as in the paper.
+            variance. Variances far below those of adjacent elements are raised as in `OneBitAdam`.
+            0 disables both, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum norm of the gradient, in local steps that of the rank's own gradient;
             None does not clip.
