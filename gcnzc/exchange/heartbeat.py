@@ -333,19 +333,19 @@ def describe_stopped_ranks(
         before, after: heartbeats by rank, read some intervals apart.
         global_ranks: for a subgroup, its members' ranks in the default group.
     """
-    in_default_group = range(max(ranks) + 1) if global_ranks is None else global_ranks
-    own = in_default_group[rank]
+    default_ranks = range(max(ranks) + 1) if global_ranks is None else global_ranks
+    own = default_ranks[rank]
     failed, ended, causes = [], [], []
     for other in ranks:
         if other == rank:
             continue
         if other not in after:
             text = f"{describe_rank(other, global_ranks)} never connected"
-            failed.append(Cause(text, ranks=[in_default_group[other]]))
+            failed.append(Cause(text, ranks=[default_ranks[other]]))
             continue
         last = after[other]
         name = f"{describe_rank(other, global_ranks)} on {last.host}"
-        named = [in_default_group[other]]
+        named = [default_ranks[other]]
         if last.is_follow_up and own in last.reason_ranks:
             # a rank that ended because this one was too slow
             text = f"{name} ended, because {last.end_reason}"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gcnzc.compress.reducer import DAMAGED_HINT as _DAMAGED
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import RESIZED_FROM, check_mapping
 from gcnzc.system.arguments import describe
 
 MAX_COUNT = 2**53
 """the largest number of steps, exchanges or ranks in a state"""
-_DAMAGED = "hint: load another checkpoint; this one is damaged, or was saved with other options"
 # the state of a parameter after its first step
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}

@@ -44,8 +44,8 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
             f"{name} have {str(index[index.duplicated()][0])!r:.100} twice\n\n"
             "hint: each node has a key of its own; keys are compared as text"
         )
-    is_number = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
-    return None if is_number else keys
+    are_positions = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
+    return None if are_positions else keys
 
 
 def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:

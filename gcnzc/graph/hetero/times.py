@@ -93,7 +93,7 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
 
     Returns:
         (n,) int64, and the position of the first text that is not a time, or None; see
-        `wrong_time`.
+        `describe_wrong_time`.
 
     Raises:
         ValueError: a date is out of the range of int64.
@@ -111,7 +111,7 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
     return times, None
 
 
-def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
+def describe_wrong_time(where: str, text: str, unit: str | None) -> ValueError:
     """Return the error of a string that is not a time, for `parse_times`.
 
     Args:

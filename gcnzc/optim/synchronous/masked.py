@@ -300,7 +300,7 @@ class Masked(AdamStep):
         check_number(numbers, "reactivate_from")
         check_number(numbers, "reactivation_interval", 1)
         count, offset = flat_params.num_elements, flat_params.num_uncompressed
-        momentum = SavedTensor((self.momentum_elements(snapshot),), dtype=dtype)
+        momentum = SavedTensor((self.count_momentum_elements(snapshot),), dtype=dtype)
         check_tensor(vectors, "momentum", momentum)
         check_tensor(vectors, "variance", SavedTensor((count,), dtype=dtype, least=0))
         flags = SavedTensor((len(flat_params.segments),), dtype=torch.bool)
@@ -316,7 +316,7 @@ class Masked(AdamStep):
             expected = SavedTensor(shape, may_overflow=True)
             check_tensor(snapshot["local"], "pending_gradients", expected)
 
-    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+    def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
         """Return the number of elements of `momentum` among the vectors of a snapshot."""
         return self.flat_params.num_elements
 

@@ -399,7 +399,7 @@ class ZeroOneAdam(Anchored):
             for name in ("update", "momentum"):
                 check_tensor(local, name, coded)
 
-    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+    def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
         """See `Masked`; between synchronizations, compressed momenta are in `local`."""
         is_local = "update" in snapshot["local"]
         return self.flat_params.num_uncompressed if is_local else self.flat_params.num_elements

@@ -248,9 +248,9 @@ def _without(
         )
         first = times[held_out].min()
         # without times of their own, edges are as late as their ends, and so are their reverses
-        of_reverses: TimeKind = time if time == "node" or own.time is None else "edge"
+        reverse_time: TimeKind = time if time == "node" or own.time is None else "edge"
         for each in reverses:
-            found = None if each == edge_type else find_times(graph, each, of_reverses)
+            found = None if each == edge_type else find_times(graph, each, reverse_time)
             if found is not None:
                 own = stores[each]
                 stores[each] = _select(
