@@ -37,7 +37,7 @@ class SavedTensor:
     """the smallest valid element"""
 
 
-def check_number(
+def check_value(
     state: Mapping[str, Any],
     name: str,
     least: float = 0,
@@ -45,11 +45,11 @@ def check_number(
     *,
     kind: type = int,
 ) -> None:
-    """Check a number of a state, before anything is loaded.
+    """Check a number, flag or string of a state, before anything is loaded.
 
     Args:
         state: values by name.
-        name: the name of the number.
+        name: the name of the value.
         least: the smallest valid number.
         most: the largest valid number.
         kind: int for whole numbers or float for finite numbers, between the limits; bool for a
@@ -117,7 +117,7 @@ def check_numbers(
         )
     for index, value in enumerate(values):
         label = f"{name}[{index}]"
-        check_number({label: value}, label, least, sys.float_info.max, kind=float)
+        check_value({label: value}, label, least, sys.float_info.max, kind=float)
 
 
 def check_param_groups(groups: object) -> None:

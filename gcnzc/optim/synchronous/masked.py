@@ -32,7 +32,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_tensor
+from gcnzc.optim.state_layout import SavedTensor, check_tensor, check_value
 from gcnzc.optim.synchronous.adam_step import AdamStep
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
@@ -296,9 +296,9 @@ class Masked(AdamStep):
         super().check_state(snapshot)
         flat_params, shared = self.flat_params, snapshot["shared"]
         numbers, vectors, dtype = shared["numbers"], shared["vectors"], flat_params.dtype
-        check_number(numbers, "has_inactive_gradient", kind=bool)
-        check_number(numbers, "reactivate_from")
-        check_number(numbers, "reactivation_interval", 1)
+        check_value(numbers, "has_inactive_gradient", kind=bool)
+        check_value(numbers, "reactivate_from")
+        check_value(numbers, "reactivation_interval", 1)
         count, offset = flat_params.num_elements, flat_params.num_uncompressed
         momentum = SavedTensor((self.count_momentum_elements(snapshot),), dtype=dtype)
         check_tensor(vectors, "momentum", momentum)

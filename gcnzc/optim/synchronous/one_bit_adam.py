@@ -30,7 +30,7 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import check_number, check_numbers
+from gcnzc.optim.state_layout import check_numbers, check_value
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
@@ -360,5 +360,5 @@ class OneBitAdam(Masked):
         super().check_state(snapshot)
         numbers = snapshot["shared"]["numbers"]
         for name in ("frozen_at", "next_refresh", "refreshed_at"):
-            check_number(numbers, name)
+            check_value(numbers, name)
         check_numbers(numbers, "norms", least=0)

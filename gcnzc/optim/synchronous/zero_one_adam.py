@@ -37,7 +37,7 @@ from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers, check_tensor
+from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -390,9 +390,9 @@ class ZeroOneAdam(Anchored):
         """See `Replicated`."""
         super().check_state(snapshot)
         numbers, local = snapshot["shared"]["numbers"], snapshot["local"]
-        check_number(numbers, "num_variance_updates")
+        check_value(numbers, "num_variance_updates")
         check_numbers(numbers, "lr_sums", len(self.flat_params.parts))
-        check_number(local, "num_nonfinite")
+        check_value(local, "num_nonfinite")
         coded = SavedTensor((self.num_compressed,), dtype=self.flat_params.dtype)
         if "update" in local or "anchor" in snapshot["shared"]["vectors"]:
             check_tensor(snapshot["shared"]["vectors"], "anchor", coded)
