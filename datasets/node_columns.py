@@ -116,8 +116,8 @@ def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence
     for pattern in wanted:
         if pattern in roles:
             raise ValueError(
-                f"{table.path}: the column {pattern!r} is no feature: it has ids, labels or parts"
-                "\n\nhint: remove it from features in [nodes]"
+                f"{table.path}: the column {pattern!r} is not a feature: it has ids, labels or "
+                "parts\n\nhint: remove it from features in [nodes]"
             )
         names = [name for name in others if name == pattern or fnmatchcase(name, pattern)]
         if not names:

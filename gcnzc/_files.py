@@ -76,7 +76,7 @@ def check_regular(path: Path) -> None:
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(
-            f"{path} is no regular file, but a device, a pipe or a folder\n\n"
+            f"{path} is not a regular file, but a device, a pipe or a folder\n\n"
             "hint: name a file, which is replaced if it exists"
         )
 

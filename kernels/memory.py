@@ -40,7 +40,7 @@ def _prefetch(locality):
     return ask
 
 
-# Prefetch the line at an address; an invalid address is no error. Hints that a line is read once
+# Prefetch the line at an address; an invalid address is allowed. Hints that a line is read once
 # (`prefetchnta`) make a gather on Intel's Xeon 1.5 times slower: the line skips the second cache.
 prefetch = _prefetch(3)
 

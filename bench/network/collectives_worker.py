@@ -46,7 +46,7 @@ from gcnzc.exchange.requests import BUILTIN, Collective, yield_request
 from gcnzc.exchange.tuner import candidates
 
 TIMEOUT_S = 120.0
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 40, 1.0
+MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 3, 40, 1.0
 # up to this size, measure also the algorithms that the tuner left out
 SMALL_BYTES = 1 << 20
 # scalar all-gathers before measuring, until the scheduler has distributed the processes over cores
@@ -121,7 +121,7 @@ def measure_link(group: Group) -> tuple[float, float]:
 def choose_rounds(round_s: float) -> int:
     """Return the number of rounds that take ROUNDS_S; the least if the time is unknown."""
     wanted = ROUNDS_S / round_s if round_s else 0
-    return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+    return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))
 
 
 def time_all(

@@ -78,7 +78,7 @@ class Network:
         for rate in [*self.rates, *self.slow.values()]:
             if rate is not None and not MIN_MBIT_PER_S <= rate <= MAX_MBIT_PER_S:
                 raise ValueError(
-                    f"a link of {rate} Mbit/s\n\n"
+                    f"a link of {rate} Mbit/s is invalid\n\n"
                     f"hint: {MIN_MBIT_PER_S} to {MAX_MBIT_PER_S:.0f} can be made"
                 )
         if not 0 <= self.delay_ms <= MAX_DELAY_MS:

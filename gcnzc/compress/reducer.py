@@ -20,7 +20,8 @@ from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import can_be_squared
 from gcnzc.system.scalars import read_scalars
 
-_DAMAGED = "\n\nhint: load another checkpoint; this one is damaged, or was saved with other options"
+# for errors of states that do not fit
+DAMAGED_HINT = "hint: load another checkpoint; this one is damaged, or was saved with other options"
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Reducer(ABC):
             dtype = own[name].dtype
             if error.dtype != dtype and not (error.is_floating_point() and dtype.is_floating_point):
                 raise ValueError(
-                    f"the compression error {name} is {error.dtype}, not {dtype}{_DAMAGED}"
+                    f"the compression error {name} is {error.dtype}, not {dtype}\n\n{DAMAGED_HINT}"
                 )
 
     def load_errors(self, errors: Mapping[str, Tensor]) -> None:
@@ -215,21 +216,23 @@ def check_error_values(errors: Mapping[str, Tensor]) -> None:
             an integer is below 0.
     """
     if not isinstance(errors, Mapping):
-        raise ValueError(f"compression errors are a {type(errors).__name__}{_DAMAGED}")
+        raise ValueError(f"compression errors are a {type(errors).__name__}\n\n{DAMAGED_HINT}")
     for name, error in errors.items():
         if not isinstance(error, Tensor):
             kind = type(error).__name__
-            raise ValueError(f"the compression error {name} is a {kind}, not a tensor{_DAMAGED}")
+            raise ValueError(
+                f"the compression error {name} is a {kind}, not a tensor\n\n{DAMAGED_HINT}"
+            )
         if error.is_floating_point():
             # a larger one would make all later exchanges fail
             if not bool(can_be_squared(error)):
                 what = "elements that are not finite or too large"
-                raise ValueError(f"the compression error {name} has {what}{_DAMAGED}")
+                raise ValueError(f"the compression error {name} has {what}\n\n{DAMAGED_HINT}")
         elif error.is_complex() or error.dtype == torch.bool:
             what = f"{error.dtype}, not a floating-point or integer dtype"
-            raise ValueError(f"the compression error {name} is {what}{_DAMAGED}")
+            raise ValueError(f"the compression error {name} is {what}\n\n{DAMAGED_HINT}")
         elif bool((error < 0).any()):
-            raise ValueError(f"the compression error {name} has numbers below 0{_DAMAGED}")
+            raise ValueError(f"the compression error {name} has numbers below 0\n\n{DAMAGED_HINT}")
 
 
 def count_not_finite(values: Tensor) -> Tensor:

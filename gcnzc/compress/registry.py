@@ -52,7 +52,7 @@ def compression(name: str) -> Compression:
 
     Raises:
         ValueError: there is no compression of that name, or the fraction is out of range.
-        TypeError: `name` is no text.
+        TypeError: `name` is not a string.
     """
     check_kind("the name of a compression", name, str, f"use one of {', '.join(NAMES)}")
     kind, colon, density = name.partition(":")

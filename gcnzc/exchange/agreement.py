@@ -32,7 +32,7 @@ from gcnzc.exchange.store_thread import StoreThread
 # a rank that waits for longer compares its requests with those of other ranks
 STALL_S = 0.5
 # interval of these comparisons, at first and at most
-COMPARE_S, MOST_COMPARE_S = 0.25, 5.0
+COMPARE_S, MAX_COMPARE_S = 0.25, 5.0
 # how long a rank whose connections broke waits for another rank to write the reason
 REASON_S = 1.5
 # requests of each sequence whose headers are kept for comparison; those between two checks of
@@ -167,7 +167,7 @@ def collective_sequence(channel: str, request: Collective | Subgroup) -> str:
 
 
 # the most messages on other channels that an error lists
-MOST_OTHERS = 4
+MAX_OTHERS = 4
 
 
 def name_channel(sequence: str) -> str:
@@ -302,7 +302,7 @@ class StallMonitor:
             if wait is not None and time.perf_counter() - wait.began_s < STALL_S:
                 wait = None
             # the interval grows, so that many waiting ranks do not overload the store
-            pause_s = COMPARE_S if wait is None else min(1.5 * pause_s, MOST_COMPARE_S)
+            pause_s = COMPARE_S if wait is None else min(1.5 * pause_s, MAX_COMPARE_S)
             if not self._closed.is_set() and (wait is not None or is_requested):
                 self._compare(wait)
             if is_requested:
@@ -392,7 +392,7 @@ class StallMonitor:
         for rank, each in cycle.items():
             if each.need.peer in cycle:
                 others += _describe_other_channels(rank, each, cycle[each.need.peer])
-        return "; ".join([f"{waits}, and none of them can continue", *others[:MOST_OTHERS]])
+        return "; ".join([f"{waits}, and none of them can continue", *others[:MAX_OTHERS]])
 
 
 @dataclass(frozen=True)

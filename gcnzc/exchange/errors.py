@@ -23,7 +23,7 @@ class WorkerLost(RuntimeError):
     reason = ""
     """why, for the messages of other ranks"""
     is_follow_up = False
-    """whether other ranks are the reason"""
+    """whether other ranks, or the host of the store, are the reason"""
     reason_ranks: Sequence[int] = ()
     """the ranks of the default group that the reason names"""
 
@@ -51,9 +51,9 @@ class Failure(NamedTuple):
     """Why an exchange failed, with torch's error."""
 
     cause: Cause
-    """the ranks that failed, or that all are running"""
+    """see `Cause`"""
     source: str
-    """the first line of the error"""
+    """the first line of the error, after "torch.distributed reports: " if torch raised it"""
 
     @property
     def text(self) -> str:
@@ -64,7 +64,7 @@ class Failure(NamedTuple):
 
     @property
     def is_follow_up(self) -> bool:
-        """Whether other ranks have failed, and are known."""
+        """Whether the ranks that failed are known, or the store failed and its host is known."""
         return self.cause.is_found
 
     @property

@@ -121,7 +121,7 @@ class Group:
         self.ranks = list(range(world_size)) if ranks is None else list(ranks)
         self._subgroups: list[Group] = []
         self.is_closed, self.remedy, self.ledger = False, remedy, Ledger()
-        # an RLock: nested calls of the same thread are allowed, and the check takes no Python code
+        # an RLock: nested calls of the same thread are allowed, and acquiring it is a single C call
         self._running, self._process = threading.RLock(), os.getpid()
         self.local_rank = read_local_rank() if store else 0
         self.local_world_size = read_local_world_size() if store else 1

@@ -61,7 +61,8 @@ class Heartbeat:
     end_reason: str = ""
     """why the rank ended; empty while it is running, or if it did not report a reason"""
     is_follow_up: bool = False
-    """whether the reason describes other ranks, whose failure has ended this one"""
+    """whether the reason describes other ranks or the store's host, whose failure has ended this
+    rank"""
     reason_ranks: Sequence[int] = ()
     """the ranks of the default group that the reason names"""
 
@@ -73,7 +74,7 @@ class Cause:
     text: str
     """the failed ranks, `ALL_RUNNING`, or why they are unknown"""
     is_found: bool = True
-    """whether it is the failure of other ranks or of the store's host"""
+    """whether the failure of other ranks, or of the store's host, is the cause"""
     ranks: Sequence[int] = ()
     """the ranks of the default group that the text names"""
 
@@ -258,7 +259,8 @@ class HeartbeatMonitor:
 
         Args:
             reason: for the error messages of the other ranks; the first one is kept.
-            is_follow_up: whether it describes other ranks, whose failure has ended this one.
+            is_follow_up: whether it describes other ranks or the store's host, whose failure has
+                ended this rank.
             ranks: the ranks of the default group that the reason names.
         """
         self.thread.end()
@@ -375,19 +377,19 @@ def describe_stopped_ranks(
         before, after: heartbeats by rank, read some intervals apart.
         global_ranks: for a subgroup, its members' ranks in the default group.
     """
-    in_default_group = range(max(ranks) + 1) if global_ranks is None else global_ranks
-    own = in_default_group[rank]
+    default_ranks = range(max(ranks) + 1) if global_ranks is None else global_ranks
+    own = default_ranks[rank]
     failed, ended, causes = [], [], []
     for other in ranks:
         if other == rank:
             continue
         if other not in after:
             text = f"{describe_rank(other, global_ranks)} never connected"
-            failed.append(Cause(text, ranks=[in_default_group[other]]))
+            failed.append(Cause(text, ranks=[default_ranks[other]]))
             continue
         last = after[other]
         name = f"{describe_rank(other, global_ranks)} on {last.host}"
-        named = [in_default_group[other]]
+        named = [default_ranks[other]]
         if last.is_follow_up and own in last.reason_ranks:
             # a rank that ended because this one was too slow
             text = f"{name} ended, because {last.end_reason}"

@@ -42,7 +42,8 @@ def init_group(
         The group; it is closed at the end of the `with`.
 
     Raises:
-        RuntimeError: torch.distributed is initialized already, for example in a nested call.
+        RuntimeError: with several ranks, torch.distributed is initialized already, for example in a
+            nested call.
         ValueError: `backend`, `timeout_s` or the launcher's environment variables are invalid.
         WorkerLost: a rank did not connect within 180 s, or is suspended (SIGSTOP).
     """

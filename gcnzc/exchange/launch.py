@@ -2,7 +2,7 @@
 
 import os
 
-LARGEST_PORT = 65535
+MAX_PORT = 65535
 
 
 def is_worker() -> bool:
@@ -32,10 +32,10 @@ def read_address() -> tuple[str, int]:
         ValueError: the port is not an integer from 1 to 65535.
     """
     port = _read_integer("MASTER_PORT")
-    if not 1 <= port <= LARGEST_PORT:
+    if not 1 <= port <= MAX_PORT:
         raise ValueError(
-            f"MASTER_PORT={port}\n\nhint: give a port from 1 to {LARGEST_PORT}, the same to all "
-            "workers"
+            f"MASTER_PORT={port} is invalid\n\n"
+            f"hint: give a port from 1 to {MAX_PORT}, the same to all workers"
         )
     return os.environ["MASTER_ADDR"], port
 

@@ -131,7 +131,7 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Return the rank of a `Group` and its number of ranks.
 
     Raises:
-        TypeError: one of them is no integer.
+        TypeError: one of them is not an integer.
         ValueError: there is no such rank.
     """
     world_size = check_integer("world_size", world_size, 1)

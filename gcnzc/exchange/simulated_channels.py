@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from gcnzc.exchange.agreement import MOST_OTHERS, describe_other_channel
+from gcnzc.exchange.agreement import MAX_OTHERS, describe_other_channel
 
 if TYPE_CHECKING:
     from gcnzc.exchange.simulated_tasks import Task
@@ -61,4 +61,4 @@ class SimulatedChannels:
             if mailbox.messages
             for other in expected[sender, receiver]
         )
-        return [each for each in found if each][:MOST_OTHERS]
+        return [each for each in found if each][:MAX_OTHERS]

@@ -28,7 +28,8 @@ def _check_time(fault: "Crash | SlowDown") -> None:
     """Raise a ValueError if the time of a fault is negative, NaN or not a number."""
     if not _is_number(fault.at_s) or not fault.at_s >= 0:
         raise ValueError(
-            f"a {type(fault).__name__} at {fault.at_s!r} s\n\nhint: give a time of at least 0"
+            f"a {type(fault).__name__} at {fault.at_s!r} s is invalid\n\n"
+            "hint: give a time of at least 0"
         )
 
 
@@ -61,13 +62,15 @@ class Link:
         for name in ("bytes_per_s", "in_bytes_per_s"):
             if not _is_number(rate := getattr(self, name)) or not rate > 0:
                 raise ValueError(
-                    f"a link with {name}={rate!r}\n\nhint: give a bandwidth above 0, or infinity"
+                    f"a link with {name}={rate!r} is invalid\n\n"
+                    "hint: give a bandwidth above 0, or infinity"
                 )
         for name in ("delay_s", "message_s", "buffer_bytes"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < float("inf"):
                 raise ValueError(
-                    f"a link with {name}={value!r}\n\nhint: give a finite number of at least 0"
+                    f"a link with {name}={value!r} is invalid\n\n"
+                    "hint: give a finite number of at least 0"
                 )
 
     @classmethod
@@ -83,7 +86,8 @@ class Link:
         """
         if not _is_number(mbit_per_s) or not mbit_per_s > 0:
             raise ValueError(
-                f"a link of {mbit_per_s!r} Mbit/s\n\nhint: give a rate above 0, such as 100"
+                f"a link of {mbit_per_s!r} Mbit/s is invalid\n\n"
+                "hint: give a rate above 0, such as 100"
             )
         rate = mbit_per_s * 1e6 / 8 * TCP_SHARE
         return cls(rate, delay_s, message_s, rate, is_shared=True, buffer_bytes=SEND_BUFFER_BYTES)
@@ -128,14 +132,16 @@ class SlowDown:
         _check_time(self)
         if not _is_number(self.seconds) or not self.seconds >= 0:
             raise ValueError(
-                f"a slow-down for {self.seconds!r} s\n\nhint: give a duration of at least 0"
+                f"a slow-down for {self.seconds!r} s is invalid\n\n"
+                "hint: give a duration of at least 0"
             )
         if not _is_number(self.factor) or not self.factor >= 1:
             raise ValueError(
-                f"a slow-down by {self.factor!r}\n\nhint: a factor of 2 takes twice the time"
+                f"a slow-down by {self.factor!r} is invalid\n\n"
+                "hint: give a factor of at least 1; a factor of 2 takes twice the time"
             )
         if self.factor == self.seconds == float("inf"):
-            raise ValueError("a pause without an end\n\nhint: use Crash")
+            raise ValueError("a pause without an end is invalid\n\nhint: use Crash")
 
 
 Fault: TypeAlias = Crash | SlowDown
@@ -237,14 +243,15 @@ class Machine:
         faults: its crash, if any, and its slow-downs, which do not overlap.
 
     Raises:
-        ValueError: slow-downs overlap, or a fault is no `Crash` or `SlowDown`.
+        ValueError: slow-downs overlap, or a fault is neither a `Crash` nor a `SlowDown`.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         is_list = isinstance(faults, Sequence)
         if not is_list or not all(isinstance(each, Crash | SlowDown) for each in faults):
             raise ValueError(
-                f"the faults {faults!r} of a rank\n\nhint: give a list of Crash and SlowDown"
+                f"the faults {faults!r} of a rank are invalid\n\n"
+                "hint: give a list of Crash and SlowDown"
             )
         self.crashes_at = min(
             (each.at_s for each in faults if isinstance(each, Crash)), default=float("inf")

@@ -153,21 +153,23 @@ def _describe_keys(request: ReadKeys | DeleteKeys) -> str:
 
 
 def _check_keys(request: ReadKeys | DeleteKeys) -> None:
-    """Raise a ValueError if the keys are no sequence of valid keys, such as a single text."""
+    """Raise a ValueError if the keys are not a sequence of valid keys, such as a single string."""
     keys = request.keys
     if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
-        raise ValueError(f'{request.describe()}\n\nhint: give a list of texts, such as ["a", "b"]')
+        raise ValueError(
+            f'{request.describe()}\n\nhint: give a list of strings, such as ["a", "b"]'
+        )
     for key in keys:
         _check_key(request, key)
 
 
 def _check_key(request: StoreRequest, key: object) -> None:
-    """Raise a ValueError if a key is no text, cannot be encoded, or is too long."""
+    """Raise a ValueError if a key is not a string, cannot be encoded, or is too long."""
     name = type(request).__name__
     if not isinstance(key, str):
         raise ValueError(
             f"{name} with the key {_shorten(key)} of the type {type(key).__name__}\n\n"
-            "hint: a key is a text"
+            "hint: a key is a string"
         )
     try:
         num_bytes = len(key.encode())

@@ -47,30 +47,30 @@ def check_same(lines: Sequence[str], what: str) -> Algorithm[None]:
             min(len(first), len(other)),
         )
         hint = "\n\nhint: all ranks must run the same program with the same options"
-        own_line, other_line = (
+        first_line, other_line = (
             each[index] if index < len(each) else None for each in (first, other)
         )
-        if own_line is not None and other_line is not None:
-            name, is_option, own_value = own_line.partition("\t")
+        if first_line is not None and other_line is not None:
+            name, is_option, first_value = first_line.partition("\t")
             other_name, _, other_value = other_line.partition("\t")
             if is_option and name == other_name:
                 raise ValueError(
-                    f"{name} differs between ranks: {own_value} on rank 0, {other_value} on rank "
+                    f"{name} differs between ranks: {first_value} on rank 0, {other_value} on rank "
                     f"{rank}{hint}"
                 )
         raise ValueError(
             f"the {what} of ranks 0 and {rank} differ: at line {index}, rank 0 has "
-            f"{_quote(own_line)} and rank {rank} has {_quote(other_line)}{hint}"
+            f"{_quote(first_line)} and rank {rank} has {_quote(other_line)}{hint}"
         )
 
 
 def _quote(line: str | None) -> str:
-    """Return a line in quotation marks, with ": " in place of the tab of an option."""
+    """Quote a line, with ": " in place of the tab of an option; "no line" for None."""
     return "no line" if line is None else repr(line.replace("\t", ": "))
 
 
 def all_gather_text(text: str) -> Algorithm[list[str]]:
-    """All-gather a string, and return the texts of all ranks, in their order."""
+    """All-gather a string, and return the strings of all ranks, in their order."""
     lengths = yield AllGatherScalar(len(data := text.encode()))
     # frombuffer needs at least one byte
     values = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]

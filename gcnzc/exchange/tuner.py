@@ -24,7 +24,7 @@ PIECES = tuple(1024 << power for power in (3, 4, 5, 6, 8))
 
 # the best number of pieces is proportional to the square root of the size; more pieces also take
 # more CPU time
-MOST_PIECES = 128
+MAX_PIECES = 128
 
 
 # an algorithm replaces another only if its time is below this share of the other's
@@ -40,7 +40,7 @@ MOSTLY_BYTES = 0.8
 
 
 # number of rounds at one size: as many as take `ROUNDS_S` seconds
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 16, 0.3
+MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 3, 16, 0.3
 
 
 # a size is measured only after a size of at least 1/8 of it, which predicts its time
@@ -211,17 +211,17 @@ def _measure_kind(
 
 
 def candidates(kind: str, num_bytes: int, world_size: int) -> list[str]:
-    """Return the algorithms to measure; chains only with 2 to `MOST_PIECES` pieces."""
+    """Return the algorithms to measure; chains only with 2 to `MAX_PIECES` pieces."""
     names = [name for name in ALGORITHMS[kind] if name != CHAIN]
     if kind == "Broadcast" and world_size > 2:
-        pieces = [piece for piece in PIECES if piece < num_bytes <= MOST_PIECES * piece]
+        pieces = [piece for piece in PIECES if piece < num_bytes <= MAX_PIECES * piece]
         names += [f"{CHAIN}:{piece}" for piece in pieces]
     return names
 
 
 def _rounds(round_s: float, left_s: float) -> int:
     wanted, affordable = ROUNDS_S // round_s, left_s // round_s - 1
-    return int(max(min(wanted, affordable, MOST_ROUNDS), LEAST_ROUNDS))
+    return int(max(min(wanted, affordable, MAX_ROUNDS), MIN_ROUNDS))
 
 
 def _add_probes(sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:

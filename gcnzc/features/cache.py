@@ -381,7 +381,7 @@ def num_rows_to_cache(table: FeatureTable, size: float, gpus: int = 1) -> int:
         gpus: number of GPUs.
 
     Raises:
-        TypeError: the size is no number.
+        TypeError: the size is not a number.
         ValueError: a fraction is not in (0, 1], or bytes are too few for one row.
     """
     if isinstance(size, float):

@@ -39,7 +39,7 @@ _IDS_HINT = "ids of rows, such as those of a minibatch's nodes"
 class EmbeddingTable:
     """A table of trainable embeddings in host memory, one row per node.
 
-    Unlike `torch.nn.Embedding`, the table is no parameter of a module. A minibatch gathers its
+    Unlike `torch.nn.Embedding`, the table is not a parameter of a module. A minibatch gathers its
     rows, and the backward pass computes their gradients only. An optimizer such as
     `gcnzc.optim.SparseAdagrad` then updates these rows in place.
 

@@ -54,10 +54,10 @@ LINE_SECTORS = LINE_BYTES // SECTOR_BYTES
 
 
 # `choose_pitch`: the least share of requests to save, and the largest share of memory to add
-LEAST_SAVED = Fraction(5, 100)
+MIN_SAVED = Fraction(5, 100)
 
 
-MOST_MEMORY = Fraction(10, 100)
+MAX_MEMORY = Fraction(10, 100)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def choose_layout(stride_bytes: int, base: int = 0) -> Layout:
 def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
     """Choose the pitch of a table's rows, in bytes, and return it with the reason.
 
-    Rows are padded to lines of 128 B if that saves at least a share `LEAST_SAVED` of the requests
-    of a shifted gather of contiguous rows, and takes at most a share `MOST_MEMORY` more memory.
+    Rows are padded to lines of 128 B if that saves at least a share `MIN_SAVED` of the requests
+    of a shifted gather of contiguous rows, and takes at most a share `MAX_MEMORY` more memory.
     Otherwise they are contiguous.
 
     Raises:
@@ -200,9 +200,9 @@ def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
         f"lines of {LINE_BYTES} B save {float(100 * saved):.3g} % of the requests "
         f"and cost {float(100 * memory):.3g} % of memory"
     )
-    if saved < LEAST_SAVED:
+    if saved < MIN_SAVED:
         return row_bytes, f"{reason}: too few"
-    if memory > MOST_MEMORY:
+    if memory > MAX_MEMORY:
         return row_bytes, f"{reason}: too much"
     return pitch_bytes, reason
 

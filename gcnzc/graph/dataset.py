@@ -58,7 +58,7 @@ class Dataset:
     quantized: FeatureTable | None = None  # the features, if they are stored as codes with scales
     # for link prediction; `graph` then has the training edges (and more, if the dataset's files do)
     links: EdgeSplit | None = None
-    own_names: Names | None = None  # of a source that is no folder
+    own_names: Names | None = None  # of a source that is not a folder
 
     @cached_property
     def names(self) -> Names:

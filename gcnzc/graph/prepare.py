@@ -370,7 +370,7 @@ def _write_mapping(writer: store.Writer, opened: Source | Prepared, keeps_featur
 def _needed_bytes(
     opened: Source | Prepared, rows: Rows | None, storage: StoredFormat | None
 ) -> list[int]:
-    """Estimate the sizes of the files when the most disk space is used.
+    """Estimate the file sizes at the peak of disk use.
 
     These are the temporary edge files, or the files of the folder if they are larger: the temporary
     files are freed before the folder's arrays are written. The estimate ignores edges that will be

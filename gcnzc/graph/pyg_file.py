@@ -40,7 +40,7 @@ def read_pyg_file(path: Path, name: str | None = None, split: str | None = None)
     if not isinstance(contents, dict) or "edge_index" not in contents:
         found = ", ".join(map(str, contents)) if isinstance(contents, dict) else type(contents)
         raise ValueError(
-            f"{path} is no graph of PyG: it has {found}\n\n"
+            f"{path} is not a graph of PyG: it has {found}\n\n"
             "hint: a graph of one node type has edge_index, x, y, train_mask, val_mask, test_mask"
         )
     if _num_graphs(slices) > 1:

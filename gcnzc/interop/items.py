@@ -24,7 +24,8 @@ def as_items(given: Any, num_items: int, where: str) -> Tensor:
         where: what has the items, for error messages.
 
     Raises:
-        TypeError: `given` is no iterable of integers; the message has the value and its position.
+        TypeError: `given` is not an iterable of integers; the message has the value and its
+            position.
         IndexError: an index is out of range; the message has the value and its position.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable) or _is_scalar(given):

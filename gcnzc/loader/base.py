@@ -180,7 +180,7 @@ class MinibatchLoader(ABC, Generic[B]):
                 iteration still resumes at the state's position.
 
         Raises:
-            TypeError: `epoch` is no integer.
+            TypeError: `epoch` is not an integer.
             ValueError: `epoch` is out of range.
         """
         epoch = check_epoch("epoch", epoch)

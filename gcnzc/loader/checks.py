@@ -134,7 +134,9 @@ def is_copied(device: torch.device, table: FeatureTable | None) -> bool:
     return not (locked or can_read_host(device))
 
 
-def share_to_copy(device: torch.device, table: FeatureTable | None, copied_share: float) -> float:
+def choose_copied_share(
+    device: torch.device, table: FeatureTable | None, copied_share: float
+) -> float:
     """Return the fraction of a batch's rows that are gathered on the host and copied.
 
     It is `copied_share`, or 1 if the GPU cannot read the rows, or if they are sparse.

@@ -164,7 +164,7 @@ class FullBatchLoader:
         """Set the epoch of the next iteration; all epochs have the same batch.
 
         Raises:
-            TypeError: `epoch` is no integer.
+            TypeError: `epoch` is not an integer.
             ValueError: `epoch` is out of range.
         """
         epoch = check_epoch("epoch", epoch)

@@ -23,7 +23,7 @@ from gcnzc.loader.checks import (
     check_priority,
     check_share,
     check_tables_device,
-    share_to_copy,
+    choose_copied_share,
 )
 from gcnzc.loader.seed_order import SeedOrder
 from gcnzc.loader.state import plain_settings
@@ -153,7 +153,7 @@ class HeteroLoader(MinibatchLoader[HeteroBatch]):
         )
         if self.device.type == "cuda":
             shares = {
-                name: share_to_copy(self.device, table, self.copied_share)
+                name: choose_copied_share(self.device, table, self.copied_share)
                 for name, table in self.tables.items()
             }
             self._transfer = self._open_transfer(self.tables, shares, self.priority)

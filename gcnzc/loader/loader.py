@@ -29,7 +29,7 @@ from gcnzc.loader.checks import (
     check_seeds,
     check_share,
     check_table,
-    share_to_copy,
+    choose_copied_share,
 )
 from gcnzc.loader.seed_order import (
     SeedOrder,
@@ -180,7 +180,7 @@ class Loader(MinibatchLoader[Batch]):
         )
         self.priority = check_priority(priority)
         if self.device.type == "cuda":
-            share = share_to_copy(self.device, table, self.copied_share)
+            share = choose_copied_share(self.device, table, self.copied_share)
             self._transfer = self._open_transfer(table, share, self.priority)
         self._host_pool = Pool() if self._transfer is None else self._transfer.host
         safe = getattr(self.sampler, "thread_safe", True)

@@ -39,7 +39,7 @@ from gcnzc.optim.group_options import (
     state_lines,
     trained_lines,
 )
-from gcnzc.optim.late_phase import late_step, warn_of_late_phase
+from gcnzc.optim.late_phase import SHORTER_WARMUP, late_step, warn_of_late_phase
 from gcnzc.optim.recorded_parameters import RecordedParameters
 from gcnzc.optim.scaling import report_overflow
 from gcnzc.optim.validation import (
@@ -80,6 +80,9 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     is_replicated = True
     """whether checksums of trained parameters are compared between ranks; not by `Strategy`"""
+
+    late_phase_remedy = SHORTER_WARMUP
+    """how to let the phase of `late_phase` begin sooner"""
 
     # with this flag GradScaler neither unscales gradients nor skips steps; `step` does both
     _step_supports_amp_scaling = True
@@ -196,16 +199,20 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
         Raises:
             WorkerLost: another rank did not respond in time, or its process has ended.
-            ValueError: options, numbers of steps, loaded states or parameters differ between ranks;
-                raised on all ranks. Each exchange detects a difference with a probability of 1/2.
-                The next exchange always detects different `requires_grad`, and states of different
-                steps, or loaded on some ranks only; states of the same step are not compared.
-                Options in GPU tensors are compared in every 100th exchange only. Checksums of the
-                parameters that must be equal are computed about every 100 exchanges.
+            ValueError: one of
+
+                - Options, numbers of steps, loaded states or parameters differ between ranks;
+                  raised on all ranks. Each exchange detects a difference with a probability of
+                  1/2. The next exchange always detects different `requires_grad`, and states of
+                  different steps, or loaded on some ranks only; states of the same step are not
+                  compared. Options in GPU tensors are compared in every 100th exchange only.
+                  Checksums of the parameters that must be equal are computed about every 100
+                  exchanges.
+                - An option of a parameter group is out of its range; raised by this rank before it
+                  communicates.
+                - The step failed, and the shape, dtype or device of a parameter has changed; raised
+                  by this rank only.
             RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
-            ValueError: an option of a parameter group is out of its range; raised by this rank
-                before it communicates.
-            ValueError: the shape, dtype or device of a parameter has changed.
         """
         self.group.count_step(self.steps)
         key = option_key(self.param_groups)
@@ -435,14 +442,14 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     def replicated_parameters(self) -> list[tuple[str, Tensor]] | None:
         """Return names and parameters that must be equal now; None if all may differ by design."""
-        named = zip(self.described_parameters(), self.initial_requires_grad, strict=False)
+        named = zip(self.name_parameters(), self.initial_requires_grad, strict=False)
         return [
             (name, each)
             for (name, each), is_trained in named
             if self.is_replicated or not (is_trained or each.requires_grad)
         ]
 
-    def described_parameters(self) -> list[tuple[str, Tensor]]:
+    def name_parameters(self) -> list[tuple[str, Tensor]]:
         """Return all parameters, named by their positions and by their names in the model."""
         names = names_in_model(self.module, self.param_groups)
         named = self.named_parameters()
@@ -455,7 +462,8 @@ class DistributedOptimizer(Contribution, RecordedParameters):
     def warn_of_late_phase(self) -> None:
         """Warn on rank 0 if a phase has not begun in the middle of the run; see `late_step`."""
         if self.group.rank == 0 and self.group.world_size > 1 and (phase := self.late_phase()):
-            warn_of_late_phase(self.name, phase, self.steps, self.total_steps)
+            remedy = self.late_phase_remedy
+            warn_of_late_phase(self.name, phase, remedy, self.steps, self.total_steps)
 
     def finalize(self) -> None:
         """Make parameters and dense buffers equal on all ranks; call it once, after the last step.

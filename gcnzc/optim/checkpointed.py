@@ -21,7 +21,7 @@ from gcnzc.optim.validation import check_rank
 
 
 class Checkpointed(Optimizer):
-    """The base class of `DistributedOptimizer`, which saves and loads its state."""
+    """Base class of `DistributedOptimizer` that saves and loads the state of an optimizer."""
 
     group: Group
     comparison: Comparison

@@ -132,8 +132,8 @@ class Network:
     def __post_init__(self) -> None:
         if not 0 < self.mbit_per_s < math.inf:
             raise ValueError(
-                f"a link of {self.mbit_per_s} Mbit/s\n\nhint: give a finite rate above 0, such as "
-                "1000 for gigabit Ethernet"
+                f"a link of {self.mbit_per_s} Mbit/s is invalid\n\n"
+                "hint: give a finite rate above 0, such as 1000 for gigabit Ethernet"
             )
         for name, seconds in (("delay", self.delay_s), ("time of a message", self.message_s)):
             if not 0 <= seconds < math.inf:

@@ -33,7 +33,7 @@ def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
             "that was skipped, and why"
         )
     if has_peers:
-        named = optimizer.described_parameters()
+        named = optimizer.name_parameters()
         optimizer.checksums.renew(named)
         yield from optimizer.checksums.check_equal(named)
         if optimizer.module is not None:

@@ -267,7 +267,7 @@ def option_lines(groups: Sequence[Mapping[str, Any]], *, with_gpu: bool) -> list
 
 
 def option_key(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text that changes whenever an option changes; empty if there is none.
+    """Return a string that changes whenever an option changes; empty if there is none.
 
     There is none if an option is a tensor, which changes without a change of its identity, or an
     object of another type whose `repr` may not change with it.

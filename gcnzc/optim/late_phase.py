@@ -4,6 +4,11 @@ import warnings
 
 from gcnzc.optim.defaults import LATE_SHARE, LATE_STEPS
 
+SHORTER_WARMUP = "a shorter warm-up (`warmup`, --warmup of gcnzc train) lets it begin sooner"
+FEWER_LOCAL_STEPS = (
+    "fewer local steps (`local_steps`, --local-steps of gcnzc train) let it begin sooner"
+)
+
 
 class LatePhaseWarning(UserWarning):
     """A phase of an optimizer, such as compression or local steps, begins late in the run or never.
@@ -21,21 +26,19 @@ def late_step(total_steps: int | None) -> int:
     return LATE_STEPS if total_steps is None else max(1, round(LATE_SHARE * total_steps))
 
 
-def warn_of_late_phase(optimizer: str, phase: str, steps: int, total_steps: int | None) -> None:
+def warn_of_late_phase(
+    optimizer: str, phase: str, remedy: str, steps: int, total_steps: int | None
+) -> None:
     """Warn that a phase has not begun.
 
     Args:
         optimizer: the name of the optimizer's type.
         phase: the name of the phase.
+        remedy: how to let it begin sooner.
         steps: the number of steps so far.
         total_steps: see `late_step`.
     """
     length = "" if total_steps is None else f" of {total_steps}"
-    remedy = "a shorter warm-up (`warmup`, --warmup of gcnzc train) lets it begin sooner"
-    if phase == "exchange":
-        remedy = (
-            "fewer local steps (`local_steps`, --local-steps of gcnzc train) let it begin sooner"
-        )
     warnings.warn(
         f"{optimizer}: no {phase} in the first {steps} steps{length}\n\nhint: {remedy}",
         LatePhaseWarning,

@@ -21,7 +21,7 @@ class RecordedParameters(Checkpointed):
     initial_dtypes: list[torch.dtype]
     """the dtype of each parameter, recorded together with `initial_layouts`"""
     initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
-    """the shape, dtype and device of each parameter at that time"""
+    """the shape, dtype and device of each parameter when `record_parameters` was called last"""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all groups, including frozen ones, named by their positions."""

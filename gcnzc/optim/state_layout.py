@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gcnzc.compress.reducer import DAMAGED_HINT as _DAMAGED
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import RESIZED_FROM, check_mapping
 from gcnzc.system.arguments import describe
 
 MAX_COUNT = 2**53
 """the largest number of steps, exchanges or ranks in a state"""
-_DAMAGED = "hint: load another checkpoint; this one is damaged, or was saved with other options"
 # the state of a parameter after its first step
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
@@ -34,10 +34,10 @@ class SavedTensor:
     dtype: torch.dtype | None = None
     """the dtype; None for any real floating-point dtype"""
     least: float = -math.inf
-    """the smallest element"""
+    """the smallest valid element"""
 
 
-def check_number(
+def check_value(
     state: Mapping[str, Any],
     name: str,
     least: float = 0,
@@ -45,15 +45,15 @@ def check_number(
     *,
     kind: type = int,
 ) -> None:
-    """Check a number of a state, before anything is loaded.
+    """Check a number, flag or string of a state, before anything is loaded.
 
     Args:
         state: values by name.
-        name: the name of the number.
+        name: the name of the value.
         least: the smallest valid number.
         most: the largest valid number.
-        kind: int for whole numbers, float for all finite numbers, bool for a flag, or str for a
-            text, which has no limits.
+        kind: int for whole numbers or float for finite numbers, between the limits; bool for a
+            flag, or str for a string, which have no limits.
 
     Raises:
         ValueError: it is missing, of another type, not finite or out of range.
@@ -105,7 +105,8 @@ def check_numbers(
         least: the smallest valid number.
 
     Raises:
-        ValueError: it is missing, not a list, of another length, or has something else.
+        ValueError: it is missing, not a list, of another length, or an element is not a finite
+            number of at least `least`.
     """
     check_mapping(state, name)
     values = state[name]
@@ -116,7 +117,7 @@ def check_numbers(
         )
     for index, value in enumerate(values):
         label = f"{name}[{index}]"
-        check_number({label: value}, label, least, sys.float_info.max, kind=float)
+        check_value({label: value}, label, least, sys.float_info.max, kind=float)
 
 
 def check_param_groups(groups: object) -> None:

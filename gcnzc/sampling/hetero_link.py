@@ -48,9 +48,9 @@ class HeteroLinkSampler:
     With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1: it
     contains neither the edge nor edges of the same time. Its negatives have the same neighbourhood
     times. They are nodes that are not later than t, if their node type has times and `time` of the
-    sampler is "node" or "both". If the edges of this type have no times of their own, or `time` is
-    "node", they are as late as their sources, and are removed from their own neighbourhoods as
-    without times, see `exclude`.
+    sampler is "node" or "both". Without times of their own that count, edges are as late as their
+    sources if `time` counts those, and always visible otherwise. They are then removed from their
+    own neighbourhoods as without times, see `exclude`.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.

@@ -88,7 +88,7 @@ def check_integer(
         hint: what to give instead; the range if None.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is out of range.
     """
     if most == INTEGER_LIMIT:
@@ -111,7 +111,7 @@ def check_seed(name: str, value: Any) -> int:
     """Return a seed of 64 bits as an int.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it does not fit 64 bits.
     """
     return check_integer(
@@ -123,7 +123,7 @@ def check_epoch(name: str, value: Any) -> int:
     """Return the number of an epoch, which is counted from 0 in 32 bits.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is out of range.
     """
     return check_integer(name, value, 0, EPOCH_LIMIT, "epochs count from 0, below 2**32")
@@ -144,7 +144,7 @@ def check_number(
         hint: the valid numbers, for the error message.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         ValueError: it is not valid.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(

@@ -191,7 +191,7 @@ def match(model: torch.nn.Module, saved: Mapping[str, Tensor], source: Path) -> 
     """
     own = model.state_dict()
     if any(not isinstance(value, Tensor) for value in saved.values()):
-        raise ValueError(_not_ours(source, "the model has values that are no tensors"))
+        raise ValueError(_not_ours(source, "the model has values that are not tensors"))
     for name in [*own, *saved]:
         here = tuple(own[name].shape) if name in own else "absent"
         there = tuple(saved[name].shape) if name in saved else "absent"

@@ -72,7 +72,7 @@ def format_drop_warning(
         each.get("dropped_share", 0.0) > limit for each in earlier
     ):
         return ""
-    remedy = f"Use a larger --compute-threshold, or auto, which drops at most {limit:.0%}"
+    remedy = f"Use a larger --compute-threshold, or auto, which aims at no more than {limit:.0%}"
     if optimizer.deadline.requested_s is None:
         remedy = "The steps take longer than when the threshold was measured"
     return (

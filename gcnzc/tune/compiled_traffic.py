@@ -26,7 +26,7 @@ from gcnzc.testing.triton_driver import execute_on_cpu
 from gcnzc.tune.table_shapes import Figures, Shape
 
 # fewest rows of a sample; it has more if rows of the table begin at more offsets within a line
-LEAST_ROWS = 32
+MIN_ROWS = 32
 
 
 # bytes of a sample, unless a single row is larger
@@ -55,7 +55,7 @@ def sample_rows(shape: Shape, layout: Layout) -> Sample:
     """
     stride_bytes, base = shape.stride_and_base(layout)
     period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
-    num_ids = min(max(LEAST_ROWS, period), max(1, SAMPLE_BYTES // stride_bytes))
+    num_ids = min(max(MIN_ROWS, period), max(1, SAMPLE_BYTES // stride_bytes))
     # at least a line between rows; odd, so that all offsets of rows within a line occur
     step = -(-(shape.row_bytes + LINE_BYTES) // stride_bytes) | 1
     num_rows = (num_ids - 1) * step + 1

@@ -40,10 +40,10 @@ COUNTER_BITS = 128  # random bits of a counter: four words of 32 bits
 
 
 # probabilities are rounded to multiples of 1 / NUM_LEVELS
-MOST_BITS = 16
+MAX_BITS = 16
 
 
-NUM_LEVELS = 1 << MOST_BITS
+NUM_LEVELS = 1 << MAX_BITS
 
 
 def dropout_reference(x: Tensor, p: float, seed: int, floor: float = math.nan) -> Tensor:
@@ -76,9 +76,9 @@ def _field(p: float) -> tuple[int, int]:
     """Return the random bits per element, and the threshold below which they drop the element."""
     levels = _num_dropped_levels(p)
     for bits in (4, 8):
-        if levels % (1 << MOST_BITS - bits) == 0:
-            return bits, levels >> MOST_BITS - bits
-    return MOST_BITS, levels
+        if levels % (1 << MAX_BITS - bits) == 0:
+            return bits, levels >> MAX_BITS - bits
+    return MAX_BITS, levels
 
 
 def chunk_elements(bits: int) -> int:

@@ -177,7 +177,7 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
         ),
         (["evaluate", run, "--predictions", missing / "x.npy"], f"there is no folder {missing}"),
         (["evaluate", run, "--predictions", tmp_path], f"{tmp_path} is a folder"),
-        (["evaluate", run, "--predictions", pipe], f"{pipe} is no regular file"),
+        (["evaluate", run, "--predictions", pipe], f"{pipe} is not a regular file"),
         (
             ["evaluate", run, "--predictions", graph / "features.npy"],
             "is a file of the prepared graph",

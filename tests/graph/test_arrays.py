@@ -324,7 +324,7 @@ def test_files_of_pyg_that_need_unpickling_or_are_no_graph(tmp_path):
     with pytest.raises(ValueError, match=r"(?s)cannot be read.*hint: .*gcnzc.prepare\(torch.load"):
         gcnzc.prepare(path, tmp_path / "d")
     write_pyg(path, ({"x": torch.ones(2, 2)}, None))
-    with pytest.raises(ValueError, match="is no graph of PyG: it has x"):
+    with pytest.raises(ValueError, match="is not a graph of PyG: it has x"):
         gcnzc.prepare(path, tmp_path / "d")
     write_pyg(path, slices={"edge_index": torch.tensor([0, 3, 6])})
     with pytest.raises(ValueError, match="has 2 graphs"):

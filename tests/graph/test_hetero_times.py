@@ -10,7 +10,7 @@ import torch
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
-from gcnzc.graph.hetero.times import parse_times, wrong_time
+from gcnzc.graph.hetero.times import describe_wrong_time, parse_times
 from gcnzc.loader import HeteroLoader
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 
@@ -212,7 +212,7 @@ def test_an_integer_that_could_be_a_date_is_no_time(unit):
     ):
         for texts in ([text], ["7", date, text, "7"]):
             assert parse_times(texts, unit)[1] == texts.index(text)
-        error = str(wrong_time(f"--time {text}", text, unit))
+        error = str(describe_wrong_time(f"--time {text}", text, unit))
         moment = np.datetime64(int(text), unit)
         assert f"--time {text} could be the date {date}, or {text} {unit} since 1970" in error
         assert f"which is {moment}" in error
@@ -235,4 +235,4 @@ def test_integers_that_are_no_dates_are_times():
     assert times.tolist() == [*map(int, texts), 20240301, 0, 12]
     for text in ("20240301ms", "20240301 s", "s", "ss", "12ss", "2024-03-01s"):
         assert parse_times([text], "s")[1] == 0, text
-        assert "is not a time" in str(wrong_time(text, text, "s"))
+        assert "is not a time" in str(describe_wrong_time(text, text, "s"))

@@ -82,7 +82,7 @@ def test_the_plugin_distinguishes_outcomes(tmp_path):
         "test_is_rejected": "rejected",
         "test_fails": "failed",
     }
-    assert found["test_is_rejected"]["reason"] == "a tuple that is no pair of stores"
+    assert found["test_is_rejected"]["reason"] == "a tuple that is not a pair of stores"
     assert found["test_fails"]["reason"].startswith("ValueError: this test does not support")
 
 

@@ -486,7 +486,7 @@ EDGE = torch.tensor([[0], [1]])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": (None, None)}, "does not support a tuple that is no pair of stores"),
+        ({"data": (None, None)}, "does not support a tuple that is not a pair of stores"),
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
         ({"data": Data(edge_index=EDGE.T[:, :1], num_nodes=3)}, r"shape \(1, 1\)"),

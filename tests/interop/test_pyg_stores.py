@@ -273,7 +273,7 @@ def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": (Features({}), None)}, "does not support a tuple that is no pair of stores"),
+        ({"data": (Features({}), None)}, "does not support a tuple that is not a pair of stores"),
         ({"input_nodes": "shop"}, "node type 'shop'"),
         ({"input_nodes": None}, "without a node type"),
         ({"time_attr": "day"}, "time_attr is 'day', which no type of the data has"),

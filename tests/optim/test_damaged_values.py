@@ -8,7 +8,7 @@ import torch
 from optim.kinds import KINDS, ZERO_ONE_LOCAL
 from optim.test_damaged_states import bits_of, make
 
-from gcnzc.optim.state_layout import check_number, check_numbers
+from gcnzc.optim.state_layout import check_numbers, check_value
 
 WITH_STATE = {name: make for name, make in KINDS.items() if name != "averaged"}
 """all optimizers except those that load any state of an inner optimizer"""
@@ -123,9 +123,9 @@ def test_a_missing_value_is_rejected_and_nothing_is_loaded(name):
 def test_a_number_that_is_too_large_is_described_with_its_limits():
     state = {"steps": 2**60, "dropped": math.inf, "times": [1.0, math.inf]}
     with pytest.raises(ValueError, match=r" 1152921504606846976, not a whole number from 0 to 9"):
-        check_number(state, "steps")
+        check_value(state, "steps")
     with pytest.raises(ValueError, match=r"^dropped .* inf, not a finite number from 0 to 9.*\n"):
-        check_number(state, "dropped", kind=float)
+        check_value(state, "dropped", kind=float)
     with pytest.raises(ValueError, match=r"^times\[1\] .* inf, not a finite number\n"):
         check_numbers(state, "times")
 

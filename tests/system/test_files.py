@@ -15,7 +15,7 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(pipe)
     for path in (pipe, link, tmp_path):
-        with pytest.raises(ValueError, match=rf"(?s){path} is no regular file.*\n\nhint: "):
+        with pytest.raises(ValueError, match=rf"(?s){path} is not a regular file.*\n\nhint: "):
             files.write_text(path, "new")
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert sorted(tmp_path.iterdir()) == [link, pipe]

@@ -267,14 +267,16 @@ def test_bad_keys_and_names_are_rejected_by_name():
     rejected("keys of node type 'a' are an array of int64 and shape", keys=np.zeros((3, 2), int))
     rejected("keys of node type 'a' have missing values", keys=["x", None, "y"])
     labels = {"labels": [0, 2, -1]}
-    rejected("classes of node type 'a' are given, but the labels are no", classes=["x"])
-    rejected("are given, but the labels are no", classes=["x"], labels=[0.5, 1.5, 2.5])
-    rejected(r"are 2 names\n\nhint: give at least 3 names", classes=["x", "y"], **labels)
+    rejected("classes of node type 'a' are given, but the nodes have no class", classes=["x"])
+    rejected("are given, but the nodes have no class labels", classes=["x"], labels=[0.5, 1.5, 2.5])
+    rejected(
+        r"2 names are given as .*\n\nhint: give at least 3 names", classes=["x", "y"], **labels
+    )
     rejected("have 'x' twice", classes=["x", "y", "x"], **labels)
-    rejected("are the str 'xyz'|are 'xyz'|hint: a list of names", classes="xyz", **labels)
+    rejected("are the str 'xyz'|are 'xyz'|hint: give a list of names", classes="xyz", **labels)
     two = np.zeros((3, 2), int)
     rejected(
-        r"are 3 names\n\nhint: give one for each of the 2 label",
+        r"3 names are given as .*\n\nhint: give one for each of the 2 label",
         classes=["x", "y", "z"],
         labels=two,
     )

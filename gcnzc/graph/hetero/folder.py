@@ -90,7 +90,10 @@ def save(
 
 
 def _needed_bytes(graph: HeteroGraph) -> list[int]:
-    """Return the sizes of the files except for features, whose stored dtype may be smaller."""
+    """Return the sizes of the files except for names and features.
+
+    The stored dtype of features may be smaller than the graph's.
+    """
     found: list[Tensor | None] = []
     for node_type in graph.node_types:
         nodes = graph.nodes(node_type)

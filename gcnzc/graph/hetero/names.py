@@ -49,8 +49,8 @@ def as_keys(name: str, value: Any, count: int) -> NDArray[Any] | None:
             f"{name} have {str(index[index.duplicated()][0])!r:.100} twice\n\n"
             "hint: each node has a key of its own; keys are compared as text"
         )
-    is_number = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
-    return None if is_number else keys
+    are_positions = keys.dtype.kind == "i" and bool((keys == np.arange(count)).all())
+    return None if are_positions else keys
 
 
 def _check_characters(name: str, texts: Iterable[str]) -> None:
@@ -75,15 +75,15 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
     """
     if labels is None or (labels.ndim == 1 and labels.is_floating_point()):
         raise ValueError(
-            f"{name} are given, but the labels are no classes\n\nhint: omit them without labels"
+            f"{name} are given, but the nodes have no class labels\n\nhint: omit `classes`"
         )
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} are {describe(value)}\n\nhint: a list of names")
+        raise ValueError(f"{name} are {describe(value)}\n\nhint: give a list of names")
     found = [str(each) for each in value]
     _check_characters(name, found)
     if len(set(found)) < len(found):
         twice = next(each for each in found if found.count(each) > 1)
-        raise ValueError(f"{name} have {twice!r:.100} twice\n\nhint: a name of its own for each")
+        raise ValueError(f"{name} have {twice!r:.100} twice\n\nhint: give each a name of its own")
     columns = labels.shape[1] if labels.ndim == 2 else 1
     if columns > 1:
         fits, wanted = len(found) == columns, f"give one for each of the {columns} label columns"
@@ -91,5 +91,5 @@ def as_class_names(name: str, value: Any, labels: Tensor | None) -> list[str]:
         last = int(labels.nan_to_num(-1).max()) if labels.numel() else -1
         fits, wanted = len(found) > last, f"give at least {last + 1} names, one for each class"
     if not fits:
-        raise ValueError(f"{name} are {len(found)} names\n\nhint: {wanted}")
+        raise ValueError(f"{len(found)} names are given as {name}\n\nhint: {wanted}")
     return found

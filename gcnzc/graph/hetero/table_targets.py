@@ -42,7 +42,7 @@ def labels_of(columns: Mapping[str, Any]) -> NDArray[Any]:
     return np.stack(found, axis=1)
 
 
-def class_names_of(columns: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
+def find_class_names(columns: Mapping[str, Any], names: Sequence[str]) -> list[str] | None:
     """Return the categories of a column of labels, or the names of several; None without names.
 
     Args:

@@ -16,7 +16,7 @@ from gcnzc.graph.hetero.build import from_arrays
 from gcnzc.graph.hetero.graph import HeteroGraph
 from gcnzc.graph.hetero.table_targets import (
     EXACT,
-    class_names_of,
+    find_class_names,
     labels_of,
     names_of,
     split_by_time,
@@ -208,7 +208,7 @@ def _labels(name: str, table: Table, given: Any) -> tuple[NDArray[Any], list[str
     }
     if not columns:
         raise ValueError(f"labels[{name!r}] has no columns\n\nhint: omit the table")
-    return labels_of(columns), class_names_of(columns, names)
+    return labels_of(columns), find_class_names(columns, names)
 
 
 def _split(name: str, table: Table, given: Any) -> Any:

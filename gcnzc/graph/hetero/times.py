@@ -82,7 +82,7 @@ def as_times(
 
 
 def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int64], int | None]:
-    """Convert texts to times that are limits for neighbours.
+    """Convert strings to times that are limits for neighbours.
 
     Args:
         texts: n integers; or dates in ISO 8601, which become the time since 1970 in `unit`, rounded
@@ -93,7 +93,7 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
 
     Returns:
         (n,) int64, and the position of the first text that is not a time, or None; see
-        `wrong_time`.
+        `describe_wrong_time`.
 
     Raises:
         ValueError: a date is out of the range of int64.
@@ -111,12 +111,12 @@ def parse_times(texts: Sequence[str], unit: str | None) -> tuple[NDArray[np.int6
     return times, None
 
 
-def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
-    """Return the error of a text that is not a time, for `parse_times`.
+def describe_wrong_time(where: str, text: str, unit: str | None) -> ValueError:
+    """Return the error of a string that is not a time, for `parse_times`.
 
     Args:
-        where: the beginning of the message, with the text.
-        text: the text.
+        where: the beginning of the message, with the string.
+        text: the string.
         unit: see `as_times`.
     """
     if unit is None:
@@ -129,7 +129,7 @@ def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
             f"{where} is not a time\n\nhint: times are dates such as 2024-03-01 (UTC), or integers "
             f"in {unit} since 1970"
         )
-    # within a century of 1970 in every unit
+    # at most 8 months after 1970, so datetime64 can represent it
     moment = np.datetime64(int(text), unit)  # type: ignore[call-overload]
     return ValueError(
         f"{where} could be the date {date}, or {text} {unit} since 1970, which is {moment}\n\n"
@@ -138,7 +138,7 @@ def wrong_time(where: str, text: str, unit: str | None) -> ValueError:
 
 
 def _compact_date(text: str) -> str | None:
-    """Return the date of a text such as 20240301, from 1900 to 2100, in ISO 8601; else None."""
+    """Return the date of a string such as 20240301, from 1900 to 2100, in ISO 8601; else None."""
     found = COMPACT_DATE.fullmatch(text)
     date = "-".join(found.groups()) if found else ""
     return date if _parse_date(date) is not None else None
@@ -146,7 +146,7 @@ def _compact_date(text: str) -> str | None:
 
 def _is_int64(text: str) -> bool:
     digits = text.removeprefix("-")
-    # int() rejects texts of thousands of digits
+    # int() rejects strings of thousands of digits
     if not (digits.isdecimal() and digits.isascii() and len(digits) < 100):
         return False
     return -(2**63) <= int(text) < 2**63

@@ -179,7 +179,7 @@ def _check_edges(data: Any) -> Tensor:
             what = f"HeteroData: node types {data.node_types}, edge types {data.edge_types}"
             hint = "derive classes from HeteroNeighborLoader or HeteroLinkNeighborLoader"
         elif isinstance(data, tuple):
-            what = "a tuple that is no pair of stores"
+            what = "a tuple that is not a pair of stores"
             hint += ", a HeteroData, or a pair (FeatureStore, GraphStore)"
         raise ValueError(f"data: gcnzc's loader does not support {what}\n\nhint: {hint}")
     edge_index = getattr(data, "edge_index", None)

@@ -74,7 +74,7 @@ class PygLoader(DropInLoader):
         "num_sampled_nodes",
         "num_sampled_edges",
     )
-    # the attributes that a feature store gathers; None if `data` is no pair of stores
+    # the attributes that a feature store gathers; None if `data` is not a pair of stores
     _stored: StoredAttributes | None = None
     # the classes for `HeteroData`, by the classes of which they are the replacements
     _hetero_classes: ClassVar[dict[type, type]] = {}

@@ -40,7 +40,7 @@ def has_types(data: Any) -> bool:
 
 
 def open_stores(data: Any, custom_cls: Any, names: Collection[str | None]) -> "StoredData | None":
-    """Return the data of a pair of stores, see `StoredData`; None if `data` is no such pair."""
+    """Return the data of a pair of stores, see `StoredData`; None for other data."""
     return StoredData(data[0], data[1], custom_cls, names) if is_store_pair(data) else None
 
 
@@ -228,7 +228,7 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
         time_unit: `graph.time_unit`, to which loaders convert dates.
 
     Raises:
-        TypeError: `graph` is no `HeteroGraph`.
+        TypeError: `graph` is not a `HeteroGraph`.
     """
 
     time_unit: TimeUnit | None
@@ -292,7 +292,7 @@ class HeteroGraphStore(_pyg.data.GraphStore):  # type: ignore[misc, name-defined
         graph: the graph. Offsets are not copied; sources are, since PyG reads int64.
 
     Raises:
-        TypeError: `graph` is no `HeteroGraph`.
+        TypeError: `graph` is not a `HeteroGraph`.
     """
 
     def __init__(self, graph: HeteroGraph) -> None:

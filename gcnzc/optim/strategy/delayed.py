@@ -20,7 +20,7 @@ from torch import Tensor
 from gcnzc.exchange import Algorithm, Start, Wait
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers
+from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_value
 from gcnzc.optim.strategy.all_ranks import Collective
 from gcnzc.optim.strategy.finite_mean import Reduction, complete_mean, exclude_zeros
 from gcnzc.optim.strategy.recipe import BaseExchange, Update
@@ -207,16 +207,16 @@ class DelayedSteps(Delayed):
             check_mapping(shared, *names)
             # a result that was due earlier would never be applied
             steps = shared["numbers"]["steps"]
-            check_number(shared, f"{self.name} due", steps + 1 if self.is_overlapped else steps)
-            check_number(shared, f"{self.name} workers", 1)
+            check_value(shared, f"{self.name} due", steps + 1 if self.is_overlapped else steps)
+            check_value(shared, f"{self.name} workers", 1)
             # the number of ranks with a finite vector, as a mean
             values, count = shared[f"{self.name} values"], self.source.num_elements
             if isinstance(values, Tensor) and values.numel() > count:
                 name = f"{self.name} values[{count}]"
-                check_number({name: float(values.flatten()[count])}, name, kind=float)
-            check_number(shared, f"{self.name} skip_reason", kind=str)
+                check_value({name: float(values.flatten()[count])}, name, kind=float)
+            check_value(shared, f"{self.name} skip_reason", kind=str)
             if (flag := f"{self.name} excludes_zeros") in shared:
-                check_number(shared, flag, kind=bool)
+                check_value(shared, flag, kind=bool)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
@@ -332,8 +332,8 @@ class DelayedRound(Delayed):
         self.strategy.check_option("eager", "own" in local, has_now=is_eager)
         self.strategy.check_option("delay", DELAYED_MEAN in shared, has_now=True)
         check_numbers(shared, "extra_sums")
-        check_number(shared, "workers", 1)
-        check_number(shared, "skip_reason", kind=str)
+        check_value(shared, "workers", 1)
+        check_value(shared, "skip_reason", kind=str)
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

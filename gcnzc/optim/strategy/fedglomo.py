@@ -33,7 +33,7 @@ from torch import Tensor
 from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
-from gcnzc.optim.state_layout import SavedTensor, check_number
+from gcnzc.optim.state_layout import SavedTensor, check_value
 from gcnzc.optim.strategy.evaluations import Evaluations
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.parameter_mean import DifferenceMean
@@ -229,7 +229,7 @@ class GlobalMomentum(DifferenceMean):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
-        check_number(shared, "round")
+        check_value(shared, "round")
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`."""

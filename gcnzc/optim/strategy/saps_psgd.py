@@ -32,7 +32,7 @@ from gcnzc.exchange.topology import (
     bandwidth_matching,
     bottleneck_threshold,
 )
-from gcnzc.optim.state_layout import SavedTensor, check_number, saved_world_size
+from gcnzc.optim.state_layout import SavedTensor, check_value, saved_world_size
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import Matching, PairMean, Pairs
 from gcnzc.optim.strategy.recipe import Recipe
@@ -199,7 +199,7 @@ class AdaptiveMatching(Matching):
     ) -> None:
         """See `RecipePart`."""
         if "bandwidth" in shared:
-            check_number(shared, "measured_in", NEVER)
+            check_value(shared, "measured_in", NEVER)
 
     def saved_tensors(self, snapshot: Mapping[str, Any]) -> dict[str, SavedTensor]:
         """See `RecipePart`; the matrices are of the number of ranks that saved the state."""

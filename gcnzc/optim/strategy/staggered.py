@@ -23,7 +23,7 @@ from gcnzc.kernels.finite import can_be_squared
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
 from gcnzc.optim.local.fragments import Fragment, split_into_fragments
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS
-from gcnzc.optim.state_layout import check_number
+from gcnzc.optim.state_layout import check_value
 from gcnzc.optim.strategy.all_ranks import AllRanks
 from gcnzc.optim.strategy.delayed import DelayedSteps
 from gcnzc.optim.strategy.outer_step import OuterSGD, OuterState
@@ -207,10 +207,10 @@ class Staggered(Policy):
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]
     ) -> None:
         """See `RecipePart`."""
-        check_number(shared, "origin")
-        check_number(shared, "period", 1)
+        check_value(shared, "origin")
+        check_value(shared, "period", 1)
         if self.requested_delay == "auto" or "delay" in shared:
-            check_number(shared, "delay")
+            check_value(shared, "delay")
 
     def load(
         self, shared: Mapping[str, Any], local: Mapping[str, Any], shards: Mapping[str, Any]

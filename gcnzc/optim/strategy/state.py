@@ -14,8 +14,8 @@ from gcnzc.optim.resize import check_mapping
 from gcnzc.optim.state_layout import (
     SavedTensor,
     check_inner_state,
-    check_number,
     check_tensor,
+    check_value,
 )
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ def load_snapshot(strategy: "Strategy", snapshot: Mapping[str, Any]) -> None:
     shared, local, shards = (snapshot[section] for section in SECTIONS)
     numbers, interval, parts = shared["numbers"], strategy.sync_interval, strategy.recipe.parts
     for name in ("steps", "since", "local_steps"):
-        check_number(numbers, name)
-    check_number(numbers, "is_plain", kind=bool)
+        check_value(numbers, name)
+    check_value(numbers, "is_plain", kind=bool)
     if "num_exchanges" in shared:
-        check_number(shared, "num_exchanges")
+        check_value(shared, "num_exchanges")
     _check_parameters(strategy, snapshot)
     if not numbers["is_plain"]:
         for part in parts:

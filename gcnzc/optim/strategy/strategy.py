@@ -16,6 +16,7 @@ from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
+from gcnzc.optim.late_phase import FEWER_LOCAL_STEPS
 from gcnzc.optim.local.sync_interval import MAX_OVERLAP_SHARE, MAX_SHARE, Clocks, SyncInterval
 from gcnzc.optim.strategy.control import Control
 from gcnzc.optim.strategy.finite_mean import complete_mean, prepare_mean, reduce
@@ -78,6 +79,7 @@ class Strategy(Wrapper):
     """
 
     is_replicated = False
+    late_phase_remedy = FEWER_LOCAL_STEPS
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradien
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
-from gcnzc.optim.state_layout import check_inner_state, check_number, check_param_groups
+from gcnzc.optim.state_layout import check_inner_state, check_param_groups, check_value
 from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
 from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
 from gcnzc.optim.validation import check_above_zero
@@ -192,10 +192,10 @@ class Averaged(Wrapper):
         Raises:
             ValueError: one is missing or damaged.
         """
-        check_number(snapshot["shared"], "skipped")
+        check_value(snapshot["shared"], "skipped")
         # states of older versions have no `steps`
         if "steps" in snapshot["shared"]["numbers"]:
-            check_number(snapshot["shared"]["numbers"], "steps")
+            check_value(snapshot["shared"]["numbers"], "steps")
         self.gradients.check_errors(snapshot["errors"])
 
     def _steps_of(self, snapshot: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import check_group_lengths, check_number
+from gcnzc.optim.state_layout import check_group_lengths, check_value
 from gcnzc.optim.validation import check_above_zero, check_adam_options
 
 
@@ -118,7 +118,7 @@ class Replicated(DistributedOptimizer):
         """Return a reducer for exchanged gradients, whose compression must not use error feedback.
 
         Raises:
-            TypeError: it is no compression, such as the name of one.
+            TypeError: it is not a compression, but for example the name of one.
             ValueError: the compression uses error feedback.
         """
         check_compression(compress, "gradient_compression")
@@ -291,7 +291,7 @@ class Replicated(DistributedOptimizer):
         check_mapping(shared, "vectors")
         check_mapping(shared["vectors"])
         for name in ("steps", "skipped"):
-            check_number(shared["numbers"], name)
+            check_value(shared["numbers"], name)
 
     def make_reducers(self, numbers: Mapping[str, Any]) -> dict[str, Reducer]:
         """Return the reducers for a state with these numbers."""

@@ -16,7 +16,7 @@ import torch
 
 from gcnzc.exchange import Algorithm, AllGather
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers, check_tensor
+from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.effective_speed import (
     NO_THRESHOLD,
@@ -237,13 +237,13 @@ class ComputeDeadline:
             ValueError: a value is missing or damaged.
         """
         check_mapping(state, "threshold_s", "prediction")
-        check_number(state, "options", kind=str)
-        check_number(state, "is_calibrating", kind=bool)
+        check_value(state, "options", kind=str)
+        check_value(state, "is_calibrating", kind=bool)
         for name in ("calibrations", "steps"):
-            check_number(state, name)
-        check_number(state, "dropped", kind=float)
+            check_value(state, name)
+        check_value(state, "dropped", kind=float)
         if state["threshold_s"] is not None:
-            check_number(state, "threshold_s", kind=float)
+            check_value(state, "threshold_s", kind=float)
         if state["prediction"] is not None:
             check_numbers(state, "prediction", 2)
         times = local.get("times")

@@ -23,7 +23,7 @@ from gcnzc.compress import Compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.resize import check_mapping
-from gcnzc.optim.state_layout import check_number
+from gcnzc.optim.state_layout import check_value
 from gcnzc.optim.synchronous.averaged import Averaged, GradientMeans
 from gcnzc.optim.synchronous.compute_clock import ComputeClock
 from gcnzc.optim.synchronous.compute_deadline import CALIBRATION, MAX_DROPPED, ComputeDeadline
@@ -284,10 +284,10 @@ class DropCompute(Averaged):
         """See `Averaged`."""
         super().check_state(snapshot)
         shared, local = snapshot["shared"], snapshot["local"]
-        check_number(shared, "ranks", 1)
-        check_number(shared, "dropped_of_all", kind=float)
+        check_value(shared, "ranks", 1)
+        check_value(shared, "dropped_of_all", kind=float)
         for name in ("dropped", "computed"):
-            check_number(local, name)
+            check_value(local, name)
         check_mapping(shared, "deadline")
         self.deadline.check_state(shared["deadline"], local)
 

@@ -32,7 +32,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_tensor
+from gcnzc.optim.state_layout import SavedTensor, check_tensor, check_value
 from gcnzc.optim.synchronous.adam_step import AdamStep
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
@@ -41,8 +41,9 @@ from gcnzc.system.scalars import scalars_like
 # the minimum distance starts at 1 and doubles
 MAX_REACTIVATION_INTERVAL = 256
 
-# A parameter whose mean variance is below this fraction of the mean of adjacent elements is raised
-# to it. Then an element's compression error is at most about 10 times the root of its variance.
+# If the mean variance of a parameter is below this fraction of the mean of adjacent elements, its
+# variances are raised to this fraction. Then an element's compression error is at most about 10
+# times the square root of its variance.
 NEIGHBOUR_SHARE = 0.01
 
 # values of the option `reactivate`, and its values until 0.3
@@ -70,8 +71,9 @@ class Masked(AdamStep):
         reactivate: "step" or "refresh": whether inactive elements with a gradient cause a
             gradient step.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
-            variance of the active elements of its parameter; 0 turns both this floor and the
-            raising to adjacent elements off.
+            variance of the active elements of its parameter. With a floor, the variances of a
+            parameter are also raised to `NEIGHBOUR_SHARE` of the mean of adjacent elements; 0
+            disables both.
         gradient_compression: compression of exchanged gradients, without error feedback; None for
             none.
         options: see `Replicated`.
@@ -294,11 +296,11 @@ class Masked(AdamStep):
         super().check_state(snapshot)
         flat_params, shared = self.flat_params, snapshot["shared"]
         numbers, vectors, dtype = shared["numbers"], shared["vectors"], flat_params.dtype
-        check_number(numbers, "has_inactive_gradient", kind=bool)
-        check_number(numbers, "reactivate_from")
-        check_number(numbers, "reactivation_interval", 1)
+        check_value(numbers, "has_inactive_gradient", kind=bool)
+        check_value(numbers, "reactivate_from")
+        check_value(numbers, "reactivation_interval", 1)
         count, offset = flat_params.num_elements, flat_params.num_uncompressed
-        momentum = SavedTensor((self.momentum_elements(snapshot),), dtype=dtype)
+        momentum = SavedTensor((self.count_momentum_elements(snapshot),), dtype=dtype)
         check_tensor(vectors, "momentum", momentum)
         check_tensor(vectors, "variance", SavedTensor((count,), dtype=dtype, least=0))
         flags = SavedTensor((len(flat_params.segments),), dtype=torch.bool)
@@ -314,7 +316,7 @@ class Masked(AdamStep):
             expected = SavedTensor(shape, may_overflow=True)
             check_tensor(snapshot["local"], "pending_gradients", expected)
 
-    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+    def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
         """Return the number of elements of `momentum` among the vectors of a snapshot."""
         return self.flat_params.num_elements
 
@@ -338,12 +340,13 @@ def raise_to_neighbours(variance: Tensor, means: Tensor, width: int | None) -> N
 
     Windows of `width` elements divide the vector. The limit of an element is `NEIGHBOUR_SHARE` of
     the largest of three means of active elements: of its own window, of the previous and of the
-    next one, which contain all blocks of `width` elements with the element.
+    next one. Together, the three windows cover every block of `width` elements that contains the
+    element.
 
     Args:
         variance: (c,), at least 0; elements above 0 are active.
         means: (c,), for each element the mean variance of the active elements of its parameter.
-            Only parameters with a mean below the limit are raised.
+            Variances are only raised if this mean is below the limit.
         width: elements that share a scale; None if the blocks may be larger, for a single window.
     """
     count = len(variance)

@@ -30,7 +30,7 @@ from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import check_number, check_numbers
+from gcnzc.optim.state_layout import check_numbers, check_value
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
@@ -75,10 +75,10 @@ class OneBitAdam(Masked):
             reactivates them at most 256 steps after they have a gradient; "refresh" reactivates
             them at the next refresh of the variance, and never if `refresh` is 0.
         variance_floor: the smallest variance of an active element after the warm-up, as a share of
-            the mean variance of the active elements of its parameter. A parameter whose mean is
-            below a hundredth of that of adjacent elements with which it shares scales, such as a
-            bias before batch normalization, is raised to this hundredth. 0 for neither, as in the
-            paper.
+            the mean variance of the active elements of its parameter. If this mean is below a
+            hundredth of that of adjacent elements with which the parameter shares scales, as for a
+            bias before batch normalization, its variances are raised to this hundredth. 0 disables
+            both, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum gradient norm; see `Replicated`. None does not clip.
         signals: see `Replicated`.
@@ -360,5 +360,5 @@ class OneBitAdam(Masked):
         super().check_state(snapshot)
         numbers = snapshot["shared"]["numbers"]
         for name in ("frozen_at", "next_refresh", "refreshed_at"):
-            check_number(numbers, name)
+            check_value(numbers, name)
         check_numbers(numbers, "norms", least=0)

@@ -37,7 +37,7 @@ from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.state_layout import SavedTensor, check_number, check_numbers, check_tensor
+from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
@@ -75,7 +75,8 @@ class ZeroOneAdam(Anchored):
             next variance update.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
             variance of the active elements of its parameter, unless the next step updates the
-            variance; small parameters are raised as in `OneBitAdam`. 0 for none, as in the paper.
+            variance. Variances far below those of adjacent elements are raised as in `OneBitAdam`.
+            0 disables both, as in the paper.
         group: the ranks that communicate; see `DistributedOptimizer`.
         clip_norm: the maximum norm of the gradient, in local steps that of the rank's own gradient;
             None does not clip.
@@ -389,16 +390,16 @@ class ZeroOneAdam(Anchored):
         """See `Replicated`."""
         super().check_state(snapshot)
         numbers, local = snapshot["shared"]["numbers"], snapshot["local"]
-        check_number(numbers, "num_variance_updates")
+        check_value(numbers, "num_variance_updates")
         check_numbers(numbers, "lr_sums", len(self.flat_params.parts), least=0)
-        check_number(local, "num_nonfinite")
+        check_value(local, "num_nonfinite")
         coded = SavedTensor((self.num_compressed,), dtype=self.flat_params.dtype)
         if "update" in local or "anchor" in snapshot["shared"]["vectors"]:
             check_tensor(snapshot["shared"]["vectors"], "anchor", coded)
             for name in ("update", "momentum"):
                 check_tensor(local, name, coded)
 
-    def momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
+    def count_momentum_elements(self, snapshot: Mapping[str, Any]) -> int:
         """See `Masked`; between synchronizations, compressed momenta are in `local`."""
         is_local = "update" in snapshot["local"]
         return self.flat_params.num_uncompressed if is_local else self.flat_params.num_elements

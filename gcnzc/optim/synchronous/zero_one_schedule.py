@@ -24,7 +24,7 @@ class ZeroOneSchedule:
 
     Raises:
         ValueError: an option is out of range.
-        TypeError: `step_size` is no function, or `updates_variance_after_warmup` no flag.
+        TypeError: `step_size` is not a function, or `updates_variance_after_warmup` is not a flag.
     """
 
     warmup: int | None = WARMUP.steps
@@ -125,7 +125,7 @@ class ZeroOneSchedule:
         return min(1 << min(doublings, 62), self.max_local_interval)
 
     def layout(self) -> str:
-        """Return a text that identifies the schedule, including the effect of `step_size`."""
+        """Return a string that identifies the schedule, including the effect of `step_size`."""
         seen = [(self.variance_interval(1 << i), self.local_interval(1 << i)) for i in range(24)]
         return (
             f"warm-up {self.warmup}, variance updates after it "

@@ -232,8 +232,8 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
 def _open_graph(config: TrainConfig, path: Path) -> HeteroGraph:
     """Memory-map a graph; in a temporal run, its columns are sorted by the times that count.
 
-    A folder has the columns of an edge type in the order of all its times; those that another order
-    needs are copied to memory.
+    A folder's columns are sorted for `both`. Columns that are not sorted for `--times` are copied
+    to memory.
 
     Raises:
         ValueError: `--times edge` or `--times node` is given, and there are no such times.

@@ -30,7 +30,8 @@ class HeteroEdgeSplit:
         edge_type: of the edges.
         edges: "train", "valid" and "test": (2, E of the split) int64 sources and destinations.
         times: by split, (E of the split,); None if the edges have no times.
-        graph: for message passing: without the held-out edges and their reverses.
+        graph: for message passing: without the held-out edges and their reverses; with them if
+            `are_kept`.
         reverse_types: the edge types of the reverse edges; None if held-out edges are kept, and
             the types are not given.
         kind: whether the latest or random edges are held out.
@@ -62,7 +63,7 @@ def split_edges(
 
     In a random split, edges between the nodes of a held-out edge are not training edges. If the
     type is its own reverse, both directions of an edge are held out together. In a split by time,
-    the reverse of a held-out edge is no training edge if it has the same type and time; earlier
+    the reverse of a held-out edge is not a training edge if it has the same type and time; earlier
     reverses may be training edges.
 
     Args:
@@ -247,9 +248,9 @@ def _without(
         )
         first = times[held_out].min()
         # without times of their own, edges are as late as their ends, and so are their reverses
-        of_reverses: TimeKind = time if time == "node" or own.time is None else "edge"
+        reverse_time: TimeKind = time if time == "node" or own.time is None else "edge"
         for each in reverses:
-            found = None if each == edge_type else find_times(graph, each, of_reverses)
+            found = None if each == edge_type else find_times(graph, each, reverse_time)
             if found is not None:
                 own = stores[each]
                 stores[each] = _select(

@@ -17,7 +17,7 @@ from gcnzc.train.hetero.prediction import (
     TrainedHeteroModel,
     check_time,
     convert_time,
-    open_features,
+    open_feature_tables,
     time_after_all,
 )
 from gcnzc.train.prediction_outputs import check_finite
@@ -83,7 +83,7 @@ def compute_layer_outputs(
 
     is_output = count == num_layers and (layer is None or not encoder.output_linears)
     num_nodes = loaded.graph.num_nodes(node_type)
-    with open_features(loaded) as tables, reporter.task("embed") as bar:
+    with open_feature_tables(loaded) as tables, reporter.task("embed") as bar:
         rows = node_outputs(
             encoder,
             build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)[:count]),

@@ -21,7 +21,7 @@ from gcnzc.exchange import Group
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.graph import HeteroGraph
-from gcnzc.graph.hetero.times import as_times, parse_times, wrong_time
+from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times
 from gcnzc.loader.hetero_loader import HeteroLoader
 from gcnzc.sampling.hetero import HeteroBatch
 from gcnzc.sampling.hetero_link import HeteroLinkSampler
@@ -149,8 +149,8 @@ def load_hetero_model(
 
 
 @contextmanager
-def open_features(loaded: TrainedHeteroModel) -> Iterator[Mapping[str, FeatureTable]]:
-    """The features by node type that the model reads, page-locked for a GPU."""
+def open_feature_tables(loaded: TrainedHeteroModel) -> Iterator[Mapping[str, FeatureTable]]:
+    """Yield the feature tables by node type that the model reads, page-locked for a GPU."""
     with open_tables(loaded.data.table, loaded.device, Group()) as tables:
         yield tables.tables
 
@@ -201,7 +201,7 @@ def predict_hetero_nodes(
     """
     target = loaded.data.target
     ids = np.arange(loaded.graph.num_nodes(target)) if nodes is None else nodes
-    with open_features(loaded) as tables, reporter.task("predict") as bar:
+    with open_feature_tables(loaded) as tables, reporter.task("predict") as bar:
         logits = node_outputs(
             loaded.model,
             build_hetero_sampler(loaded.config, loaded.graph, loaded.fanouts(fanouts)),
@@ -263,7 +263,7 @@ def predict_hetero_pairs(
         logits: Tensor = model(batch.blocks, loaded.inputs(batch), batch.pairs)
         return logits[:, None]
 
-    with open_features(loaded) as tables, reporter.task("predict") as bar:
+    with open_feature_tables(loaded) as tables, reporter.task("predict") as bar:
         loader = HeteroLoader(
             sampler,
             None,
@@ -317,5 +317,5 @@ def parse_time(loaded: TrainedHeteroModel, text: str) -> int:
     unit = loaded.graph.time_unit
     times, wrong = parse_times([text], unit)
     if wrong is not None:
-        raise wrong_time(f"--time {text}", text, unit)
+        raise describe_wrong_time(f"--time {text}", text, unit)
     return int(times[0])
