@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gcnzc.compress.reducer import DAMAGED_HINT as _DAMAGED
+from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.optim.muon import Muon
 from gcnzc.optim.resize import RESIZED_FROM, check_mapping
 from gcnzc.system.arguments import describe
@@ -64,7 +64,7 @@ def check_value(
         if isinstance(value, kind):
             return
         raise ValueError(
-            f"{name} of the state is {describe(value)}, not a {kind.__name__}\n\n{_DAMAGED}"
+            f"{name} of the state is {describe(value)}, not a {kind.__name__}\n\n{DAMAGED_HINT}"
         )
     is_number = isinstance(value, int | float if kind is float else int)
     if not is_number or isinstance(value, bool) or not least <= value <= most:
@@ -74,7 +74,9 @@ def check_value(
             what += f" from {least:g} to {most:g}"
         elif least > -largest:
             what += f" of at least {least:g}"
-        raise ValueError(f"{name} of the state is {describe(value)}, not a {what}\n\n{_DAMAGED}")
+        raise ValueError(
+            f"{name} of the state is {describe(value)}, not a {what}\n\n{DAMAGED_HINT}"
+        )
 
 
 def check_section(state: Mapping[str, Any], name: str) -> None:
@@ -86,7 +88,7 @@ def check_section(state: Mapping[str, Any], name: str) -> None:
     check_mapping(state, name)
     if not isinstance(state[name], Mapping):
         raise ValueError(
-            f"{name} of the state is {describe(state[name])}, not a mapping\n\n{_DAMAGED}"
+            f"{name} of the state is {describe(state[name])}, not a mapping\n\n{DAMAGED_HINT}"
         )
 
 
@@ -113,7 +115,7 @@ def check_numbers(
     if not isinstance(values, list | tuple) or count not in (None, len(values)):
         length = "" if count is None else f" of {count} numbers"
         raise ValueError(
-            f"{name} of the state is {describe(values)}, not a list{length}\n\n{_DAMAGED}"
+            f"{name} of the state is {describe(values)}, not a list{length}\n\n{DAMAGED_HINT}"
         )
     for index, value in enumerate(values):
         label = f"{name}[{index}]"
@@ -128,7 +130,7 @@ def check_param_groups(groups: object) -> None:
     """
     if not isinstance(groups, list | tuple):
         raise ValueError(
-            f"param_groups of the state is {describe(groups)}, not a list\n\n{_DAMAGED}"
+            f"param_groups of the state is {describe(groups)}, not a list\n\n{DAMAGED_HINT}"
         )
     for group in groups:
         params = group.get("params") if isinstance(group, Mapping) else None
@@ -137,7 +139,7 @@ def check_param_groups(groups: object) -> None:
         ):
             raise ValueError(
                 f"param_groups of the state has {describe(group)}, not a mapping with a list "
-                f"params\n\n{_DAMAGED}"
+                f"params\n\n{DAMAGED_HINT}"
             )
 
 
@@ -173,7 +175,7 @@ def check_layout(layout: Sequence[str], saved: Sequence[str]) -> None:
         ValueError: a line differs; the message has the first of them.
     """
     if not isinstance(saved, list | tuple):
-        raise ValueError(f"layout of the state is {describe(saved)}, not a list\n\n{_DAMAGED}")
+        raise ValueError(f"layout of the state is {describe(saved)}, not a list\n\n{DAMAGED_HINT}")
     for own, other in zip_longest(layout, saved):
         if own != other:
             raise ValueError(
@@ -197,22 +199,24 @@ def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> 
     value = state.get(name)
     if not isinstance(value, Tensor):
         found = "is missing" if value is None else f"is a {type(value).__name__}"
-        raise ValueError(f"{name} of the state {found}\n\n{_DAMAGED}")
+        raise ValueError(f"{name} of the state {found}\n\n{DAMAGED_HINT}")
     if value.shape != expected.shape:
         raise ValueError(
             f"{name} of the state has the shape {tuple(value.shape)}, not {expected.shape}"
-            f"\n\n{_DAMAGED}"
+            f"\n\n{DAMAGED_HINT}"
         )
     is_expected = (
         value.is_floating_point() if expected.dtype is None else value.dtype == expected.dtype
     )
     if not is_expected:
         dtype = "a floating-point dtype" if expected.dtype is None else expected.dtype
-        raise ValueError(f"{name} of the state is {value.dtype}, not {dtype}\n\n{_DAMAGED}")
+        raise ValueError(f"{name} of the state is {value.dtype}, not {dtype}\n\n{DAMAGED_HINT}")
     if not expected.may_overflow and not bool(value.isfinite().all()):
-        raise ValueError(f"{name} of the state has elements that are not finite\n\n{_DAMAGED}")
+        raise ValueError(f"{name} of the state has elements that are not finite\n\n{DAMAGED_HINT}")
     if expected.least > -math.inf and bool((value < expected.least).any()):
-        raise ValueError(f"{name} of the state has elements below {expected.least:g}\n\n{_DAMAGED}")
+        raise ValueError(
+            f"{name} of the state has elements below {expected.least:g}\n\n{DAMAGED_HINT}"
+        )
 
 
 def saved_world_size(snapshot: Mapping[str, Any]) -> int:
@@ -252,7 +256,9 @@ def check_inner_state(inner: Optimizer, state_dict: Mapping[str, Any]) -> None:
             values = states.get(saved_index, {})
             check_mapping(values)
             if values and (missing := sorted(required.difference(values))):
-                raise ValueError(f"the state of {where} has no {', '.join(missing)}\n\n{_DAMAGED}")
+                raise ValueError(
+                    f"the state of {where} has no {', '.join(missing)}\n\n{DAMAGED_HINT}"
+                )
             for name, value in values.items() if is_known else ():
                 _check_inner_value(name, value, where, parameter, is_required=name in required)
 
@@ -267,7 +273,7 @@ def _check_inner_value(
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     is_complex = isinstance(value, Tensor) and value.is_complex()
     if not is_number or (is_complex and not parameter.is_complex()):
-        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{_DAMAGED}")
+        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{DAMAGED_HINT}")
     assert isinstance(value, int | float | Tensor), "checked above"
     is_scalar = not isinstance(value, Tensor) or value.numel() == 1
     needs_elements = is_required and name != "step"
@@ -279,6 +285,6 @@ def _check_inner_value(
         )
     is_real = not isinstance(value, Tensor) or value.is_floating_point()
     if not (is_scalar or is_real or is_complex):
-        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{_DAMAGED}")
+        raise ValueError(f"{name} of {where} of the state is {describe(value)}\n\n{DAMAGED_HINT}")
     if name == "step" and is_scalar and not 0 <= float(value) <= MAX_COUNT:
-        raise ValueError(f"step of {where} of the state is {float(value)}\n\n{_DAMAGED}")
+        raise ValueError(f"step of {where} of the state is {float(value)}\n\n{DAMAGED_HINT}")

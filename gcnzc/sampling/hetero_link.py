@@ -45,12 +45,14 @@ class HeteroLinkSampler:
     seed edges, in [0, E). The negatives of an edge depend only on the random seed, the epoch and
     the index of the edge.
 
-    With a temporal sampler, the neighbourhood of an edge of time t has times of at most t - 1: it
-    contains neither the edge nor edges of the same time. Its negatives have the same neighbourhood
-    times. They are nodes that are not later than t, if their node type has times and `time` of the
-    sampler is "node" or "both". Without times of their own that count, edges are as late as their
-    sources if `time` counts those, and always visible otherwise. They are then removed from their
-    own neighbourhoods as without times, see `exclude`.
+    With a temporal sampler, a seed edge has the time t that `times` has for it, whatever `time` of
+    the sampler is. Its neighbourhood has times of at most t - 1: it contains neither the edge nor
+    edges of the same time. Its negatives have the same neighbourhood times. They are nodes that are
+    not later than t, if their node type has times and `time` is "node" or "both".
+
+    In neighbourhoods, edges of this type without times that count are as late as their sources if
+    `time` counts those of nodes, and always visible otherwise. Seed edges are then removed from
+    their own neighbourhoods as without times, see `exclude`.
 
     Args:
         sampler: samples the neighbourhoods of the end nodes; directional.
@@ -59,7 +61,7 @@ class HeteroLinkSampler:
             the order of the edge ids.
         times: (E,) times of the seed edges, for a temporal sampler: integers in the unit of the
             graph's times; or dates, which are rounded down to this unit, if `graph.time_unit` is
-            set. Default: those of the graph.
+            set. Default: those of the graph's edges; required if they have none.
         num_negatives: K, the negatives of each edge: its source with random destinations.
         strict: reject negatives that are edges of the graph.
         exclude: edges that are removed from the sampled neighbourhoods: "none", the seed edges of

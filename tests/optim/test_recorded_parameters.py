@@ -56,7 +56,7 @@ def test_a_parameter_of_another_shape_is_named(kind):
         train(kind, shorten)
 
 
-@pytest.mark.parametrize("kind", ["averaged", "local-sgd"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_of_another_dtype_is_named(kind, world_size):
     expected = r"^group 0, parameter 0 is \(2, 3\) torch.float64 on cpu now, but was .*float32"
