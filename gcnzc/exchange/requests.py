@@ -354,8 +354,8 @@ class Compute(BaseRequest):
 
     def describe(self) -> str:
         """Describe the time, for error messages."""
-        seconds = self.seconds
-        return f"Compute of {format(seconds, 'g') if isinstance(seconds, float) else seconds!r} s"
+        is_number = isinstance(self.seconds, int | float)
+        return f"Compute of {f'{self.seconds:g}' if is_number else repr(self.seconds)} s"
 
     def check(self) -> None:
         """Check that the duration is not negative or NaN; raises ValueError."""

@@ -26,7 +26,7 @@ from gcnzc.exchange.layout import describe_layout
 from gcnzc.exchange.sync import broadcast, check_same, dense_buffers
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.checksums import Checksums
-from gcnzc.optim.contribution import Contribution
+from gcnzc.optim.contribution import MAX_SIGNALS, Contribution
 from gcnzc.optim.finalization import finalize_replicas
 from gcnzc.optim.group_options import (
     CALL,
@@ -51,9 +51,6 @@ from gcnzc.optim.validation import (
 )
 
 T = TypeVar("T")
-
-MAX_SIGNALS = 1000
-"""the largest number of signals, each of which is a number of every exchange"""
 
 
 class DistributedOptimizer(Contribution, RecordedParameters):
@@ -240,12 +237,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         return self.skipped
 
     def _run(self, algorithm: Algorithm[T], call: str) -> T:
-        """Run an algorithm; if the ranks' requests do not match, report what differs.
-
-        Args:
-            algorithm: the algorithm.
-            call: the call that runs it, for the message.
-        """
+        """Run the algorithm of a call; if the ranks' requests do not match, report what differs."""
         try:
             return run(algorithm, self.group)
         except RequestMismatch as error:

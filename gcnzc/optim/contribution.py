@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.arguments import check_flag, check_kind, describe
 
+MAX_SIGNALS = 1000
+"""the largest number of signals, since every exchange has a number for each"""
+
 
 class Contribution:
     """The attributes `weight` and `signals` of an optimizer; setting invalid values is an error."""
