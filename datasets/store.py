@@ -266,8 +266,10 @@ class Writer:
             name = f"{self._front}{NAMES_FOLDER}/{file}"
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            # a carriage return ends a line unless it is quoted
-            table.to_csv(path, index=False, quoting=csv.QUOTE_NONNUMERIC)
+            # pandas quotes newlines, but not carriage returns, which end lines, too
+            is_quoted = any("\r" in str(each) for each in table.iloc[:, 1])
+            quoting = csv.QUOTE_NONNUMERIC if is_quoted else csv.QUOTE_MINIMAL
+            table.to_csv(path, index=False, quoting=quoting)
             self._files[name] = {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
     def copy(self, source: Path, folder: str, leave_out: Container[str] = ()) -> None:

@@ -250,8 +250,10 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        own = state_lines(self.identity, self.steps, self.loaded)
-        own.append(f"{NORMS}\t{self.loaded_norms}")
+        own = [
+            *state_lines(self.identity, self.steps, self.loaded),
+            f"{NORMS}\t{self.loaded_norms}",
+        ]
         options = option_lines(self.param_groups, with_gpu=True)
         return [*own, *options, *trained_lines(self.param_groups)]
 
@@ -264,12 +266,14 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     def common_extras(self) -> list[float]:
         """Return the common extras: the hash bit or a request to compare, and the signals."""
+        if [type(each) for each in self._signals] != [bool] * len(self.received_signals):
+            self.signals = self._signals  # elements were set in place
         if self.group.world_size == 1:
             # there is no other rank to compare with
-            return [0.0, *self.signals]
+            return [0.0, *self._signals]
         if self.comparison.received >= self.checksums.next_update:
             self.checksums.update(self.comparison.received, self.replicated_parameters)
-        return [self.hash_bit(), *self.signals]
+        return [self.hash_bit(), *self._signals]
 
     def hash_bit(self) -> float:
         """Return the number with which ranks compare their options; see `Comparison.bit`."""
@@ -297,7 +301,8 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         """Return the communication and computation of `step`, which `step` and `lockstep` run."""
         # as `identify_caller` does, but without a generator between this one and its driver
         caller_before = yield Caller(self.identity)
-        if self.dtypes() != self.initial_dtypes:
+        dtypes = [each.dtype for group in self.param_groups for each in group["params"]]
+        if dtypes != self.initial_dtypes:
             self.check_layouts()
         self.begin_step()
         if not self.is_broadcast:

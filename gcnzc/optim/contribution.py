@@ -43,19 +43,15 @@ class Contribution:
             TypeError: they are set to anything but a list of flags.
             ValueError: they are set to another number of flags than the constructor got.
         """
-        # elements may have been set in place
-        self._check_signals(self._signals, len(self.received_signals))
         return self._signals
 
     @signals.setter
     def signals(self, values: Sequence[bool]) -> None:
-        self._signals = self._check_signals(values, len(self.received_signals))
-
-    def _check_signals(self, values: Sequence[bool], count: int) -> list[bool]:
+        count = len(self.received_signals)
         check_kind("signals", values, (list, tuple), f"a list of {count} flags")
         if len(values) != count:
             raise ValueError(
                 f"signals is {describe(values)}, but the optimizer was constructed with "
                 f"signals={count}\n\nhint: give the constructor signals={len(values)} on all ranks"
             )
-        return [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]
+        self._signals = [check_flag(f"signals[{index}]", each) for index, each in enumerate(values)]

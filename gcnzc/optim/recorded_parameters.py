@@ -33,17 +33,13 @@ class RecordedParameters(Checkpointed):
         """The current `requires_grad` of each parameter of `named_parameters`, in that order."""
         return [each.requires_grad for group in self.param_groups for each in group["params"]]
 
-    def dtypes(self) -> list[torch.dtype]:
-        """The current dtype of each parameter of `named_parameters`, in that order."""
-        return [each.dtype for group in self.param_groups for each in group["params"]]
-
     def record_parameters(self) -> None:
         """Record `requires_grad` and the layout of the current parameters."""
         self.initial_requires_grad = self.requires_grad_flags()
-        self.initial_dtypes = self.dtypes()
         self.initial_layouts = [
             (each.shape, each.dtype, each.device) for _, each in self.named_parameters()
         ]
+        self.initial_dtypes = [dtype for _, dtype, _ in self.initial_layouts]
 
     def check_trainable(self) -> None:
         """Check that the parameters have the same `requires_grad` as at the construction.

@@ -274,7 +274,7 @@ def test_grad_scaler_lowers_the_scale_after_a_local_step_without_a_gradient():
     optimizer.vectors["variance"] += 1
     optimizer.numbers["num_variance_updates"] = 1
     assert optimizer.exchange == "nothing"
-    optimizer._run = lambda algorithm: lockstep([algorithm]).results[0]
+    optimizer._run = lambda algorithm, _: lockstep([algorithm]).results[0]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(model(torch.ones(3)).sum()).backward()
     model.weight.grad[0, 0] = 1e30

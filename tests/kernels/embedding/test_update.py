@@ -66,7 +66,9 @@ def test_updates_equal_the_reference_and_do_not_depend_on_threads(name, dtype):
         run(*found[-1], ids, gradients, **options, threads=threads)
         for own, first, same in zip(found[-1], found[0], expected, strict=True):
             assert torch.equal(own, first)
-            torch.testing.assert_close(own, same, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            # rows of less than 1 lose digits where an update cancels them
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(own, same, rtol=4 * eps, atol=eps)
     others = torch.ones(NUM_ROWS, dtype=torch.bool)
     others[ids] = False
     for own, same in zip(found[0], before, strict=True):
