@@ -230,10 +230,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     @property
     def num_ignored_gradients(self) -> int:
-        """The number of steps that ignored this rank's gradients.
-
-        In each of these steps, a gradient of at least one rank was not finite or too large.
-        """
+        """The number of steps that ignored gradients, of which one was not finite or too large."""
         return self.skipped
 
     def _run(self, algorithm: Algorithm[T], call: str) -> T:
@@ -250,10 +247,8 @@ class DistributedOptimizer(Contribution, RecordedParameters):
 
     def compared_lines(self) -> list[str]:
         """Return the lines that must be the same on all ranks; see `Comparison`."""
-        own = [
-            *state_lines(self.identity, self.steps, self.loaded),
-            f"{NORMS}\t{self.loaded_norms}",
-        ]
+        own = state_lines(self.identity, self.steps, self.loaded)
+        own.append(f"{NORMS}\t{self.loaded_norms}")
         options = option_lines(self.param_groups, with_gpu=True)
         return [*own, *options, *trained_lines(self.param_groups)]
 
