@@ -209,7 +209,8 @@ class HeartbeatMonitor:
         of this rank are closed, so that they do not wait for its messages.
         """
         end = time.monotonic() + seconds
-        changed_at = dict.fromkeys(range(self.world_size), time.monotonic())
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        changed_at = dict.fromkeys(others, time.monotonic())
         before: dict[int, Heartbeat] = {}
         while changed_at and time.monotonic() < end:
             try:

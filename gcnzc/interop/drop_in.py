@@ -25,8 +25,8 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.epochs import EpochCounter, EpochProgress, OrderedItems, ShuffledItems
+from gcnzc.interop.inner_loader import InnerLoader, LibraryBatch, share_attributes
 from gcnzc.interop.items import as_items
-from gcnzc.interop.library_loader import LibraryBatch, LibraryLoader
 from gcnzc.interop.options import Options, generator, seed_of
 from gcnzc.interop.ranks import has_warned_about_ranks, rank_and_world_size, shares_of
 from gcnzc.kernels.buffers import Pool
@@ -264,8 +264,7 @@ class DropInLoader(DataLoader[Any], ABC):
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
         # the loader as it is now: later epochs may have other attributes of the data
-        maker = object.__new__(type(self))
-        vars(maker).update(vars(self))
+        maker = share_attributes(self)
         batches = self._loader.with_sampler(maker).batches_of(steps, iteration.epoch)
         return iteration, batches, maker
 
@@ -298,9 +297,9 @@ class DropInLoader(DataLoader[Any], ABC):
         if tables.keys() != last.keys() or any(tables[name] is not last[name] for name in tables):
             self._loader = self._open_loader(tables)
 
-    def _open_loader(self, tables: Mapping[str, FeatureTable]) -> LibraryLoader:
+    def _open_loader(self, tables: Mapping[str, FeatureTable]) -> InnerLoader:
         # `_steps` determines the items of each batch; the seeds given to `Loader` are not used
-        return LibraryLoader(
+        return InnerLoader(
             self._graph,
             tables,
             torch.arange(self.num_items),

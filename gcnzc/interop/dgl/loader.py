@@ -24,7 +24,7 @@ from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
 from gcnzc.interop.dgl.items import check_items
 from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.library_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
 from gcnzc.interop.options import CPU, Options, check_tables, split_options
 from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block

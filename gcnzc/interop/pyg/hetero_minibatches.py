@@ -19,7 +19,7 @@ from typing_extensions import Self
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
 from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.library_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
 from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.hetero_arguments import Sampling
 from gcnzc.interop.pyg.hetero_graph import (

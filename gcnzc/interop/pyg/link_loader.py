@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.stores import NodeStore
-from gcnzc.interop.library_loader import LibraryBatch
+from gcnzc.interop.inner_loader import LibraryBatch
 from gcnzc.interop.options import CPU, generator
 from gcnzc.interop.pyg.arguments import (
     check_common,

@@ -23,8 +23,8 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.hetero.times import TimeUnit
 from gcnzc.interop.column import Column
 from gcnzc.interop.drop_in import DropInLoader
+from gcnzc.interop.inner_loader import LibraryBatch
 from gcnzc.interop.items import as_items
-from gcnzc.interop.library_loader import LibraryBatch
 from gcnzc.interop.options import Options
 from gcnzc.interop.pyg.graph import Attributes, CscEdges, read_attributes
 from gcnzc.interop.pyg.hetero_arguments import Sampling, SamplingArguments

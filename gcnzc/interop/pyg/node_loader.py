@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
-from gcnzc.interop.library_loader import LibraryBatch
+from gcnzc.interop.inner_loader import LibraryBatch
 from gcnzc.interop.options import CPU
 from gcnzc.interop.pyg.arguments import (
     check_common,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -13,18 +13,20 @@ from gcnzc.loader.loader import Loader
 from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import ONE_TYPE, Batch
 
+T = TypeVar("T")
+
 # `Loader` requires a graph, and uses it only for minibatches of its own samplers
 NO_GRAPH = Graph.from_edges(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 1)
 
 
 @dataclass
 class LibraryBatch(Batch):
-    """A minibatch of `LibraryLoader`, with the other parts of the library's in `parts`."""
+    """A minibatch of `InnerLoader`, with the other parts of the library's in `parts`."""
 
     parts: Any = None
 
 
-class LibraryLoader(Loader):
+class InnerLoader(Loader):
     """A `Loader` that can gather the features of several node types.
 
     Args:
@@ -42,15 +44,16 @@ class LibraryLoader(Loader):
 
     def with_sampler(self, sampler: Any) -> Self:
         """Return a loader with another sampler, and the same streams and memory."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self), sampler=sampler)
+        other = share_attributes(self)
+        other.sampler = sampler
         return other
 
-    def _open_transfer(
-        self,
-        table: FeatureTable | Mapping[str, FeatureTable] | None,
-        copied_share: float | Mapping[str, float],
-        priority: int,
-    ) -> Transfer:
-        is_typed = any(name != ONE_TYPE for name in self.tables)
-        return super()._open_transfer(self.tables if is_typed else table, copied_share, priority)
+    def _open_transfer(self, table: Any, *args: Any, **kwargs: Any) -> Transfer:
+        return super()._open_transfer(self.tables, *args, **kwargs)
+
+
+def share_attributes(loader: T) -> T:
+    """Return a loader with the same attributes; `copy.copy` would construct another."""
+    other = object.__new__(type(loader))
+    vars(other).update(vars(loader))
+    return other
