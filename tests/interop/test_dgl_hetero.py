@@ -122,6 +122,54 @@ def check_blocks(graph, blocks, fanouts, replace=False):
             assert torch.equal(sources[: len(targets)], targets)
 
 
+def is_pending(block, each):
+    """Whether the ids of a block's edges have not been read."""
+    return block._edge_frames[block.get_etype_id(each)]._columns[dgl.EID].index is not None
+
+
+@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_edge_ids_are_gathered_when_they_are_read(idtype, is_typed):
+    whole = make_graph(idtype)
+    whole = whole if is_typed else dgl.to_homogeneous(whole, store_type=False)
+    each = CITES if is_typed else whole.canonical_etypes[0]
+    seeds = {"paper": SEEDS["paper"]} if is_typed else SEEDS["paper"]
+
+    def blocks(**edge_data):
+        whole.edges[each].data.update(edge_data)
+        loader = DataLoader(
+            whole, seeds, loading.NeighborSampler([3, 2]), batch_size=8, seed=1, threads=1
+        )
+        found = [blocks for _, _, blocks in loader]
+        for name in edge_data:
+            del whole.edges[each].data[name]
+        return found
+
+    if not is_typed:
+        for name in [*whole.edata]:
+            del whole.edata[name]
+    else:
+        for own in whole.canonical_etypes:
+            del whole.edges[own].data["weight"]
+    wanted = blocks(number=torch.arange(whole.num_edges(each), dtype=idtype))
+    ways = {
+        "read": lambda block: block,
+        "copied": lambda block: block.to("cpu"),
+        "pickled": lambda block: pickle.loads(pickle.dumps(block)),
+        "local": lambda block: block.local_var(),
+        "as a graph": dgl.block_to_graph,
+    }
+    for way, change in ways.items():
+        for own, other in zip(blocks(), wanted, strict=True):
+            for block, copy_of_block in zip(own, other, strict=True):
+                assert is_pending(block, each), way
+                ids = change(block).edges[each[1]].data[dgl.EID]
+                assert ids.dtype == idtype
+                assert torch.equal(ids, copy_of_block.edges[each].data["number"]), way
+                check_edges(whole, block, each)
+                assert not is_pending(block, each)
+
+
 def ids_of(blocks, each):
     return [block.edges[each].data[dgl.EID].sort().values.tolist() for block in blocks]
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
@@ -82,8 +81,6 @@ class BlockBuilder:
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
-        ids = self.csc.edge_ids
-        self._ids = None if ids is None else FeatureTable(ids.view(-1, 1))
         self._empty = torch.empty(0, dtype=self.dtype)
 
     def refresh_data(self) -> None:
@@ -93,12 +90,6 @@ class BlockBuilder:
         then replaces first the rows and then the index, which other threads must not see.
         """
         self.graph = self._given_graph.local_var()
-
-    def edge_ids(self, edges: Tensor) -> Tensor:
-        """Return DGL's ids, (E,) of the graph's id type, of edges given by their CSC positions."""
-        if self._ids is None:
-            return self._to_idtype(edges)
-        return self._to_idtype(gather_on_host(self._ids, edges, threads=1).view(-1))
 
     def build(self, batch: Batch) -> list[Any]:
         """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""
@@ -124,7 +115,7 @@ class BlockBuilder:
         if edges is None:
             pair_graph.ndata[dgl.NID] = ids
             return pair_graph
-        return self._attach_data(pair_graph, [ids], self._to_idtype(edges))
+        return self._attach_data(pair_graph, [ids], edge_id_column(None, edges, self.dtype))
 
     def _block(self, block: Block) -> Any:
         dgl, graph = self._dgl, self.graph
@@ -141,16 +132,15 @@ class BlockBuilder:
         )
         dgl_block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
         nodes = self._to_idtype(block.nodes)
-        edges = self.edge_ids(block.edge_ids)
+        edges = edge_id_column(self.csc.edge_ids, block.edge_ids, self.dtype)
         return self._attach_data(dgl_block, [nodes, nodes[: block.num_dst]], edges)
 
-    def _attach_data(self, subgraph: Any, nodes: list[Tensor], edges: Tensor) -> Any:
+    def _attach_data(self, subgraph: Any, nodes: list[Tensor], edges: Any) -> Any:
         dgl, graph = self._dgl, self.graph
         frames = [graph._node_frames[0].subframe(ids) for ids in nodes]
         for frame, ids in zip(frames, nodes, strict=True):
             frame[dgl.NID] = ids
-        edge_frame = graph._edge_frames[0].subframe(edges)
-        edge_frame[dgl.EID] = edges
+        edge_frame = edge_subframe(graph._edge_frames[0], edges)
         dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=[edge_frame])
         return subgraph
 
@@ -166,6 +156,50 @@ def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
     # NumPy copies in this thread; torch would start more threads
     np.copyto(out.numpy(), ids.numpy())
     return out
+
+
+def invert_edge_ids(edge_ids: Tensor | None) -> Tensor | None:
+    """Return the (E,) int64 positions of edges by their ids; None if the ids are the positions."""
+    if edge_ids is None:
+        return None
+    positions = torch.empty(len(edge_ids), dtype=torch.int64)
+    positions[edge_ids.long()] = torch.arange(len(edge_ids))
+    return positions
+
+
+def edge_id_column(edge_ids: Tensor | None, edges: Tensor, dtype: torch.dtype) -> Any:
+    """Return a column of DGL's edge ids, which are gathered when they are first read.
+
+    Few training loops read them, and gathering them takes as long as reading the neighbours.
+
+    Args:
+        edge_ids: (E,) DGL's id of each edge in CSC order; None if `edges` are DGL's ids.
+        edges: (B,) int64 positions in CSC order, or ids.
+        dtype: of ids in the graph.
+    """
+    Column, scheme = import_dgl().frame.Column, import_dgl().frame.Scheme((), dtype)
+    if edge_ids is None:
+        return Column(convert_ids(edges, dtype), scheme)
+    return _column_class()(edge_ids, scheme, edges, None, dtype)
+
+
+def edge_subframe(frame: Any, edges: Any) -> Any:
+    """Return the data of edges, with their ids.
+
+    Args:
+        frame: the data of all edges.
+        edges: column of their ids.
+    """
+    dgl = import_dgl()
+    if not frame._columns:
+        found = dgl.frame.Frame(num_rows=len(edges))
+        found._initializers = frame._initializers
+        found._default_initializer = frame._default_initializer
+    else:
+        found = frame.subframe(edges.data)
+    # Frame's constructor and item assignment would copy the column to one of DGL's class
+    found._columns[dgl.EID] = edges
+    return found
 
 
 def fill_lazy_features(subgraph: Any, gather: Callable[[Kind, str, Tensor], Tensor | None]) -> None:

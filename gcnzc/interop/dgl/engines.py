@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc.interop.dgl.blocks import BlockBuilder
+from gcnzc.interop.dgl.blocks import BlockBuilder, invert_edge_ids
 from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.interop.options import generator, unique_with_inverse
@@ -74,7 +74,7 @@ class EdgeEngine:
         self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         inner = graph_sampler.sampler
         self._sampler = Sampler(blocks.csc.graph, inner.fanouts, seed, edge_ids=True)
-        self._positions = _invert_edge_ids(blocks.csc.edge_ids)
+        self._positions = invert_edge_ids(blocks.csc.edge_ids)
         # the first call creates DGL's index of edges, which is not safe in several threads
         blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
 
@@ -240,14 +240,6 @@ def _independent_labor_sampler(graph_sampler: Any) -> Any:
     inner = getattr(graph_sampler, "sampler", graph_sampler)
     is_independent = isinstance(inner, loading.LaborSampler) and int(inner.cnt[1]) == 1
     return inner if is_independent else None
-
-
-def _invert_edge_ids(edge_ids: Tensor | None) -> Tensor | None:
-    if edge_ids is None:
-        return None
-    positions = torch.empty(len(edge_ids), dtype=torch.int64)
-    positions[edge_ids.long()] = torch.arange(len(edge_ids))
-    return positions
 
 
 def _split_points(parts: list[Tensor]) -> list[int]:

@@ -16,7 +16,13 @@ from torch import Tensor
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.values import as_weights
-from gcnzc.interop.dgl.blocks import FORMATS, convert_ids
+from gcnzc.interop.dgl.blocks import (
+    FORMATS,
+    convert_ids,
+    edge_id_column,
+    edge_subframe,
+    invert_edge_ids,
+)
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.kernels.structure.bipartite import column_offsets
 from gcnzc.sampling.hetero import HeteroBatch
@@ -27,11 +33,19 @@ Ends: TypeAlias = Mapping[EdgeType, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class TypedCsc:
-    """The edges of a DGL graph in our own memory, with DGL's edge ids."""
+    """The edges of a DGL graph in our own memory."""
 
+    # without edge ids: these are gathered when they are first read
     graph: HeteroGraph
+    # by edge type (E,) DGL's ids of its edges, of the graph's id type; None: the positions
+    edge_ids: Mapping[EdgeType, Tensor | None]
     # keeps DGL's tensors alive, since their addresses are in the cache's key
     dgl_tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def positions(self) -> dict[EdgeType, Tensor | None]:
+        """By edge type (E,) int64 positions of edges by DGL's ids; None: the ids."""
+        return {each: invert_edge_ids(ids) for each, ids in self.edge_ids.items()}
 
 
 # The loaders of training and evaluation share one copy.
@@ -52,18 +66,17 @@ def to_typed_csc(graph: Any) -> TypedCsc:
     )
     found = _cache.get(key)
     if found is None:
-        edges = {}
+        edges, edge_ids = {}, {}
         for each, (indptr, indices, ids) in arrays.items():
-            edge_ids = None
-            if not torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype)):
-                edge_ids = ids.to(torch.int64, copy=True)
+            is_ascending = torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype))
+            edge_ids[each] = None if is_ascending else ids.clone()
             narrow = torch.int32 if counts[each[0]] < 2**31 else torch.int64
             edges[each] = EdgeStore(
-                indptr.to(torch.int64, copy=True), indices.to(narrow, copy=True), edge_ids
+                indptr.to(torch.int64, copy=True), indices.to(narrow, copy=True)
             )
         nodes = {each: NodeStore(count) for each, count in counts.items()}
         tensors = tuple(part for own in arrays.values() for part in own)
-        found = _cache[key] = TypedCsc(HeteroGraph(nodes, edges, check=False), tensors)
+        found = _cache[key] = TypedCsc(HeteroGraph(nodes, edges, check=False), edge_ids, tensors)
     return found
 
 
@@ -83,7 +96,8 @@ def read_weights(graph: Any, csc: TypedCsc, name: str) -> HeteroGraph:
         store, data = found.edges(each), graph.edges[each].data
         if name in data:
             weights = as_weights(f"{name!r} of {each}", data[name], store.num_edges)
-            weights = weights if store.edge_ids is None else weights[store.edge_ids]
+            ids = csc.edge_ids[each]
+            weights = weights if ids is None else weights[ids.long()]
             store = replace(store, weight=weights)
         edges[each] = store
     if all(store.weight is None for store in edges.values()):
@@ -177,7 +191,8 @@ class HeteroBlockBuilder:
                 *(self._empty, FORMATS, True),
             )
             relations.append(relation)
-            edges.append(convert_ids(batch.edge_ids[each][part], self.dtype))
+            edge_ids = self.csc.edge_ids[each]
+            edges.append(edge_id_column(edge_ids, batch.edge_ids[each][part], self.dtype))
         num_src_nodes = [counts[each][1] for each in graph.ntypes]
         num_dst_nodes = [counts[each][0] for each in graph.ntypes]
         sizes = dgl.utils.toindex([*num_src_nodes, *num_dst_nodes], "int64")
@@ -220,23 +235,20 @@ class HeteroBlockBuilder:
                 pair_graph.nodes[each].data[dgl.NID] = own
             return pair_graph
         edge_ids = [
-            convert_ids(edges[each], self.dtype) if each in edges else self._empty
+            edge_id_column(None, edges.get(each, self._empty), self.dtype)
             for each in graph.canonical_etypes
         ]
         return self._attach_data(pair_graph, graph._node_frames, ids, edge_ids)
 
     def _attach_data(
-        self, subgraph: Any, node_frames: Any, nodes: list[Tensor], edges: list[Tensor]
+        self, subgraph: Any, node_frames: Any, nodes: list[Tensor], edges: list[Any]
     ) -> Any:
         """Set the data of nodes and edges, with their ids, in the order of the subgraph's types."""
         dgl = self._dgl
-        found = []
-        for frames, ids, name in (
-            (node_frames, nodes, dgl.NID),
-            (self.graph._edge_frames, edges, dgl.EID),
-        ):
-            found.append([each.subframe(own) for each, own in zip(frames, ids, strict=True)])
-            for frame, own in zip(found[-1], ids, strict=True):
-                frame[name] = own
-        dgl.utils.set_new_frames(subgraph, node_frames=found[0], edge_frames=found[1])
+        frames = [frame.subframe(ids) for frame, ids in zip(node_frames, nodes, strict=True)]
+        for frame, ids in zip(frames, nodes, strict=True):
+            frame[dgl.NID] = ids
+        own = zip(self.graph._edge_frames, edges, strict=True)
+        edge_frames = [edge_subframe(frame, ids) for frame, ids in own]
+        dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=edge_frames)
         return subgraph

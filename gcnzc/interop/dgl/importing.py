@@ -29,6 +29,10 @@ INSTALL = (
 )
 
 
+# the module once its import succeeded: the checks take longer than building a block
+_imported: ModuleType | None = None
+
+
 def import_dgl() -> Any:
     """Import `dgl`, with any version of torch.
 
@@ -38,6 +42,9 @@ def import_dgl() -> Any:
     Raises:
         ImportError: DGL is not installed, is too old, or its import fails for another reason.
     """
+    global _imported
+    if _imported is not None and sys.modules.get("dgl") is _imported:
+        return _imported
     if "dgl" not in sys.modules:
         found = importlib.util.find_spec("dgl")
         if found is None:
@@ -58,6 +65,7 @@ def import_dgl() -> Any:
     if dgl.__version__.startswith("0."):
         # pip installs 0.1.3 if no newer wheel fits
         raise LibraryError(f"DGL {dgl.__version__} is too old\n\nhint: {INSTALL}")
+    _imported = dgl
     return dgl
 
 
