@@ -612,6 +612,38 @@ def test_data_may_change_between_epochs():
         iter(loader)
 
 
+@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_an_epoch_in_progress_keeps_the_data_it_began_with(is_typed, sampler_library):
+    whole = make_graph()
+    whole = whole if is_typed else dgl.to_homogeneous(whole, store_type=False)
+    kind, each = ("paper", CITES) if is_typed else (whole.ntypes[0], whole.canonical_etypes[0])
+    loader = DataLoader(
+        *(whole, SEEDS if is_typed else SEEDS["paper"], loading.NeighborSampler([3, 2])),
+        **{"batch_size": 2, "ahead": 1, "threads": 1, "sampler_library": sampler_library},
+    )
+
+    def change(number):
+        whole.nodes[kind].data["number"] = torch.full((whole.num_nodes(kind),), number)
+        whole.edges[each].data["number"] = torch.full((whole.num_edges(each),), number)
+
+    def numbers(minibatches):
+        return {
+            number
+            for _, _, (first, *_) in minibatches
+            for rows in (first.srcnodes[kind].data["number"], first.edges[each].data["number"])
+            for number in rows.tolist()
+        }
+
+    change(1)
+    early = iter(loader)
+    seen = numbers([next(early)])
+    change(2)
+    late = iter(loader)
+    assert numbers([next(late)]) == {2}
+    assert (seen | numbers(early), numbers(late)) == ({1}, {2})
+
+
 def test_types_that_a_minibatch_does_not_reach_have_no_nodes(graph):
     sampler = loading.NeighborSampler([dict.fromkeys(TYPES, 0)])
     inputs, outputs, (block,) = next(iter(DataLoader(graph, SEEDS, sampler, batch_size=8)))

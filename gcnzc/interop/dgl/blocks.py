@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
+from gcnzc.interop.inner_loader import share_attributes
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.batch import Batch, Block
 
@@ -75,21 +77,23 @@ class BlockBuilder:
     """
 
     def __init__(self, graph: Any) -> None:
-        self._given_graph = graph
-        self.refresh_data()
+        self._given_graph, self.graph = graph, graph.local_var()
         self.csc = to_csc(graph)
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
         self._empty = torch.empty(0, dtype=self.dtype)
 
-    def refresh_data(self) -> None:
-        """Use the data that the graph has now, from columns that no other thread reads.
+    def with_present_data(self) -> Self:
+        """Return a builder with the data that the graph has now, in columns of its own.
 
-        The data of a subgraph is rows of the parent graph and an index until it is first read. DGL
-        then replaces first the rows and then the index, which other threads must not see.
+        Epochs in progress keep the builder that they began with. The data of a subgraph is rows of
+        the parent graph and an index until it is first read. DGL then replaces first the rows and
+        then the index, which other threads must not see.
         """
-        self.graph = self._given_graph.local_var()
+        other = share_attributes(self)
+        other.graph = self._given_graph.local_var()
+        return other
 
     def build(self, batch: Batch) -> list[Any]:
         """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""

@@ -26,7 +26,13 @@ Result = tuple[Any, ...]
 
 
 class Engine(Protocol):
-    """Samples minibatches."""
+    """Samples minibatches.
+
+    Attributes:
+        blocks: a `BlockBuilder` or `HeteroBlockBuilder`, whose data the minibatches have.
+    """
+
+    blocks: Any
 
     def sample(self, items: Any, epoch: int) -> Result:
         """Return the DGL sampler's output for `items`, on the host.
@@ -47,13 +53,13 @@ class NodeEngine:
     """
 
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
-        self._blocks, self._graph_sampler = blocks, graph_sampler
+        self.blocks, self._graph_sampler = blocks, graph_sampler
         self._sampler = Sampler(blocks.csc.graph, graph_sampler.fanouts, seed, edge_ids=True)
 
     def sample(self, items: Tensor, epoch: int) -> Result:
         """See `Engine`."""
         batch = self._sampler.sample(items, epoch)
-        blocks = self._blocks.build(batch)
+        blocks = self.blocks.build(batch)
         nodes = blocks[0].srcdata[import_dgl().NID]
         return self._graph_sampler.assign_lazy_features((nodes, nodes[: len(items)], blocks))
 
@@ -71,7 +77,7 @@ class EdgeEngine:
     """
 
     def __init__(self, blocks: BlockBuilder, graph_sampler: Any, seed: int) -> None:
-        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         inner = graph_sampler.sampler
         self._sampler = Sampler(blocks.csc.graph, inner.fanouts, seed, edge_ids=True)
         self._positions = invert_edge_ids(blocks.csc.edge_ids)
@@ -80,26 +86,26 @@ class EdgeEngine:
 
     def sample(self, items: Tensor, epoch: int) -> Result:
         """See `Engine`."""
-        graph = self._blocks.graph
-        items = items.to(self._blocks.dtype)
+        graph = self.blocks.graph
+        items = items.to(self.blocks.dtype)
         src, dst = (ends.long() for ends in graph.find_edges(items))
         negatives = self._negatives(items, src, epoch)
         nodes, local = unique_with_inverse(torch.cat([src, dst, *negatives]))
         src, dst, *negatives = local.tensor_split(_split_points([src, dst, *negatives]))
-        pair_graph = self._blocks.build_pair_graph(nodes, src, dst, items)
+        pair_graph = self.blocks.build_pair_graph(nodes, src, dst, items)
         batch = self._sampler.sample(nodes, epoch, self._excluded_edges(items, nodes))
-        blocks = self._blocks.build(batch)
+        blocks = self.blocks.build(batch)
         inputs = blocks[0].srcdata[import_dgl().NID]
         _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
         pairs = [pair_graph]
         if negatives:
-            pairs.append(self._blocks.build_pair_graph(nodes, negatives[0], negatives[1], None))
+            pairs.append(self.blocks.build_pair_graph(nodes, negatives[0], negatives[1], None))
         return self._graph_sampler.assign_lazy_features((inputs, *pairs, blocks))
 
     def _negatives(self, items: Tensor, src: Tensor, epoch: int) -> list[Tensor]:
         """Return sources and destinations of the negative edges; [] without a negative sampler."""
         sampler = self._graph_sampler.negative_sampler
-        graph = self._blocks.graph
+        graph = self.blocks.graph
         if sampler is None:
             return []
         if type(sampler) is import_dgl().dataloading.negative_sampler.Uniform:
@@ -121,14 +127,14 @@ class EdgeEngine:
         """Return the excluded edges among the in-edges of `nodes`, which are sorted."""
         sampler = self._graph_sampler
         edges = import_dgl().dataloading.base.find_exclude_eids(
-            self._blocks.graph, items, sampler.exclude, sampler.reverse_eids
+            self.blocks.graph, items, sampler.exclude, sampler.reverse_eids
         )
         if edges is None:
             return None
         edges = torch.from_numpy(np.unique(edges.numpy()))
         # as in DGL, ids that are not edges exclude nothing
-        edges = edges[(edges >= 0) & (edges < self._blocks.graph.num_edges())]
-        _, dst = self._blocks.graph.find_edges(edges.to(self._blocks.dtype))
+        edges = edges[(edges >= 0) & (edges < self.blocks.graph.num_edges())]
+        _, dst = self.blocks.graph.find_edges(edges.to(self.blocks.dtype))
         found = np.searchsorted(nodes.numpy(), dst.numpy())
         locals_ = torch.from_numpy(found).clamp(max=len(nodes) - 1)
         if not torch.equal(nodes[locals_], dst.long()):
@@ -137,7 +143,7 @@ class EdgeEngine:
                 "hint: reverse_eids[e] is the id of the edge from e's destination to e's source"
             )
         positions = edges if self._positions is None else self._positions[edges.long()]
-        return exclude_edges(self._blocks.csc.graph.indptr.numpy(), nodes, locals_, positions)
+        return exclude_edges(self.blocks.csc.graph.indptr.numpy(), nodes, locals_, positions)
 
 
 class DglEngine:
@@ -150,22 +156,22 @@ class DglEngine:
     """
 
     def __init__(self, blocks: Any, graph_sampler: Any, seed: int) -> None:
-        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._labor = _independent_labor_sampler(graph_sampler)
 
     def sample(self, items: Any, epoch: int) -> Result:
         """See `Engine`."""
         if isinstance(items, Mapping):
-            items = {kind: ids.to(self._blocks.dtype) for kind, ids in items.items()}
+            items = {kind: ids.to(self.blocks.dtype) for kind, ids in items.items()}
             flat = torch.cat([*items.values()])
         else:
-            flat = items = items.to(self._blocks.dtype)
+            flat = items = items.to(self.blocks.dtype)
 
         def sample() -> Result:
             if self._labor is not None:
                 # it has its own random generator, whose state would depend on earlier minibatches
                 self._labor.set_seed(_dgl_seed(self._seed, epoch, flat))
-            return self._graph_sampler.sample(self._blocks.graph, items)
+            return self._graph_sampler.sample(self.blocks.graph, items)
 
         return sample_with_dgl(sample, self._seed, epoch, flat)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
@@ -24,6 +25,7 @@ from gcnzc.interop.dgl.blocks import (
     invert_edge_ids,
 )
 from gcnzc.interop.dgl.importing import block_class, import_dgl
+from gcnzc.interop.inner_loader import share_attributes
 from gcnzc.kernels.structure.bipartite import column_offsets
 from gcnzc.sampling.hetero import HeteroBatch
 
@@ -118,8 +120,7 @@ class HeteroBlockBuilder:
     """
 
     def __init__(self, graph: Any) -> None:
-        self._given_graph = graph
-        self.refresh_data()
+        self._given_graph, self.graph = graph, graph.local_var()
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
@@ -136,9 +137,11 @@ class HeteroBlockBuilder:
         """The edges, which gcnzc samples."""
         return to_typed_csc(self._given_graph)
 
-    def refresh_data(self) -> None:
-        """Use the data that the graph has now; see `BlockBuilder.refresh_data`."""
-        self.graph = self._given_graph.local_var()
+    def with_present_data(self) -> Self:
+        """Return a builder with the data that the graph has now; see `BlockBuilder`."""
+        other = share_attributes(self)
+        other.graph = self._given_graph.local_var()
+        return other
 
     def build(self, batch: HeteroBatch) -> list[Any]:
         """Return the DGL blocks of a batch of complete blocks, input layer first, on the host.

@@ -46,14 +46,14 @@ class HeteroNodeEngine:
     """
 
     def __init__(self, blocks: HeteroBlockBuilder, graph_sampler: Any, seed: int) -> None:
-        self._blocks, self._graph_sampler = blocks, graph_sampler
+        self.blocks, self._graph_sampler = blocks, graph_sampler
         self._sampler = _make_sampler(blocks, graph_sampler, seed)
 
     def sample(self, items: Mapping[str, Tensor], epoch: int) -> Result:
         """See `Engine`."""
         batch = self._sampler.sample(items, epoch)
-        blocks = self._blocks.build(batch)
-        outputs = {each: convert_ids(ids, self._blocks.dtype) for each, ids in items.items()}
+        blocks = self.blocks.build(batch)
+        outputs = {each: convert_ids(ids, self.blocks.dtype) for each, ids in items.items()}
         # a tensor if the graph has one node type, as in DGL
         inputs = blocks[0].srcdata[import_dgl().NID]
         return self._graph_sampler.assign_lazy_features((inputs, outputs, blocks))
@@ -71,7 +71,7 @@ class HeteroEdgeEngine:
     """
 
     def __init__(self, blocks: HeteroBlockBuilder, graph_sampler: Any, seed: int) -> None:
-        self._blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
+        self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         self._sampler = _make_sampler(blocks, graph_sampler.sampler, seed)
         self._reverse_ids: Any = graph_sampler.reverse_eids
         if isinstance(self._reverse_ids, Mapping):
@@ -92,36 +92,36 @@ class HeteroEdgeEngine:
         given = [ends]
         if self._graph_sampler.negative_sampler is not None:
             given.append(self._negatives(items, ends, epoch))
-        nodes, local = _compact(self._blocks.graph.ntypes, given)
+        nodes, local = _compact(self.blocks.graph.ntypes, given)
         edges = self._excluded_edges(items, ends)
         excluded = {each: self._positions_of(each, ids) for each, ids in edges.items()}
         batch = self._sampler.sample(nodes, epoch, exclude=excluded)
-        blocks = self._blocks.build(batch)
+        blocks = self.blocks.build(batch)
         inputs = blocks[0].srcdata[import_dgl().NID]
         _, _, blocks = self._graph_sampler.sampler.assign_lazy_features((inputs, None, blocks))
         graphs = [
-            self._blocks.build_pair_graph(nodes, own, edges)
+            self.blocks.build_pair_graph(nodes, own, edges)
             for own, edges in zip(local, (items, None), strict=False)
         ]
         return self._graph_sampler.assign_lazy_features((inputs, *graphs, blocks))
 
     def _ends_of(self, edge_type: EdgeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sources and destinations, int64, of edges given by DGL's ids."""
-        edges = self._blocks.csc.graph.edges(edge_type)
+        edges = self.blocks.csc.graph.edges(edge_type)
         positions = self._positions_of(edge_type, ids)
         dst = np.searchsorted(edges.indptr.numpy(), positions.numpy(), side="right") - 1
         return edges.indices[positions].long(), torch.from_numpy(dst)
 
     def _positions_of(self, edge_type: EdgeType, ids: Tensor) -> Tensor:
         """Return the CSC positions of edges given by DGL's ids."""
-        positions = self._blocks.csc.positions[edge_type]
+        positions = self.blocks.csc.positions[edge_type]
         return ids if positions is None else positions[ids]
 
     def _negatives(
         self, items: EdgeItems, ends: Ends, epoch: int
     ) -> dict[EdgeType, tuple[Tensor, Tensor]]:
         """Return sources and destinations of the negative edges by edge type."""
-        sampler, graph = self._graph_sampler.negative_sampler, self._blocks.graph
+        sampler, graph = self._graph_sampler.negative_sampler, self.blocks.graph
         flat = torch.cat([*items.values()])
         if type(sampler) is import_dgl().dataloading.negative_sampler.Uniform:
             random = generator(self._seed, epoch, flat)
@@ -134,7 +134,7 @@ class HeteroEdgeEngine:
                 )
                 for each, (src, _) in ends.items()
             }
-        given = {each: convert_ids(ids, self._blocks.dtype) for each, ids in items.items()}
+        given = {each: convert_ids(ids, self.blocks.dtype) for each, ids in items.items()}
         found = sample_with_dgl(lambda: sampler(graph, given), self._seed, epoch, flat)
         return _check_negatives(type(sampler).__name__, found, graph)
 
@@ -149,7 +149,7 @@ class HeteroEdgeEngine:
                 continue
             other, reverse = found
             # as in DGL, ids that are not edges exclude nothing
-            is_edge = (reverse >= 0) & (reverse < self._blocks.graph.num_edges(other))
+            is_edge = (reverse >= 0) & (reverse < self.blocks.graph.num_edges(other))
             reverse = reverse[is_edge]
             src, dst = self._ends_of(other, reverse)
             is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])

@@ -24,7 +24,7 @@ from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
 from gcnzc.interop.dgl.items import check_items
 from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
+from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch, share_attributes
 from gcnzc.interop.options import CPU, Options, check_tables, split_options
 from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block
@@ -213,10 +213,13 @@ class DataLoader(DropInLoader):
 
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
-        self._blocks.refresh_data()
-        if self._weights != self._current_weights():
+        # new objects, since epochs in progress use the old ones
+        self._blocks = self._blocks.with_present_data()
+        if self._weights == self._current_weights():
+            self._engine = share_attributes(self._engine)
+            self._engine.blocks = self._blocks
+        else:
             self._engine = self._create_engine()
-        # a new dictionary, since epochs in progress use the old one
         self._columns = dict(self._columns)
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
