@@ -260,6 +260,8 @@ class DropInLoader(DataLoader[Any], ABC):
 
     def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch], Self]:
         """Begin an epoch; return its progress, its batches, and what makes minibatches of them."""
+        # also when the iterator was created, so that errors are raised there
+        self._refresh_attributes()
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)

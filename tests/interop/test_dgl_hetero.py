@@ -638,8 +638,8 @@ def test_an_epoch_in_progress_keeps_the_data_it_began_with(is_typed, sampler_lib
     change(1)
     early = iter(loader)
     seen = numbers([next(early)])
-    change(2)
     late = iter(loader)
+    change(2)
     assert numbers([next(late)]) == {2}
     assert (seen | numbers(early), numbers(late)) == ({1}, {2})
 
