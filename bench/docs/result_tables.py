@@ -85,8 +85,18 @@ SYSTEMS = {
     "ours": "gcnzc {rival_gcnzc}",
     "dgl": "DGL {rival_dgl}",
     "graphbolt": "GraphBolt of DGL {rival_dgl}",
-    "pyg": "PyG {rival_torch_geometric} with torch-sparse {rival_torch_sparse}",
+    "pyg": "PyG {rival_torch_geometric} with {sampler}",
 }
+
+
+def title_of(system: str, line: Line) -> str:
+    """Return the name of a measured system with its versions."""
+    # PyG samples with pyg-lib if it is installed; lines before it was measured do not name it
+    libraries = {"pyg-lib": "rival_pyg_lib", "torch-sparse": "rival_torch_sparse"}
+    found = [
+        f"{name} {line[key]}" for name, key in libraries.items() if line.get(key, "none") != "none"
+    ]
+    return SYSTEMS[system].format(**line, sampler=found[0] if found else "no sampler")
 
 
 def best_loaders() -> dict[str, Line]:
@@ -109,7 +119,7 @@ def loader() -> str:
     rows = []
     for system in SYSTEMS:
         line = best[system]
-        title = SYSTEMS[system].format(**line)
+        title = title_of(system, line)
         title += f", torch {line['rival_torch'].split('+')[0]}"
         speedup = None if system == "ours" else f"{ours / line['seeds_per_s']:.1f}"
         rows.append([title, line["way"], f"{line['seeds_per_s']:,.0f}", speedup])
@@ -128,7 +138,7 @@ def heterograph() -> str:
     ratio = newest(read("heterograph"), "ratio")["ours / dgl"]
     rows = [
         [
-            SYSTEMS[system].format(**line),
+            title_of(system, line),
             line["way"],
             f"{line['seeds_per_s']:,.0f}",
             None if system == "ours" else f"{ratio['times']:.1f}",
@@ -152,7 +162,7 @@ def sampling() -> str:
     ours = found["ours"]["seeds_per_s"]
     rows = [
         [
-            SYSTEMS[system].format(**line),
+            title_of(system, line),
             f"{line['seeds_per_s']:,.0f}",
             None if system == "ours" else f"{ours / line['seeds_per_s']:.1f}",
         ]

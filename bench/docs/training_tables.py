@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from bench.docs.result_tables import (
-    SYSTEMS,
     Line,
     markdown,
     newest,
     read,
     spread,
     table,
+    title_of,
     with_caption,
     with_source,
 )
@@ -115,7 +115,7 @@ def steps() -> str:
         rows.append(
             [
                 KINDS[kind],
-                SYSTEMS[line["system"]].format_map(line) + (f", {way}" if way else ""),
+                title_of(line["system"], line) + (f", {way}" if way else ""),
                 f"{1e3 * line['median_s']:.0f}",
                 f"{line['median_s'] / best[kind, 'ours']['median_s']:.2f}",
             ]

@@ -1,4 +1,4 @@
-"""Measure PyG: its loader with 0 to 2 workers, with torch-sparse's sampler."""
+"""Measure PyG: its loader with 0 to 2 workers."""
 
 from pyg_system import VERSIONS, build_data, build_loader
 from serve import serve

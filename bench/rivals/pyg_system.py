@@ -1,18 +1,16 @@
-"""PyG's graph of a folder, its loader with torch-sparse's sampler, and its versions."""
+"""PyG's graph of a folder, its loader, and versions.
+
+PyG samples with pyg-lib where that is installed, and otherwise with torch-sparse.
+"""
 
 import numpy as np
 import torch
-import torch_geometric
-import torch_sparse
+from minibatches import versions
 from serve import BATCH_SIZE, FANOUTS, arrays
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 
-VERSIONS = {
-    "torch_geometric": torch_geometric.__version__,
-    "torch_sparse": torch_sparse.__version__,
-    "torch": torch.__version__,
-}
+VERSIONS = versions()
 
 
 def build_data(folder):
