@@ -43,7 +43,6 @@ from gcnzc.datasets.meta_rules import (
     optional,
     or_null,
 )
-from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
 from gcnzc.datasets.rows import Array, Progress, no_progress
 from gcnzc.datasets.source import SPLITS, node_dtype
 
@@ -132,11 +131,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def front_of(kind: str, number: int) -> str:
     """Return the begin of the names of the files of a type; `kind` is "nodes" or "edges"."""
     return f"{kind}/{number}/"
-
-
-def has_names(files: Table, front: str) -> bool:
-    """Whether the nodes or classes of a type have names; `front` is that of `front_of`."""
-    return any(name.startswith(f"{front}{NAMES_FOLDER}/") for name in files)
 
 
 def _entries(meta: Table) -> list[tuple[str, int, dict[str, Any]]]:

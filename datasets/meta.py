@@ -137,9 +137,12 @@ def read_versioned(folder: Path, versions: Sequence[int]) -> dict[str, Any]:
                 f"{folder} has a graph of one node type\n\nhint: gcnzc.load({str(folder)!r})"
             )
     if type(version) is not int or version not in versions:
+        given = "no format version"
+        if version is not None:
+            given = f"format version {shortened(version)}"
         raise ValueError(
-            f"{folder} has format version {shortened(version)}, but this version of gcnzc reads "
-            f"{' and '.join(map(str, versions))}\n\n{AGAIN}, or install the gcnzc that wrote it"
+            f"{path} has {given}, but this version of gcnzc reads {VERSION}, {CODED_VERSION} and "
+            f"{HETERO_VERSION}\n\n{AGAIN}, or install the gcnzc that wrote it"
         )
     _check_crc(meta, path)
     return meta

@@ -9,8 +9,10 @@ A prepared folder has them in csv files with a header line:
 A file is absent if the source has numbers only.
 """
 
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,25 +58,64 @@ class Names:
         return found
 
 
-def read_names(folder: Path, kinds: Collection[str] = tuple(FILES)) -> Names:
+@dataclass(frozen=True)
+class NamesFolder:
+    """Where a prepared folder has names, which are read when they are needed.
+
+    Attributes:
+        path: folder that has the folder `mapping`.
+        checksums: CRC-32 of the files in `mapping`, as in `meta.json`, by their names.
+    """
+
+    path: Path
+    checksums: Mapping[str, str]
+
+    @classmethod
+    def find(cls, folder: Path, files: Mapping[str, Any], front: str = "") -> "NamesFolder | None":
+        """Return where a prepared folder has names; None if it has none.
+
+        Args:
+            folder: the prepared folder.
+            files: "files" of its `meta.json`.
+            front: begin of the names of the files.
+        """
+        front_of_names = f"{front}{FOLDER}/"
+        found = {
+            name.removeprefix(front_of_names): entry["crc32"]
+            for name, entry in files.items()
+            if name.startswith(front_of_names)
+        }
+        return cls(folder / front, found) if found else None
+
+
+def read_names(folder: NamesFolder | None, kinds: Collection[str] = tuple(FILES)) -> Names:
     """Read the names that a prepared folder has; None where it has none.
 
     Args:
-        folder: the folder.
+        folder: the folder; None if it has no names.
         kinds: attributes of `Names` to read; the others are None.
 
     Raises:
+        FileNotFoundError: a file is missing.
         ValueError: a file is damaged.
     """
     import pandas as pd
 
     found: dict[str, Any] = {}
+    if folder is None:
+        return Names()
     for kind, (file, number, name) in FILES.items():
-        path = folder / FOLDER / file
-        if kind not in kinds or not path.is_file():
+        path = folder.path / FOLDER / file
+        if kind not in kinds or file not in folder.checksums:
             continue
+        contents = path.read_bytes()
+        if f"{zlib.crc32(contents):08x}" != folder.checksums[file]:
+            raise ValueError(
+                f"{path} is damaged: it has another checksum than in meta.json\n\n"
+                "hint: was it edited? Prepare the folder again from its source"
+            )
         try:
-            table = pd.read_csv(path, dtype={name: str}, na_filter=False)
+            table = pd.read_csv(BytesIO(contents), dtype={name: str}, na_filter=False)
             values = table[name].to_numpy(object)
             is_valid = bool((table[number].to_numpy() == np.arange(len(table))).all())
         except (ValueError, KeyError) as error:

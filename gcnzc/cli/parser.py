@@ -164,6 +164,14 @@ def check_outputs(config: Any) -> None:
                 )
         elif isinstance(config, PredictConfig):
             check_output("out", config.out)
+            for name, path in (("pairs", config.pairs), ("nodes", Path(config.nodes))):
+                if path is None or not (path.exists() and config.out.exists()):
+                    continue
+                if config.out.samefile(path):
+                    raise ValueError(
+                        f"--out and --{name} are the same file, {path}\n\n"
+                        "hint: choose another name for the predictions"
+                    )
         elif isinstance(config, EmbedNodesConfig):
             check_file_output("out", config.out, ".npy", "`numpy.load` reads it")
         elif isinstance(config, ExportConfig):

@@ -131,7 +131,10 @@ class FeatureTable:
                     f"a sparse table of features is float32 on the host, not {rows.dtype} on "
                     f"{rows.device}\n\nhint: rows.float().cpu(), or rows.to_dense()"
                 )
-        elif rows.layout != torch.strided or (rows.shape[1] > 1 and rows.stride(1) != 1):
+        elif rows.layout != torch.strided or (
+            # NumPy's strides of an empty array are 0
+            rows.numel() > 0 and rows.shape[1] > 1 and rows.stride(1) != 1
+        ):
             strides = f" with strides {rows.stride()}" if rows.layout == torch.strided else ""
             raise ValueError(
                 f"a table of features is dense with contiguous rows, or CSR, not {rows.layout} of "

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gcnzc.datasets.names import Names, read_names
+from gcnzc.datasets.meta import read_meta
+from gcnzc.datasets.names import Names, NamesFolder, read_names
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import Metric
+from gcnzc.datasets.store import is_prepared
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 
@@ -63,18 +65,23 @@ class Dataset:
     @cached_property
     def names(self) -> Names:
         """Names of classes and features, as far as the source has them."""
-        return self.own_names or read_names(self.folder, ("classes", "features"))
+        return self.own_names or self._read_names("classes", "features")
 
     @cached_property
     def node_ids(self) -> Array | None:
         """(N,) ids of the nodes in the source as text; None if they are the numbers from 0."""
-        names = self.own_names or read_names(self.folder, ("nodes",))
+        names = self.own_names or self._read_names("nodes")
         if names.nodes is not None and len(names.nodes) != self.graph.num_nodes:
             raise ValueError(
                 f"{self.folder} has {len(names.nodes):,} ids for {self.graph.num_nodes:,} nodes\n\n"
                 "hint: prepare the folder again from its source"
             )
         return names.nodes
+
+    def _read_names(self, *kinds: str) -> Names:
+        if not is_prepared(self.folder):
+            return Names()
+        return read_names(NamesFolder.find(self.folder, read_meta(self.folder)["files"]), kinds)
 
     @cached_property
     def table(self) -> FeatureTable | None:

@@ -283,8 +283,10 @@ def _check_typed_columns(
             continue
         found, expected = new_state[key].shape[1], trained_state[key].shape[1]
         raise ValueError(
-            f"{source} has {found} columns for node type {name!r}, but the model was trained on "
-            f"{trained_on} with {expected}\n\nhint: a model fits only graphs with the same features"
+            f"the model's input for node type {name!r} has {found} columns with {source}, but it "
+            f"was trained on {trained_on} with {expected}\n\n"
+            "hint: a model fits only graphs with the same features; a node type without features "
+            "has the columns of its embeddings"
         )
 
 

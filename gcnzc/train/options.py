@@ -353,7 +353,8 @@ def check_writable(name: str, path: Path | None) -> None:
     folder = path.parent
     # where a symbolic link leads to
     target = path.resolve().parent
-    for place in (target, target.parent):
+    # a file of a type of a heterogeneous graph may be in graph/nodes/0/mapping
+    for place in (target, *target.parents[:3]):
         if path.exists() and (place / "meta.json").exists():
             raise ValueError(
                 f"{option_name(name)}: {path} is a file of the prepared graph {place}\n\n"

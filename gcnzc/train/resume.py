@@ -203,6 +203,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> None:
     _restore_loss_scale(trainer, state)
     if trainer.embeddings is not None:
         trainer.embeddings.restore(state["embeddings"], state["best"])
+        if trainer.is_rank_zero and (lost := trainer.embeddings.describe_lost_best(state["best"])):
+            trainer.reporter.say(f"warning: {lost}")
     trainer.epoch, trainer.in_epoch = state["epoch"], state["in_epoch"]
     trainer.best, trainer.lines = state["best"], state["lines"]
     # best.pt may be older than the checkpoint

@@ -144,7 +144,8 @@ def gather(
 
 
 def _check(table: Tensor, ids: Tensor) -> None:
-    if table.ndim != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+    # NumPy's strides of an empty array are 0
+    if table.ndim != 2 or (table.numel() > 0 and table.shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(
             f"gather: rows must be contiguous in a table of two dimensions, not of shape "
             f"{tuple(table.shape)} and strides {table.stride()}\n\nhint: .contiguous() makes a copy"

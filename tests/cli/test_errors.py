@@ -168,6 +168,11 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
     os.mkfifo(pipe)
     link = tmp_path / "link.npy"
     link.symlink_to(graph / "features.npy")
+    # as far below the folder as the names of a node type
+    names = tmp_path / "typed/nodes/0/mapping/names.npy"
+    names.parent.mkdir(parents=True)
+    for path in (tmp_path / "typed/meta.json", names):
+        path.write_bytes(b"{}")
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),
@@ -184,6 +189,10 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
         ),
         (["evaluate", run, "--predictions", link], "link.npy is a file of the prepared graph"),
         (["embed-nodes", run, "--out", link], "link.npy is a file of the prepared graph"),
+        (
+            ["embed-nodes", run, "--out", names],
+            f"is a file of the prepared graph {names.parents[3]}",
+        ),
         (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
         (["cost", graph, "--picture", tmp_path / "x"], "does not end in an image format"),

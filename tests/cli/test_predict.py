@@ -197,6 +197,8 @@ def test_scores_of_pairs(graph, tmp_path, capsys):
     pairs.write_text("source,target\nn1,n2000\n")
     message = "line 2, column 'target': no node has the id 'n2000'"
     assert message in error_of(capsys, run, "--pairs", pairs, "--out", tmp_path / "q.csv")
+    words = [run, "--pairs", pairs, "--out", tmp_path / "." / "pairs.csv"]
+    assert "--out and --pairs are the same file" in error_of(capsys, *words, status=2)
     words = [run, "--pairs", pairs, "--nodes", "test", "--out", out]
     assert "--nodes test with --pairs" in error_of(capsys, *words, status=2)
 

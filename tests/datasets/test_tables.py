@@ -12,7 +12,8 @@ import torch
 
 import gcnzc
 from gcnzc.cli import main
-from gcnzc.datasets.names import as_integers, read_names
+from gcnzc.datasets.meta import read_meta
+from gcnzc.datasets.names import NamesFolder, as_integers, read_names
 from gcnzc.datasets.part_names import part_of
 from gcnzc.graph.load import verify
 
@@ -50,6 +51,10 @@ split = "part"
 FEATURES = [[31 + 11 * i, i + 0.5, i + 1] for i in range(5)]
 
 
+def names_in(folder):
+    return read_names(NamesFolder.find(folder, read_meta(folder)["files"]))
+
+
 def write(folder, *, options=OPTIONS, nodes=NODES, edges=EDGES):
     folder.mkdir(exist_ok=True)
     (folder / "graph.toml").write_text(options)
@@ -84,7 +89,7 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     verify(tmp_path / "data")
     assert "columns that are not used: weight of edges.csv, note of nodes.csv" in err
     assert json.loads(out)["split"]["dropped_without_label"]["test"] == 1
-    names = read_names(tmp_path / "data")
+    names = names_in(tmp_path / "data")
     assert names.nodes.tolist() == ["ann", "bob", "c,d", "007", "7"]
     assert (names.classes, names.features) == (["cat", "dog"], ["age", "x1", "x2"])
     first = (tmp_path / "data/mapping/nodes.csv").read_text().splitlines()[:2]
@@ -93,8 +98,8 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.ones((5, 2)))
     again = prepare(tmp_path / "data", tmp_path / "again", features=tmp_path / "x.npy")
     assert again.features.shape == (5, 2)
-    assert read_names(tmp_path / "again").features is None
-    assert read_names(tmp_path / "again").classes == ["cat", "dog"]
+    assert names_in(tmp_path / "again").features is None
+    assert names_in(tmp_path / "again").classes == ["cat", "dog"]
 
 
 def test_bidirected_is_the_name_of_the_option_and_undirected_an_old_one(tmp_path):
@@ -194,7 +199,7 @@ def test_ids_that_are_the_numbers_need_no_names(tmp_path):
     assert data.features[:, 0].tolist() == [0.5, 1.5, 2.5]
     assert data.labels.tolist() == [1, 0, 0]
     assert [data.split[part].tolist() for part in ("train", "valid", "test")] == [[0], [1], [2]]
-    assert read_names(tmp_path / "data").nodes is None
+    assert names_in(tmp_path / "data").nodes is None
     path.write_text(options + 'features = "x.npy"\n')
     np.save(tmp_path / "in/x.npy", np.eye(3))
     with pytest.raises(ValueError, match=r"cannot determine the row order of .*x.npy: by id"):
@@ -206,7 +211,7 @@ def test_edges_alone_make_a_graph_to_predict_on(tmp_path):
         tmp_path / "in", options='[edges]\nfile = "edges.csv"\n', edges="a,b\n30,4\n4,100\n"
     )
     assert prepare(path, tmp_path / "data").graph.indices.tolist() == [1, 0]
-    assert read_names(tmp_path / "data").nodes.tolist() == ["4", "30", "100"]
+    assert names_in(tmp_path / "data").nodes.tolist() == ["4", "30", "100"]
 
 
 def test_classes_have_the_order_that_is_given(tmp_path):

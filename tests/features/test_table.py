@@ -769,3 +769,11 @@ def test_a_gpu_gathers_pinned_rows(device):
 def test_complex_rows_are_rejected():
     with pytest.raises(ValueError, match="a table of features has real values"):
         FeatureTable(torch.empty(3, 2, dtype=torch.complex64))
+
+
+def test_arrays_without_rows_are_tables():
+    # NumPy's strides of an empty array are 0
+    rows = torch.from_numpy(np.zeros((0, 2), np.float32))
+    assert rows.stride() == (0, 0)
+    found = FeatureTable(rows).gather(torch.empty(0, dtype=torch.int64))
+    assert found.shape == (0, 2)

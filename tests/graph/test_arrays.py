@@ -8,7 +8,8 @@ import torch
 from scipy import sparse
 
 import gcnzc
-from gcnzc.datasets.names import read_names
+from gcnzc.datasets.meta import read_meta
+from gcnzc.datasets.names import NamesFolder, read_names
 from gcnzc.graph.edge_values import names_of_values
 from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
@@ -22,6 +23,10 @@ LABELS = RANDOM.integers(0, 3, N)
 SPLITS = {"train": np.arange(30), "valid": np.arange(30, 45), "test": np.arange(45, 60)}
 MASKS = {part: np.isin(np.arange(N), ids) for part, ids in SPLITS.items()}
 WORDS = np.array(["train"] * 30 + ["val"] * 15 + ["test"] * 15)
+
+
+def names_in(folder):
+    return read_names(NamesFolder.find(folder, read_meta(folder)["files"]))
 
 
 @pytest.fixture(scope="module")
@@ -286,10 +291,10 @@ def test_a_graph_without_labels_and_splits_is_prepared(tmp_path):
 def test_names_of_networkx_nodes_are_saved(tmp_path):
     graph = networkx.Graph([("a,b", 7), (7, "c")])
     gcnzc.prepare(graph, tmp_path / "data", features=np.eye(3))
-    assert read_names(tmp_path / "data").nodes.tolist() == ["a,b", "7", "c"]
+    assert names_in(tmp_path / "data").nodes.tolist() == ["a,b", "7", "c"]
     # and remain when the folder is prepared again
     gcnzc.prepare(tmp_path / "data", tmp_path / "again", feature_dtype="float16")
-    assert read_names(tmp_path / "again").nodes.tolist() == ["a,b", "7", "c"]
+    assert names_in(tmp_path / "again").nodes.tolist() == ["a,b", "7", "c"]
     verify(tmp_path / "again")
 
 

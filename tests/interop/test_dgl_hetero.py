@@ -1,9 +1,13 @@
 """The drop-in loader for DGL with heterogeneous graphs, compared with DGL's own loader."""
 
 import copy
+import gc
 import importlib.util
 import itertools
+import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import torch
 from scipy.stats import chi2
 
 from gcnzc import FeatureTable
-from gcnzc.interop.dgl import DataLoader, import_dgl
+from gcnzc.interop.dgl import DataLoader, dgl_sampler, import_dgl
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -642,6 +646,105 @@ def test_an_epoch_in_progress_keeps_the_data_it_began_with(is_typed, sampler_lib
     change(2)
     assert numbers([next(late)]) == {2}
     assert (seen | numbers(early), numbers(late)) == ({1}, {2})
+
+
+def plain(whole):
+    """The same nodes and edges without types, and the data `weight` of edges."""
+    return dgl.to_homogeneous(whole, edata=["weight"], store_type=False)
+
+
+@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_graph_whose_edges_change_is_sampled_as_it_is(is_typed, sampler_library):
+    whole = make_graph() if is_typed else plain(make_graph())
+    each = CITES if is_typed else whole.canonical_etypes[0]
+    seeds = {"paper": torch.arange(150)} if is_typed else torch.arange(200)
+    loader = DataLoader(
+        *(whole, seeds, loading.NeighborSampler([-1])),
+        **{"batch_size": 50, "threads": 1, "ahead": 1, "sampler_library": sampler_library},
+    )
+
+    def numbers(minibatches):
+        return sorted(
+            torch.cat([block.edges[each].data["weight"] for _, _, (block,) in minibatches]).tolist()
+        )
+
+    def of_graph():
+        nodes = seeds[each[2]] if is_typed else seeds
+        return sorted(whole.edges[each].data["weight"][whole.in_edges(nodes, "eid", each)].tolist())
+
+    first = of_graph()
+    assert numbers(loader) == first
+    early = iter(loader)
+    seen = [next(early)]
+    whole.remove_edges(torch.arange(0, whole.num_edges(each), 3), etype=each)
+    second = of_graph()
+    assert second != first
+    assert numbers(loader) == second
+    # the epoch in progress keeps its edges
+    assert numbers([*seen, *early]) == first
+    ends = torch.arange(100), torch.arange(100).flip(0)
+    whole.add_edges(*ends, data={"weight": torch.full((100,), 2.0)}, etype=each)
+    third = of_graph()
+    assert third.count(2.0) == 100
+    assert numbers(loader) == third
+    whole.remove_nodes(torch.arange(140, 150) if is_typed else torch.arange(190, 206), each[2])
+    with pytest.raises(ValueError, match=r"indices.* reach from 0 to 1[49]9, but the graph has"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
+    whole = make_graph() if is_typed else plain(make_graph())
+    each = CITES if is_typed else whole.canonical_etypes[0]
+    items = {"paper": SEEDS["paper"]} if is_typed else SEEDS["paper"]
+
+    def edges():
+        loader = DataLoader(whole, items, loading.NeighborSampler([3, 2]), batch_size=7, seed=5)
+        found = [[block.edges[each].data[dgl.EID].tolist() for block in b] for _, _, b in loader]
+        loader.close()
+        return found
+
+    before, order = edges(), whole.adj_tensors("csc", etype=each)[2].clone()
+    # it sorts the sources of each column
+    whole.global_uniform_negative_sampling(10, etype=each)
+    assert not torch.equal(whole.adj_tensors("csc", etype=each)[2], order)
+    gc.collect()
+    assert edges() == before
+
+
+def test_weights_changed_in_an_epoch_count_in_the_next():
+    # in this order DGL's edge ids are positions in CSC, so that no copy is needed to sort weights
+    ends = torch.arange(400) * 7 % 50, torch.arange(400) // 8
+    whole = dgl.heterograph({("a", "to", "a"): ends, ("a", "of", "a"): ends})
+    weights = torch.ones(400)
+    for name in ("to", "of"):
+        whole.edges[name].data["p"] = weights
+    loader = DataLoader(
+        *(whole, {"a": torch.arange(50)}, loading.NeighborSampler([3], prob="p")),
+        **{"batch_size": 5, "threads": 1, "ahead": 1},
+    )
+    epoch = iter(loader)
+    next(epoch)
+    weights.zero_()
+    assert [block.num_edges("to") for _, _, (block,) in epoch] == [15] * 9
+    assert [block.num_edges("to") for _, _, (block,) in loader] == [0] * 10
+
+
+def test_all_threads_sample_with_dgl_in_one_thread(monkeypatch):
+    """Also if they are the first ones that do."""
+    monkeypatch.setattr(dgl_sampler, "_threads", {})
+    slow = dgl_sampler.import_dgl
+
+    def import_slowly():
+        time.sleep(0.05)
+        return slow()
+
+    monkeypatch.setattr(dgl_sampler, "import_dgl", import_slowly)
+    with ThreadPoolExecutor(8) as pool:
+        found = {*pool.map(dgl_sampler.sampling_thread, [os.getpid()] * 8)}
+    assert len(found) == 1
+    found.pop().shutdown()
 
 
 def test_types_that_a_minibatch_does_not_reach_have_no_nodes(graph):

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gcnzc import FeatureTable
-from gcnzc.interop.dgl import DataLoader, import_dgl
+from gcnzc.interop.dgl import DataLoader, dgl_sampler, import_dgl
 from gcnzc.interop.dgl import loader as dgl_loader
-from gcnzc.interop.dgl.dgl_sampler import sampling_thread
 from gcnzc.interop.dgl.importing import check_cuda
 
 if importlib.util.find_spec("dgl") is None:
@@ -338,11 +337,12 @@ def test_minibatches_sampled_by_dgl_are_reproducible(graph, sampler):
     assert drawn(make(seed=10)) != first
 
 
-def test_dgl_samples_with_one_openmp_thread():
+def test_dgl_samples_with_one_openmp_thread(monkeypatch):
     # what torch was told holds for new threads too, from their first question to it on
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    with sampling_thread.__wrapped__(os.getpid()) as executor:
+    monkeypatch.setattr(dgl_sampler, "_threads", {})
+    with dgl_sampler.sampling_thread(os.getpid()) as executor:
         assert executor.submit(torch.get_num_threads).result() == 1
     torch.set_num_threads(before)
 

@@ -306,6 +306,25 @@ def test_edges_out_of_range_are_reported(data):
         NeighborLoader((features, edges), [2], "user")
 
 
+@pytest.mark.parametrize(
+    ("layout", "edges", "message"),
+    [
+        ("coo", ([0, 1], [0]), "2 sources and 1 destinations for the edges of .*'buys'"),
+        ("coo", ([0.0, 1.0], [0, 1]), "two integer tensors"),
+        ("csc", ([0, 1], [[0, 1, 2]]), "two integer tensors"),
+        ("csc", ([0, 1], [0, 2, 1]), "offsets for the edges of .*'buys'"),
+        ("csc", ([0, 1], [1, 2]), "not those of its 2 edges"),
+        ("csr", ([0, 1], [0, 1]), "not those of its 2 edges"),
+        ("csr", ([], []), "not those of its 0 edges"),
+    ],
+)
+def test_edges_that_do_not_fit_their_layout_are_reported(layout, edges, message):
+    arrays = tuple(torch.tensor(ids) if ids else torch.empty(0, dtype=torch.long) for ids in edges)
+    stores = Features({}), Edges({(BUYS, layout): arrays}, {BUYS: (USERS, ITEMS)})
+    with pytest.raises(ValueError, match=message):
+        NeighborLoader(stores, [2], "user")
+
+
 GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}
 
 
@@ -316,7 +335,7 @@ def test_the_stores_of_a_graph_have_its_values(data):
     assert torch.equal(features["user", "x", None], data["user"].x)
     assert torch.equal(features["user", "y", torch.tensor([5, 5, 0])], data["user"].y[[5, 5, 0]])
     assert torch.equal(features["item", "x", slice(2, 9, 3)], data["item"].x[2:9:3])
-    assert torch.equal(features["item", "x", 3], data["item"].x[3:4])
+    assert torch.equal(features["item", "x", 3], data["item"].x[3])
     assert features.get_tensor_size("user", "x") == (USERS, 4)
     assert features.get_tensor_size("user", "y") == (USERS,)
     assert features.get_tensor_size("user", "z") is None
@@ -345,6 +364,34 @@ def test_the_stores_of_a_graph_have_its_values(data):
     for Store in (HeteroFeatureStore, HeteroGraphStore):
         with pytest.raises(TypeError, match="HeteroGraph"):
             Store(data)
+
+
+@pytest.mark.parametrize(
+    "index", [None, 3, slice(2, 9, 3), torch.arange(USERS) % 3 == 0, torch.tensor([4, 1, 1])]
+)
+def test_rows_are_indexed_as_those_of_hetero_data(index, data):
+    store, _ = as_stores(HeteroGraph.from_pyg(data, **GRAPH_OPTIONS))
+    for name in ("x", "y"):
+        found = store.get_tensor("user", name, index)
+        assert torch.equal(
+            found, data["user"][name] if index is None else data["user"][name][index]
+        )
+
+
+def test_a_loaded_graph_may_have_edge_features_without_edges(tmp_path):
+    empty = ("user", "returns", "item")
+    graph = HeteroGraph.from_arrays(
+        {"user": {"features": torch.ones(4, 2)}, "item": {"num_nodes": 3}},
+        {
+            BUYS: [[0, 1], [2, 2]],
+            empty: {"edge_index": torch.empty(2, 0).long(), "features": torch.empty(0, 2)},
+        },
+    )
+    graph.save(tmp_path / "graph")
+    stores = as_stores(HeteroGraph.load(tmp_path / "graph"))
+    batch = next(iter(NeighborLoader(stores, [2], "item", batch_size=3)))
+    assert batch[empty].edge_attr.shape == (0, 2)
+    assert batch["user"].x.shape == (2, 2)
 
 
 def test_loaders_accept_the_stores_of_a_graph(data):

@@ -55,6 +55,12 @@ def test_damaged_files_of_a_run_and_its_graph_name_what_helps(config, folder, tm
     for function in (lambda: evaluate(EvaluateConfig(run=run)), lambda: predict(run)):
         with pytest.raises(ValueError, match=r"meta\.json is not valid JSON"):
             function()
+    meta.write_text(json.dumps({"format": "gcnzc-graph", "version": 4}))
+    with pytest.raises(ValueError, match=r"meta\.json has format version 4, .* reads 1, 2 and 3"):
+        predict(run)
+    meta.unlink()
+    with pytest.raises(FileNotFoundError, match=r"graph has lost its meta\.json"):
+        predict(run)
 
 
 @pytest.mark.parametrize("model", ["rgcn", "hetero-sage"])

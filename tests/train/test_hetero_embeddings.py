@@ -1,5 +1,6 @@
 """Embeddings of node types without features: training, resuming, workers and evaluation."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.mixed_seed import mixed_seed
+from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.trainer import Interrupted
 
@@ -131,6 +133,19 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     best.write_bytes(best.read_bytes()[:-20])
     with pytest.raises(ValueError, match=f"{best.name}(?s:.*)hint: .*otherwise start the run"):
         evaluate(EvaluateConfig(run=tmp_path / "run"))
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    said, reporter = [], NullReporter()
+    reporter.say = said.append
+    train(replace(config, epochs=2, resume=tmp_path / "resumed"), tmp_path / "resumed", reporter)
+    lost = "warning: the embeddings of the best model, of epoch 1, are lost: "
+    assert any(text.startswith(lost) for text in said)
+    (state,) = (tmp_path / "run" / "embeddings").glob("state-*.npz")
+    content = state.read_bytes()
+    state.write_bytes(content[:-20])
+    with pytest.raises(
+        ValueError, match=r"state-.* is damaged(?s:.*)or start another run with --out"
+    ):
+        train(replace(config, epochs=2, resume=tmp_path / "run"), tmp_path / "run")
     for path in (tmp_path / "run" / "embeddings").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError, match="embeddings of the best model"):

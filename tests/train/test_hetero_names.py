@@ -12,6 +12,7 @@ import torch
 import gcnzc
 from gcnzc.cli import main
 from gcnzc.datasets.names import Names
+from gcnzc.datasets.store import checksum
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.hetero.tables import Table
@@ -110,12 +111,16 @@ def test_damaged_names_are_found(folder, tmp_path):
     names.write_text(content[:-2] + ("1" if content[-2] == "2" else "2") + "\n")
     with pytest.raises(ValueError, match=r"nodes/1/mapping/nodes\.csv"):
         verify(path)
+    # also without `verify`: predictions would have wrong ids
+    with pytest.raises(ValueError, match=r"nodes\.csv is damaged: it has another checksum"):
+        HeteroGraph.load(path).nodes("item").keys  # noqa: B018
     lines = content.splitlines()
     # of another graph, with a checksum of its own
     for changed, message in ((lines[:-1], "39 ids for 40 nodes"), (lines[::-1], "is damaged")):
         names.write_text("\n".join(changed) + "\n")
         meta = json.loads((path / "meta.json").read_text())
-        meta["files"]["nodes/1/mapping/nodes.csv"]["bytes"] = names.stat().st_size
+        entry = {"bytes": names.stat().st_size, "crc32": checksum(names)}
+        meta["files"]["nodes/1/mapping/nodes.csv"] = entry
         meta.pop("crc32", None)
         (path / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(ValueError, match=message):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gcnzc.datasets import hetero_store, store
-from gcnzc.datasets.hetero_store import front_of, has_names
+from gcnzc.datasets.hetero_store import front_of
 from gcnzc.datasets.meta import HETERO_VERSION
 from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.names import FOLDER as NAMES_FOLDER
+from gcnzc.datasets.names import NamesFolder
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -120,8 +121,8 @@ def _save_nodes(
         writer.save(f"split_{part}.npy", ids.numpy())
     if nodes.time is not None:
         writer.save("time.npy", nodes.time.numpy())
-    if isinstance(nodes.names, Path):
-        writer.copy(nodes.names / NAMES_FOLDER, NAMES_FOLDER)
+    if isinstance(nodes.names, NamesFolder):
+        writer.copy(nodes.names.path / NAMES_FOLDER, NAMES_FOLDER)
     elif nodes.names is not None:
         writer.save_names(nodes.names)
     rows = rows_of(nodes.features, nodes.quantized, f"features of node type {name!r}")
@@ -220,7 +221,7 @@ def load(folder: str | Path) -> HeteroGraph:
             _tensor(arrays, f"{front}labels.npy"),
             {part: to_tensor(arrays[f"{front}split_{part}.npy"]) for part in own["split"]},
             _tensor(arrays, f"{front}time.npy"),
-            folder / front if has_names(meta["files"], front) else None,
+            NamesFolder.find(folder, meta["files"], front),
         )
     for number, own in enumerate(meta["edges"]):
         front = front_of("edges", number)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc.datasets.names import Names, as_integers, read_names
+from gcnzc.datasets.names import Names, NamesFolder, as_integers, read_names
 from gcnzc.features.table import FeatureTable
 
 
@@ -38,7 +37,7 @@ class NodeStore:
     labels: Tensor | None = None
     split: Mapping[str, Tensor] = field(default_factory=dict)
     time: Tensor | None = None
-    names: Names | Path | None = None
+    names: Names | NamesFolder | None = None
 
     @cached_property
     def table(self) -> FeatureTable | None:
@@ -57,8 +56,8 @@ class NodeStore:
             return None
         if len(found) != self.num_nodes:
             source, hint = "names.nodes", "give one id for each node"
-            if isinstance(self.names, Path):
-                source, hint = str(self.names), "prepare the folder again from its source"
+            if isinstance(self.names, NamesFolder):
+                source, hint = str(self.names.path), "prepare the folder again from its source"
             raise ValueError(
                 f"{source} has {len(found):,} ids for {self.num_nodes:,} nodes\n\nhint: {hint}"
             )
@@ -78,9 +77,7 @@ class NodeStore:
         return self._read("classes").classes
 
     def _read(self, kind: str) -> Names:
-        if self.names is None:
-            return Names()
-        return read_names(self.names, (kind,)) if isinstance(self.names, Path) else self.names
+        return self.names if isinstance(self.names, Names) else read_names(self.names, (kind,))
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,14 +57,41 @@ def to_csc(graph: Any) -> CscEdges:
     key = (indptr.data_ptr(), indices.data_ptr(), ids.data_ptr(), graph.num_edges())
     found = _cache.get(key)
     if found is None:
-        edge_ids = None
-        if not torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype)):
-            fits_int32 = len(ids) < 2**31
-            edge_ids = ids.to(torch.int32 if fits_int32 else torch.int64, copy=True)
-        sources = indices.to(torch.int32 if graph.num_nodes() < 2**31 else torch.int64, copy=True)
+        sources, edge_ids = sorted_columns(indptr, indices, ids)
+        if edge_ids is not None:
+            edge_ids = edge_ids.to(torch.int32 if len(ids) < 2**31 else torch.int64)
+        sources = sources.to(torch.int32 if graph.num_nodes() < 2**31 else torch.int64)
         csc = Graph(indptr.clone(), sources, check=False)
         found = _cache[key] = CscEdges(csc, edge_ids, indices)
     return found
+
+
+def sorted_columns(indptr: Tensor, indices: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return copies of sources and DGL's edge ids with the ids of each column ascending.
+
+    DGL sorts its own CSC in place by other rules, such as for `GlobalUniform`. In this order, the
+    same seed samples the same edges before and after.
+
+    Args:
+        indptr: (N + 1,) offsets of the columns.
+        indices: (E,) sources.
+        ids: (E,) ids.
+
+    Returns:
+        The sources and the ids; None in place of ids that are 0, 1, and so on.
+    """
+    starts = torch.zeros(len(ids) + 1, dtype=torch.bool)
+    starts[indptr.long()] = True
+    is_ascending = starts[1:-1] | (ids[1:] > ids[:-1])
+    if bool(is_ascending.all()):
+        indices, ids = indices.clone(), ids.clone()
+    else:
+        columns = torch.arange(len(indptr) - 1).repeat_interleave(indptr.long().diff())
+        order = torch.argsort(ids)
+        order = order[torch.argsort(columns[order], stable=True)]
+        indices, ids = indices[order], ids[order]
+    is_range = torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype))
+    return indices, None if is_range else ids
 
 
 class BlockBuilder:
@@ -78,11 +105,17 @@ class BlockBuilder:
 
     def __init__(self, graph: Any) -> None:
         self._given_graph, self.graph = graph, graph.local_var()
+        self._structure = graph._graph
         self.csc = to_csc(graph)
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
         self._empty = torch.empty(0, dtype=self.dtype)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether nodes or edges were added to the graph, or removed."""
+        return self._given_graph._graph is not self._structure
 
     def with_present_data(self) -> Self:
         """Return a builder with the data that the graph has now, in columns of its own.

@@ -5,7 +5,6 @@ import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -13,23 +12,32 @@ from torch import Tensor
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl.importing import import_dgl
 from gcnzc.kernels.philox import philox4x32_reference, split_key
+from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.sampling.batch import Batch, Block
 from gcnzc.sampling.neighbor import check_graph, check_seeds
 from gcnzc.system.arguments import IdsLike, check_epoch, check_fanouts, check_seed
 from gcnzc.system.threads import use_batch_scheduling
 
+# the thread by process, since threads do not survive a fork
+_threads: dict[int, ThreadPoolExecutor] = {}
+_lock = ForkSafeLock()
 
-@lru_cache(maxsize=1)
+
 def sampling_thread(pid: int) -> ThreadPoolExecutor:
     """Return the one thread in which DGL samples; `pid` is the caller's process."""
     # DGL has a random generator per thread, seeded by the order in which threads first use it, so
-    # all sampling uses one thread. Cached by process, since threads do not survive a fork.
-    executor = ThreadPoolExecutor(
-        1, thread_name_prefix="gcnzc-dgl", initializer=use_batch_scheduling
-    )
-    # for the OpenMP library of DGL, which may be another than torch's
-    executor.submit(import_dgl().utils.set_num_threads, 1).result()
-    return executor
+    # all sampling uses one thread.
+    with _lock:
+        found = _threads.get(pid)
+        if found is None:
+            found = ThreadPoolExecutor(
+                1, thread_name_prefix="gcnzc-dgl", initializer=use_batch_scheduling
+            )
+            # for the OpenMP library of DGL, which may be another than torch's
+            found.submit(import_dgl().utils.set_num_threads, 1).result()
+            _threads.clear()
+            _threads[pid] = found
+        return found
 
 
 class DglSampler:

@@ -23,6 +23,7 @@ from gcnzc.interop.dgl.blocks import (
     edge_id_column,
     edge_subframe,
     invert_edge_ids,
+    sorted_columns,
 )
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.interop.inner_loader import share_attributes
@@ -69,13 +70,10 @@ def to_typed_csc(graph: Any) -> TypedCsc:
     found = _cache.get(key)
     if found is None:
         edges, edge_ids = {}, {}
-        for each, (indptr, indices, ids) in arrays.items():
-            is_ascending = torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype))
-            edge_ids[each] = None if is_ascending else ids.clone()
+        for each, (indptr, *own) in arrays.items():
+            indices, edge_ids[each] = sorted_columns(indptr, *own)
             narrow = torch.int32 if counts[each[0]] < 2**31 else torch.int64
-            edges[each] = EdgeStore(
-                indptr.to(torch.int64, copy=True), indices.to(narrow, copy=True)
-            )
+            edges[each] = EdgeStore(indptr.to(torch.int64, copy=True), indices.to(narrow))
         nodes = {each: NodeStore(count) for each, count in counts.items()}
         tensors = tuple(part for own in arrays.values() for part in own)
         found = _cache[key] = TypedCsc(HeteroGraph(nodes, edges, check=False), edge_ids, tensors)
@@ -99,7 +97,8 @@ def read_weights(graph: Any, csc: TypedCsc, name: str) -> HeteroGraph:
         if name in data:
             weights = as_weights(f"{name!r} of {each}", data[name], store.num_edges)
             ids = csc.edge_ids[each]
-            weights = weights if ids is None else weights[ids.long()]
+            # a copy in any case: the user's may be changed during an epoch
+            weights = weights.clone() if ids is None else weights[ids.long()]
             store = replace(store, weight=weights)
         edges[each] = store
     if all(store.weight is None for store in edges.values()):
@@ -121,6 +120,7 @@ class HeteroBlockBuilder:
 
     def __init__(self, graph: Any) -> None:
         self._given_graph, self.graph = graph, graph.local_var()
+        self._structure = graph._graph
         self._dgl, self._block_class = import_dgl(), block_class()
         # all tensors of ids in a DGL graph must have this type
         self.dtype: torch.dtype = graph.idtype
@@ -136,6 +136,11 @@ class HeteroBlockBuilder:
     def csc(self) -> TypedCsc:
         """The edges, which gcnzc samples."""
         return to_typed_csc(self._given_graph)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether nodes or edges were added to the graph, or removed."""
+        return self._given_graph._graph is not self._structure
 
     def with_present_data(self) -> Self:
         """Return a builder with the data that the graph has now; see `BlockBuilder`."""

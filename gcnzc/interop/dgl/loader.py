@@ -179,16 +179,12 @@ class DataLoader(DropInLoader):
         ids = self._items.ids
         is_ours = sampler_library == "gcnzc" and is_native(graph_sampler, self._is_typed)
         self.sampler_library: str = "gcnzc" if is_ours else "dgl"
-        self._blocks: BlockBuilder | HeteroBlockBuilder
+        self._blocks = self._create_builder()
         if self._is_typed:
-            if self._is_edges:
-                check_reverse_edges(graph, graph_sampler, self._items.by_type)
-            self._blocks = HeteroBlockBuilder(graph)
             # the threads prepare minibatches on the host; `_finish_minibatch` copies them
             super().__init__(NO_GRAPH, ids, len(ids), replace(options, device=CPU))
             self.device = options.device
         else:
-            self._blocks = BlockBuilder(graph)
             super().__init__(self._blocks.csc.graph, ids, len(ids), options)
         self._engine = self._create_engine()
         self._columns: dict[tuple[Kind, str], Column] = {}
@@ -211,10 +207,31 @@ class DataLoader(DropInLoader):
         nodes = result[0].long()
         return LibraryBatch(nodes, nodes[:0], (_empty_block(nodes),), parts=result)
 
+    def _create_builder(self) -> Any:
+        if not self._is_typed:
+            return BlockBuilder(self.graph)
+        if self._is_edges:
+            check_reverse_edges(self.graph, self.graph_sampler, self._items.by_type)
+        return HeteroBlockBuilder(self.graph)
+
+    def _refresh_graph(self) -> None:
+        """Sample the graph as it is now, with nodes or edges that were added or removed."""
+        check_graph(self.graph)
+        check_items(self.indices, self.graph, self._is_edges)
+        self._blocks = self._create_builder()
+        self._engine = self._create_engine()
+        self._columns = {}
+        if not self._is_typed:
+            self._graph = self._blocks.csc.graph
+            self._loader = self._open_loader({})
+
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
         # new objects, since epochs in progress use the old ones
-        self._blocks = self._blocks.with_present_data()
+        if self._blocks.is_outdated:
+            self._refresh_graph()
+        else:
+            self._blocks = self._blocks.with_present_data()
         if self._weights == self._current_weights():
             self._engine = share_attributes(self._engine)
             self._engine.blocks = self._blocks

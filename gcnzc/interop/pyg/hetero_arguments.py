@@ -167,6 +167,11 @@ def check_input_time(
     if input_time is not None:
         if typed is None or typed.time is None:
             raise ValueError("input_time was given without time_attr\n\nhint: time_attr='time'")
+        if len(input_time) != num_items:
+            raise ValueError(
+                f"input_time has {len(input_time)} times, but there are {num_items} input nodes"
+                "\n\nhint: one time for each of input_nodes, in the same order"
+            )
         unit = typed.graph.time_unit
         return as_times("input_time", input_time, num_items, unit, is_limit=True)
     if typed is not None and typed.time and typed.graph.nodes(node_type).time is None:

@@ -198,7 +198,8 @@ def read_typed_attributes(
         locks: keeps rows page-locked for a GPU until it is closed.
 
     Raises:
-        ValueError: an attribute of nodes or edges cannot be sliced, or requires a gradient.
+        ValueError: an attribute of nodes or edges cannot be sliced, or requires a gradient, or
+            `data` has a type that `graph` does not have.
     """
     found = TypedAttributes(copy.copy(data), set())
     numbers: dict[Any, int] = {kind: graph.num_nodes(kind) for kind in graph.node_types}
@@ -208,6 +209,11 @@ def read_typed_attributes(
         found.columns[kind, name] = Column(label, table, numbers[kind], device, locks)
     for store in (*data.node_stores, *data.edge_stores):
         kind = store._key
+        if kind not in numbers:
+            raise ValueError(
+                f"data has the type {kind!r}, which it did not have when the loader was created"
+                "\n\nhint: create another loader; of the types of a loader, attributes may change"
+            )
         for name, value in dict(store.items()).items():
             if name == "num_nodes" and kind in graph.node_types:
                 found.has_num_nodes.add(kind)

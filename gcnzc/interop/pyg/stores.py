@@ -90,7 +90,7 @@ class StoredData:
             self._read_types(graph_store, {each.edge_type: None for each in attrs}, chosen, tensors)
         else:
             attr = chosen[None]
-            self.structure.edge_index = _to_coo(graph_store.get_edge_index(attr), attr.layout.value)
+            self.structure.edge_index = _to_coo(graph_store.get_edge_index(attr), attr)
             self.structure.num_nodes = self._num_nodes(attr, tensors)
         for attr in tensors:
             if attr.attr_name in names:
@@ -116,8 +116,7 @@ class StoredData:
             self.structure[name].num_nodes = int(number)
         for each in edge_types:
             attr = chosen[each]
-            edges = _to_coo(graph_store.get_edge_index(attr), attr.layout.value)
-            self.structure[each].edge_index = edges
+            self.structure[each].edge_index = _to_coo(graph_store.get_edge_index(attr), attr)
 
     def _num_nodes(self, edge_attr: Any, tensors: list[Any]) -> int:
         if edge_attr.size is not None:
@@ -180,14 +179,44 @@ class StoredAttributes:
         }
 
 
-def _to_coo(edges: Any, layout: str) -> Tensor:
-    """Return edges of a layout as (2, E) sources and destinations."""
+def _to_coo(edges: Any, attr: Any) -> Tensor:
+    """Return edges in the layout of `attr` as (2, E) int64 sources and destinations.
+
+    Raises:
+        ValueError: they are not integers, or their lengths or offsets do not fit together.
+    """
     row, col = (torch.as_tensor(ids).cpu() for ids in edges)
+    layout = attr.layout.value
+    name = "the edges" if attr.edge_type is None else f"the edges of {attr.edge_type}"
+    for ids in (row, col):
+        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(
+                f"the graph store returned {describe(ids)} for {name}\n\n"
+                "hint: get_edge_index returns two integer tensors of one dimension"
+            )
+    row, col = row.long(), col.long()
     if layout == "csr":
-        row = torch.arange(len(row) - 1).repeat_interleave(row.diff())
+        row = _expand(row, len(col), name)
     elif layout == "csc":
-        col = torch.arange(len(col) - 1).repeat_interleave(col.diff())
-    return torch.stack([row.long(), col.long()])
+        col = _expand(col, len(row), name)
+    elif len(row) != len(col):
+        raise ValueError(
+            f"the graph store returned {len(row)} sources and {len(col)} destinations for {name}"
+            "\n\nhint: get_edge_index returns one of each for each edge"
+        )
+    return torch.stack([row, col])
+
+
+def _expand(offsets: Tensor, num_edges: int, name: str) -> Tensor:
+    """Return the (E,) row or column of each edge, by offsets."""
+    steps = offsets.diff()
+    is_valid = len(offsets) > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == num_edges
+    if not is_valid or bool((steps < 0).any()):
+        raise ValueError(
+            f"the graph store returned offsets for {name} that are not those of its {num_edges} "
+            "edges\n\nhint: offsets begin with 0, do not decrease, and end with the number of edges"
+        )
+    return torch.arange(len(steps)).repeat_interleave(steps)
 
 
 def _indexed(attr: Any, index: Tensor | None) -> Any:
@@ -201,9 +230,12 @@ def _to_tensor(attr: Any, rows: Any) -> Tensor:
         rows = torch.from_numpy(rows)
     if isinstance(rows, Tensor) and (attr.index is None or len(rows) == len(attr.index)):
         return rows
+    asked = "" if attr.index is None else f" and {len(attr.index)} ids"
     raise ValueError(
-        f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}\n\n"
-        "hint: get_tensor returns a tensor or an array with one row for each index"
+        f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}"
+        f"{asked}\n\n"
+        "hint: get_tensor returns a tensor or an array with one row for each id; an array is "
+        "indexed by attr.index.numpy(), since NumPy takes a tensor of one element as a number"
     )
 
 
@@ -257,16 +289,19 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
         values, order = self._values.get((attr.group_name, attr.attr_name), (None, None))
         if values is None:
             return None
-        index = slice(None) if attr.index is None else attr.index
         num_rows = values.num_rows if isinstance(values, FeatureTable) else len(values)
-        if isinstance(index, slice):
-            index = torch.arange(*index.indices(num_rows))
-        index = torch.as_tensor([index] if isinstance(index, int) else index)
+        ids = attr.index
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            # a slice, a mask, or one id
+            ids = torch.arange(num_rows)[slice(None) if ids is None else ids]
+        index = ids.reshape(-1)
         if order is not None:
             index = order[index]
         if isinstance(values, FeatureTable):
-            return values.gather(index)
-        return values.index_select(0, index)
+            rows = values.gather(index)
+        else:
+            rows = values.index_select(0, index)
+        return rows if ids.ndim else rows[0]
 
     def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
         values, _ = self._values.get((attr.group_name, attr.attr_name), (None, None))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gcnzc.datasets.hetero_store import is_hetero
 from gcnzc.datasets.meta import read_meta
+from gcnzc.datasets.meta_rules import AGAIN
 from gcnzc.datasets.names import Names
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group
@@ -222,10 +223,13 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
         if is_prepared(path):
             # a damaged folder has no kind, and this names its file
             read_meta(path)
+        if any((path / kind / "0").is_dir() for kind in ("nodes", "edges")):
+            raise FileNotFoundError(f"{path} has lost its meta.json\n\n{AGAIN}")
         raise ValueError(
             f"--model {config.model} is for graphs with several node types, and {path} has no "
             "prepared graph of this kind\n\n"
-            "hint: HeteroGraph.save writes one; use --model sage for other graphs"
+            "hint: `gcnzc prepare` and HeteroGraph.save write one; gcn, sage, gat and gatv2 are "
+            "models of other graphs"
         )
 
 

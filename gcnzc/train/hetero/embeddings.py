@@ -17,7 +17,8 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.optim import DistributedOptimizer, DropCompute, SparseAdagrad, SparseAdam, Strategy
-from gcnzc.system.array_file import write_arrays
+from gcnzc.system.array_file import read_shapes, write_arrays
+from gcnzc.train.checkpoint import RESTORE
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
 from gcnzc.train.mixed_seed import mixed_seed
@@ -123,12 +124,28 @@ class TrainedEmbeddings:
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is missing, which has the embeddings of the checkpoint\n\n"
-                    "hint: restore it from a copy; with several machines, put the run folder on a "
-                    "file system that they share"
+                    f"{RESTORE}; with several machines, put the run folder on a file system "
+                    "that they share"
                 )
-            self.optimizer.load(path)
+            try:
+                self.optimizer.load(path)
+            except ValueError as error:
+                raise ValueError(f"{_cause_of(error)}\n\n{RESTORE}") from error
         self.generation = generation
         self._on_disk = self._begun = frozenset({path.name} | _best_names(best))
+
+    def describe_lost_best(self, best: Mapping[str, Any]) -> str | None:
+        """Return a warning if the file of the best model's rows is missing or cannot be read."""
+        for name in _best_names(best):
+            try:
+                read_shapes(self.folder / name)
+            except (OSError, ValueError) as error:
+                return (
+                    f"the embeddings of the best model, of epoch {best['epoch'] + 1}, are lost: "
+                    f"{_cause_of(error)}; the run continues, and has a usable best model only "
+                    "after a better epoch"
+                )
+        return None
 
 
 def best_name(epoch: int) -> str:
@@ -195,8 +212,7 @@ def load_embeddings(
     try:
         tables = {name: EmbeddingTable.load(path, f"{name}/rows") for name in names}
     except ValueError as error:
-        wrong = str(error).partition("\n\n")[0]
-        raise ValueError(f"{wrong}\n\n{_restore_best(run)}") from error
+        raise ValueError(f"{_cause_of(error)}\n\n{_restore_best(run)}") from error
     for name, table in tables.items():
         if len(table) != data.graph.num_nodes(name):
             raise ValueError(
@@ -205,6 +221,11 @@ def load_embeddings(
                 "hint: embeddings are of the nodes of the graph that the model was trained on"
             )
     return tables
+
+
+def _cause_of(error: Exception) -> str:
+    """Return an error's message without its hint."""
+    return str(error).partition("\n\n")[0]
 
 
 def _restore_best(run: Path) -> str:
