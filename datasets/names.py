@@ -9,15 +9,14 @@ A prepared folder has them in csv files with a header line:
 A file is absent if the source has numbers only.
 """
 
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcnzc._files import checksum
 from gcnzc.datasets.rows import Array
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ class Names:
 
 @dataclass(frozen=True)
 class NamesFolder:
-    """Where a prepared folder has names, which are read when they are needed.
+    """The files of names in a prepared folder, which `read_names` reads.
 
     Attributes:
         path: folder that has the folder `mapping`.
-        checksums: CRC-32 of the files in `mapping`, as in `meta.json`, by their names.
+        checksums: for each file in `mapping`, its CRC-32 in `meta.json`.
     """
 
     path: Path
@@ -77,7 +76,7 @@ class NamesFolder:
         Args:
             folder: the prepared folder.
             files: "files" of its `meta.json`.
-            front: begin of the names of the files.
+            front: prefix of the file names, such as `nodes/0/`.
         """
         front_of_names = f"{front}{FOLDER}/"
         found = {
@@ -86,6 +85,21 @@ class NamesFolder:
             if name.startswith(front_of_names)
         }
         return cls(folder / front, found) if found else None
+
+    def verify(self, file: str) -> Path:
+        """Compare a file's checksum with `meta.json`, and return its path.
+
+        Raises:
+            FileNotFoundError: the file is missing.
+            ValueError: the checksum differs.
+        """
+        path = self.path / FOLDER / file
+        if checksum(path) != self.checksums[file]:
+            raise ValueError(
+                f"{path} is damaged: its checksum is not that in meta.json\n\n"
+                "hint: was it edited? Prepare the folder again from its source"
+            )
+        return path
 
 
 def read_names(folder: NamesFolder | None, kinds: Collection[str] = tuple(FILES)) -> Names:
@@ -99,23 +113,17 @@ def read_names(folder: NamesFolder | None, kinds: Collection[str] = tuple(FILES)
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged.
     """
+    if folder is None:
+        return Names()
     import pandas as pd
 
     found: dict[str, Any] = {}
-    if folder is None:
-        return Names()
     for kind, (file, number, name) in FILES.items():
-        path = folder.path / FOLDER / file
         if kind not in kinds or file not in folder.checksums:
             continue
-        contents = path.read_bytes()
-        if f"{zlib.crc32(contents):08x}" != folder.checksums[file]:
-            raise ValueError(
-                f"{path} is damaged: it has another checksum than in meta.json\n\n"
-                "hint: was it edited? Prepare the folder again from its source"
-            )
+        path = folder.verify(file)
         try:
-            table = pd.read_csv(BytesIO(contents), dtype={name: str}, na_filter=False)
+            table = pd.read_csv(path, dtype={name: str}, na_filter=False)
             values = table[name].to_numpy(object)
             is_valid = bool((table[number].to_numpy() == np.arange(len(table))).all())
         except (ValueError, KeyError) as error:

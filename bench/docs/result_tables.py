@@ -91,7 +91,7 @@ SYSTEMS = {
 
 def title_of(system: str, line: Line) -> str:
     """Return the name of a measured system with its versions."""
-    # PyG samples with pyg-lib if it is installed; lines before it was measured do not name it
+    # PyG samples with pyg-lib if it is installed; older lines have no `rival_pyg_lib`
     libraries = {"pyg-lib": "rival_pyg_lib", "torch-sparse": "rival_torch_sparse"}
     found = [
         f"{name} {line[key]}" for name, key in libraries.items() if line.get(key, "none") != "none"

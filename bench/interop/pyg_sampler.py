@@ -320,8 +320,8 @@ def main() -> None:
         python = options.rivals.resolve() / "pyg" / "bin" / "python"
         program = ROOT / "bench" / "rivals" / "minibatches.py"
         command = [python, program, given, out, "--sampler", options.sampler]
-        # With several threads, pyg-lib samples edge types in parallel with related random numbers:
-        # on 2 cores, its counts differ from the distribution (p below 1e-5 in five of the cases).
+        # With several threads, pyg-lib samples edge types in parallel with correlated random
+        # numbers: on 2 cores, its counts differ from the distribution in five cases (p below 1e-5).
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([str(part) for part in command], check=True, cwd=folder, env=environment)
         found = torch.load(out, weights_only=False)

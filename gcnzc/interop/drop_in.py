@@ -87,6 +87,8 @@ class DropInLoader(DataLoader[Any], ABC):
         self._locks = ExitStack()
         self._unlock = weakref.finalize(self, self._locks.close)
         self._running: weakref.WeakSet[MinibatchIterator] = weakref.WeakSet()
+        # held while attributes are read
+        self._refreshing = ForkSafeLock()
         self.threads = options.threads
         if options.threads is None:
             self.threads = options.num_workers or default_threads(self._shares.world_size)
@@ -223,7 +225,8 @@ class DropInLoader(DataLoader[Any], ABC):
 
     def __iter__(self) -> "MinibatchIterator":  # type: ignore[override]
         self._check_open()
-        self._refresh_attributes()
+        with self._refreshing:
+            self._refresh_attributes()
         epoch = MinibatchIterator(self)
         self._running.add(epoch)
         return epoch
@@ -243,7 +246,10 @@ class DropInLoader(DataLoader[Any], ABC):
 
     @abstractmethod
     def _refresh_attributes(self) -> None:
-        """Check attributes that may have been replaced since the previous epoch."""
+        """Read the attributes, and what else may have changed, for the next epoch.
+
+        One thread at a time calls it, also if iterators are used in several threads.
+        """
 
     @abstractmethod
     def _finish_minibatch(self, batch: LibraryBatch) -> Any:
@@ -260,14 +266,15 @@ class DropInLoader(DataLoader[Any], ABC):
 
     def _start(self, iterator: "MinibatchIterator") -> tuple[EpochProgress, Batches[Batch], Self]:
         """Begin an epoch; return its progress, its batches, and what makes minibatches of them."""
-        # also when the iterator was created, so that errors are raised there
-        self._refresh_attributes()
+        with self._refreshing:
+            # `__iter__` does this too, to raise errors early; the data may have changed since
+            self._refresh_attributes()
+            # the loader as it is now: later epochs may have other attributes of the data
+            maker = share_attributes(self)
         iteration = self._epochs.begin(iterator)
         self._warn_of_repeated_items()
         steps = self._steps(iteration)
-        # the loader as it is now: later epochs may have other attributes of the data
-        maker = share_attributes(self)
-        batches = self._loader.with_sampler(maker).batches_of(steps, iteration.epoch)
+        batches = maker._loader.with_sampler(maker).batches_of(steps, iteration.epoch)
         return iteration, batches, maker
 
     def _steps(self, iteration: EpochProgress) -> Iterator[Tensor]:
@@ -439,6 +446,8 @@ class MinibatchIterator(Iterator[Any]):
             batch = next(batches)
         except StopIteration:
             iteration.is_exhausted = True
+            # frees the data of this epoch
+            self._is_closed, self._started = True, None
             raise
         iteration.position += 1
         return cast(LibraryBatch, batch), maker
@@ -446,8 +455,9 @@ class MinibatchIterator(Iterator[Any]):
     def close(self) -> None:
         """End the threads; the iterator yields no more minibatches."""
         self._is_closed = True
-        if self._started is not None:
-            self._started[1].close()
+        started, self._started = self._started, None
+        if started is not None:
+            started[1].close()
 
 
 def _construct(

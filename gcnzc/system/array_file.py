@@ -99,10 +99,8 @@ def read_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         ValueError: the file is damaged, or has no array of such a name, shape and dtype. Nothing is
             changed then.
     """
+    verify_arrays(path)
     with _Archive(path) as archive:
-        archive.meta()
-        for name in archive.names():
-            archive.verify(name)
         for name, array in arrays.items():
             if name not in archive.names():
                 raise ValueError(
@@ -122,6 +120,19 @@ def read_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
                 for begin in range(0, len(data), PIECE_BYTES):
                     piece = data[begin : begin + PIECE_BYTES]
                     piece[:] = member.read(len(piece))
+
+
+def verify_arrays(path: Path) -> None:
+    """Read a file of `write_arrays` to its end, and compare its checksums.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged.
+    """
+    with _Archive(path) as archive:
+        archive.meta()
+        for name in archive.names():
+            archive.verify(name)
 
 
 class _Archive:

@@ -283,8 +283,8 @@ def _check_typed_columns(
             continue
         found, expected = new_state[key].shape[1], trained_state[key].shape[1]
         raise ValueError(
-            f"the model's input for node type {name!r} has {found} columns with {source}, but it "
-            f"was trained on {trained_on} with {expected}\n\n"
+            f"with {source}, node type {name!r} has {found} input columns, but the model was "
+            f"trained on {trained_on} with {expected}\n\n"
             "hint: a model fits only graphs with the same features; a node type without features "
             "has the columns of its embeddings"
         )

@@ -17,6 +17,7 @@ import tyro
 
 from gcnzc._files import check_regular
 from gcnzc.compress import compression
+from gcnzc.datasets.meta import FORMAT
 from gcnzc.train import old_names
 
 C = TypeVar("C")
@@ -353,9 +354,9 @@ def check_writable(name: str, path: Path | None) -> None:
     folder = path.parent
     # where a symbolic link leads to
     target = path.resolve().parent
-    # a file of a type of a heterogeneous graph may be in graph/nodes/0/mapping
+    # a file of a node type may be in graph/nodes/0/mapping
     for place in (target, *target.parents[:3]):
-        if path.exists() and (place / "meta.json").exists():
+        if path.exists() and _is_file_of_graph(path.resolve(), place):
             raise ValueError(
                 f"{option_name(name)}: {path} is a file of the prepared graph {place}\n\n"
                 "hint: choose another name"
@@ -370,6 +371,18 @@ def check_writable(name: str, path: Path | None) -> None:
             f"{option_name(name)}: this user may not write to {folder}\n\n"
             "hint: choose another folder"
         )
+
+
+def _is_file_of_graph(path: Path, folder: Path) -> bool:
+    """Whether a file is one of the prepared graph in a folder above it; True if it may be."""
+    meta_path = folder / "meta.json"
+    try:
+        meta = json.loads(meta_path.read_bytes())
+        files = meta["files"] if meta["format"] == FORMAT else ()
+    except (OSError, ValueError, LookupError, TypeError):
+        # also a damaged one
+        return path == meta_path
+    return path == meta_path or str(path.relative_to(folder)) in files
 
 
 def check_picture(name: str, path: Path | None) -> None:

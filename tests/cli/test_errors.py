@@ -20,6 +20,7 @@ from gcnzc.kernels import compilation
 from gcnzc.system import files
 from gcnzc.train import optimizers, record
 from gcnzc.train import run as train_run
+from gcnzc.train.options import check_writable
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
@@ -171,8 +172,13 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
     # as far below the folder as the names of a node type
     names = tmp_path / "typed/nodes/0/mapping/names.npy"
     names.parent.mkdir(parents=True)
-    for path in (tmp_path / "typed/meta.json", names):
-        path.write_bytes(b"{}")
+    files = {"format": "gcnzc-graph", "files": {"nodes/0/mapping/names.npy": {}}}
+    (tmp_path / "typed/meta.json").write_text(json.dumps(files))
+    names.touch()
+    # another file in the folder may be replaced
+    check_writable("out", names.with_name("own.npy"))
+    names.with_name("own.npy").touch()
+    check_writable("out", names.with_name("own.npy"))
     for words, wrong in (
         (["plot", run, "--out", tmp_path], f"--out: {tmp_path} is a folder"),
         (["plot", run, "--out", missing / "x.png"], f"--out: there is no folder {missing}"),

@@ -199,6 +199,8 @@ def test_scores_of_pairs(graph, tmp_path, capsys):
     assert message in error_of(capsys, run, "--pairs", pairs, "--out", tmp_path / "q.csv")
     words = [run, "--pairs", pairs, "--out", tmp_path / "." / "pairs.csv"]
     assert "--out and --pairs are the same file" in error_of(capsys, *words, status=2)
+    words[1] = "--nodes"
+    assert "--out and --nodes are the same file" in error_of(capsys, *words, status=2)
     words = [run, "--pairs", pairs, "--nodes", "test", "--out", out]
     assert "--nodes test with --pairs" in error_of(capsys, *words, status=2)
 

@@ -81,6 +81,20 @@ def check_people(data):
     assert data.graph.indices.tolist() == [1, 0, 2, 1, 3, 2, 4, 3]
 
 
+@pytest.mark.parametrize(
+    ("file", "attribute"), [("nodes.csv", "node_ids"), ("classes.csv", "names")]
+)
+def test_damaged_names_are_reported(file, attribute, tmp_path):
+    gcnzc.prepare(write(tmp_path / "in"), tmp_path / "data")
+    path = tmp_path / "data" / "mapping" / file
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    data = gcnzc.load(tmp_path / "data")
+    with pytest.raises(ValueError, match=f"{file} is damaged: its checksum"):
+        getattr(data, attribute)
+
+
 def test_names_are_numbered_and_saved(tmp_path, capsys):
     path = write(tmp_path / "in")
     assert main(["prepare", str(path), str(tmp_path / "data")]) == 0

@@ -156,22 +156,22 @@ def test_edge_ids_are_gathered_when_they_are_read(idtype, is_typed):
         for own in whole.canonical_etypes:
             del whole.edges[own].data["weight"]
     wanted = blocks(number=torch.arange(whole.num_edges(each), dtype=idtype))
-    ways = {
+    uses = {
         "read": lambda block: block,
         "copied": lambda block: block.to("cpu"),
         "pickled": lambda block: pickle.loads(pickle.dumps(block)),
         "local": lambda block: block.local_var(),
         "as a graph": dgl.block_to_graph,
     }
-    for way, change in ways.items():
+    for name, change in uses.items():
         for own, other in zip(blocks(), wanted, strict=True):
-            for block, copy_of_block in zip(own, other, strict=True):
-                assert is_pending(block, each), way
+            for block, other_block in zip(own, other, strict=True):
+                assert is_pending(block, each)
                 ids = change(block).edges[each[1]].data[dgl.EID]
+                assert is_pending(block, each) == (name in ("copied", "local"))
                 assert ids.dtype == idtype
-                assert torch.equal(ids, copy_of_block.edges[each].data["number"]), way
+                assert torch.equal(ids, other_block.edges[each].data["number"])
                 check_edges(whole, block, each)
-                assert not is_pending(block, each)
 
 
 def ids_of(blocks, each):
@@ -693,6 +693,44 @@ def test_a_graph_whose_edges_change_is_sampled_as_it_is(is_typed, sampler_librar
         iter(loader)
 
 
+@NOT_PINNED
+@pytest.mark.parametrize("exclude", [None, "self"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_edges_of_a_changed_graph_are_those_of_dgls_loader(is_typed, exclude):
+    whole = make_graph() if is_typed else plain(make_graph())
+    each = CITES if is_typed else whole.canonical_etypes[0]
+    items = torch.arange(30)
+    feat = torch.randn(whole.num_nodes(each[0]), 3)
+    whole.nodes[each[0]].data["feat"] = feat
+    prefetch = {each[0]: ["feat"]} if is_typed else ["feat"]
+    sampler = loading.as_edge_prediction_sampler(
+        loading.NeighborSampler([-1], prefetch_node_feats=prefetch), exclude=exclude
+    )
+    arguments = whole, {CITES: items} if is_typed else items, sampler
+    mine = DataLoader(*arguments, batch_size=10, threads=1)
+
+    def found(loader):
+        numbers = []
+        for _, pairs, (block,) in loader:
+            for graph in (pairs, block):
+                numbers.append(sorted(graph.edges[each].data["weight"].tolist()))
+            ids = block.srcnodes[each[0]].data[dgl.NID]
+            rows = block.srcnodes[each[0]].data["feat"]
+            assert torch.equal(rows, whole.nodes[each[0]].data["feat"][ids])
+        return numbers
+
+    assert len(found(mine)) == 6
+    whole.remove_edges(torch.arange(5, 60, 2), etype=each)
+    wanted = found(loading.DataLoader(*arguments, batch_size=10))
+    assert found(mine) == wanted
+    numbers = torch.arange(10, 20)
+    pairs, (block,) = mine.collate_fn(numbers)[1:]
+    assert sorted(pairs.edges[each].data["weight"].tolist()) == wanted[2]
+    assert sorted(block.edges[each].data["weight"].tolist()) == wanted[3]
+    whole.add_nodes(3, {"feat": torch.ones(3, 3)}, ntype=each[0])
+    assert found(mine) == wanted
+
+
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
     whole = make_graph() if is_typed else plain(make_graph())
@@ -713,7 +751,7 @@ def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
     assert edges() == before
 
 
-def test_weights_changed_in_an_epoch_count_in_the_next():
+def test_weights_are_read_when_an_epoch_begins():
     # in this order DGL's edge ids are positions in CSC, so that no copy is needed to sort weights
     ends = torch.arange(400) * 7 % 50, torch.arange(400) // 8
     whole = dgl.heterograph({("a", "to", "a"): ends, ("a", "of", "a"): ends})
@@ -729,10 +767,16 @@ def test_weights_changed_in_an_epoch_count_in_the_next():
     weights.zero_()
     assert [block.num_edges("to") for _, _, (block,) in epoch] == [15] * 9
     assert [block.num_edges("to") for _, _, (block,) in loader] == [0] * 10
+    # weights that are replaced before a state is loaded
+    state = loader.state_dict()
+    for name in ("to", "of"):
+        whole.edges[name].data["p"] = torch.ones(400)
+    loader.load_state_dict(state)
+    assert [block.num_edges("to") for _, _, (block,) in loader] == [15] * 10
 
 
 def test_all_threads_sample_with_dgl_in_one_thread(monkeypatch):
-    """Also if they are the first ones that do."""
+    """Threads that make the first call at once get the same executor."""
     monkeypatch.setattr(dgl_sampler, "_threads", {})
     slow = dgl_sampler.import_dgl
 

@@ -4,6 +4,8 @@ import copy
 import importlib.util
 import inspect
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import numpy as np
@@ -606,6 +608,24 @@ def test_times_of_seeds_are_as_many_as_seeds(data):
     seeds = ("user", torch.arange(4))
     with pytest.raises(ValueError, match="input_time has 3 times, but there are 4 input nodes"):
         NeighborLoader(data, [2], seeds, time_attr="born", input_time=torch.arange(3))
+    for number in (5, torch.tensor(5)):
+        with pytest.raises(ValueError, match=r"input_time has shape \(\)"):
+            NeighborLoader(data, [2], seeds, time_attr="born", input_time=number)
+
+
+def test_iterators_in_several_threads_have_the_data_of_their_first_minibatch(data):
+    loader = NeighborLoader(data, [2], "user", batch_size=30, threads=1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(40):
+                iterators = [iter(loader) for _ in range(4)]
+                data["user"].x = torch.full((USERS, 2), float(number))
+                for batch in pool.map(next, iterators):
+                    assert torch.equal(batch["user"].x, torch.full_like(batch["user"].x, number))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_attributes_may_be_complex(data):

@@ -292,8 +292,12 @@ def test_a_store_without_a_tensor_is_reported(data):
     (features, edges), _ = to_stores(data)
     loader = NeighborLoader((features, edges), [2], "user")
     features.tensors["user", "x"] = None
-    with pytest.raises(ValueError, match="the feature store returned None for user, x"):
+    with pytest.raises(ValueError, match="the feature store returned None for 1 id of user, x"):
         next(iter(loader))
+    for wrong in (torch.rand(9, 2), torch.tensor(1.0)):
+        features._get_tensor = lambda attr, rows=wrong: rows
+        with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
+            next(iter(loader))
     features._get_tensor = lambda attr: torch.rand(9, 2)
     with pytest.raises(ValueError, match=r"the feature store returned .* for user, x"):
         next(iter(loader))
@@ -313,9 +317,9 @@ def test_edges_out_of_range_are_reported(data):
         ("coo", ([0.0, 1.0], [0, 1]), "two integer tensors"),
         ("csc", ([0, 1], [[0, 1, 2]]), "two integer tensors"),
         ("csc", ([0, 1], [0, 2, 1]), "offsets for the edges of .*'buys'"),
-        ("csc", ([0, 1], [1, 2]), "not those of its 2 edges"),
-        ("csr", ([0, 1], [0, 1]), "not those of its 2 edges"),
-        ("csr", ([], []), "not those of its 0 edges"),
+        ("csc", ([0, 1], [1, 2]), "do not fit its 2 edges"),
+        ("csr", ([0, 1], [0, 1]), "do not fit its 2 edges"),
+        ("csr", ([], []), "do not fit its 0 edges"),
     ],
 )
 def test_edges_that_do_not_fit_their_layout_are_reported(layout, edges, message):
@@ -367,7 +371,11 @@ def test_the_stores_of_a_graph_have_its_values(data):
 
 
 @pytest.mark.parametrize(
-    "index", [None, 3, slice(2, 9, 3), torch.arange(USERS) % 3 == 0, torch.tensor([4, 1, 1])]
+    "index",
+    [
+        *(None, 3, -1, slice(2, 9, 3), [4, -2], torch.arange(USERS) % 3 == 0),
+        *(torch.tensor([4, 1, 1]), torch.tensor([[4, 1], [0, 1]])),
+    ],
 )
 def test_rows_are_indexed_as_those_of_hetero_data(index, data):
     store, _ = as_stores(HeteroGraph.from_pyg(data, **GRAPH_OPTIONS))

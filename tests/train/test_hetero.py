@@ -59,7 +59,7 @@ def test_damaged_files_of_a_run_and_its_graph_name_what_helps(config, folder, tm
     with pytest.raises(ValueError, match=r"meta\.json has format version 4, .* reads 1, 2 and 3"):
         predict(run)
     meta.unlink()
-    with pytest.raises(FileNotFoundError, match=r"graph has lost its meta\.json"):
+    with pytest.raises(FileNotFoundError, match=r"graph has folders of .*, but no meta\.json"):
         predict(run)
 
 

@@ -130,9 +130,13 @@ def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     with pytest.raises(ValueError, match=r"201 nodes of type 'author', but the model has .* 200"):
         evaluate(EvaluateConfig(run=tmp_path / "run", data=tmp_path / "more"))
     (best,) = (tmp_path / "run" / "embeddings").glob("best-*.npz")
-    best.write_bytes(best.read_bytes()[:-20])
+    whole = best.read_bytes()
+    best.write_bytes(whole[:-20])
     with pytest.raises(ValueError, match=f"{best.name}(?s:.*)hint: .*otherwise start the run"):
         evaluate(EvaluateConfig(run=tmp_path / "run"))
+    content = bytearray(whole)
+    content[len(content) // 2] ^= 1
+    best.write_bytes(content)
     shutil.copytree(tmp_path / "run", tmp_path / "resumed")
     said, reporter = [], NullReporter()
     reporter.say = said.append

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import gcnzc
+from gcnzc._files import checksum
 from gcnzc.cli import main
 from gcnzc.datasets.names import Names
-from gcnzc.datasets.store import checksum
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.hetero.tables import Table
@@ -112,11 +112,15 @@ def test_damaged_names_are_found(folder, tmp_path):
     with pytest.raises(ValueError, match=r"nodes/1/mapping/nodes\.csv"):
         verify(path)
     # also without `verify`: predictions would have wrong ids
-    with pytest.raises(ValueError, match=r"nodes\.csv is damaged: it has another checksum"):
+    with pytest.raises(ValueError, match=r"nodes\.csv is damaged: its checksum is not"):
         HeteroGraph.load(path).nodes("item").keys  # noqa: B018
+    # a copy would have a valid checksum of the wrong ids
+    with pytest.raises(ValueError, match=r"nodes\.csv is damaged"):
+        HeteroGraph.load(path).save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
     lines = content.splitlines()
     # of another graph, with a checksum of its own
-    for changed, message in ((lines[:-1], "39 ids for 40 nodes"), (lines[::-1], "is damaged")):
+    for changed, message in ((lines[:-1], "39 ids for 40 nodes"), (lines[::-1], "is damaged: '")):
         names.write_text("\n".join(changed) + "\n")
         meta = json.loads((path / "meta.json").read_text())
         entry = {"bytes": names.stat().st_size, "crc32": checksum(names)}

@@ -122,6 +122,8 @@ def _save_nodes(
     if nodes.time is not None:
         writer.save("time.npy", nodes.time.numpy())
     if isinstance(nodes.names, NamesFolder):
+        for file in nodes.names.checksums:
+            nodes.names.verify(file)
         writer.copy(nodes.names.path / NAMES_FOLDER, NAMES_FOLDER)
     elif nodes.names is not None:
         writer.save_names(nodes.names)

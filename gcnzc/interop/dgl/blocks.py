@@ -4,6 +4,7 @@ DGL's public constructors check every id and wrap every tensor, which takes long
 block. This module constructs DGL's graph index from our tensors directly, as DGL's samplers do.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing_extensions import Self
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
-from gcnzc.interop.inner_loader import share_attributes
 from gcnzc.kernels.buffers import Pool
 from gcnzc.sampling.batch import Batch, Block
 
@@ -57,44 +57,79 @@ def to_csc(graph: Any) -> CscEdges:
     key = (indptr.data_ptr(), indices.data_ptr(), ids.data_ptr(), graph.num_edges())
     found = _cache.get(key)
     if found is None:
-        sources, edge_ids = sorted_columns(indptr, indices, ids)
-        if edge_ids is not None:
-            edge_ids = edge_ids.to(torch.int32 if len(ids) < 2**31 else torch.int64)
-        sources = sources.to(torch.int32 if graph.num_nodes() < 2**31 else torch.int64)
+        sources, edge_ids = sort_columns(
+            *(indptr, indices, ids, index_dtype(graph.num_nodes()), index_dtype(len(ids)))
+        )
         csc = Graph(indptr.clone(), sources, check=False)
         found = _cache[key] = CscEdges(csc, edge_ids, indices)
     return found
 
 
-def sorted_columns(indptr: Tensor, indices: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return copies of sources and DGL's edge ids with the ids of each column ascending.
+def sort_columns(
+    indptr: Tensor, indices: Tensor, ids: Tensor, dtype: torch.dtype, id_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return copies of sources and DGL's edge ids, sorted by id in each column.
 
-    DGL sorts its own CSC in place by other rules, such as for `GlobalUniform`. In this order, the
-    same seed samples the same edges before and after.
+    Some DGL functions, such as `GlobalUniform`, sort DGL's CSC in place by source. In the order of
+    the ids, a seed samples the same edges whether or not they ran.
 
     Args:
         indptr: (N + 1,) offsets of the columns.
         indices: (E,) sources.
-        ids: (E,) ids.
+        ids: (E,) edge ids, a permutation.
+        dtype: of the copy of the sources.
+        id_dtype: of the copy of the ids.
 
     Returns:
-        The sources and the ids; None in place of ids that are 0, 1, and so on.
+        The sources; and the ids, or None if each edge's id is its position.
     """
     starts = torch.zeros(len(ids) + 1, dtype=torch.bool)
     starts[indptr.long()] = True
-    is_ascending = starts[1:-1] | (ids[1:] > ids[:-1])
-    if bool(is_ascending.all()):
-        indices, ids = indices.clone(), ids.clone()
+    if bool((starts[1:-1] | (ids[1:] > ids[:-1])).all()):
+        indices, ids = indices.to(dtype, copy=True), ids.to(id_dtype, copy=True)
     else:
         columns = torch.arange(len(indptr) - 1).repeat_interleave(indptr.long().diff())
-        order = torch.argsort(ids)
+        order = invert_edge_ids(ids)
         order = order[torch.argsort(columns[order], stable=True)]
-        indices, ids = indices[order], ids[order]
+        indices, ids = indices[order].to(dtype), ids[order].to(id_dtype)
     is_range = torch.equal(ids, torch.arange(len(ids), dtype=ids.dtype))
     return indices, None if is_range else ids
 
 
-class BlockBuilder:
+class GraphView:
+    """The data of a DGL graph as it was at one time, for the epochs that began then.
+
+    Args:
+        graph: a DGL graph on the host.
+
+    Attributes:
+        graph: a local copy of `graph`, whose data does not change.
+        dtype: of all ids in the graph.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        # `local_var` gives each epoch its own columns. A column of a subgraph holds the parent's
+        # rows and an index. On its first read DGL replaces the rows, then the index; a thread that
+        # reads in between would index twice.
+        self._given_graph, self.graph = graph, graph.local_var()
+        self._structure = graph._graph
+        self._dgl = import_dgl()
+        self.dtype: torch.dtype = graph.idtype
+        self._empty = torch.empty(0, dtype=self.dtype)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether nodes or edges were added or removed since this object was created."""
+        return self._given_graph._graph is not self._structure
+
+    def with_current_data(self) -> Self:
+        """Return a copy with the data that the graph has now."""
+        other = copy.copy(self)
+        other.graph = self._given_graph.local_var()
+        return other
+
+
+class BlockBuilder(GraphView):
     """Builds DGL's blocks and graphs, with the node and edge data of the whole graph.
 
     As in DGL's own blocks, rows of the data are gathered when they are first read.
@@ -104,29 +139,9 @@ class BlockBuilder:
     """
 
     def __init__(self, graph: Any) -> None:
-        self._given_graph, self.graph = graph, graph.local_var()
-        self._structure = graph._graph
+        super().__init__(graph)
         self.csc = to_csc(graph)
-        self._dgl, self._block_class = import_dgl(), block_class()
-        # all tensors of ids in a DGL graph must have this type
-        self.dtype: torch.dtype = graph.idtype
-        self._empty = torch.empty(0, dtype=self.dtype)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether nodes or edges were added to the graph, or removed."""
-        return self._given_graph._graph is not self._structure
-
-    def with_present_data(self) -> Self:
-        """Return a builder with the data that the graph has now, in columns of its own.
-
-        Epochs in progress keep the builder that they began with. The data of a subgraph is rows of
-        the parent graph and an index until it is first read. DGL then replaces first the rows and
-        then the index, which other threads must not see.
-        """
-        other = share_attributes(self)
-        other.graph = self._given_graph.local_var()
-        return other
+        self._block_class = block_class()
 
     def build(self, batch: Batch) -> list[Any]:
         """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""
@@ -152,7 +167,8 @@ class BlockBuilder:
         if edges is None:
             pair_graph.ndata[dgl.NID] = ids
             return pair_graph
-        return self._attach_data(pair_graph, [ids], edge_id_column(None, edges, self.dtype))
+        id_column = dgl.frame.Column(self._to_idtype(edges))
+        return self._attach_data(pair_graph, [ids], id_column)
 
     def _block(self, block: Block) -> Any:
         dgl, graph = self._dgl, self.graph
@@ -169,15 +185,15 @@ class BlockBuilder:
         )
         dgl_block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
         nodes = self._to_idtype(block.nodes)
-        edges = edge_id_column(self.csc.edge_ids, block.edge_ids, self.dtype)
-        return self._attach_data(dgl_block, [nodes, nodes[: block.num_dst]], edges)
+        id_column = make_id_column(self.csc.edge_ids, block.edge_ids, self.dtype)
+        return self._attach_data(dgl_block, [nodes, nodes[: block.num_dst]], id_column)
 
-    def _attach_data(self, subgraph: Any, nodes: list[Tensor], edges: Any) -> Any:
+    def _attach_data(self, subgraph: Any, nodes: list[Tensor], id_column: Any) -> Any:
         dgl, graph = self._dgl, self.graph
         frames = [graph._node_frames[0].subframe(ids) for ids in nodes]
         for frame, ids in zip(frames, nodes, strict=True):
             frame[dgl.NID] = ids
-        edge_frame = edge_subframe(graph._edge_frames[0], edges)
+        edge_frame = make_edge_frame(graph._edge_frames[0], id_column)
         dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=[edge_frame])
         return subgraph
 
@@ -195,52 +211,56 @@ def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def invert_edge_ids(edge_ids: Tensor | None) -> Tensor | None:
-    """Return the (E,) int64 positions of edges by their ids; None if the ids are the positions."""
-    if edge_ids is None:
-        return None
+def index_dtype(count: int) -> torch.dtype:
+    """Return the dtype in which numbers below `count` are stored."""
+    return torch.int32 if count < 2**31 else torch.int64
+
+
+def invert_edge_ids(edge_ids: Tensor) -> Tensor:
+    """Return the (E,) int64 positions of edges by their ids, a permutation."""
     positions = torch.empty(len(edge_ids), dtype=torch.int64)
     positions[edge_ids.long()] = torch.arange(len(edge_ids))
     return positions
 
 
-def edge_id_column(edge_ids: Tensor | None, edges: Tensor, dtype: torch.dtype) -> Any:
-    """Return a column of DGL's edge ids, which are gathered when they are first read.
+def make_id_column(edge_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Any:
+    """Return a column of the DGL ids of edges, which are gathered when they are first read.
 
-    Few training loops read them, and gathering them takes as long as reading the neighbours.
+    Few training loops read them, and gathering them takes as long as reading the neighbours. Until
+    they are read, the column keeps `edge_ids` in memory.
 
     Args:
-        edge_ids: (E,) DGL's id of each edge in CSC order; None if `edges` are DGL's ids.
-        edges: (B,) int64 positions in CSC order, or ids.
+        edge_ids: (E,) DGL's id of each edge in CSC order; None if the ids are the positions.
+        positions: (B,) int64 positions in CSC order.
         dtype: of ids in the graph.
     """
-    Column, scheme = import_dgl().frame.Column, import_dgl().frame.Scheme((), dtype)
+    frame = import_dgl().frame
     if edge_ids is None:
-        return Column(convert_ids(edges, dtype), scheme)
-    return _column_class()(edge_ids, scheme, edges, None, dtype)
+        return frame.Column(convert_ids(positions, dtype))
+    return _column_class()(edge_ids, frame.Scheme((), dtype), positions, None, dtype)
 
 
-def edge_subframe(frame: Any, edges: Any) -> Any:
+def make_edge_frame(frame: Any, id_column: Any) -> Any:
     """Return the data of edges, with their ids.
 
     Args:
-        frame: the data of all edges.
-        edges: column of their ids.
+        frame: the data of all edges. If there is any, the ids are read now.
+        id_column: column of the ids of the edges.
     """
     dgl = import_dgl()
     if not frame._columns:
-        found = dgl.frame.Frame(num_rows=len(edges))
+        found = dgl.frame.Frame(num_rows=len(id_column))
         found._initializers = frame._initializers
         found._default_initializer = frame._default_initializer
     else:
-        found = frame.subframe(edges.data)
+        found = frame.subframe(id_column.data)
     # Frame's constructor and item assignment would copy the column to one of DGL's class
-    found._columns[dgl.EID] = edges
+    found._columns[dgl.EID] = id_column
     return found
 
 
 def fill_lazy_features(subgraph: Any, gather: Callable[[Kind, str, Tensor], Tensor | None]) -> None:
-    """Replace DGL's `LazyFeature`s by rows, and let other data be gathered by our gather when read.
+    """Replace DGL's `LazyFeature`s by rows, and gather other data when it is read.
 
     Args:
         subgraph: a DGL block or graph.
@@ -277,7 +297,7 @@ def _column_class() -> Any:
         def _gathered(self: Any) -> Tensor:
             storage = self.storage
             if self.index is not None and storage.device.type == "cpu":
-                # the index may have several dimensions if the graph is itself a subgraph
+                # that of a subgraph's data is a chain of indices, which `flatten` combines
                 index, table = self.index.flatten(), None
                 if index.device.type == "cpu" and not storage.requires_grad:
                     table = as_table(storage)

@@ -29,7 +29,7 @@ class Engine(Protocol):
     """Samples minibatches.
 
     Attributes:
-        blocks: a `BlockBuilder` or `HeteroBlockBuilder`, whose data the minibatches have.
+        blocks: builds the minibatches; replaced in a copy of the engine when an epoch begins.
     """
 
     blocks: Any
@@ -80,7 +80,8 @@ class EdgeEngine:
         self.blocks, self._graph_sampler, self._seed = blocks, graph_sampler, seed
         inner = graph_sampler.sampler
         self._sampler = Sampler(blocks.csc.graph, inner.fanouts, seed, edge_ids=True)
-        self._positions = invert_edge_ids(blocks.csc.edge_ids)
+        ids = blocks.csc.edge_ids
+        self._positions = None if ids is None else invert_edge_ids(ids)
         # the first call creates DGL's index of edges, which is not safe in several threads
         blocks.graph.find_edges(torch.arange(min(1, blocks.graph.num_edges()), dtype=blocks.dtype))
 

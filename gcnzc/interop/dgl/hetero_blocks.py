@@ -5,28 +5,28 @@ As in `gcnzc.interop.dgl.blocks`, DGL's graph index is constructed from our tens
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 from gcnzc.graph.hetero.stores import EdgeStore, NodeStore
 from gcnzc.graph.hetero.values import as_weights
 from gcnzc.interop.dgl.blocks import (
     FORMATS,
+    GraphView,
     convert_ids,
-    edge_id_column,
-    edge_subframe,
+    index_dtype,
     invert_edge_ids,
-    sorted_columns,
+    make_edge_frame,
+    make_id_column,
+    sort_columns,
 )
-from gcnzc.interop.dgl.importing import block_class, import_dgl
-from gcnzc.interop.inner_loader import share_attributes
+from gcnzc.interop.dgl.importing import block_class
 from gcnzc.kernels.structure.bipartite import column_offsets
 from gcnzc.sampling.hetero import HeteroBatch
 
@@ -38,17 +38,25 @@ Ends: TypeAlias = Mapping[EdgeType, tuple[Tensor, Tensor]]
 class TypedCsc:
     """The edges of a DGL graph in our own memory."""
 
-    # without edge ids: these are gathered when they are first read
+    # without edge ids
     graph: HeteroGraph
-    # by edge type (E,) DGL's ids of its edges, of the graph's id type; None: the positions
+    # by edge type (E,) DGL's id of each edge in CSC order; None: its position
     edge_ids: Mapping[EdgeType, Tensor | None]
     # keeps DGL's tensors alive, since their addresses are in the cache's key
     dgl_tensors: tuple[Tensor, ...]
+    # what `positions` computed
+    _positions: dict[EdgeType, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def positions(self) -> dict[EdgeType, Tensor | None]:
-        """By edge type (E,) int64 positions of edges by DGL's ids; None: the ids."""
-        return {each: invert_edge_ids(ids) for each, ids in self.edge_ids.items()}
+    def positions(self, edge_type: EdgeType, ids: Tensor) -> Tensor:
+        """Return the CSC positions of edges of a type, given by DGL's ids."""
+        edge_ids = self.edge_ids[edge_type]
+        if edge_ids is None:
+            return ids
+        found = self._positions.get(edge_type)
+        if found is None:
+            # two threads may both compute it, and one is kept
+            found = self._positions.setdefault(edge_type, invert_edge_ids(edge_ids))
+        return found[ids]
 
 
 # The loaders of training and evaluation share one copy.
@@ -70,10 +78,10 @@ def to_typed_csc(graph: Any) -> TypedCsc:
     found = _cache.get(key)
     if found is None:
         edges, edge_ids = {}, {}
-        for each, (indptr, *own) in arrays.items():
-            indices, edge_ids[each] = sorted_columns(indptr, *own)
-            narrow = torch.int32 if counts[each[0]] < 2**31 else torch.int64
-            edges[each] = EdgeStore(indptr.to(torch.int64, copy=True), indices.to(narrow))
+        for each, (indptr, indices, ids) in arrays.items():
+            dtypes = index_dtype(counts[each[0]]), index_dtype(len(ids))
+            sources, edge_ids[each] = sort_columns(indptr, indices, ids, *dtypes)
+            edges[each] = EdgeStore(indptr.to(torch.int64, copy=True), sources)
         nodes = {each: NodeStore(count) for each, count in counts.items()}
         tensors = tuple(part for own in arrays.values() for part in own)
         found = _cache[key] = TypedCsc(HeteroGraph(nodes, edges, check=False), edge_ids, tensors)
@@ -97,7 +105,7 @@ def read_weights(graph: Any, csc: TypedCsc, name: str) -> HeteroGraph:
         if name in data:
             weights = as_weights(f"{name!r} of {each}", data[name], store.num_edges)
             ids = csc.edge_ids[each]
-            # a copy in any case: the user's may be changed during an epoch
+            # always a copy: the user may change the weights during an epoch
             weights = weights.clone() if ids is None else weights[ids.long()]
             store = replace(store, weight=weights)
         edges[each] = store
@@ -109,7 +117,7 @@ def read_weights(graph: Any, csc: TypedCsc, name: str) -> HeteroGraph:
     return HeteroGraph({each: found.nodes(each) for each in found.node_types}, edges, check=False)
 
 
-class HeteroBlockBuilder:
+class HeteroBlockBuilder(GraphView):
     """Builds DGL's blocks and graphs of several types, with the data of the whole graph.
 
     As in DGL's own blocks, rows of the data are gathered when they are first read.
@@ -119,12 +127,8 @@ class HeteroBlockBuilder:
     """
 
     def __init__(self, graph: Any) -> None:
-        self._given_graph, self.graph = graph, graph.local_var()
-        self._structure = graph._graph
-        self._dgl, self._block_class = import_dgl(), block_class()
-        # all tensors of ids in a DGL graph must have this type
-        self.dtype: torch.dtype = graph.idtype
-        self._empty = torch.empty(0, dtype=self.dtype)
+        super().__init__(graph)
+        self._block_class = block_class()
         # the sources' types, then the destinations'
         numbers = {kind: number for number, kind in enumerate(graph.ntypes)}
         src, dst = ([numbers[each[end]] for each in graph.canonical_etypes] for end in (0, 2))
@@ -135,18 +139,7 @@ class HeteroBlockBuilder:
     @cached_property
     def csc(self) -> TypedCsc:
         """The edges, which gcnzc samples."""
-        return to_typed_csc(self._given_graph)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether nodes or edges were added to the graph, or removed."""
-        return self._given_graph._graph is not self._structure
-
-    def with_present_data(self) -> Self:
-        """Return a builder with the data that the graph has now; see `BlockBuilder`."""
-        other = share_attributes(self)
-        other.graph = self._given_graph.local_var()
-        return other
+        return to_typed_csc(self.graph)
 
     def build(self, batch: HeteroBatch) -> list[Any]:
         """Return the DGL blocks of a batch of complete blocks, input layer first, on the host.
@@ -187,7 +180,7 @@ class HeteroBlockBuilder:
         """
         assert batch.edge_ids is not None, "DGL's blocks have edge ids"
         dgl, graph = self._dgl, self.graph
-        relations, edges = [], []
+        relations, id_columns = [], []
         for each in graph.canonical_etypes:
             part = slices[each]
             num_dst, num_src = counts[each[2]][0], counts[each[0]][1]
@@ -200,7 +193,7 @@ class HeteroBlockBuilder:
             )
             relations.append(relation)
             edge_ids = self.csc.edge_ids[each]
-            edges.append(edge_id_column(edge_ids, batch.edge_ids[each][part], self.dtype))
+            id_columns.append(make_id_column(edge_ids, batch.edge_ids[each][part], self.dtype))
         num_src_nodes = [counts[each][1] for each in graph.ntypes]
         num_dst_nodes = [counts[each][0] for each in graph.ntypes]
         sizes = dgl.utils.toindex([*num_src_nodes, *num_dst_nodes], "int64")
@@ -209,7 +202,7 @@ class HeteroBlockBuilder:
         )
         block = self._block_class(index, (graph.ntypes, graph.ntypes), graph.etypes)
         ids = [nodes[kind][: counts[kind][end]] for end in (1, 0) for kind in graph.ntypes]
-        return self._attach_data(block, graph._node_frames * 2, ids, edges)
+        return self._attach_data(block, graph._node_frames * 2, ids, id_columns)
 
     def build_pair_graph(
         self, nodes: Mapping[str, Tensor], ends: Ends, edges: Mapping[EdgeType, Tensor] | None
@@ -242,21 +235,21 @@ class HeteroBlockBuilder:
             for each, own in zip(graph.ntypes, ids, strict=True):
                 pair_graph.nodes[each].data[dgl.NID] = own
             return pair_graph
-        edge_ids = [
-            edge_id_column(None, edges.get(each, self._empty), self.dtype)
+        id_columns = [
+            dgl.frame.Column(convert_ids(edges.get(each, self._empty), self.dtype))
             for each in graph.canonical_etypes
         ]
-        return self._attach_data(pair_graph, graph._node_frames, ids, edge_ids)
+        return self._attach_data(pair_graph, graph._node_frames, ids, id_columns)
 
     def _attach_data(
-        self, subgraph: Any, node_frames: Any, nodes: list[Tensor], edges: list[Any]
+        self, subgraph: Any, node_frames: Any, nodes: list[Tensor], id_columns: list[Any]
     ) -> Any:
         """Set the data of nodes and edges, with their ids, in the order of the subgraph's types."""
         dgl = self._dgl
         frames = [frame.subframe(ids) for frame, ids in zip(node_frames, nodes, strict=True)]
         for frame, ids in zip(frames, nodes, strict=True):
             frame[dgl.NID] = ids
-        own = zip(self.graph._edge_frames, edges, strict=True)
-        edge_frames = [edge_subframe(frame, ids) for frame, ids in own]
+        pairs = zip(self.graph._edge_frames, id_columns, strict=True)
+        edge_frames = [make_edge_frame(*pair) for pair in pairs]
         dgl.utils.set_new_frames(subgraph, node_frames=frames, edge_frames=edge_frames)
         return subgraph

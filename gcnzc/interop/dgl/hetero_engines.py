@@ -93,8 +93,10 @@ class HeteroEdgeEngine:
         if self._graph_sampler.negative_sampler is not None:
             given.append(self._negatives(items, ends, epoch))
         nodes, local = _compact(self.blocks.graph.ntypes, given)
-        edges = self._excluded_edges(items, ends)
-        excluded = {each: self._positions_of(each, ids) for each, ids in edges.items()}
+        excluded = {
+            each: self.blocks.csc.positions(each, ids)
+            for each, ids in self._excluded_edges(items, ends).items()
+        }
         batch = self._sampler.sample(nodes, epoch, exclude=excluded)
         blocks = self.blocks.build(batch)
         inputs = blocks[0].srcdata[import_dgl().NID]
@@ -108,14 +110,9 @@ class HeteroEdgeEngine:
     def _ends_of(self, edge_type: EdgeType, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sources and destinations, int64, of edges given by DGL's ids."""
         edges = self.blocks.csc.graph.edges(edge_type)
-        positions = self._positions_of(edge_type, ids)
+        positions = self.blocks.csc.positions(edge_type, ids)
         dst = np.searchsorted(edges.indptr.numpy(), positions.numpy(), side="right") - 1
         return edges.indices[positions].long(), torch.from_numpy(dst)
-
-    def _positions_of(self, edge_type: EdgeType, ids: Tensor) -> Tensor:
-        """Return the CSC positions of edges given by DGL's ids."""
-        positions = self.blocks.csc.positions[edge_type]
-        return ids if positions is None else positions[ids]
 
     def _negatives(
         self, items: EdgeItems, ends: Ends, epoch: int

@@ -4,6 +4,7 @@ Minibatches have the form of DGL's for the same sampler: input nodes, output nod
 or input nodes, pair graphs and blocks. Blocks and graphs are DGL's classes.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from gcnzc.interop.dgl.hetero_engines import HeteroEdgeEngine, HeteroNodeEngine
 from gcnzc.interop.dgl.importing import check_cuda, import_dgl
 from gcnzc.interop.dgl.items import check_items
 from gcnzc.interop.drop_in import DropInLoader
-from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch, share_attributes
+from gcnzc.interop.inner_loader import NO_GRAPH, LibraryBatch
 from gcnzc.interop.options import CPU, Options, check_tables, split_options
 from gcnzc.interop.ranks import rank_and_world_size
 from gcnzc.sampling.batch import Block
@@ -180,7 +181,7 @@ class DataLoader(DropInLoader):
         is_ours = sampler_library == "gcnzc" and is_native(graph_sampler, self._is_typed)
         self.sampler_library: str = "gcnzc" if is_ours else "dgl"
         self._blocks = self._create_builder()
-        if self._is_typed:
+        if isinstance(self._blocks, HeteroBlockBuilder):
             # the threads prepare minibatches on the host; `_finish_minibatch` copies them
             super().__init__(NO_GRAPH, ids, len(ids), replace(options, device=CPU))
             self.device = options.device
@@ -207,43 +208,36 @@ class DataLoader(DropInLoader):
         nodes = result[0].long()
         return LibraryBatch(nodes, nodes[:0], (_empty_block(nodes),), parts=result)
 
-    def _create_builder(self) -> Any:
-        if not self._is_typed:
-            return BlockBuilder(self.graph)
+    def _create_builder(self) -> BlockBuilder | HeteroBlockBuilder:
+        """Check that the items fit the graph as it is now, and return its builder of blocks."""
+        check_graph(self.graph)
+        check_items(self._items.by_type, self.graph, self._is_edges)
         if self._is_edges:
             check_reverse_edges(self.graph, self.graph_sampler, self._items.by_type)
-        return HeteroBlockBuilder(self.graph)
-
-    def _refresh_graph(self) -> None:
-        """Sample the graph as it is now, with nodes or edges that were added or removed."""
-        check_graph(self.graph)
-        check_items(self.indices, self.graph, self._is_edges)
-        self._blocks = self._create_builder()
-        self._engine = self._create_engine()
-        self._columns = {}
-        if not self._is_typed:
-            self._graph = self._blocks.csc.graph
-            self._loader = self._open_loader({})
+        return HeteroBlockBuilder(self.graph) if self._is_typed else BlockBuilder(self.graph)
 
     def _refresh_attributes(self) -> None:
         names = self._prefetch_names()
         # new objects, since epochs in progress use the old ones
-        if self._blocks.is_outdated:
-            self._refresh_graph()
+        has_other_edges = self._blocks.is_outdated
+        if has_other_edges:
+            self._blocks, self._columns = self._create_builder(), {}
+            if isinstance(self._blocks, BlockBuilder):
+                self._graph = self._blocks.csc.graph
         else:
-            self._blocks = self._blocks.with_present_data()
-        if self._weights == self._current_weights():
-            self._engine = share_attributes(self._engine)
-            self._engine.blocks = self._blocks
-        else:
+            self._blocks = self._blocks.with_current_data()
+        if has_other_edges or self._weights != self._current_weights():
             self._engine = self._create_engine()
+        else:
+            self._engine = copy.copy(self._engine)
+            self._engine.blocks = self._blocks
         self._columns = dict(self._columns)
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
             has_table = (kind, name) in self._tables
             if not has_table and not (name in data and column.rows is data[name]):
                 del self._columns[kind, name]
-        # created before the threads start, since DGL's data cannot be read by several threads
+        # created here and not by the threads, since DGL's data cannot be read by several threads
         for argument_names in names.values():
             for kind, name in argument_names:
                 self._column(kind, name)
@@ -262,6 +256,9 @@ class DataLoader(DropInLoader):
 
     def _sample_on_host(self, items: Tensor, epoch: int) -> Any:
         self._check_open()
+        if self._blocks.is_outdated:
+            with self._refreshing:
+                self._refresh_attributes()
         batch = self.sample(items, epoch)
         if self._prefetched is not None:
             batch.x = self._prefetched.gather_on_device(batch.nodes)
@@ -298,6 +295,8 @@ class DataLoader(DropInLoader):
 
     def _set_seed(self, seed: int) -> None:
         super()._set_seed(seed)
+        # also of the weights, which the engine reads
+        self._blocks = self._blocks.with_current_data()
         self._engine = self._create_engine()
 
     def _current_weights(self) -> dict[Kind, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from gcnzc.features.table import FeatureTable
@@ -167,10 +168,12 @@ def check_input_time(
     if input_time is not None:
         if typed is None or typed.time is None:
             raise ValueError("input_time was given without time_attr\n\nhint: time_attr='time'")
-        if len(input_time) != num_items:
+        shape = np.shape(input_time)
+        if len(shape) == 1 and shape[0] != num_items:
+            # other shapes are reported by `as_times`
             raise ValueError(
-                f"input_time has {len(input_time)} times, but there are {num_items} input nodes"
-                "\n\nhint: one time for each of input_nodes, in the same order"
+                f"input_time has {shape[0]} times, but there are {num_items} input nodes\n\n"
+                "hint: one time for each of input_nodes, in the same order"
             )
         unit = typed.graph.time_unit
         return as_times("input_time", input_time, num_items, unit, is_limit=True)

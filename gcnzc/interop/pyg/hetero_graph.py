@@ -212,7 +212,7 @@ def read_typed_attributes(
         if kind not in numbers:
             raise ValueError(
                 f"data has the type {kind!r}, which it did not have when the loader was created"
-                "\n\nhint: create another loader; of the types of a loader, attributes may change"
+                "\n\nhint: create another loader; only attributes of existing types may change"
             )
         for name, value in dict(store.items()).items():
             if name == "num_nodes" and kind in graph.node_types:

@@ -208,13 +208,13 @@ def _to_coo(edges: Any, attr: Any) -> Tensor:
 
 
 def _expand(offsets: Tensor, num_edges: int, name: str) -> Tensor:
-    """Return the (E,) row or column of each edge, by offsets."""
+    """Return the (E,) row (CSR) or column (CSC) of each edge."""
     steps = offsets.diff()
     is_valid = len(offsets) > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == num_edges
     if not is_valid or bool((steps < 0).any()):
         raise ValueError(
-            f"the graph store returned offsets for {name} that are not those of its {num_edges} "
-            "edges\n\nhint: offsets begin with 0, do not decrease, and end with the number of edges"
+            f"the graph store returned offsets for {name} that do not fit its {num_edges} edges\n\n"
+            "hint: offsets begin with 0, do not decrease, and end with the number of edges"
         )
     return torch.arange(len(steps)).repeat_interleave(steps)
 
@@ -228,14 +228,18 @@ def _indexed(attr: Any, index: Tensor | None) -> Any:
 def _to_tensor(attr: Any, rows: Any) -> Tensor:
     if isinstance(rows, np.ndarray):
         rows = torch.from_numpy(rows)
-    if isinstance(rows, Tensor) and (attr.index is None or len(rows) == len(attr.index)):
+    is_whole = attr.index is None
+    if isinstance(rows, Tensor) and rows.ndim and (is_whole or len(rows) == len(attr.index)):
         return rows
-    asked = "" if attr.index is None else f" and {len(attr.index)} ids"
+    count = 0 if is_whole else len(attr.index)
+    ids = f"{count} id{'s' * (count != 1)} of " if count else ""
+    hint = "hint: get_tensor returns a tensor or an array with one row for each id"
+    if count == 1:
+        # NumPy takes a tensor with one element as a number
+        hint += "; index a NumPy array by attr.index.numpy()"
     raise ValueError(
-        f"the feature store returned {describe(rows)} for {attr.group_name}, {attr.attr_name}"
-        f"{asked}\n\n"
-        "hint: get_tensor returns a tensor or an array with one row for each id; an array is "
-        "indexed by attr.index.numpy(), since NumPy takes a tensor of one element as a number"
+        f"the feature store returned {describe(rows)} for {ids}{attr.group_name}, "
+        f"{attr.attr_name}\n\n{hint}"
     )
 
 
@@ -292,16 +296,16 @@ class HeteroFeatureStore(_pyg.data.FeatureStore):  # type: ignore[misc, name-def
         num_rows = values.num_rows if isinstance(values, FeatureTable) else len(values)
         ids = attr.index
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            # a slice, a mask, or one id
+            # None, a slice, a mask, a list or one id
             ids = torch.arange(num_rows)[slice(None) if ids is None else ids]
-        index = ids.reshape(-1)
+        index = ids.flatten()
         if order is not None:
             index = order[index]
         if isinstance(values, FeatureTable):
             rows = values.gather(index)
         else:
             rows = values.index_select(0, index)
-        return rows if ids.ndim else rows[0]
+        return rows.unflatten(0, ids.shape) if ids.ndim else rows[0]
 
     def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
         values, _ = self._values.get((attr.group_name, attr.attr_name), (None, None))

@@ -224,12 +224,14 @@ def _check_folder(config: TrainConfig, path: Path) -> None:
             # a damaged folder has no kind, and this names its file
             read_meta(path)
         if any((path / kind / "0").is_dir() for kind in ("nodes", "edges")):
-            raise FileNotFoundError(f"{path} has lost its meta.json\n\n{AGAIN}")
+            raise FileNotFoundError(
+                f"{path} has folders of a heterogeneous graph, but no meta.json\n\n{AGAIN}"
+            )
         raise ValueError(
             f"--model {config.model} is for graphs with several node types, and {path} has no "
             "prepared graph of this kind\n\n"
-            "hint: `gcnzc prepare` and HeteroGraph.save write one; gcn, sage, gat and gatv2 are "
-            "models of other graphs"
+            "hint: `gcnzc prepare` and HeteroGraph.save write one; other graphs have other models, "
+            "such as sage"
         )
 
 

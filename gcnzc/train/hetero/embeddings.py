@@ -17,7 +17,7 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.models.hetero import HeteroModel
 from gcnzc.optim import DistributedOptimizer, DropCompute, SparseAdagrad, SparseAdam, Strategy
-from gcnzc.system.array_file import read_shapes, write_arrays
+from gcnzc.system.array_file import verify_arrays, write_arrays
 from gcnzc.train.checkpoint import RESTORE
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.hetero.data import HeteroDataset
@@ -135,15 +135,14 @@ class TrainedEmbeddings:
         self._on_disk = self._begun = frozenset({path.name} | _best_names(best))
 
     def describe_lost_best(self, best: Mapping[str, Any]) -> str | None:
-        """Return a warning if the file of the best model's rows is missing or cannot be read."""
+        """Return a warning if the file of the best model's rows is missing or damaged."""
         for name in _best_names(best):
             try:
-                read_shapes(self.folder / name)
+                verify_arrays(self.folder / name)
             except (OSError, ValueError) as error:
                 return (
                     f"the embeddings of the best model, of epoch {best['epoch'] + 1}, are lost: "
-                    f"{_cause_of(error)}; the run continues, and has a usable best model only "
-                    "after a better epoch"
+                    f"{_cause_of(error)}; no best model can be evaluated until an epoch is better"
                 )
         return None
 
