@@ -84,7 +84,7 @@ class NamesFolder:
             for name, entry in files.items()
             if name.startswith(front_of_names)
         }
-        return cls(folder / front, found) if found else None
+        return cls(folder.resolve() / front, found) if found else None
 
     def verify(self, file: str) -> Path:
         """Compare a file's checksum with `meta.json`, and return its path.
@@ -94,6 +94,11 @@ class NamesFolder:
             ValueError: the checksum differs.
         """
         path = self.path / FOLDER / file
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no file {path}, which meta.json lists\n\n"
+                "hint: was the folder moved or removed? Load it again"
+            )
         if checksum(path) != self.checksums[file]:
             raise ValueError(
                 f"{path} is damaged: its checksum is not that in meta.json\n\n"

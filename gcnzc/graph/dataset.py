@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.names import Names, NamesFolder, read_names
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import Metric
-from gcnzc.datasets.store import is_prepared
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 
@@ -60,17 +58,17 @@ class Dataset:
     quantized: FeatureTable | None = None  # the features, if they are stored as codes with scales
     # for link prediction; `graph` then has the training edges (and more, if the dataset's files do)
     links: EdgeSplit | None = None
-    own_names: Names | None = None  # of a source that is not a folder
+    own_names: Names | NamesFolder | None = None  # NamesFolder: read when they are needed
 
     @cached_property
     def names(self) -> Names:
         """Names of classes and features, as far as the source has them."""
-        return self.own_names or self._read_names("classes", "features")
+        return self._read_names("classes", "features")
 
     @cached_property
     def node_ids(self) -> Array | None:
         """(N,) ids of the nodes in the source as text; None if they are the numbers from 0."""
-        names = self.own_names or self._read_names("nodes")
+        names = self._read_names("nodes")
         if names.nodes is not None and len(names.nodes) != self.graph.num_nodes:
             raise ValueError(
                 f"{self.folder} has {len(names.nodes):,} ids for {self.graph.num_nodes:,} nodes\n\n"
@@ -79,9 +77,8 @@ class Dataset:
         return names.nodes
 
     def _read_names(self, *kinds: str) -> Names:
-        if not is_prepared(self.folder):
-            return Names()
-        return read_names(NamesFolder.find(self.folder, read_meta(self.folder)["files"]), kinds)
+        names = self.own_names
+        return names if isinstance(names, Names) else read_names(names, kinds)
 
     @cached_property
     def table(self) -> FeatureTable | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gcnzc.datasets import catalog, download, hetero_store, ogb, store
-from gcnzc.datasets.names import Names
+from gcnzc.datasets.names import Names, NamesFolder
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_hetero import is_hetero_layout
@@ -154,7 +154,7 @@ def load(
         origin=metadata["origin"] | {"options": metadata["options"], "split": metadata["split"]},
         quantized=quantized,
         links=None if loaded.links is None else _edge_split_tensors(loaded.links),
-        own_names=None if isinstance(source, Prepared) else _names_of(source),
+        own_names=_names_of(source),
     )
 
 
@@ -164,7 +164,9 @@ def log_notes(loaded: LoadedGraph) -> None:
         _log.warning("%s", note)
 
 
-def _names_of(source: Source) -> Names | None:
+def _names_of(source: Source | Prepared) -> Names | NamesFolder | None:
+    if isinstance(source, Prepared):
+        return NamesFolder.find(source.folder, source.meta["files"])
     return source.mapping if isinstance(source.mapping, Names) else None
 
 

@@ -211,7 +211,7 @@ def test_the_time_to_open_does_not_depend_on_the_size(tmp_path: Path) -> None:
             "meta.json",
             lambda data: data.replace(b'"version"', b'"edition"'),
             ValueError,
-            "has format version None",
+            "has no format version",
         ),
         (
             "meta.json",

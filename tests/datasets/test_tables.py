@@ -95,6 +95,25 @@ def test_damaged_names_are_reported(file, attribute, tmp_path):
         getattr(data, attribute)
 
 
+def test_names_are_those_of_the_loaded_folder(tmp_path, monkeypatch):
+    gcnzc.prepare(write(tmp_path / "in"), tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    data, moved, other = (gcnzc.load("data") for _ in range(3))
+    ids = gcnzc.load("data").node_ids.tolist()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert data.node_ids.tolist() == ids
+    (tmp_path / "data").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=r"no file .*nodes\.csv(?s:.*)hint: was the folder"):
+        moved.node_ids  # noqa: B018
+    # prepared again: the ids would be those of other nodes
+    others = pd.read_csv(tmp_path / "in" / "nodes.csv")[::-1]
+    others.to_csv(tmp_path / "in" / "nodes.csv", index=False)
+    gcnzc.prepare(tmp_path / "in" / "graph.toml", tmp_path / "data")
+    with pytest.raises(ValueError, match=r"nodes\.csv is damaged: its checksum"):
+        other.node_ids  # noqa: B018
+
+
 def test_names_are_numbered_and_saved(tmp_path, capsys):
     path = write(tmp_path / "in")
     assert main(["prepare", str(path), str(tmp_path / "data")]) == 0

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import pickle
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -773,6 +774,42 @@ def test_weights_are_read_when_an_epoch_begins():
         whole.edges[name].data["p"] = torch.ones(400)
     loader.load_state_dict(state)
     assert [block.num_edges("to") for _, _, (block,) in loader] == [15] * 10
+
+
+def test_a_rejected_change_is_rejected_again():
+    whole = make_graph()
+    loader = DataLoader(whole, SEEDS, loading.NeighborSampler([-1], prob="weight"), batch_size=20)
+    list(loader)
+    given = whole.edges[CITES].data.pop("weight")
+    whole.edges[CITES].data["weight"] = -given
+    whole.remove_edges(torch.arange(5), etype=WRITES)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="weights are finite and at least 0"):
+            iter(loader)
+    whole.edges[CITES].data["weight"] = given
+    for _, _, (block,) in loader:
+        check_edges(whole, block, WRITES)
+
+
+def test_edge_ids_may_be_read_in_several_threads():
+    ends = torch.randint(1000, (2, 30_000), generator=torch.Generator().manual_seed(4))
+    whole = dgl.graph((*ends,))
+    loader = DataLoader(whole, torch.arange(1000), loading.NeighborSampler([-1]), batch_size=1000)
+    (_, _, (block,)) = next(iter(loader))
+    column = block._edge_frames[0]._columns[dgl.EID]
+    index, storage = column.index, column.storage
+    barrier = threading.Barrier(4)
+
+    def read(_):
+        barrier.wait()
+        return column.data
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(30):
+            column.index, column.storage, column.deferred_dtype = index, storage, torch.int64
+            for ids in pool.map(read, range(4)):
+                assert ids.dtype == torch.int64
+                assert torch.equal(ids, storage[index].long())
 
 
 def test_all_threads_sample_with_dgl_in_one_thread(monkeypatch):

@@ -249,8 +249,12 @@ def test_an_invalid_reverse_edge_is_rejected(graph):
     sampler = loading.as_edge_prediction_sampler(
         loading.NeighborSampler([2]), exclude="reverse_id", reverse_eids=REVERSE.roll(1)
     )
-    with pytest.raises(ValueError, match="reverse_eids has an edge that does not connect"):
-        next(iter(DataLoader(graph, torch.arange(64), sampler, batch_size=4)))
+    message = "reverse_eids: edge .* is not the reverse of edge 0"
+    for batch_size in (4, 2 * EDGES):
+        # with all edges in a minibatch, each wrong edge connects two of its nodes
+        items = torch.arange(2 * EDGES)
+        with pytest.raises(ValueError, match=message):
+            next(iter(DataLoader(graph, items, sampler, batch_size=batch_size)))
 
 
 def drawn(loader, count=None):

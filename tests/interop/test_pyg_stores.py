@@ -299,7 +299,7 @@ def test_a_store_without_a_tensor_is_reported(data):
         with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
             next(iter(loader))
     features._get_tensor = lambda attr: torch.rand(9, 2)
-    with pytest.raises(ValueError, match=r"the feature store returned .* for user, x"):
+    with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
         next(iter(loader))
 
 

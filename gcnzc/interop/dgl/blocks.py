@@ -20,6 +20,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.sampling.batch import Batch, Block
 
 FORMATS = ["coo", "csr", "csc"]
@@ -294,7 +295,16 @@ def _column_class() -> Any:
     Column = import_dgl().frame.Column
 
     class GatheredColumn(Column):  # type: ignore[misc, valid-type]
+        def __init__(self: Any, *args: Any) -> None:
+            super().__init__(*args)
+            self._reading = ForkSafeLock()
+
         def _gathered(self: Any) -> Tensor:
+            # threads of a training loop may read it at once
+            with self._reading:
+                return self._gather()
+
+        def _gather(self: Any) -> Tensor:
             storage = self.storage
             if self.index is not None and storage.device.type == "cpu":
                 # that of a subgraph's data is a chain of indices, which `flatten` combines

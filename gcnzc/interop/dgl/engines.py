@@ -127,6 +127,8 @@ class EdgeEngine:
     def _excluded_edges(self, items: Tensor, nodes: Tensor) -> ExcludedEdges | None:
         """Return the excluded edges among the in-edges of `nodes`, which are sorted."""
         sampler = self._graph_sampler
+        if sampler.exclude == "reverse_id":
+            self._check_reverse_ids(items)
         edges = import_dgl().dataloading.base.find_exclude_eids(
             self.blocks.graph, items, sampler.exclude, sampler.reverse_eids
         )
@@ -137,14 +139,51 @@ class EdgeEngine:
         edges = edges[(edges >= 0) & (edges < self.blocks.graph.num_edges())]
         _, dst = self.blocks.graph.find_edges(edges.to(self.blocks.dtype))
         found = np.searchsorted(nodes.numpy(), dst.numpy())
-        locals_ = torch.from_numpy(found).clamp(max=len(nodes) - 1)
-        if not torch.equal(nodes[locals_], dst.long()):
-            raise ValueError(
-                "reverse_eids has an edge that does not connect the nodes of the original edge\n\n"
-                "hint: reverse_eids[e] is the id of the edge from e's destination to e's source"
-            )
+        locals_ = torch.from_numpy(found)
         positions = edges if self._positions is None else self._positions[edges.long()]
         return exclude_edges(self.blocks.csc.graph.indptr.numpy(), nodes, locals_, positions)
+
+    def _check_reverse_ids(self, items: Tensor) -> None:
+        graph = self.blocks.graph
+        reverse = self._graph_sampler.reverse_eids[items.long()].to(items.dtype)
+        # as in DGL, ids that are not edges exclude nothing
+        is_edge = (reverse >= 0) & (reverse < graph.num_edges())
+        items, reverse = items[is_edge], reverse[is_edge]
+        (src, dst), ends = graph.find_edges(items), graph.find_edges(reverse)
+        is_reverse = (ends[0] == dst) & (ends[1] == src)
+        check_reverse_pairs(is_reverse, items, reverse, "reverse_eids", REVERSE_ID_HINT)
+
+
+REVERSE_ID_HINT = "reverse_eids[e] is the id of the edge from e's destination to e's source"
+
+
+def check_reverse_pairs(
+    is_reverse: Tensor,
+    ids: Tensor,
+    reverse: Tensor,
+    argument: str,
+    hint: str,
+    types: tuple[str, str] = ("", ""),
+) -> None:
+    """Check that edges are the reverses of others.
+
+    Args:
+        is_reverse: (P,) whether they are.
+        ids: (P,) ids of the others.
+        reverse: (P,) ids of the reverse edges.
+        argument: the argument that has the reverse edges, for the message.
+        hint: for the message.
+        types: what follows the ids in the message.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if not bool(is_reverse.all()):
+        place = int((~is_reverse).nonzero()[0])
+        raise ValueError(
+            f"{argument}: edge {int(reverse[place])}{types[1]} is not the reverse of edge "
+            f"{int(ids[place])}{types[0]}\n\nhint: {hint}"
+        )
 
 
 class DglEngine:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from gcnzc.graph.hetero.graph import EdgeType
 from gcnzc.interop.dgl.blocks import convert_ids
-from gcnzc.interop.dgl.engines import Result, sample_with_dgl
+from gcnzc.interop.dgl.engines import (
+    REVERSE_ID_HINT,
+    Result,
+    check_reverse_pairs,
+    sample_with_dgl,
+)
 from gcnzc.interop.dgl.hetero_arguments import fanouts_by_type, find_edge_type
 from gcnzc.interop.dgl.hetero_blocks import Ends, HeteroBlockBuilder, read_weights
 from gcnzc.interop.dgl.importing import import_dgl
@@ -150,13 +155,9 @@ class HeteroEdgeEngine:
             reverse = reverse[is_edge]
             src, dst = self._ends_of(other, reverse)
             is_reverse = (src == ends[each][1][is_edge]) & (dst == ends[each][0][is_edge])
-            if not bool(is_reverse.all()):
-                place = int((~is_reverse).nonzero()[0])
-                argument, hint = _REVERSE_HINTS[self._graph_sampler.exclude]
-                raise ValueError(
-                    f"{argument}: edge {int(reverse[place])} of type {other} is not the reverse of "
-                    f"edge {int(ids[is_edge][place])} of type {each}\n\nhint: {hint}"
-                )
+            argument, hint = _REVERSE_HINTS[self._graph_sampler.exclude]
+            types = f" of type {each}", f" of type {other}"
+            check_reverse_pairs(is_reverse, ids[is_edge], reverse, argument, hint, types)
             excluded.setdefault(other, []).append(reverse)
         return {each: torch.cat(parts) for each, parts in excluded.items()}
 
@@ -173,10 +174,7 @@ class HeteroEdgeEngine:
 
 
 _REVERSE_HINTS = {
-    "reverse_id": (
-        "reverse_eids",
-        "reverse_eids[e] is the id of the edge from e's destination to e's source",
-    ),
+    "reverse_id": ("reverse_eids", REVERSE_ID_HINT),
     "reverse_types": ("reverse_etypes", "an edge and its reverse edge have the same id"),
 }
 

@@ -187,7 +187,8 @@ class DataLoader(DropInLoader):
             self.device = options.device
         else:
             super().__init__(self._blocks.csc.graph, ids, len(ids), options)
-        self._engine = self._create_engine()
+        self._weights: dict[Kind, Any] | None = None
+        self._engine = self._create_engine(self._blocks)
         self._columns: dict[tuple[Kind, str], Column] = {}
         self._refresh_attributes()
 
@@ -220,18 +221,17 @@ class DataLoader(DropInLoader):
         names = self._prefetch_names()
         # new objects, since epochs in progress use the old ones
         has_other_edges = self._blocks.is_outdated
-        if has_other_edges:
-            self._blocks, self._columns = self._create_builder(), {}
-            if isinstance(self._blocks, BlockBuilder):
-                self._graph = self._blocks.csc.graph
-        else:
-            self._blocks = self._blocks.with_current_data()
+        blocks = self._create_builder() if has_other_edges else self._blocks.with_current_data()
         if has_other_edges or self._weights != self._current_weights():
-            self._engine = self._create_engine()
+            engine = self._create_engine(blocks)
         else:
-            self._engine = copy.copy(self._engine)
-            self._engine.blocks = self._blocks
-        self._columns = dict(self._columns)
+            engine = copy.copy(self._engine)
+            engine.blocks = blocks
+        # after all that may raise an error, which the next epoch then raises again
+        self._blocks, self._engine = blocks, engine
+        if isinstance(blocks, BlockBuilder):
+            self._graph = blocks.csc.graph
+        self._columns = {} if has_other_edges else dict(self._columns)
         for (kind, name), column in list(self._columns.items()):
             data = self._data(kind)
             has_table = (kind, name) in self._tables
@@ -297,7 +297,7 @@ class DataLoader(DropInLoader):
         super()._set_seed(seed)
         # also of the weights, which the engine reads
         self._blocks = self._blocks.with_current_data()
-        self._engine = self._create_engine()
+        self._engine = self._create_engine(self._blocks)
 
     def _current_weights(self) -> dict[Kind, Any]:
         """Return the sampling weights that an engine of gcnzc's reads, by edge type."""
@@ -307,14 +307,17 @@ class DataLoader(DropInLoader):
         data = {each: self._data(each) for each in self.graph.canonical_etypes}
         return {each: _Version(own[name]) for each, own in data.items() if name in own}
 
-    def _create_engine(self) -> Engine:
-        self._weights = self._current_weights()
+    def _create_engine(self, blocks: Any) -> Engine:
+        # until the engine is created, no weights count as read
+        self._weights, weights = None, self._current_weights()
         engine: Callable[..., Engine] = EdgeEngine if self._is_edges else NodeEngine
         if self._is_typed:
             engine = HeteroEdgeEngine if self._is_edges else HeteroNodeEngine
         if self.sampler_library == "dgl":
             engine = DglEngine
-        return engine(self._blocks, self.graph_sampler, self._seed)
+        created = engine(blocks, self.graph_sampler, self._seed)
+        self._weights = weights
+        return created
 
     def _gather_lazy(
         self, exclude: Column | None, kind: Kind, name: str, ids: Tensor
