@@ -449,6 +449,14 @@ def test_data_may_change_between_epochs(data):
     del loader.data.n_id
     for batch in loader:
         assert torch.equal(batch.x, data.x[batch.n_id] * 2)
+    # a rejected change is rejected again
+    loader.data.x = data.x.clone().requires_grad_()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="requires a gradient"):
+            iter(loader)
+    loader.data.x = data.x
+    for batch in loader:
+        assert torch.equal(batch.x, data.x[batch.n_id])
 
 
 def test_tables_replace_attributes(data):

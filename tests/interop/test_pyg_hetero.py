@@ -596,12 +596,20 @@ def test_an_iterator_keeps_the_data_of_when_it_began(Loader, change, data):
         assert_equal(mine, other)
 
 
-def test_a_type_added_between_epochs_is_named(data):
+def test_a_type_added_or_removed_between_epochs_is_named(data):
     loader = NeighborLoader(data, [2], "user")
     list(loader)
     data["shop"].x = torch.rand(3, 2)
-    with pytest.raises(ValueError, match="data has the type 'shop', which it did not have when"):
-        iter(loader)
+    for _ in range(2):
+        message = "data has the type 'shop', which it did not have when"
+        with pytest.raises(ValueError, match=message):
+            iter(loader)
+    del data["shop"]
+    list(loader)
+    del data[BUYS]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"data no longer has the type .*'buys'"):
+            iter(loader)
 
 
 def test_times_of_seeds_are_as_many_as_seeds(data):

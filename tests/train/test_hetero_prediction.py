@@ -114,7 +114,7 @@ def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
             predict(run, path)
 
     rejected(
-        r"4 columns for node type 'paper', but the model was .* with 3",
+        r"node type 'paper' has 4 input columns, but the model was .* with 3",
         paper={"features": np.ones((PAPERS, 4))},
     )
     rejected(

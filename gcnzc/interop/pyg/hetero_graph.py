@@ -199,7 +199,7 @@ def read_typed_attributes(
 
     Raises:
         ValueError: an attribute of nodes or edges cannot be sliced, or requires a gradient, or
-            `data` has a type that `graph` does not have.
+            `data` has other types than `graph`.
     """
     found = TypedAttributes(copy.copy(data), set())
     numbers: dict[Any, int] = {kind: graph.num_nodes(kind) for kind in graph.node_types}
@@ -207,7 +207,13 @@ def read_typed_attributes(
     for (kind, name), table in tables.items():
         label = f"tables[{(kind, name)!r}]"
         found.columns[kind, name] = Column(label, table, numbers[kind], device, locks)
-    for store in (*data.node_stores, *data.edge_stores):
+    stores = (*data.node_stores, *data.edge_stores)
+    if gone := numbers.keys() - {store._key for store in stores}:
+        raise ValueError(
+            f"data no longer has the type {min(gone, key=str)!r}, which it had when the loader was "
+            "created\n\nhint: create another loader"
+        )
+    for store in stores:
         kind = store._key
         if kind not in numbers:
             raise ValueError(

@@ -147,7 +147,7 @@ class HeteroPygLoader(PygLoader):
         same = last is not None and current.keys() == last.keys()
         if same and all(current[name] is value for name, value in (last or {}).items()):
             return
-        self._last_values = current
+        self._last_values = None
         self._found: TypedAttributes = read_typed_attributes(
             data, self._typed.graph, self._typed_tables, self.device, self._locks
         )
@@ -160,6 +160,8 @@ class HeteroPygLoader(PygLoader):
         )
         # page-locked for a GPU
         self._sampler.pool = self.pool
+        # after all that may raise an error, which the next epoch then raises again
+        self._last_values = current
 
     @property
     def _typed_tables(self) -> Mapping[Key, FeatureTable]:

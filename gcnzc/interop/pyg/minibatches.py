@@ -188,7 +188,7 @@ class PygLoader(DropInLoader):
         same = last is not None and current.keys() == last.keys()
         if same and all(current[name] is value for name, value in (last or {}).items()):
             return
-        self._last_attributes = current
+        self._last_attributes = None
         self._attributes: Attributes = read_attributes(
             self._sliced,
             self._graph,
@@ -198,6 +198,8 @@ class PygLoader(DropInLoader):
             self._locks,
         )
         self._set_prefetched_column(self._attributes.prefetched)
+        # after all that may raise an error, which the next epoch then raises again
+        self._last_attributes = current
 
     def _sample_batch(
         self, seeds: Tensor, epoch: int, fields: dict[str, Any], times: Tensor | None = None
