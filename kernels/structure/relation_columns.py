@@ -205,8 +205,8 @@ def merge_relations(
             raise InvalidEdge(number, wrong)
     _accumulate(counts, num_columns + 1)
     num_edges = int(counts[num_columns + 1])
-    indices = empty(num_edges, _index_dtype(num_rows))
-    pairs = empty(num_edges, _index_dtype(num_pairs))
+    indices = empty(num_edges, index_dtype(num_rows))
+    pairs = empty(num_edges, index_dtype(num_pairs))
     for (row, second_array), each in zip(arrays, relations, strict=True):
         place = _place_csc if each.col is None else _place
         place(
@@ -225,5 +225,6 @@ def merge_relations(
     return MergedEdges(shifted[: num_columns + 1], indices, pairs)
 
 
-def _index_dtype(count: int) -> torch.dtype:
+def index_dtype(count: int) -> torch.dtype:
+    """Return the dtype in which numbers below `count` are stored: int32 if they fit, else int64."""
     return torch.int32 if count < 2**31 else torch.int64

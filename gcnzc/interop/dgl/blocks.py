@@ -20,6 +20,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import as_table, gather_on_host
 from gcnzc.interop.dgl.importing import block_class, import_dgl
 from gcnzc.kernels.buffers import Pool
+from gcnzc.kernels.structure.relation_columns import index_dtype
 from gcnzc.kernels.threads import ForkSafeLock
 from gcnzc.sampling.batch import Batch, Block
 
@@ -114,7 +115,7 @@ class GraphView:
         # reads in between would index twice.
         self._given_graph, self.graph = graph, graph.local_var()
         self._structure = graph._graph
-        self._dgl = import_dgl()
+        self._dgl, self._block_class = import_dgl(), block_class()
         self.dtype: torch.dtype = graph.idtype
         self._empty = torch.empty(0, dtype=self.dtype)
 
@@ -142,7 +143,6 @@ class BlockBuilder(GraphView):
     def __init__(self, graph: Any) -> None:
         super().__init__(graph)
         self.csc = to_csc(graph)
-        self._block_class = block_class()
 
     def build(self, batch: Batch) -> list[Any]:
         """Return the DGL blocks of a batch with edge ids, input layer first, on the host."""
@@ -210,11 +210,6 @@ def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
     # NumPy copies in this thread; torch would start more threads
     np.copyto(out.numpy(), ids.numpy())
     return out
-
-
-def index_dtype(count: int) -> torch.dtype:
-    """Return the dtype in which numbers below `count` are stored."""
-    return torch.int32 if count < 2**31 else torch.int64
 
 
 def invert_edge_ids(edge_ids: Tensor) -> Tensor:

@@ -20,14 +20,13 @@ from gcnzc.interop.dgl.blocks import (
     FORMATS,
     GraphView,
     convert_ids,
-    index_dtype,
     invert_edge_ids,
     make_edge_frame,
     make_id_column,
     sort_columns,
 )
-from gcnzc.interop.dgl.importing import block_class
 from gcnzc.kernels.structure.bipartite import column_offsets
+from gcnzc.kernels.structure.relation_columns import index_dtype
 from gcnzc.sampling.hetero import HeteroBatch
 
 # sources and destinations of edges, by edge type
@@ -128,7 +127,6 @@ class HeteroBlockBuilder(GraphView):
 
     def __init__(self, graph: Any) -> None:
         super().__init__(graph)
-        self._block_class = block_class()
         # the sources' types, then the destinations'
         numbers = {kind: number for number, kind in enumerate(graph.ntypes)}
         src, dst = ([numbers[each[end]] for each in graph.canonical_etypes] for end in (0, 2))
