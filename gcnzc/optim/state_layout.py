@@ -35,6 +35,8 @@ class SavedTensor:
     """the dtype; None for any real floating-point dtype"""
     least: float = -math.inf
     """the smallest valid element"""
+    most: float = math.inf
+    """the largest valid element"""
 
 
 def check_value(
@@ -194,7 +196,7 @@ def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> 
 
     Raises:
         ValueError: it is missing, not a tensor, of another shape or dtype, or has elements that are
-            not finite or too small.
+            not finite or out of range.
     """
     value = state.get(name)
     if not isinstance(value, Tensor):
@@ -216,6 +218,10 @@ def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> 
     if expected.least > -math.inf and bool((value < expected.least).any()):
         raise ValueError(
             f"{name} of the state has elements below {expected.least:g}\n\n{DAMAGED_HINT}"
+        )
+    if expected.most < math.inf and bool((value > expected.most).any()):
+        raise ValueError(
+            f"{name} of the state has elements above {expected.most:g}\n\n{DAMAGED_HINT}"
         )
 
 

@@ -18,6 +18,7 @@ from gcnzc.exchange import Algorithm
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.synchronous.masked import Masked
+from gcnzc.optim.synchronous.settling import SettlingElements
 
 
 class Anchored(Masked):
@@ -93,6 +94,30 @@ class Anchored(Masked):
             self._compute_denominator(part, self._count_updates(part), here)
         torch.addcdiv(anchor, update, roots, value=-1, out=out)
         self._write_coded(out)
+
+    def variance_correction(self, part: GroupSlice) -> float:
+        """See `Settling`."""
+        if not self.bias_correction:
+            return 1.0
+        return float(1 - part.group["betas"][1] ** self.numbers["num_variance_updates"])
+
+    def _move_settling(self, settling: SettlingElements) -> None:
+        """Take a step of Adam with the settling elements; others are set from anchor and update.
+
+        Args:
+            settling: the elements after the step.
+        """
+        offset, anchor = self.flat_params.num_uncompressed, self.vectors.get("anchor")
+        for part, index, here in self.settling_slices():
+            segment, positions = self.flat_params.segments[index], self.settling[here]
+            roots = settling.variances[here].sqrt() + part.group["eps"]
+            moves = settling.momenta[here] / roots * self._step_size(part)
+            own = positions - (segment.begin - offset)
+            parameter = segment.parameter
+            moved = parameter.take(own).to(moves.dtype) - moves
+            parameter.put_(own, moved.to(parameter.dtype))
+            if anchor is not None:
+                anchor[positions] -= moves
 
     def _decay_factor(self, part: GroupSlice) -> float:
         """Return the factor of the parameters by weight decay in the next step."""

@@ -4,8 +4,9 @@ With a constant variance, an element with zero variance, such as of an embedding
 looked up, would take steps of lr * scale / eps. It is inactive: excluded from the compression and
 its errors, and updated by weight decay only. Each rank sums its gradients of inactive elements, the
 pending gradients. Once a rank has such a gradient, all ranks take a gradient step that includes the
-sums, and that reactivates the elements: it initializes their variance. The distance from one such
-step to the next is at least 1, 2, 4, ... 256 steps.
+sums, and that reactivates the elements: they begin a warm-up of their own, see
+`gcnzc.optim.synchronous.settling`. The distance from one such step to the next is at least 1, 2,
+4, ... 256 steps.
 
 An element with a small variance, such as of a row that was looked up long ago, would take large
 steps. Its variance is raised to a fraction of the mean variance of its parameter, the floor.
@@ -16,7 +17,7 @@ compression errors are as large as those of its neighbours, so its variances are
 `NEIGHBOUR_SHARE` of the mean of adjacent elements.
 
 Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
-P parameters, k extras. A gradient step exchanges gradients, not momenta.
+P parameters, s settling elements, k extras. A gradient step exchanges gradients, not momenta.
 """
 
 import warnings
@@ -31,9 +32,8 @@ from gcnzc._moved import renamed_attribute
 from gcnzc.compress import Compression, Dense
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.flat_parameters import GroupSlice
-from gcnzc.optim.state_layout import SavedTensor, check_tensor, check_value
-from gcnzc.optim.synchronous.adam_step import AdamStep
+from gcnzc.optim.state_layout import MAX_COUNT, SavedTensor, check_tensor, check_value
+from gcnzc.optim.synchronous.settling import Settling
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
 
@@ -57,12 +57,13 @@ OLD_ARGUMENTS = {
 }
 
 
-class Masked(AdamStep):
+class Masked(Settling):
     """The base class of optimizers that exclude inactive elements from the compression.
 
-    While any element is inactive, `vectors` also has the mask `active` (c,) of the others. In
-    `numbers`, `has_inactive_gradient` is whether inactive elements have a gradient, and
-    `reactivate_from` the first step that may then reactivate them; that step then increases by
+    While any element is inactive or settling, `vectors` also has the mask `active` (c,) of the
+    others. In `numbers`, `has_inactive_gradient` is whether inactive elements have a gradient,
+    `pending_since` the step in which they first had one, 0 if they have none, and `reactivate_from`
+    the first step that may then reactivate them; that step then increases by
     `reactivation_interval`.
 
     Args:
@@ -113,9 +114,10 @@ class Masked(AdamStep):
         self.reactivate, self.variance_floor = reactivate, variance_floor
         self.gradient_compression = gradient_compression or Dense()
         super().__init__(params, defaults, **options)
-        flat_params = self.flat_params
         self.numbers = {
+            "settles_at": 0,
             "has_inactive_gradient": False,
+            "pending_since": 0,
             "reactivate_from": 0,
             "reactivation_interval": 1,
         }
@@ -123,12 +125,11 @@ class Masked(AdamStep):
         """(inactive elements,): sums of this rank's gradients since the last gradient step; None if
         they are not needed"""
         self._inactive: Tensor | None = None
-        self._gradient_reducer, self._uncompressed_reducer = (
-            self.gradient_reducer(self.gradient_compression, count)
-            for count in (flat_params.num_elements, flat_params.num_uncompressed)
+        self._gradient_reducer = self.gradient_reducer(
+            self.gradient_compression, self.flat_params.num_elements
         )
         # a flag for each parameter in gradient steps
-        self.max_extras = self.num_common_extras + len(flat_params.segments)
+        self.max_extras = self.num_common_extras + len(self.flat_params.segments)
 
     # --- gradient steps
 
@@ -166,17 +167,29 @@ class Masked(AdamStep):
         counts = torch.zeros_like(flags)
         return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
 
-    def _initialize_variance(self, part: GroupSlice, squares: Tensor) -> None:
-        """Set the variance of the inactive elements of a slice to `squares`."""
-        if (active := self.vectors.get("active")) is None:
-            return
-        variance, offset = (
-            self.vectors["variance"][part.begin : part.end],
-            self.flat_params.num_uncompressed,
-        )
-        here = active[part.begin - offset : part.end - offset]
-        # the first gradient is the only estimate of the variance
-        variance.copy_(torch.where(here, variance, squares))
+    def _reactivate(self, gradients: Tensor) -> None:
+        """Let the inactive elements with a mean gradient begin to settle.
+
+        Args:
+            gradients: (n + k,); those of inactive elements include the pending ones.
+        """
+        step, offset = self.steps + 1, self.flat_params.num_uncompressed
+        if "active" in self.vectors:
+            inactive = self._find_inactive()
+            # the sum of the gradients of several steps is larger than their root mean square
+            num_steps = step + 1 - (self.numbers["pending_since"] or step)
+            squares = torch.zeros_like(self.vectors["variance"][offset:])
+            squares[inactive] = gradients[offset + inactive].square() / num_steps
+            for part in self.flat_params.compressed_parts:
+                squares[part.begin - offset : part.end - offset] *= self.variance_correction(part)
+            self.vectors["variance"][offset + inactive] = squares[inactive]
+            new = inactive[squares[inactive] > 0]
+            since = self.vectors.get("settling_since", new[:0])
+            self.set_settling(
+                torch.cat([self.settling, new]), torch.cat([since, torch.full_like(new, step)])
+            )
+        self.numbers["pending_since"] = 0
+        self._delay_next_reactivation()
 
     def _delay_next_reactivation(self) -> None:
         """Let steps pass before the next gradient step that reactivates elements."""
@@ -204,7 +217,9 @@ class Masked(AdamStep):
         if not self.variance_floor:
             return
         offset = self.flat_params.num_uncompressed
-        compressed = self.vectors["variance"][offset:]
+        compressed, settling = self.vectors["variance"][offset:], self.settling
+        settling_variances = compressed[settling]
+        compressed[settling] = 0
         means = torch.empty_like(compressed)
         for segment in self.flat_params.segments:
             if segment.begin >= offset:
@@ -215,18 +230,53 @@ class Masked(AdamStep):
                 variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
         if self.scale_elements != 1:
             raise_to_neighbours(compressed, means, self.scale_elements)
+        compressed[settling] = settling_variances
+
+    def _update_active(self) -> None:
+        """Make the elements with zero variance inactive; clear the pending gradients."""
+        self._raise_small_variances()
+        active = self.vectors["variance"][self.flat_params.num_uncompressed :] > 0
+        active[self.settling] = False
+        self._set_active(active)
 
     def _set_active(self, active: Tensor | None) -> None:
         """Set the mask (c,) of active elements, None for all; clear the pending gradients."""
         self.vectors.pop("active", None)
         self.pending_gradients = self._inactive = None
-        inactive = None if active is None else (~active).nonzero().flatten()
-        if active is not None and inactive is not None and len(inactive):
-            self._inactive, self.vectors["active"] = inactive, active
-            self.vectors["momentum"][self.flat_params.num_uncompressed :].masked_fill_(~active, 0)
+        if active is not None and not bool(active.all()):
+            self.vectors["active"] = active
+            self.vectors["momentum"][self._find_inactive() + self.flat_params.num_uncompressed] = 0
             self._allocate_pending_gradients()
         for reducer in self.reducers.values():
             reducer.restrict_to(self.vectors.get("active"))
+
+    def _join_settled(self) -> None:
+        """Compress the elements that have settled."""
+        if not 0 < self.numbers["settles_at"] <= self.steps + 1:
+            return
+        settling, since = self.settling, self.vectors["settling_since"]
+        is_settled = since <= self.steps + 2 - self.num_settling_steps
+        self.set_settling(settling[~is_settled], since[~is_settled])
+        self._join(settling[is_settled])
+
+    def _join(self, joined: Tensor) -> None:
+        """Compress elements from now on.
+
+        Args:
+            joined: their indices (joined elements,) in (c,).
+        """
+        variance = self.vectors["variance"][self.flat_params.num_uncompressed :]
+        # a variance of 0 would make it inactive again
+        variance[joined] = variance[joined].clamp(min=torch.finfo(variance.dtype).tiny)
+        self._raise_small_variances()
+        active = self.vectors["active"].index_fill(0, joined, True)
+        if bool(active.all()):
+            self._set_active(None)
+            return
+        # inactive elements keep their pending gradients
+        self.vectors["active"] = active
+        for reducer in self.reducers.values():
+            reducer.restrict_to(active)
 
     def _allocate_pending_gradients(self) -> None:
         if self.reactivate == "step" and self.group.world_size > 1:
@@ -240,7 +290,9 @@ class Masked(AdamStep):
         a GPU.
         """
         if self._inactive is None:
-            self._inactive = (~self.vectors["active"]).nonzero().flatten()
+            is_inactive = ~self.vectors["active"]
+            is_inactive[self.settling] = False
+            self._inactive = is_inactive.nonzero().flatten()
         return self._inactive
 
     # --- gradients of inactive elements
@@ -271,6 +323,15 @@ class Masked(AdamStep):
         count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
         return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
+    def note_inactive_gradients(self, count: float) -> None:
+        """Remember the first step in which a rank had gradients of inactive elements.
+
+        Args:
+            count: the sum of `count_reactivated` over the ranks.
+        """
+        if count > 0 and not self.numbers["pending_since"]:
+            self.numbers["pending_since"] = self.steps + 1
+
     def add_pending_gradients(self, gradients: Tensor) -> None:
         """Add gradients (inactive elements,) to the sums for the next gradient step."""
         if self.pending_gradients is not None:
@@ -299,6 +360,8 @@ class Masked(AdamStep):
         check_value(numbers, "has_inactive_gradient", kind=bool)
         check_value(numbers, "reactivate_from")
         check_value(numbers, "reactivation_interval", 1)
+        check_value(numbers, "pending_since")
+        check_value(numbers, "settles_at")
         count, offset = flat_params.num_elements, flat_params.num_uncompressed
         momentum = SavedTensor((self.count_momentum_elements(snapshot),), dtype=dtype)
         check_tensor(vectors, "momentum", momentum)
@@ -308,9 +371,16 @@ class Masked(AdamStep):
         if "active" not in vectors:
             return
         check_tensor(vectors, "active", SavedTensor((count - offset,), dtype=torch.bool))
+        num_settling = 0
+        if "settling" in vectors:
+            settling = vectors["settling"]
+            num_settling = settling.numel() if isinstance(settling, Tensor) else 0
+            for name, most in (("settling", count - offset - 1), ("settling_since", MAX_COUNT)):
+                expected = SavedTensor((num_settling,), dtype=torch.int64, least=0, most=most)
+                check_tensor(vectors, name, expected)
         if (sums := snapshot["local"].get("pending_gradients")) is not None:
             # older versions of 0/1 Adam saved the sums of all elements
-            inactive = int((~vectors["active"]).sum())
+            inactive = int((~vectors["active"]).sum()) - num_settling
             is_whole = isinstance(sums, Tensor) and sums.numel() == count - offset
             shape = (count - offset if is_whole else inactive,)
             expected = SavedTensor(shape, may_overflow=True)
@@ -324,6 +394,7 @@ class Masked(AdamStep):
         """See `Replicated`."""
         super().restore(snapshot)
         self.pending_gradients = self._inactive = None
+        self._slices = self._uncompressed_reducer = None
         if "active" not in self.vectors:
             return
         saved, inactive = snapshot["local"].get("pending_gradients"), self._find_inactive()

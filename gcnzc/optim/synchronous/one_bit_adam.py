@@ -19,6 +19,7 @@ numbers that are appended to an exchanged vector, such as signals.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.state_layout import check_numbers, check_value
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
+from gcnzc.optim.synchronous.settling import MAX_SETTLING_STEPS
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
 from gcnzc.system.scalars import read_scalars
 
@@ -180,6 +182,11 @@ class OneBitAdam(Masked):
         """Whether the variance is frozen, which ends the warm-up."""
         return bool(self.numbers["frozen_at"])
 
+    @property
+    def num_settling_steps(self) -> int:
+        """See `Settling`: the length of the warm-up."""
+        return min(self.numbers["frozen_at"], MAX_SETTLING_STEPS)
+
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
         return "" if self.is_frozen else "compression"
@@ -208,7 +215,7 @@ class OneBitAdam(Masked):
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
         offset, end = flat_params.num_uncompressed, flat_params.num_elements
-        num_extras = self.num_common_extras + 1
+        num_extras, settling = self.num_common_extras + 1, self.read_settling(values)
         # the payload is this rank's momenta, which replace its gradients, and then the extras: the
         # common ones, and the number of elements to reactivate
         payload, momenta = values[offset : end + num_extras], values[offset:end]
@@ -223,9 +230,7 @@ class OneBitAdam(Masked):
                 decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
                 torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
-        if offset and (
-            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
-        ):
+        if skip_reason := (yield from self.mean_uncompressed(values, settling)):
             return skip_reason
         reducer = self.reducers["momentum"]
         if skip_reason := (yield from reducer.mean(payload, num_extras)):
@@ -233,18 +238,22 @@ class OneBitAdam(Masked):
         self.extra_sums = reducer.extra_sums
         if inactive_gradients is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive_gradients)
+            self.note_inactive_gradients(reducer.extra_sums[-1])
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
         for part in flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
         self._after_exchange(momenta, work)
+        self.write_settling(self.average_settling(settling))
         if offset:
             self._mark_uncompressed_gradients(values)
         self._apply(values)
+        self._join_settled()
         return ""
 
     @torch.no_grad()
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the mean gradients: exchange them, update moments and parameters."""
+        settling = self.read_settling(values)
         if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
         is_frozen, flat_params = self.is_frozen, self.flat_params
@@ -253,7 +262,12 @@ class OneBitAdam(Masked):
             self._update_moments(part, values, with_variance=with_variance)
         if is_frozen:
             self._refresh_variance(values)
+            gradients = values[self.settling + flat_params.num_uncompressed]
+            self.write_settling(self.average_settling(replace(settling, gradients=gradients)))
+            self._reactivate(values)
+            self._update_active()
         self._apply(values)
+        self._join_settled()
         if not is_frozen and self.group.world_size > 1:
             self._freeze_if_due()
         return ""
@@ -317,12 +331,11 @@ class OneBitAdam(Masked):
     def _freeze(self, step: int) -> None:
         self.numbers["frozen_at"] = step
         self.numbers |= {"next_refresh": step + self.refresh, "refreshed_at": step}
-        variance, offset = self.vectors["variance"], self.flat_params.num_uncompressed
+        variance = self.vectors["variance"]
         for part in self.flat_params.compressed_parts if self.bias_correction else ():
             variance[part.begin : part.end] /= 1 - part.group["betas"][1] ** step
-        self._raise_small_variances()
         self.reducers = {"momentum": self._make_reducer()}
-        self._set_active(variance[offset:] > 0)
+        self._update_active()
 
     def _make_reducer(self) -> Reducer:
         return self.reducer(
@@ -330,26 +343,21 @@ class OneBitAdam(Masked):
         )
 
     def _refresh_variance(self, values: Tensor) -> None:
-        """Use the mean gradients to reactivate elements, and to refresh the variance if due."""
-        offset, step, numbers = self.flat_params.num_uncompressed, self.steps + 1, self.numbers
-        is_refresh = bool(self.refresh) and step >= numbers["next_refresh"]
+        """Refresh the variance with the mean gradients if a refresh is due."""
+        step, numbers = self.steps + 1, self.numbers
+        if not self.refresh or step < numbers["next_refresh"]:
+            return
         # the final step of this refresh, and its distance from the final step of the previous one
         final_step = numbers["next_refresh"] + self.refresh_steps - 1
         num_steps = final_step - numbers["refreshed_at"]
-        if is_refresh and step == final_step:
+        if step == final_step:
             gap = numbers["next_refresh"] - numbers["frozen_at"]
             numbers |= {"next_refresh": numbers["next_refresh"] + gap, "refreshed_at": step}
         for part in self.flat_params.compressed_parts:
             square = values[part.begin : part.end].square()
-            if is_refresh:
-                beta2 = part.group["betas"][1] ** (num_steps / self.refresh_steps)
-                variance = self.vectors["variance"][part.begin : part.end]
-                variance.copy_(variance * beta2 + square * (1 - beta2))
-            self._initialize_variance(part, square)
-        if self.numbers["has_inactive_gradient"] or is_refresh:
-            self._raise_small_variances()
-            self._set_active(self.vectors["variance"][offset:] > 0)
-        self._delay_next_reactivation()
+            beta2 = part.group["betas"][1] ** (num_steps / self.refresh_steps)
+            variance = self.vectors["variance"][part.begin : part.end]
+            variance.copy_(variance * beta2 + square * (1 - beta2))
 
     def make_reducers(self, numbers: Mapping[str, Any]) -> dict[str, Reducer]:
         """See `Replicated`."""

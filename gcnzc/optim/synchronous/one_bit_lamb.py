@@ -203,6 +203,8 @@ class OneBitLamb(OneBitAdam):
                     torch.sub(own, gradient, out=gradient).div_(1 - beta1)
                     fresh[there].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                     momentum[here] = own
+        # a compressed mean of 0 is no momentum of these
+        fresh[self.settling] = 0
 
     def _update_fresh_variance(self, gradients: Tensor) -> None:
         """Update the fresh variance with the mean gradients (n,)."""
@@ -211,13 +213,17 @@ class OneBitLamb(OneBitAdam):
             self._fresh(part).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
     def _refresh_variance(self, values: Tensor) -> None:
-        """See `OneBitAdam`; also updates the fresh variance and the scaling."""
-        offset, active = self.flat_params.num_uncompressed, self.vectors.get("active")
+        """See `OneBitAdam`; also updates the fresh variance."""
         super()._refresh_variance(values)
         self._update_fresh_variance(values)
-        if active is not None:
-            fresh, variance = self.vectors["fresh"], self.vectors["variance"][offset:]
-            fresh.copy_(fresh.where(active, variance))
+        if (active := self.vectors.get("active")) is not None:
+            self.vectors["fresh"].masked_fill_(~active, 0)
+
+    def _join(self, joined: Tensor) -> None:
+        """See `Masked`; also initializes the fresh variance, and the scaling of new tensors."""
+        super()._join(joined)
+        variance = self.vectors["variance"][self.flat_params.num_uncompressed :]
+        self.vectors["fresh"][joined] = variance[joined]
         self._scale()
 
     def _freeze(self, step: int) -> None:
@@ -234,9 +240,10 @@ class OneBitLamb(OneBitAdam):
 
     def _scale(self) -> None:
         """Set the scaling of tensors that have momentum but no scaling yet."""
-        momenta = self._split_by_tensor(
-            self.vectors["momentum"][self.flat_params.num_uncompressed :]
-        )
+        momentum = self.vectors["momentum"][self.flat_params.num_uncompressed :]
+        if (active := self.vectors.get("active")) is not None:
+            momentum = momentum.where(active, 0)
+        momenta = self._split_by_tensor(momentum)
         scaling = self.vectors["scaling"][self._first_compressed :]
         roots = self._num_active().sqrt().to(self.flat_params.dtype)
         # computed on the host, with one synchronization with a GPU
@@ -245,7 +252,7 @@ class OneBitLamb(OneBitAdam):
         are_new = ~are_known & (magnitudes > 0)
         sent = magnitudes[are_new]
         if bool(are_known.any()):
-            # reactivated tensors get the current mean magnitude of the other scaled tensors
+            # tensors that begin late get the current mean magnitude of the other scaled tensors
             sent = (known * magnitudes)[are_known]
         known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MAX_SCALING)
         scaling.copy_(known, non_blocking=True)
@@ -370,7 +377,9 @@ class OneBitLamb(OneBitAdam):
         trust = trust.clamp(*self.trust_range).where(is_known, 1.0)
         is_frozen = torch.zeros_like(is_known)
         is_frozen[self._first_compressed :] = self.is_frozen
-        # a tensor that is reactivated after the freeze gets its first ratio then
+        # as in the warm-up, the ratio of a tensor with settling elements is up to date
+        for _, index, _ in self.settling_slices():
+            is_frozen[index] = False
         is_updated = is_known & (update_norms > 0) & ~(is_frozen & (weight > 0))
         beta = self.trust_beta
         average.copy_((beta * average + (1 - beta) * trust).where(is_updated, average))

@@ -27,6 +27,7 @@ P parameters, W ranks, k extras.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
+from gcnzc.optim.synchronous.settling import MAX_SETTLING_STEPS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_unsupported
 from gcnzc.system.arguments import check_kind
@@ -186,9 +188,8 @@ class ZeroOneAdam(Anchored):
         else:
             self._clip_own(values)
         offset, end = self.flat_params.num_uncompressed, self.flat_params.num_elements
-        if offset and (
-            skip_reason := (yield from self._uncompressed_reducer.mean(values[:offset]))
-        ):
+        settling = self.read_settling(values)
+        if skip_reason := (yield from self.mean_uncompressed(values, settling)):
             return skip_reason
         coded = values[offset:end]
         if exchange == "nothing":
@@ -200,20 +201,26 @@ class ZeroOneAdam(Anchored):
             if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
             sums = self.extra_sums = self.reducers["update"].extra_sums
+            self.note_inactive_gradients(sums[-1])
             may_reactivate = (
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
+        settling = self.average_settling(settling)
+        self.write_settling(settling)
+        self._move_settling(settling)
         for part in self.flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
             self._take_adam_step(part, self._count_updates(part), values)
+        if not self.is_out_of_sync:
+            self._join_settled()
         return ""
 
     # --- steps that exchange gradients
 
     def _gradient_step(self, values: Tensor) -> Algorithm[str]:
         """Take a step with the mean gradients, and update the variance if it is due."""
-        flat_params, numbers = self.flat_params, self.numbers
+        flat_params, numbers, settling = self.flat_params, self.numbers, self.read_settling(values)
         if skip_reason := (yield from self.exchange_gradients(values)):
             return skip_reason
         is_due = self.schedule.updates_variance(self.steps + 1)
@@ -221,29 +228,24 @@ class ZeroOneAdam(Anchored):
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_uncompressed
             self._update_moments(part, values, with_variance=with_variance)
+        gradients = values[self.settling + flat_params.num_uncompressed]
+        self.write_settling(self.average_settling(replace(settling, gradients=gradients)))
         if is_due or self.reactivate == "step":
             self._reactivate(values)
-        self._update_active()
+        if self.schedule.updates_variance(self.steps + 2) and not len(self.settling):
+            # the next step exchanges all gradients
+            self._set_active(None)
+        else:
+            self._update_active()
         for part in flat_params.parts:
             self._take_adam_step(part, self._count_updates(part), values)
+        self._join_settled()
         return ""
 
-    def _reactivate(self, gradients: Tensor) -> None:
-        """Initialize the variance of inactive elements from their first gradients (n + k,)."""
-        for part in self.flat_params.compressed_parts if "active" in self.vectors else ():
-            squares = gradients[part.begin : part.end].square()
-            if self.bias_correction:
-                squares *= 1 - part.group["betas"][1] ** self.numbers["num_variance_updates"]
-            self._initialize_variance(part, squares)
-        self._delay_next_reactivation()
-
-    def _update_active(self) -> None:
-        """Make elements with zero variance inactive, unless the next step updates the variance."""
-        active = None
-        if not self.schedule.updates_variance(self.steps + 2):
-            self._raise_small_variances()
-            active = self.vectors["variance"][self.flat_params.num_uncompressed :] > 0
-        self._set_active(active)
+    @property
+    def num_settling_steps(self) -> int:
+        """See `Settling`: the number of updates of the other variances."""
+        return min(self.numbers["num_variance_updates"], MAX_SETTLING_STEPS)
 
     # --- steps with updates
 
@@ -343,7 +345,10 @@ class ZeroOneAdam(Anchored):
     def finish(self) -> Algorithm[str]:
         """See `DistributedOptimizer`: synchronize the updates."""
         if self.is_out_of_sync:
+            settling = self.read_settling(self.flat_params.empty())
             self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
+            if not self.skip_reason:
+                self.write_settling(settling)
             return self.skip_reason
         return ""
 

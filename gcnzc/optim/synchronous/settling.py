@@ -1,0 +1,162 @@
+"""Exchange the gradients of elements that begin late, until their variance has settled.
+
+A compressed exchange needs variances that are averages over many steps: with one from a single
+gradient, which may be close to 0, an element takes large steps, and so do elements that share a
+scale with a momentum that is still large. Elements whose first gradient comes after the variance of
+the others is frozen therefore have a warm-up of their own, in which they are settling: as in Adam,
+the ranks exchange their gradients, uncompressed, and update their momentum and variance in every
+step. It takes as many steps as there were updates of the other variances, at most
+`MAX_SETTLING_STEPS`.
+
+With g the mean gradient and u = 1, 2, ... the number of the step of this warm-up:
+
+    m <- b1 m + (1 - b1) g     V <- V + (g^2 - V) (1 - b2) / (1 - b2^u)
+
+Notation: n elements, the first d of them in groups with `compress=False`, c = n - d, s settling
+elements, k extras.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gcnzc.compress import Compression, Reducer
+from gcnzc.exchange import Algorithm
+from gcnzc.optim.flat_parameters import GroupSlice
+from gcnzc.optim.synchronous.adam_step import AdamStep
+
+# 1 / (1 - b2) for the default b2: the steps after which an average forgets older gradients
+MAX_SETTLING_STEPS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class SettlingElements:
+    """The settling elements before a step, (s,) each."""
+
+    gradients: Tensor
+    momenta: Tensor
+    variances: Tensor
+    """corrected for their bias"""
+
+
+class Settling(AdamStep):
+    """The base class of optimizers with elements that are settling.
+
+    While there are any, `vectors` has their indices `settling` (s,) in (c,), int64 and ascending,
+    and `settling_since` (s,) int64, the number of the first step of each. In `numbers`,
+    `settles_at` is the step in which the first of them have settled, 0 if there are none.
+    """
+
+    gradient_compression: Compression
+
+    _slices: list[tuple[GroupSlice, int, slice]] | None = None
+    _uncompressed_reducer: Reducer | None = None
+
+    @property
+    @abstractmethod
+    def num_settling_steps(self) -> int:
+        """The number of steps in which an element is settling."""
+
+    def variance_correction(self, part: GroupSlice) -> float:
+        """Return the factor by which the variance of a compressed group slice is biased."""
+        return 1.0
+
+    @property
+    def settling(self) -> Tensor:
+        """The indices (s,) int64 of the settling elements in (c,), ascending."""
+        none = torch.empty(0, dtype=torch.int64, device=self.flat_params.device)
+        return self.vectors.get("settling", none)
+
+    def set_settling(self, indices: Tensor, since: Tensor) -> None:
+        """Set the settling elements: their indices (s,) in (c,), and their first steps (s,)."""
+        self._slices = self._uncompressed_reducer = None
+        self.numbers["settles_at"] = 0
+        for name in ("settling", "settling_since"):
+            self.vectors.pop(name, None)
+        if len(indices):
+            indices, order = indices.sort()
+            self.vectors |= {"settling": indices, "settling_since": since[order]}
+            self.numbers["settles_at"] = int(since.min()) + self.num_settling_steps - 1
+
+    def settling_slices(self) -> list[tuple[GroupSlice, int, slice]]:
+        """Return for each tensor with settling elements its group slice, index, and slice of (s,).
+
+        They are kept while the same elements are settling, since they are read from the device.
+        """
+        if self._slices is None:
+            offset, segments = self.flat_params.num_uncompressed, self.flat_params.segments
+            ends = torch.tensor([each.end - offset for each in segments], dtype=torch.int64)
+            bounds = torch.searchsorted(self.settling, ends.to(self.settling.device)).tolist()
+            self._slices = [
+                (part, index, slice(begin, bounds[index]))
+                for part in self.flat_params.compressed_parts
+                for index in range(part.first, part.last)
+                if (begin := bounds[index - 1] if index else 0) < bounds[index]
+            ]
+        return self._slices
+
+    def read_settling(self, gradients: Tensor) -> SettlingElements:
+        """Return copies of what the settling elements have before a step.
+
+        Args:
+            gradients: (n + k,), this rank's gradients.
+        """
+        positions = self.settling + self.flat_params.num_uncompressed
+        variances = self.vectors["variance"][positions]
+        for part, _, here in self.settling_slices():
+            variances[here] /= self.variance_correction(part)
+        momenta = self.vectors["momentum"][positions]
+        return SettlingElements(gradients[positions], momenta, variances)
+
+    def mean_uncompressed(self, values: Tensor, settling: SettlingElements) -> Algorithm[str]:
+        """Replace the gradients that are not compressed by their means over the ranks.
+
+        Args:
+            values: (n + k,); the first d are replaced.
+            settling: the gradients are replaced.
+
+        Returns:
+            Why all ranks skip the step; empty if they take it.
+        """
+        offset = self.flat_params.num_uncompressed
+        if not (offset or len(settling.gradients)):
+            return ""
+        sent = values[:offset]
+        if len(settling.gradients):
+            sent = torch.cat([sent, settling.gradients])
+        if self._uncompressed_reducer is None:
+            self._uncompressed_reducer = self.gradient_reducer(self.gradient_compression, len(sent))
+        if skip_reason := (yield from self._uncompressed_reducer.mean(sent)):
+            return skip_reason
+        if len(settling.gradients):
+            values[:offset] = sent[:offset]
+            settling.gradients.copy_(sent[offset:])
+        return ""
+
+    def average_settling(self, settling: SettlingElements) -> SettlingElements:
+        """Return the settling elements after a step.
+
+        Args:
+            settling: the elements before it, with their mean gradients.
+        """
+        ages = torch.empty(0)
+        if len(settling.gradients):
+            ages = (self.steps + 2 - self.vectors["settling_since"]).double()
+        momenta, variances = settling.momenta.clone(), settling.variances.clone()
+        for part, _, here in self.settling_slices():
+            gradients, (beta1, beta2) = settling.gradients[here], part.group["betas"]
+            momenta[here].lerp_(gradients, 1 - beta1)
+            rates = ((1 - beta2) / (1 - torch.pow(beta2, ages[here]))).to(gradients.dtype)
+            variances[here].lerp_(gradients.square(), rates)
+        return replace(settling, momenta=momenta, variances=variances)
+
+    def write_settling(self, settling: SettlingElements) -> None:
+        """Write momenta and variances of the settling elements; others may have been computed."""
+        positions = self.settling + self.flat_params.num_uncompressed
+        variances = settling.variances.clone()
+        for part, _, here in self.settling_slices():
+            variances[here] *= self.variance_correction(part)
+        self.vectors["momentum"][positions] = settling.momenta
+        self.vectors["variance"][positions] = variances
