@@ -438,7 +438,7 @@ def test_rows_are_reactivated_by_a_gradient(reactivate):
         take_step(models, optimizers, step, table_with(rows))
         assert all(are_equal(model, models[0]) for model in models)
         assert ("active" not in optimizers[0].vectors) == (
-            step < 2 or (reactivate == "step" and step > 5)
+            step < 2 or (reactivate == "step" and step > 7)
         )
     moved = (models[0][0].detach()[2:] - before).abs().max()
     if reactivate == "refresh":
@@ -463,9 +463,9 @@ def test_an_unused_tensor_is_inactive_as_a_whole_and_reactivated():
     optimizer = optimizers[0]
     assert all(are_equal(model, models[0]) for model in models)
     assert 0 < (models[0][1].detach() - before).abs().max() < 1
-    # a first ratio counts fully
+    # its own warm-up has as many steps as the first
     vectors = optimizer.vectors
-    assert vectors["trust_weight"][1] == pytest.approx(0.1)
+    assert vectors["trust_weight"][1] == pytest.approx(1 - 0.9**3)
     assert 0.01 <= vectors["trust"][1] / vectors["trust_weight"][1] <= 10
     momenta = [
         each.square().mean().sqrt() for each in optimizer.flat_params.views(vectors["momentum"])
@@ -487,7 +487,7 @@ def test_a_tensor_with_zero_momentum_is_inactive_whatever_its_variance():
     assert vectors["scaling"][2] == 0
     assert torch.all(vectors["scaling"][[0, 1, 3]] > 0)
     assert all(parameter.isfinite().all() for parameter in models[0])
-    for step in range(8, 12):
+    for step in range(8, 14):
         take_step(models, optimizers, step)
     assert vectors["scaling"][2] > 0
     assert all(are_equal(model, models[0]) for model in models)

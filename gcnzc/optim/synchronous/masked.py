@@ -46,6 +46,10 @@ MAX_REACTIVATION_INTERVAL = 256
 # times the square root of its variance.
 NEIGHBOUR_SHARE = 0.01
 
+# The variance floor of elements that begin late. When the others have converged, some of their
+# gradients are much smaller than those of a warm-up, whereas compression errors are not.
+LATE_VARIANCE_FLOOR = 0.2
+
 # values of the option `reactivate`, and its values until 0.3
 REACTIVATE_CHOICES = ("step", "refresh")
 OLD_CHOICES = {"join": "step", "stay": "refresh"}
@@ -209,10 +213,13 @@ class Masked(Settling):
         """The number of adjacent elements that share a scale, see `Compression`."""
         return self.compress.scale_elements
 
-    def _raise_small_variances(self) -> None:
+    def _raise_small_variances(self, late: Tensor | None = None) -> None:
         """Apply the variance floor.
 
         Later gradients may be larger than earlier ones, and so may compression errors.
+
+        Args:
+            late: indices in (c,) of the elements with at least the floor `LATE_VARIANCE_FLOOR`.
         """
         if not self.variance_floor:
             return
@@ -220,13 +227,16 @@ class Masked(Settling):
         compressed, settling = self.vectors["variance"][offset:], self.settling
         settling_variances = compressed[settling]
         compressed[settling] = 0
-        means = torch.empty_like(compressed)
+        means, floors = torch.empty_like(compressed), None
+        if late is not None:
+            floors = torch.full_like(compressed, self.variance_floor)
+            floors[late] = max(self.variance_floor, LATE_VARIANCE_FLOOR)
         for segment in self.flat_params.segments:
             if segment.begin >= offset:
                 here = slice(segment.begin - offset, segment.end - offset)
                 variance, is_active = compressed[here], compressed[here] > 0
                 means[here] = mean = variance.sum() / is_active.sum().clamp(min=1)
-                least = self.variance_floor * mean
+                least = (self.variance_floor if floors is None else floors[here]) * mean
                 variance.copy_(torch.where(is_active, torch.maximum(variance, least), variance))
         if self.scale_elements != 1:
             raise_to_neighbours(compressed, means, self.scale_elements)
@@ -268,7 +278,7 @@ class Masked(Settling):
         variance = self.vectors["variance"][self.flat_params.num_uncompressed :]
         # a variance of 0 would make it inactive again
         variance[joined] = variance[joined].clamp(min=torch.finfo(variance.dtype).tiny)
-        self._raise_small_variances()
+        self._raise_small_variances(joined)
         active = self.vectors["active"].index_fill(0, joined, True)
         if bool(active.all()):
             self._set_active(None)

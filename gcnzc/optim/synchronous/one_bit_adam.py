@@ -10,9 +10,10 @@ the momentum, so error feedback corrects the compression error of a step in late
     after     m_i = b1 m + (1 - b1) g_i     m <- compressed mean of m_i
     always    x <- x - lr (m / (1 - b1^t) / (sqrt(V) + eps) + weight_decay x)
 
-Two changes to the paper concern sparse gradients, such as those of embeddings: elements with zero
-variance at the freeze are inactive until they have a gradient, and small variances are raised to a
-floor; see `gcnzc.optim.synchronous.masked`.
+Three changes to the paper concern sparse gradients, such as those of embeddings: elements with zero
+variance at the freeze are inactive until they have a gradient, then they have a warm-up of their
+own, and small variances are raised to a floor; see `gcnzc.optim.synchronous.masked` and
+`gcnzc.optim.synchronous.settling`.
 
 Notation: n elements, the first d of them in groups with `compress=False`; k extras. Extras are
 numbers that are appended to an exchanged vector, such as signals.
@@ -75,7 +76,9 @@ class OneBitAdam(Masked):
         reactivate: when to reactivate inactive elements, those with zero variance at the freeze,
             which are excluded from the compression and updated by weight decay only. "step"
             reactivates them at most 256 steps after they have a gradient; "refresh" reactivates
-            them at the next refresh of the variance, and never if `refresh` is 0.
+            them at the next refresh of the variance, and never if `refresh` is 0. Reactivated
+            elements have a warm-up of their own: for as many steps as the first warm-up had, at
+            most 1,000, their gradients are exchanged in every step.
         variance_floor: the smallest variance of an active element after the warm-up, as a share of
             the mean variance of the active elements of its parameter. If this mean is below a
             hundredth of that of adjacent elements with which the parameter shares scales, as for a

@@ -19,8 +19,10 @@ C is an exponential average with trust_beta over the T steps in which |x| and |u
 the freeze it is divided by 1 - trust_beta^T, unless bias_correction is off. With weight decay, f
 applies only to the fraction of u that is not decay. The scaling k gives all tensors the same
 magnitude while they are compressed. Elements that never had a gradient are inactive as in
-`one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole, and gets its k and
-C when it is reactivated.
+`one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole. While a tensor has
+elements that are settling (`gcnzc.optim.synchronous.settling`), its c and C are computed as in the
+warm-up, and a new tensor gets its k when they have settled. After elements have begun late, C f is
+at most c: their gradients may increase those of other tensors, whose C no longer fits.
 
 Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
@@ -74,7 +76,7 @@ class OneBitLamb(OneBitAdam):
         bias_correction: whether to correct the bias of momentum and variance; the paper does not,
             which makes its first steps larger.
         reactivate: "step" reactivates elements that were inactive at the freeze once they have a
-            gradient; "refresh" leaves them inactive.
+            gradient, as in `OneBitAdam`; "refresh" leaves them inactive.
         variance_floor: the smallest variance of an active element after the warm-up, frozen or
             fresh, as a fraction of the mean variance of the active elements of its parameter; 0 for
             none, as in the paper.
@@ -394,7 +396,12 @@ class OneBitLamb(OneBitAdam):
         last = self.vectors["factor"]
         least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
         last.copy_(factor.clamp(least, most))
-        return torch.where(is_frozen, kept.where(weight > 0, 1.0) * last, trust)
+        frozen = kept.where(weight > 0, 1.0) * last
+        if self.numbers["reactivate_from"]:
+            # elements that begin late may change the gradients of all tensors, which then move no
+            # farther than with LAMB
+            frozen = torch.minimum(frozen, trust)
+        return torch.where(is_frozen, frozen, trust)
 
     @property
     def _first_compressed(self) -> int:

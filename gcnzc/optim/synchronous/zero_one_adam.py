@@ -19,8 +19,9 @@ after which the parameters are bitwise equal on all ranks. Unlike in the paper, 
 bias-corrected, weight decay is decoupled (it applies to a and u in the same way), and the step
 before a variance update synchronizes, so that one mean gradient updates both m and V.
 
-Elements with zero variance are inactive until the ranks exchange their gradients; see
-`gcnzc.optim.synchronous.masked`.
+Elements with zero variance are inactive until the ranks exchange their gradients. Then their
+gradients are exchanged in every step, also in local ones, until their variance has settled; see
+`gcnzc.optim.synchronous.masked` and `gcnzc.optim.synchronous.settling`.
 
 Notation: n elements, the first d of them in groups with `compress=False`, c = n - d compressed,
 P parameters, W ranks, k extras.
@@ -74,7 +75,8 @@ class ZeroOneAdam(Anchored):
             which makes its first steps larger.
         reactivate: how inactive elements with a gradient are reactivated: "step" exchanges
             gradients at the step after the next synchronization; "refresh" waits for the schedule's
-            next variance update.
+            next variance update. They have a warm-up of their own, of as many steps as there were
+            variance updates, at most 1,000, in which their gradients are exchanged in every step.
         variance_floor: the smallest variance of an active element, as a fraction of the mean
             variance of the active elements of its parameter, unless the next step updates the
             variance. Variances far below those of adjacent elements are raised as in `OneBitAdam`.

@@ -1,0 +1,219 @@
+"""Measure what 1-bit optimizers do with elements whose first gradient comes after the warm-up.
+
+    python -m bench.strategies.late_elements [--kinds embedding ...] [--seeds 1]
+
+Two ranks train a small model for 600 steps, in lockstep in one process. Until step 200 a part of it
+has no gradients: rows of an embedding, a module, experts of a mixture, or the first layers, which
+are frozen. The control is the same run, except that these elements have gradients in the warm-up,
+too. Recorded are the mean loss of the last ten steps, beside that of AdamW or LAMB without
+compression, and the largest steps, in units of the learning rate: that of late elements, and that
+of the same tensors in the control. `bytes_per_late_step` is what a rank sends in a step while the
+late elements settle, and `bytes_per_step` in the last hundred steps.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from bench import harness
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
+
+STEPS, LATE, BATCH, RANKS = 600, 200, 64, 2
+COLUMNS, ROWS, HIDDEN, EXPERTS = 8, 40, 16, 4
+LAST = 10
+
+
+class WithEmbedding(nn.Module):
+    """Only rows 0 to 7 of the embedding are looked up at first."""
+
+    late = "table"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(COLUMNS, COLUMNS), nn.Embedding(64, COLUMNS)
+
+    def forward(self, x: Tensor, ids: Tensor, is_late: bool) -> Tensor:  # noqa: D102
+        return self.linear(x) + self.table(ids if is_late else ids % 8)
+
+
+class WithLateModule(nn.Module):
+    """The second layer is not used at first."""
+
+    late = "second"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, COLUMNS)
+
+    def forward(self, x: Tensor, ids: Tensor, is_late: bool) -> Tensor:  # noqa: D102
+        hidden = self.first(x)
+        return self.second(hidden) if is_late else hidden
+
+
+class WithExperts(nn.Module):
+    """Only two of four experts get examples at first."""
+
+    late = "experts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(COLUMNS, COLUMNS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(COLUMNS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, COLUMNS))
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor, ids: Tensor, is_late: bool) -> Tensor:  # noqa: D102
+        hidden = out = self.first(x)
+        expert = ids % (EXPERTS if is_late else EXPERTS // 2)
+        for number, module in enumerate(self.experts):
+            rows = (expert == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, module(hidden[rows]))
+        return out
+
+
+class WithFrozenLayer(nn.Module):
+    """The first layer is not trained at first."""
+
+    late = "first"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(COLUMNS, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.third = nn.Linear(HIDDEN, COLUMNS)
+
+    def forward(self, x: Tensor, ids: Tensor, is_late: bool) -> Tensor:  # noqa: D102
+        hidden = self.first(x).tanh()
+        return self.third(self.second(hidden if is_late else hidden.detach()).tanh())
+
+
+KINDS = {
+    "embedding": WithEmbedding,
+    "module": WithLateModule,
+    "experts": WithExperts,
+    "unfrozen layer": WithFrozenLayer,
+}
+Make = Callable[[Iterable[nn.Parameter], Group, float, int], torch.optim.Optimizer]
+ADAM: Make = lambda params, group, lr, warmup: Averaged(torch.optim.AdamW(params, lr), group=group)  # noqa: E731
+LAMB: Make = lambda params, group, lr, warmup: OneBitLamb(params, lr, warmup=2 * STEPS, group=group)  # noqa: E731
+# name of each optimizer, and the uncompressed one beside it
+METHODS: dict[str, tuple[Make, Make]] = {
+    "1-bit Adam": (lambda p, group, lr, w: OneBitAdam(p, lr, warmup=w, group=group), ADAM),
+    "1-bit LAMB": (lambda p, group, lr, w: OneBitLamb(p, lr, warmup=w, group=group), LAMB),
+    "0/1 Adam": (
+        lambda p, group, lr, w: ZeroOneAdam(
+            p, lr, schedule=ZeroOneSchedule.for_run(STEPS, w), group=group
+        ),
+        ADAM,
+    ),
+}
+
+
+@dataclass
+class Run:
+    """What was measured in a run."""
+
+    losses: list[float] = field(default_factory=list)
+    late_step: float = 0.0
+    """the largest step of a late element, in units of the learning rate"""
+    tensor_step: float = 0.0
+    """the largest step of an element of their tensors"""
+    bytes_sent: list[int] = field(default_factory=list)
+    """by a rank in each step"""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the last steps."""
+        return statistics.mean(self.losses[-LAST:])
+
+
+def train(
+    kind: str,
+    make: Make,
+    lr: float,
+    warmup: int,
+    seed: int = 0,
+    *,
+    is_control: bool = False,
+    num_steps: int = STEPS,
+    late_from: int = LATE,
+) -> Run:
+    """Train a model on two ranks, and return what was measured."""
+    models = []
+    for _ in range(RANKS):
+        torch.manual_seed(seed)
+        models.append(KINDS[kind]())
+    groups = [Group(rank, RANKS) for rank in range(RANKS)]
+    optimizers = [
+        make(model.parameters(), group, lr, warmup)
+        for model, group in zip(models, groups, strict=True)
+    ]
+    generators = [torch.Generator().manual_seed(RANKS * seed + rank) for rank in range(RANKS)]
+    watched = {n: p for n, p in models[0].named_parameters() if n.startswith(models[0].late)}
+    had_gradient = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in watched.items()}
+    run = Run()
+    for step in range(num_steps):
+        is_late = step >= late_from or (is_control and step < warmup)
+        losses = []
+        for model, generator in zip(models, generators, strict=True):
+            x = torch.randn(BATCH, COLUMNS, generator=generator)
+            ids = torch.randint(0, ROWS, (BATCH,), generator=generator)
+            model.zero_grad()
+            loss = (model(x, ids, is_late).sum(1) - x.sum(1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            for name, parameter in model.named_parameters():
+                if step < late_from and name in watched and parameter.grad is not None:
+                    had_gradient[name] |= parameter.grad != 0
+        before = {name: parameter.detach().clone() for name, parameter in watched.items()}
+        outcome = lockstep([optimizer.algorithm() for optimizer in optimizers])
+        run.bytes_sent.append(outcome.ledgers[0].bytes_sent)
+        run.losses.append(statistics.mean(losses))
+        for name, parameter in watched.items():
+            moved = (parameter.detach() - before[name]).abs() / lr
+            late = moved[~had_gradient[name]]
+            run.tensor_step = max(run.tensor_step, float(moved.max()))
+            run.late_step = max(run.late_step, float(late.max()) if len(late) else 0.0)
+    return run
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for kind in options.kinds:
+        for method, (make, exact) in METHODS.items():
+            for lr in (1e-2, 1e-3):
+                for seed in range(options.seeds):
+                    uncompressed = train(kind, exact, lr, 0, seed)
+                    for warmup in (STEPS // 10, 3 * STEPS // 10):
+                        late = train(kind, make, lr, warmup, seed)
+                        control = train(kind, make, lr, warmup, seed, is_control=True)
+                        case = {"kind": kind, "method": method, "lr": lr, "warmup": warmup}
+                        harness.record(
+                            "late_elements",
+                            case | {"seed": seed},
+                            loss=late.loss,
+                            uncompressed_loss=uncompressed.loss,
+                            control_loss=control.loss if math.isfinite(control.loss) else None,
+                            late_step=late.late_step,
+                            control_step=control.tensor_step,
+                            bytes_per_late_step=statistics.mean(
+                                late.bytes_sent[LATE : LATE + warmup]
+                            ),
+                            bytes_per_step=statistics.mean(late.bytes_sent[-100:]),
+                        )
+
+
+if __name__ == "__main__":
+    main()
