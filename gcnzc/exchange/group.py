@@ -145,7 +145,7 @@ class Group:
             First: self._wait_for_first,
             Abandon: abandon,
         }
-        stored = StoreRequests(store, timeout_s)
+        stored = StoreRequests(store, timeout_s, self.ledger, world_size)
         self._handlers |= dict.fromkeys(stored.kinds, partial(self._run_request, stored.execute))
         self._num_callers = 0
         self._channels: dict[str, Channel] = {}

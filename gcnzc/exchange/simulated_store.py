@@ -55,7 +55,7 @@ class SimulatedStore:
         """Return a handler of `Simulation` for requests that are executed when they arrive."""
 
         def handle(task: Task, request: StoreRequest) -> bool:
-            request.check()
+            self.check_and_count(task, request)
             arrival = task.now + self.half_s
             self.simulation.schedule(
                 arrival, lambda at: self.answer(task, execute(task, request, at), at)
@@ -63,6 +63,11 @@ class SimulatedStore:
             return False
 
         return handle
+
+    def check_and_count(self, task: Task, request: StoreRequest) -> None:
+        """Check a request, and count it in the ledger of its rank."""
+        request.check()
+        request.count(self.simulation.ledgers[task.rank], self.simulation.world_size)
 
     def answer(self, task: Task, answer: Any, at: float) -> None:
         """Send an answer to a task, unless its rank has ended."""
@@ -82,7 +87,7 @@ class SimulatedStore:
 
     def wait_for_key(self, task: Task, request: WaitForKey) -> bool:
         """Handle a `WaitForKey`."""
-        request.check()
+        self.check_and_count(task, request)
         task.waits_for = wait = KeyWait(task, request)
         self.simulation.schedule(task.now + self.half_s, lambda at: self.begin_wait(wait, at))
         return False

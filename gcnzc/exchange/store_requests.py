@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gcnzc.exchange.errors import ConnectionBroken
+from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.rendezvous import read_existing
 from gcnzc.exchange.requests import BaseRequest
 from gcnzc.exchange.started_requests import network
@@ -41,6 +42,10 @@ class StoreRequest(BaseRequest, ABC):
         Raises:
             ValueError: it is invalid.
         """
+
+    def count(self, ledger: Ledger, world_size: int) -> None:
+        """Count the request, and the values that one of several ranks sends with it."""
+        ledger.count(type(self).__name__)
 
 
 @dataclass(slots=True)
@@ -81,6 +86,12 @@ class CompareAndSet(StoreRequest):
                 f"{self.describe()} to an empty value\n\n"
                 "hint: an empty value means that the key does not exist; DeleteKeys deletes it"
             )
+
+    def count(self, ledger: Ledger, world_size: int) -> None:
+        """See `StoreRequest`; the expected value is sent too."""
+        StoreRequest.count(self, ledger, world_size)
+        if world_size > 1:
+            ledger.add(type(self).__name__, len(self.expected) + len(self.value))
 
 
 @dataclass(slots=True)
@@ -218,13 +229,16 @@ class StoreRequests:
     Args:
         store: a store of torch.distributed that all ranks share; None for a single rank.
         timeout_s: time limit of waits without one, in seconds.
+        ledger: counts the requests.
+        world_size: the number of ranks.
     """
 
     kinds = (CompareAndSet, ReadKeys, WaitForKey, DeleteKeys)
     """the types of requests"""
 
-    def __init__(self, store: Any, timeout_s: float) -> None:
+    def __init__(self, store: Any, timeout_s: float, ledger: Ledger, world_size: int) -> None:
         self.store, self.timeout_s = store, timeout_s
+        self.ledger, self.world_size = ledger, world_size
         self.memory = MemoryStore()
         """of a single rank"""
 
@@ -237,6 +251,7 @@ class StoreRequests:
             ValueError: the request is invalid.
         """
         request.check()
+        request.count(self.ledger, self.world_size)
         with network():
             if isinstance(request, WaitForKey):
                 return self._wait(request)

@@ -24,6 +24,7 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
+from gcnzc.exchange.ledger import Entry
 from gcnzc.exchange.store_requests import MAX_KEY_BYTES
 
 STORE_S = 0.01
@@ -91,6 +92,29 @@ def test_every_request_in_a_simulation():
     assert lockstep([use_all(rank) for rank in range(3)]).results == [EXPECTED] * 3
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_values_that_are_sent_to_the_store_count(world_size):
+    def set_twice():
+        yield CompareAndSet("key", b"", b"12345")
+        yield CompareAndSet("key", b"12345", b"123")
+        yield ReadKeys(["key"])
+        yield WaitForKey("key")
+
+    expected = {
+        "CompareAndSet": Entry(2, 2, 5 + 5 + 3),
+        "ReadKeys": Entry(1),
+        "WaitForKey": Entry(1),
+    }
+    if world_size == 1:
+        # nothing is sent
+        expected["CompareAndSet"] = Entry(2)
+        group = Group()
+        run(set_twice(), group)
+        assert group.ledger.entries == expected
+    ledgers = lockstep([set_twice() for _ in range(world_size)]).ledgers
+    assert all(each.entries == expected for each in ledgers)
+
+
 def test_a_single_rank_has_a_store_of_its_own():
     group = Group()
     assert run(elect(0, 2), group) == ["rank 0", "rank 0"]
@@ -107,6 +131,7 @@ def use_over_processes():
     shorten_waits()
     with init_group(timeout_s=2) as group:
         answers = run(use_all(group.rank), group)
+        entries = repr(group.ledger.entries)
         # the longest key reaches the store, also with the prefixes of a subgroup
         longest = "k" * MAX_KEY_BYTES
         assert run(set_and_read(longest), group.subgroup(range(3))) == [b"1", b""]
@@ -114,13 +139,15 @@ def use_over_processes():
         with pytest.raises(WorkerLost, match="the key never"):
             run(wait_for_never(None), group)
         # a result has no bytes
-        return repr(answers), winners
+        return repr(answers), winners, entries
 
 
 def test_processes_answer_as_the_simulation_does(tmp_path):
     found = results(3, tmp_path, use_over_processes)
-    assert [answers for answers, _ in found] == [repr(EXPECTED)] * 3
-    winners = [each for _, each in found]
+    assert [answers for answers, *_ in found] == [repr(EXPECTED)] * 3
+    simulated = lockstep([use_all(rank) for rank in range(3)]).ledgers
+    assert [entries for *_, entries in found] == [repr(each.entries) for each in simulated]
+    winners = [each for _, each, _ in found]
     assert winners[0] == winners[1] == winners[2]
     assert set(winners[0]) <= {"rank 0", "rank 1", "rank 2"}
 

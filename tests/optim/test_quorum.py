@@ -50,7 +50,7 @@ class Rank:
         self.update.apply, self.update.read = logged, keep
 
     def train(self, times, *, finalizes=True):
-        yield from self.optimizer.broadcast_model()
+        yield from self.optimizer.broadcast_model_algorithm()
         for seconds in times:
             yield from self.step(seconds)
         self.end = yield Now()
@@ -169,7 +169,7 @@ def test_parameters_that_are_not_finite_do_not_spread():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
 
     def damaged():
-        yield from ranks[0].optimizer.broadcast_model()
+        yield from ranks[0].optimizer.broadcast_model_algorithm()
         for step in range(6):
             ranks[0].x.grad = ranks[0].x.detach() - ranks[0].target
             if step == 1:
@@ -258,7 +258,7 @@ def run_with_a_load(ranks, times, saved_at, loaded_at, states):
     """Train; each rank saves its state after a step, and loads that of `states` after another."""
 
     def steps(number, rank):
-        yield from rank.optimizer.broadcast_model()
+        yield from rank.optimizer.broadcast_model_algorithm()
         for step, seconds in enumerate(times[number]):
             if step == saved_at:
                 states[number] = saved(rank.optimizer.state_dict())
@@ -320,7 +320,7 @@ def test_a_state_that_one_rank_alone_loads_is_found_in_the_next_round(world_size
     ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
 
     def steps(number, rank):
-        yield from rank.optimizer.broadcast_model()
+        yield from rank.optimizer.broadcast_model_algorithm()
         for step in range(100):
             if step == 3:
                 state = saved(rank.optimizer.state_dict())
@@ -367,6 +367,10 @@ def test_bytes_are_those_of_the_sum_among_members():
     sent = [ledger.entries["Send"].bytes_sent for ledger in outcome.ledgers[:2]]
     # by doubling: the vector and its extras, which have no other use here
     assert sent == [8 * (3 + ranks[0].optimizer.extras)] * 2
+    # what the ranks agree on by the store counts too
+    for ledger in outcome.ledgers:
+        assert ledger.entries["CompareAndSet"].bytes_sent > 0
+        assert ledger.bytes_sent == sum(each.bytes_sent for each in ledger.entries.values())
 
 
 def test_rules_of_closing():
@@ -459,7 +463,7 @@ def lose_a_rank():
     shorten_waits()
     with init_group(timeout_s=5) as group:
         rank = Rank(group.rank, 3, group)
-        run(rank.optimizer.broadcast_model(), group)
+        rank.optimizer.broadcast_model()
         for step in range(200):
             if group.rank == 1 and step == 5:
                 os._exit(3)
