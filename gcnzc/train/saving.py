@@ -79,6 +79,8 @@ def save(trainer: Trainer, *, waits: bool = True) -> None:
     if trainer.embeddings is not None:
         state["embeddings"] = trainer.embeddings.generation
     trainer.on_rank_zero(lambda: _write_checkpoint(trainer, state, waits))
+    if waits and not trainer.optimizer.is_shared:
+        run(trainer.worker_states.remove_old(trainer.is_checkpoint_written), trainer.group)
     trainer.saved_at = time.monotonic()
 
 

@@ -113,7 +113,7 @@ class Trainer:
         self.events = EventFile(folder / BOARD, reporter.say)
         self.writer = checkpoint.Writer()
         self.is_checkpoint_written = True  # whether the last checkpoint is on the disk
-        self.worker_states = WorkerStates(folder, self.group.rank)
+        self.worker_states = WorkerStates(folder, self.group.rank, self.group.world_size)
         self.embeddings: TrainedEmbeddings | None = None  # of node types without features
 
     def on_rank_zero(self, function: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ several machines, the folder must be on a shared file system.
 """
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ class WorkerStates:
     Args:
         run: the run folder.
         rank: rank of this worker.
+        world_size: the number of workers.
     """
 
-    def __init__(self, run: Path, rank: int) -> None:
-        self.folder, self.rank = run / FOLDER, rank
+    def __init__(self, run: Path, rank: int, world_size: int) -> None:
+        self.folder, self.rank, self.world_size = run / FOLDER, rank, world_size
         self.generation = 0
         """generation of the files that were written last"""
         self.named = 0
@@ -64,15 +66,20 @@ class WorkerStates:
     def remove_old(self, is_named: bool) -> Algorithm[None]:
         """Remove the files that the last checkpoint does not refer to; a collective operation.
 
+        Those of workers of an earlier launch with more workers are divided among the workers.
+
         Args:
             is_named: whether a checkpoint that refers to the last generation is on the disk; only
                 the value of worker 0 is used.
         """
         if (yield AllGatherScalar(int(is_named)))[0]:
             self.named = self.generation
-        for path in self.folder.glob(f"*-{self.rank}.pt"):
-            if int(path.name.split("-")[0]) < self.named:
-                _remove(path)
+        for path in self.folder.glob("*.pt"):
+            # other workers may be writing temporary files
+            if found := re.fullmatch(r"(\d+)-(\d+)\.pt", path.name):
+                generation, rank = map(int, found.groups())
+                if generation < self.named and rank % self.world_size == self.rank:
+                    _remove(path)
 
     def load(self, generation: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
         """Load the states of some workers in a generation, on the CPU.

@@ -9,7 +9,7 @@ from processes import results
 from training import saved, train_as_worker
 
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.exchange import Group
+from gcnzc.exchange import Group, lockstep
 from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, resize_state
 from gcnzc.train import checkpoint
@@ -18,6 +18,7 @@ from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method, format_warmup_warning, warmup_steps
 from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
+from gcnzc.train.worker_state import WorkerStates
 
 # options with which a strategy learns in so short a run
 NEEDED = {"fedglomo": {"lr": 0.1}}
@@ -106,6 +107,29 @@ def test_a_run_resumes_bit_for_bit_and_with_another_number_of_workers(method, co
     assert more[0]["test_accuracy"] > 0.6
     seeds = [line["seeds"] for line in lines(tmp_path / "whole")]
     assert [line["seeds"] for line in lines(other)] == seeds
+    assert train(replace(config, resume=other, epochs=4), other)["workers"] == 1
+    # those of workers that do not exist any more are removed
+    generation = saved(other)["optimizer"]["generation"]
+    assert [path.name for path in (other / "workers").iterdir()] == [f"{generation:06}-0.pt"]
+
+
+def test_files_of_former_workers_remain_until_a_checkpoint_is_written(tmp_path):
+    def work(states, is_named):
+        assert not (yield from states.save({"rank": states.rank}))
+        yield from states.remove_old(is_named)
+
+    def write(world_size, is_named, generation=None):
+        all_states = [WorkerStates(tmp_path, rank, world_size) for rank in range(world_size)]
+        for states in all_states if generation else ():
+            states.load(generation, range(3))
+        lockstep([work(states, is_named) for states in all_states])
+        return sorted(path.stem for path in (tmp_path / "workers").iterdir())
+
+    first = ["000001-0", "000001-1", "000001-2"]
+    assert write(3, True) == first
+    # the checkpoint of two workers could not be written
+    assert write(2, False, 1) == [*first, "000002-0", "000002-1"]
+    assert write(2, True, 1) == ["000002-0", "000002-1"]
 
 
 def test_overlapped_exchanges_are_reported(config, tmp_path):
