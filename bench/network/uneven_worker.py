@@ -70,7 +70,7 @@ def train(task: Task, group: Group) -> Algorithm[float]:
         threads=1,
     )
     optimizer = METHODS[task.method](model, group, task.steps)
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     batches = _repeat(loader)
     # the first computation loads kernels
     _loss(model, next(batches)).backward()

@@ -152,7 +152,7 @@ def measure_agreement(archives: Path, shards: str, method: str, seed: int) -> No
 
     def train(rank: int) -> Algorithm[float]:
         model, optimizer = models[rank], optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         speed = 1 + 0.2 * rank / RANKS if method.startswith("overlapped") else 1.0
         for step, nodes in enumerate(batches(rank)):
             yield Compute(STEP_S * speed)
@@ -189,7 +189,7 @@ def measure_slow_rank(method: str) -> None:
     def train(rank: int, factor: float) -> Algorithm[float]:
         model = nn.Linear(100, 100)
         optimizer = make_optimizer(method, model, Group(rank, SLOW_RANKS))
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         begin = yield Now()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -78,7 +78,7 @@ def make_model(seed: int) -> nn.Sequential:
 def train(run: Run, x: Tensor, y: Tensor, times: list[float], seed: int) -> Algorithm[None]:
     """Take the steps of one rank, on minibatches of its samples."""
     generator = torch.Generator().manual_seed(seed)
-    yield from run.optimizer.broadcast_model()
+    yield from run.optimizer.broadcast_model_algorithm()
     for seconds in times:
         chosen = torch.randint(SAMPLES, (BATCH,), generator=generator)
         run.optimizer.zero_grad()

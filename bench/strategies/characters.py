@@ -110,7 +110,7 @@ def _measure(name: str, text: str, seed: int, steps: int) -> None:
         model.load_state_dict(initial)
     optimizers = [METHODS[name](model, Group(rank, RANKS)) for rank, model in enumerate(models)]
     # the broadcast of the model is not counted
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     shards = codes[:-num_test].chunk(RANKS)
     outcome = lockstep(
         [

@@ -108,7 +108,7 @@ class Problem:
         """Take rounds `begin` to `end` of one rank; rank 0 appends to `seen` after each."""
         model, optimizer = self.models[rank], self.optimizers[rank]
         inputs, labels = self.shards[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for step in range(begin * LOCAL_STEPS, end * LOCAL_STEPS):
             generator = torch.Generator().manual_seed((self.seed * 10**5 + step) * RANKS + rank)
             rows = torch.randint(0, POINTS, (BATCH,), generator=generator)

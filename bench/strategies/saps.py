@@ -222,7 +222,7 @@ def _train(
 
     def rank_of(rank: int) -> Algorithm[None]:
         model, optimizer = models[rank], optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for _ in range(epochs):
             for _, batch in zip(range(per_epoch), loaders[rank], strict=False):
                 optimizer.zero_grad()

@@ -131,7 +131,7 @@ def _train(method: Method, seed: int, steps: int) -> Run:
         method.wrapper(method.inner(model), Group(rank, RANKS)) for rank, model in enumerate(models)
     ]
     # the broadcast of the model is not counted
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     shards = zip(rows[num_test:].chunk(RANKS), classes[num_test:].chunk(RANKS), strict=True)
     outcome = lockstep(
         [

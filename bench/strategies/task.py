@@ -163,7 +163,7 @@ def _train(
     losses: np.ndarray,
     ends: np.ndarray,
 ) -> Algorithm[None]:
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for epoch in range(setup.epochs):
         for batch in loader:
             model.train()

@@ -252,7 +252,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         options = option_lines(self.param_groups, with_gpu=True)
         return [*own, *options, *trained_lines(self.param_groups)]
 
-    def compare(self) -> Algorithm[bool]:
+    def compare_algorithm(self) -> Algorithm[bool]:
         """Compare lines and parameters of all ranks if that is due; see `Comparison.compare`."""
         is_compared = yield from self.comparison.compare(self.compared_lines)
         if is_compared:
@@ -301,7 +301,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
             self.check_layouts()
         self.begin_step()
         if not self.is_broadcast:
-            yield from self.broadcast_model()
+            yield from self.broadcast_model_algorithm()
         self.skip_reason = ""
         self.received_signals = [False] * len(self.received_signals)
         self.extra_sums = ()
@@ -312,7 +312,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
                 self.check_layouts()
             raise
         self.end_step(skip_reason)
-        if self.comparison.is_due and (yield from self.compare()):
+        if self.comparison.is_due and (yield from self.compare_algorithm()):
             self.check_trainable()
         yield Caller(caller_before)
 
@@ -345,38 +345,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         if self.steps == self.late_step:
             self.warn_of_late_phase()
 
-    def gradient_factor(self) -> float | Tensor:
-        """Return the factor of this rank's gradients in the mean over the ranks.
-
-        This is the rank's weight. With GradScaler it is a tensor () of float64 on the device of the
-        scale: the weight divided by the scale, or NaN if GradScaler found a gradient that is not
-        finite. NaN marks the gradient as not finite, even if it was clipped later.
-        """
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is None and found_inf is None:
-            return self._weight
-        if not isinstance(found_inf, Tensor):
-            # GradScaler sets the number 0 on a rank without gradients
-            found_inf = torch.zeros((), device=None if scale is None else scale.device)
-        if scale is None:
-            scale = torch.ones_like(found_inf)
-        factor = self._weight / scale.double()
-        return factor.masked_fill(found_inf.to(factor.device) > 0, torch.nan)
-
-    def scale_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Multiply gradients in place by this rank's weight divided by GradScaler's scale."""
-        scale = getattr(self, "grad_scale", None)
-        factor: float | Tensor = self._weight
-        if scale is not None:
-            # a scale on a GPU is not read, because reading it synchronizes with the GPU
-            factor = self._weight / (float(scale) if scale.device.type == "cpu" else scale.double())
-        is_needed = isinstance(factor, Tensor) or factor != 1.0
-        for parameter in parameters if is_needed else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    @identify_caller
-    def broadcast_model(self) -> Algorithm[None]:
+    def broadcast_model(self) -> None:
         """Broadcast the parameters and buffers of rank 0, if `is_broadcast` is False.
 
         `Averaged` broadcasts only tensors that were not broadcast before, such as added parameters.
@@ -384,6 +353,11 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         Raises:
             ValueError: shapes, dtypes or options differ between ranks; raised on all ranks.
         """
+        self._run(self.broadcast_model_algorithm(), "broadcast_model()")
+
+    @identify_caller
+    def broadcast_model_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `broadcast_model`; see `algorithm`."""
         if self.is_broadcast:
             return
         if self.group.world_size > 1:
@@ -419,7 +393,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         if self.identity == self.name:
             self.identity = self.group.new_caller(self.identity)
         if self.group.backend:
-            run(self.broadcast_model(), self.group)
+            run(self.broadcast_model_algorithm(), self.group)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The names and tensors to broadcast: all parameters, and the module's dense buffers."""
@@ -483,16 +457,25 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         return ""
         yield  # makes this a generator
 
-    def average_parameters(self) -> Algorithm[Any]:
-        """Set the parameters to their mean over the ranks; does nothing if they are in sync.
+    def average_parameters(self) -> Any:
+        """Set the parameters to their mean over the ranks, for an evaluation.
+
+        Does nothing if they are in sync. All ranks call it after the same number of steps, and
+        `restore_parameters` after the evaluation.
 
         Returns:
             The argument of `restore_parameters`.
         """
+        return self._run(self.average_parameters_algorithm(), "average_parameters()")
+
+    def average_parameters_algorithm(self) -> Algorithm[Any]:
+        """Return the communication and computation of `average_parameters`; see `algorithm`."""
         return
         yield
 
-    def restore_parameters(self, own: Any) -> Algorithm[None]:
-        """Restore the parameters that `average_parameters` replaced; `own` is its result."""
-        return
-        yield
+    def restore_parameters(self, own: Any) -> None:
+        """Restore this rank's parameters, without communication.
+
+        Args:
+            own: the result of `average_parameters`.
+        """

@@ -15,7 +15,7 @@ def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
     Raises:
         ValueError: see there; raised on all ranks.
     """
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     has_peers = optimizer.group.world_size > 1
     if has_peers:
         # compare even if no bit has differed: since the last exchange the ranks may have taken
@@ -23,7 +23,7 @@ def finalize_replicas(optimizer: "DistributedOptimizer") -> Algorithm[None]:
         optimizer.comparison.is_due = True
         # the parameters are compared below, because the last synchronization may change them
         optimizer.checksums.renew(None)
-        yield from optimizer.compare()
+        yield from optimizer.compare_algorithm()
     if reason := (yield from optimizer.finish()):
         effect = ", so the ranks have different parameters" if has_peers else ""
         raise ValueError(

@@ -22,6 +22,8 @@ MAX_COUNT = 2**53
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _REQUIRED = {torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
 _HINT = "hint: load it into an optimizer of the same model"
+# before the names of counts in a parameter group
+_COUNT = "gcnzc_"
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,33 @@ def check_tensor(state: Mapping[str, Any], name: str, expected: SavedTensor) -> 
         raise ValueError(
             f"{name} of the state has elements above {expected.most:g}\n\n{DAMAGED_HINT}"
         )
+
+
+def add_counts(state_dict: Mapping[str, Any], **counts: int) -> dict[str, Any]:
+    """Return an inner optimizer's state dict with counts in its first parameter group.
+
+    The inner optimizer itself loads it too, since torch's optimizers accept further options of a
+    group. torch.distributed.checkpoint saves the options of groups, but no other entries.
+    """
+    first, *others = state_dict["param_groups"]
+    first = {**first, **{f"{_COUNT}{name}": count for name, count in counts.items()}}
+    return {**state_dict, "param_groups": [first, *others]}
+
+
+def split_counts(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the arguments of `add_counts`; there are no counts in a state dict without them.
+
+    Raises:
+        ValueError: it is no state dict, or a count is damaged.
+    """
+    check_mapping(state_dict, "state", "param_groups")
+    check_param_groups(state_dict["param_groups"])
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    names = [name for name in groups[0] if name.startswith(_COUNT)] if groups else []
+    for name in names:
+        check_value(groups[0], name)
+    counts = {name.removeprefix(_COUNT): groups[0].pop(name) for name in names}
+    return {**state_dict, "param_groups": groups}, counts
 
 
 def saved_world_size(snapshot: Mapping[str, Any]) -> int:

@@ -84,7 +84,7 @@ def finish_epoch(trainer: Trainer) -> None:
     last = trainer.epoch + 1 == trainer.config.epochs
     if isinstance(trainer.optimizer, Strategy):
         # workers that are still in the epoch may need answers from this one
-        run(trainer.optimizer.pause_exchanges(), trainer.group)
+        trainer.optimizer.pause_exchanges()
     if not last:
         # after the last epoch, `finalize` does this
         run(synchronize_buffers(trainer.model), trainer.group)
@@ -94,7 +94,7 @@ def finish_epoch(trainer: Trainer) -> None:
     worker_stats = run(trainer.epoch_stats.of_all_workers(), trainer.group)
     if isinstance(trainer.optimizer, Strategy):
         # all workers have ended the epoch
-        run(trainer.optimizer.resume_exchanges(), trainer.group)
+        trainer.optimizer.resume_exchanges()
     _add_worker_lines(trainer, worker_stats)
     stats = sum_stats(worker_stats)
     figures = stats.figures(trainer.task.has_accuracy, trainer.group.world_size)
@@ -184,7 +184,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         if trainer.average is not None:
             trainer.average.end_epoch(epoch)
     # with local steps, the parameters of the workers differ between two exchanges
-    own: Any = run(trainer.optimizer.average_parameters(), trainer.group)
+    own: Any = trainer.optimizer.average_parameters()
     model, averaged = trainer.model, {}
     if trainer.average is not None:
         model = run(trainer.average.build_evaluated_model(), trainer.group)
@@ -206,7 +206,7 @@ def _evaluate(trainer: Trainer, epoch: int, *, is_last: bool) -> dict[str, Any]:
         trainer.best = {"epoch": epoch, "valid": valid, "scores": scores, "model": weights}
         trainer.is_best_written = False
         write_best_embeddings(trainer, epoch)
-    run(trainer.optimizer.restore_parameters(own), trainer.group)
+    trainer.optimizer.restore_parameters(own)
     seconds = time.perf_counter() - begin
     line = {"evaluate_s": seconds, "evaluation": trainer.task.evaluator.method}
     return {**line, **averaged, **flatten_scores(scores)}

@@ -152,7 +152,7 @@ def train(seed, without=None):
                 parameter.grad = OnDevice(torch.randn(parameter.shape))
             group.run(optimizer.algorithm())
             if draw.random() < 0.2 and not isinstance(optimizer, Averaged):
-                group.run(optimizer.finish_pending())
+                group.run(optimizer.finish_pending_algorithm())
         optimizer.finalize()
         for parameter in parameters:
             parameter.detach().add_(1)

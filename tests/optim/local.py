@@ -6,7 +6,7 @@ import io
 import torch
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.exchange import Group, init_group, lockstep, run
+from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.optim.local.sync_interval import Clocks
 
 
@@ -57,12 +57,12 @@ def gradients_of(model, optimizer, rows):
 def taught(model, optimizer, end, begin=0, each=None):
     """Steps of one worker; `each` is called after every one with their number."""
     # the parameters of worker 0 come before the first gradient
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for number, rows in enumerate(batches(end)[begin:], begin + 1):
         gradients_of(model, optimizer, rows)
         yield from optimizer.algorithm()
         if each is not None:
-            yield from optimizer.finish_pending()
+            yield from optimizer.finish_pending_algorithm()
             each(number)
 
 
@@ -136,9 +136,9 @@ def _trained_over(make, group, steps):
         optimizer.step()
         if number == steps // 2:
             state = saved(optimizer.state_dict())
-            own = run(optimizer.average_parameters(), group)
+            own = optimizer.average_parameters()
             averaged = vector_of(model)
-            run(optimizer.restore_parameters(own), group)
+            optimizer.restore_parameters(own)
             optimizer.load_state_dict(state)
     before = vector_of(model)
     optimizer.finalize()

@@ -237,7 +237,7 @@ def test_a_state_without_momentum_starts_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_are_as_stated(dtype):
     models, optimizers = team(4, make(control_interval=100), dtype=dtype)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
     found = lockstep([taught(model, optimizer, 15) for model, optimizer in pairs])
     count = optimizers[0].flat_params.num_elements
@@ -293,11 +293,12 @@ def test_the_mean_is_set_for_evaluation_and_by_finalize():
     models, optimizers = team(4, make())
     train(models, optimizers, 3)
     own, mean = [vector_of(model) for model in models], mean_of(models)
-    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    lockstep([optimizer.restore_parameters(each) for optimizer, each in pairs])
+    for optimizer, own in pairs:
+        optimizer.restore_parameters(own)
     assert all(map(torch.equal, own, map(vector_of, models)))
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)
@@ -343,7 +344,7 @@ def test_options_must_be_equal_on_all_ranks():
         for rank in range(2)
     ]
     with pytest.raises(ValueError, match=r"gossip_rate=1.*gossip_rate=2"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
 
 
 def test_processes_train_as_the_simulation(tmp_path):

@@ -197,7 +197,7 @@ def begin(models):
         Averaged(INNER["sgd"](model.parameters()), Group(rank, len(models)), module=model)
         for rank, model in enumerate(models)
     ]
-    return lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    return lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
 
 
 def test_models_that_differ_are_an_error_and_do_not_hang():

@@ -76,7 +76,7 @@ class Rank:
         self.after.append(self.x.detach().clone())
 
     def train(self, times):
-        yield from self.optimizer.broadcast_model()
+        yield from self.optimizer.broadcast_model_algorithm()
         for seconds in times:
             yield from self.step(seconds)
         yield from self.optimizer.finalize_algorithm()
@@ -268,7 +268,7 @@ def test_a_fast_rank_waits_for_a_slow_one_after_two_control_intervals():
     ahead = []
 
     def watched(rank):
-        yield from ranks[rank].optimizer.broadcast_model()
+        yield from ranks[rank].optimizer.broadcast_model_algorithm()
         for seconds in times[rank]:
             yield from ranks[rank].step(seconds)
             ahead.append(ranks[rank].optimizer.steps - ranks[3].optimizer.steps)
@@ -285,7 +285,7 @@ def test_signals_arrive_in_the_same_step_of_all_ranks():
 
     def signalled(rank):
         optimizer = ranks[rank].optimizer
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for seconds in times[rank]:
             optimizer.signals = [rank == 2 and optimizer.steps == 10]
             yield from ranks[rank].step(seconds)
@@ -325,7 +325,7 @@ def test_all_ranks_wait_after_each_wait_interval():
     found = [[] for _ in ranks]
 
     def epochs(rank):
-        yield from ranks[rank].optimizer.broadcast_model()
+        yield from ranks[rank].optimizer.broadcast_model_algorithm()
         for number, seconds in enumerate(times[rank], 1):
             yield from ranks[rank].step(seconds)
             if number % 8 == 0:
@@ -333,9 +333,9 @@ def test_all_ranks_wait_after_each_wait_interval():
                 found[rank].append(list(steps))
                 # `average_parameters` may be called in any step
             if number % 6 == 0:
-                own = yield from ranks[rank].optimizer.average_parameters()
+                own = yield from ranks[rank].optimizer.average_parameters_algorithm()
                 found[rank].append(ranks[rank].x.detach().tolist())
-                yield from ranks[rank].optimizer.restore_parameters(own)
+                ranks[rank].optimizer.restore_parameters(own)
         yield from ranks[rank].optimizer.finalize_algorithm()
 
     lockstep([epochs(rank) for rank in range(5)])
@@ -352,7 +352,7 @@ def test_parameters_that_are_not_finite_do_not_spread(bad):
 
     def damaged(rank):
         each = ranks[rank]
-        yield from each.optimizer.broadcast_model()
+        yield from each.optimizer.broadcast_model_algorithm()
         for number, seconds in enumerate(times[rank]):
             if rank == 3 and number in (4, 5, 11):
                 with torch.no_grad():
@@ -377,7 +377,7 @@ def test_a_gradient_that_is_not_finite_skips_one_local_step():
     ranks = [Rank(rank, 3, topology="complete") for rank in range(3)]
 
     def with_bad_gradient(rank):
-        yield from ranks[rank].optimizer.broadcast_model()
+        yield from ranks[rank].optimizer.broadcast_model_algorithm()
         for number in range(4):
             ranks[rank].set_gradient()
             if (rank, number) == (1, 2):
@@ -408,7 +408,7 @@ def test_the_keys_of_finished_rounds_are_deleted():
 
     def counted(rank):
         each = ranks[rank]
-        yield from each.optimizer.broadcast_model()
+        yield from each.optimizer.broadcast_model_algorithm()
         for seconds in times[rank]:
             yield from each.step(seconds)
             keys = [f"{each.optimizer.namespace}/0/closed/{number}" for number in range(300)]
@@ -475,7 +475,7 @@ def test_a_run_resumes_from_any_step():
 @pytest.mark.parametrize("saved_at", [0, 3])
 def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at):
     def steps(rank, times, saved_at, loaded_at, states):
-        yield from rank.optimizer.broadcast_model()
+        yield from rank.optimizer.broadcast_model_algorithm()
         for step, seconds in enumerate(times):
             number = rank.optimizer.group.rank
             if step == saved_at:
@@ -510,7 +510,7 @@ def test_the_keys_of_the_rounds_before_a_load_are_deleted():
 
     def steps(rank):
         optimizer = rank.optimizer
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for number in range(12):
             if number == 6:
                 optimizer.load_state_dict(optimizer.state_dict())

@@ -41,13 +41,13 @@ def test_the_step_of_an_optimizer_unpickled_without_other_ranks_is_an_error():
 
 
 def steps(model, optimizer, begin, end):
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for step in range(begin, end):
         generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
         optimizer.zero_grad()
         model(torch.randn(8, 3, generator=generator)).square().mean().backward()
         yield from optimizer.algorithm()
-        yield from getattr(optimizer, "finish_pending", lambda: ())()
+        yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
 
 
 def team_of(name, seed):
@@ -150,3 +150,72 @@ def test_values_that_are_no_state_dict_are_refused():
         for wrong, text in ((None, "a mapping, got NoneType"), ({}, "a state with nothing")):
             with pytest.raises(ValueError, match=text):
                 optimizer.load_state_dict(wrong)
+
+
+def skipped_and_resumed(name, inner=None):
+    """The counts and parameters of 3 ranks with a skipped step, without and with a break."""
+
+    def make_team():
+        torch.manual_seed(0)
+        models = [nn.Linear(3, 2) for _ in range(3)]
+        make = inner or KINDS[name]
+        return models, [make(model, Group(rank, 3)) for rank, model in enumerate(models)]
+
+    def train(models, optimizers, begin, end):
+        def work(model, optimizer):
+            yield from optimizer.broadcast_model_algorithm()
+            for step in range(begin, end):
+                generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
+                optimizer.zero_grad()
+                model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+                if step in (1, 3):
+                    model.weight.grad[0, 0] = torch.nan
+                yield from optimizer.algorithm()
+            yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
+
+        lockstep([work(*pair) for pair in zip(models, optimizers, strict=True)])
+
+    whole, resumed = make_team(), make_team()
+    train(*whole, 0, 12)
+    train(*resumed, 0, 6)
+    again, others = make_team()
+    for model, optimizer, before, its in zip(again, others, *resumed, strict=True):
+        model.load_state_dict(before.state_dict())
+        optimizer.load_state_dict(pickle.loads(pickle.dumps(its.state_dict())))
+        assert (optimizer.steps, optimizer.skipped) == (its.steps, its.skipped)
+    train(again, others, 6, 12)
+    return [
+        [
+            (each.steps, each.skipped, [*model.parameters()])
+            for model, each in zip(*team, strict=True)
+        ]
+        for team in (whole, (again, others))
+    ]
+
+
+def averaged_sgd(model, group):
+    return Averaged(torch.optim.SGD(model.parameters(), lr=0.01), group)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "averaged sgd"])
+def test_numbers_of_steps_and_skipped_steps_survive_a_checkpoint(name):
+    whole, resumed = skipped_and_resumed(name, averaged_sgd if name == "averaged sgd" else None)
+    for (*counts, values), (*other_counts, others) in zip(whole, resumed, strict=True):
+        assert counts == other_counts
+        assert counts[1] == 2
+        assert all(map(torch.equal, values, others))
+
+
+def test_an_optimizer_of_torch_loads_a_state_without_compression():
+    model = nn.Linear(3, 2)
+    optimizer = averaged_sgd(model, Group())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    inner.load_state_dict(state)
+    assert inner.param_groups[0]["lr"] == 0.01
+    # and the state of one: its counts stay those of this optimizer
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.5).state_dict())
+    assert (optimizer.param_groups[0]["lr"], optimizer.steps) == (0.5, 1)
+    assert set(optimizer.param_groups[0]) == set(torch.optim.SGD([torch.ones(1)]).param_groups[0])

@@ -249,7 +249,7 @@ def quadratic(world_size, make, targets, size, lr=0.1):
 
     def steps(rank, count, each):
         vector, optimizer = vectors[rank], optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for _ in range(count):
             vector.grad = vector.detach() - targets[rank]
             yield from optimizer.algorithm()
@@ -408,7 +408,7 @@ def test_the_mean_is_over_the_remaining_ranks(sharded):
         # of all, from 7.2, with a fifth of the last that has come
         ([], 7.2 - 4.2 + 0.2 * 3.7, 2),
     ]
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     for spoilt, expected, dropped in rounds:
         for rank, vector in enumerate(vectors):
             vector.grad = vector.detach() - targets[rank]
@@ -466,7 +466,7 @@ def test_a_mean_that_overflows_changes_nothing(sharded, delay):
 def test_bytes_and_requests_are_as_stated(options, requests):
     make = every(5, signals=2, **options)
     models, optimizers = team(4, make, dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
     found = lockstep(
         [taught(model, optimizer, 15) for model, optimizer in pairs],
@@ -504,7 +504,7 @@ def test_another_number_of_ranks_resumes_from_the_old_parameters(old, new, optio
     models, optimizers = team(old, make, dtype=torch.float32)
     # in the middle of a round, with the mean of the last one under way
     train(models, optimizers, 10)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
@@ -546,7 +546,7 @@ def test_another_number_of_eager_ranks_has_the_same_result(old, new, sharded):
     make = every(4, sharded=sharded, outer_lr=1.0, outer_momentum=0.0, **EAGER)
     models, optimizers = team(old, make)
     train(models, optimizers, 10)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make)
     for rank, optimizer in enumerate(others):
@@ -574,7 +574,7 @@ def test_another_number_of_eager_ranks_has_the_same_result(old, new, sharded):
 def test_a_state_saved_with_other_options_is_rejected(of, to, words, new):
     models, optimizers = team(2, every(3, **of))
     train(models, optimizers, 4)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [optimizer.state_dict() for optimizer in optimizers]
     again, others = team(new, every(3, **to))
     before = vector_of(again[0])
@@ -662,11 +662,12 @@ def test_parameters_are_averaged_for_evaluation_and_restored():
     train(models, optimizers, 7)
     own = [vector_of(model) for model in models]
     mean = mean_of(models)
-    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    lockstep([optimizer.restore_parameters(each) for optimizer, each in pairs])
+    for optimizer, own in pairs:
+        optimizer.restore_parameters(own)
     assert all(map(torch.equal, own, map(vector_of, models)))
     train(models, optimizers, 15, 7)
     train(undisturbed, others, 15)
@@ -682,9 +683,9 @@ def test_options_that_differ_or_contradict_are_an_error():
     for options in (*contradicting, {"eager": 0.5}):
         optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
         with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
-            lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+            lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     # a function has the same name on all
-    lockstep([of(rank, gap=root).broadcast_model() for rank in range(2)])
+    lockstep([of(rank, gap=root).broadcast_model_algorithm() for rank in range(2)])
     for options, words in (
         ({"sharded": True, "compress": HALF}, "sharded=True with"),
         ({"delay": 2}, "a delay of 2 rounds"),
@@ -717,7 +718,7 @@ def test_half_precision_parameters_keep_their_dtype():
 def waited(options, step_s, exchange_s, rounds=8, each=4):
     """Seconds that workers wait for exchange by the virtual clock, and what they come to."""
     models, optimizers = team(2, every(each, **options), dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
 
     def steps(model, optimizer):
         for rows in batches(rounds * each):
@@ -834,7 +835,7 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
         reducer.mean = slower
 
     def timed(rank):
-        yield from optimizers[rank].broadcast_model()
+        yield from optimizers[rank].broadcast_model_algorithm()
         for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 2)):
             clocks[rank].wall_s += 1.0
             clocks[rank].cpu_s += 2.0
@@ -868,7 +869,7 @@ def test_a_pending_signal_is_not_restored_by_a_resumed_run():
         for _ in range(2):
             parameter.grad = torch.ones(5)
             yield from optimizer.algorithm()
-        yield from optimizer.finish_pending()
+        yield from optimizer.finish_pending_algorithm()
         return optimizer.state_dict()
 
     def going_on(rank, state):

@@ -15,14 +15,14 @@ MAKERS = KINDS | {"diloco sign": local(DiLoCo, compress=Sign(block=32))}
 
 
 def train(model, optimizer, steps):
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for _ in range(steps):
         for parameter in model.parameters():
             parameter.grad = parameter.detach() + 1
         yield from optimizer.algorithm()
         # the results of overlapped exchanges are in the states
-        if hasattr(optimizer, "finish_pending"):
-            yield from optimizer.finish_pending()
+        if hasattr(optimizer, "finish_pending_algorithm"):
+            yield from optimizer.finish_pending_algorithm()
 
 
 def make(name, steps):

@@ -97,7 +97,7 @@ def test_a_delayed_mean_that_an_older_version_saved_is_over_the_finite_ranks():
         # of the first fragment
         models[1].unused[0] = float("nan")
     train(models, optimizers, 4, 3)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [saved(optimizer.snapshot()) for optimizer in optimizers]
     found = []
     for is_old in (False, True):

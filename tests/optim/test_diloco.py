@@ -67,7 +67,7 @@ def test_a_state_of_a_single_rank_before_its_first_step_is_loaded(kind):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_an_outer_step_is_torchs_on_the_mean_difference(nesterov):
     models, optimizers = team(3, every(4, nesterov=nesterov), adamw)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     common = torch.nn.Parameter(vector_of(models[0]))
     sgd = torch.optim.SGD([common], 0.7, 0.9, nesterov=nesterov)
     for begin in (0, 4, 8):
@@ -147,7 +147,7 @@ def test_sharding_is_exact_if_sums_are():
     """Whole numbers, whose sums over two and four workers lose no bit."""
 
     def stepped(optimizer, model):
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for step in range(4):
             optimizer.zero_grad()
             for place, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -217,7 +217,7 @@ def test_another_number_of_ranks_resumes(old, new, options):
 @pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
 def test_bytes_and_requests_are_as_stated(options, world_size):
     models, optimizers = team(world_size, every(4, **options, signals=1), dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     found = lockstep(
         [taught(*pair, 9) for pair in zip(models, optimizers, strict=True)],
         choices=Choices.always(Sum="ring"),

@@ -582,7 +582,7 @@ def test_a_state_with_other_options_keeps_the_threshold_of_the_constructor():
 def test_two_numbers_are_sent_with_the_gradients(compress):
     options = {"signals": 2, "compress": compress}
     models, optimizers = team(4, dtype=torch.float32, threshold=2.0, **options)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     train(models, optimizers, range(1))
     pairs = zip(models, optimizers, strict=True)
     found = lockstep(
@@ -665,7 +665,7 @@ def test_options_that_differ_are_an_error():
         for rank, model in enumerate(models)
     ]
     with pytest.raises(ValueError, match=r"threshold=1,.*threshold=2,"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
 
 
 @pytest.mark.parametrize(
@@ -714,7 +714,7 @@ def test_a_step_without_counted_micro_batches_is_an_error(ranks):
 
     def steps(rank):
         optimizer = optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for number in range(2):
             loss_of(models[rank], micro_batch(0, rank, number)).backward()
         yield from optimizer.algorithm()

@@ -189,7 +189,7 @@ def test_replicas_in_lockstep_stay_without_an_error(name, monkeypatch):
 def test_differences_by_rounding_are_removed_with_a_warning():
     models = [model_of() for _ in range(2)]
     optimizers = [KINDS["averaged"](model, Group(rank, 2)) for rank, model in enumerate(models)]
-    lockstep([each.broadcast_model() for each in optimizers])
+    lockstep([each.broadcast_model_algorithm() for each in optimizers])
     with torch.no_grad():
         models[1][1].weight.mul_(1 + 1e-6)
     with warnings.catch_warnings(record=True) as found:

@@ -45,7 +45,7 @@ def closure_of(model, rows):
 
 def stepped(model, optimizer, begin, end):
     """Steps of one rank with its share of the rows, as an algorithm."""
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for rows in batches(end)[begin:]:
         share = share_of(rows, optimizer.group)
         optimizer.closure = closure_of(model, share)
@@ -162,7 +162,7 @@ def test_rounds_are_those_of_the_paper(world_size, options):
 
     def steps(rank):
         model, optimizer = models[rank], optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for step in range(rounds * options["local_steps"]):
             inputs, targets = map(torch.from_numpy, minibatch(step, rank))
 
@@ -406,7 +406,7 @@ def take_round(models, optimizers, bad=()):
 
 def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs():
     models, optimizers = team(3, exact(local_steps=2), sgd)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     take_round(models, optimizers)
     update = optimizers[1].recipe.update
     start, previous = update.anchor.clone(), update.previous.clone()
@@ -444,7 +444,7 @@ def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs()
 
 def test_parameters_that_are_not_finite_are_replaced():
     models, optimizers = team(3, exact(local_steps=2, participants=2), sgd)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     take_round(models, optimizers)
     for damaged in range(3):
         with torch.no_grad():
@@ -456,7 +456,7 @@ def test_parameters_that_are_not_finite_are_replaced():
 
 def test_a_round_without_a_mean_is_discarded():
     models, optimizers = team(3, exact(local_steps=2, participants=1), sgd)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     take_round(models, optimizers)
     update, before = optimizers[0].recipe.update, vector_of(models[0]).clone()
     (rank,) = update.participants.ranks(3)
@@ -499,7 +499,7 @@ def test_a_rank_that_does_not_participate_computes_nothing():
 
     def steps(rank):
         model, optimizer = models[rank], optimizers[rank]
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for rows in batches(6):
             compute = closure_of(model, rows)
 

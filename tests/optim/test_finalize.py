@@ -1,13 +1,19 @@
 """`finalize` ends with equal parameters, or with the same error on all ranks."""
 
 import copy
+import inspect
+from collections.abc import Generator
+from typing import get_origin
 
 import pytest
 import torch
 from optim.kinds import KINDS, LOCAL, ZERO_ONE_LOCAL
+from processes import results
 from torch import nn
 
-from gcnzc.exchange import Group, lockstep
+import gcnzc.optim
+from gcnzc.exchange import Group, init_group, lockstep
+from gcnzc.optim import DistributedOptimizer, Strategy
 
 WORLD_SIZE = 3
 (ZERO_ONE,) = ZERO_ONE_LOCAL.values()
@@ -17,7 +23,7 @@ def train(model, optimizer, steps, change):
     """Take steps with random gradients, and return the error of `finalize`."""
     rank = optimizer.group.rank
     generator = torch.Generator().manual_seed(rank)
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for step in range(steps):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
@@ -96,3 +102,63 @@ def test_without_a_fault_the_parameters_are_equal(name):
     errors, are_equal = errors_of(KINDS[name], 10, lambda *_: None)
     assert errors == [""] * WORLD_SIZE
     assert are_equal
+
+
+# parts of `algorithm` that the base classes call, and subclasses define
+PARTS = {"take_step", "advance", "finish", "mean_gradients", "clip_gradients", "exchange_gradients"}
+OPTIMIZERS = [
+    each
+    for each in vars(gcnzc.optim).values()
+    if isinstance(each, type) and issubclass(each, DistributedOptimizer)
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_generators_of_optimizers_are_named_algorithms_so_that_other_methods_act(kind):
+    generators = {
+        name
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+        and get_origin(inspect.signature(method).return_annotation) is Generator
+    }
+    assert "finalize_algorithm" in generators
+    assert {name for name in generators - PARTS if not name.endswith("algorithm")} == set()
+
+
+def act_as_worker():
+    """The parameters of a rank that takes local steps, before, during and after an evaluation."""
+    with init_group(timeout_s=60) as group:
+        found = []
+        for make in (ZERO_ONE, KINDS["diloco"], KINDS["co2"], KINDS["averaged"]):
+            model = nn.Linear(2, 1)
+            optimizer = make(model, group)
+            for step in range(7):
+                generator = torch.Generator().manual_seed(10 * step + group.rank)
+                optimizer.zero_grad()
+                model(torch.randn(8, 2, generator=generator)).square().mean().backward()
+                optimizer.step()
+            if isinstance(optimizer, Strategy):
+                optimizer.pause_exchanges()
+                optimizer.resume_exchanges()
+                optimizer.finish_pending()
+            seen = [[each.detach().clone() for each in model.parameters()]]
+            own = optimizer.average_parameters()
+            seen.append([each.detach().clone() for each in model.parameters()])
+            optimizer.restore_parameters(own)
+            seen.append([each.detach().clone() for each in model.parameters()])
+            optimizer.finalize()
+            found.append(seen)
+        return found
+
+
+def test_parameters_are_averaged_for_an_evaluation_and_restored(tmp_path):
+    first, second = results(2, tmp_path, act_as_worker)
+    for (before, mean, after), (other, same, _) in zip(first, second, strict=True):
+        assert all(map(torch.equal, before, after))
+        assert all(map(torch.equal, mean, same))
+        for one, two, both in zip(before, other, mean, strict=True):
+            torch.testing.assert_close(both, (one + two) / 2)
+    # with local steps, the ranks have different parameters
+    assert all(
+        not torch.equal(a[0][0], b[0][0]) for a, b in zip(first[:3], second[:3], strict=True)
+    )

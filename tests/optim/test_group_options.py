@@ -82,7 +82,7 @@ def test_pending_exchanges_in_states_of_older_versions_finish(name):
 
     models, optimizers = team()
     train(models, optimizers, 4)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
     assert any("fragment " in key or key == "extra_sums" for key in states[0]["shared"])
     found = []

@@ -206,13 +206,13 @@ def test_buffers_of_a_run_that_is_resumed_stay_as_they_are(name):
     ]
 
     def train(model, optimizer, begin, end):
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for step in range(begin, end):
             generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
             optimizer.zero_grad()
             model(torch.randn(16, 6, generator=generator)).square().mean().backward()
             yield from optimizer.algorithm()
-            yield from getattr(optimizer, "finish_pending", lambda: ())()
+            yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
 
     lockstep([train(*pair, 0, 5) for pair in zip(models, optimizers, strict=True)])
     again = copy.deepcopy([model.state_dict() for model in models])
@@ -238,4 +238,4 @@ def test_ranks_whose_buffers_differ_in_shape_are_an_error():
         for rank, model in enumerate(models)
     ]
     with pytest.raises(ValueError, match=r"rank 0 has 'extra \(1,\)"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])

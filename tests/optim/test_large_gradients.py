@@ -64,7 +64,11 @@ def train(make, large, *, calls_bad_steps=True):
         if calls_bad_steps or step not in BAD:
             take_step(optimizers)
             lockstep(
-                [optimizer.finish_pending() for optimizer in optimizers if is_local(optimizer)]
+                [
+                    optimizer.finish_pending_algorithm()
+                    for optimizer in optimizers
+                    if is_local(optimizer)
+                ]
             )
             assert all(are_all_finite(optimizer.snapshot()) for optimizer in optimizers), step
         found.append(vectors_of(models))
@@ -78,7 +82,7 @@ def trained(name, large):
 
 
 def is_local(optimizer):
-    return hasattr(optimizer, "finish_pending")
+    return hasattr(optimizer, "finish_pending_algorithm")
 
 
 def are_equal(found, expected):
@@ -135,7 +139,13 @@ def test_gradients_below_the_limit_are_used_and_do_not_overflow(name, large):
     for step in range(1, END + 1):
         give_gradients(models, step, large if step == BAD[0] else None)
         take_step(optimizers)
-        lockstep([optimizer.finish_pending() for optimizer in optimizers if is_local(optimizer)])
+        lockstep(
+            [
+                optimizer.finish_pending_algorithm()
+                for optimizer in optimizers
+                if is_local(optimizer)
+            ]
+        )
         assert all(are_all_finite(optimizer.snapshot()) for optimizer in optimizers), step
     assert [optimizer.skipped for optimizer in optimizers] == [0, 0]
 
@@ -293,7 +303,7 @@ def test_a_rank_with_parameters_that_are_too_large_is_excluded_from_the_mean(nam
             with torch.no_grad():
                 models[1][0].weight[0, 0] = 1e30
         take_step(optimizers)
-        lockstep([optimizer.finish_pending() for optimizer in optimizers])
+        lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert torch.equal(*vectors_of(models))
     assert vectors_of(models)[0].abs().amax() < 10

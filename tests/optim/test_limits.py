@@ -95,7 +95,7 @@ def fill_gradients(model):
 
 
 def steps_of(model, optimizer):
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for rows in batches(STEPS):
 
         def closure(rows=rows):

@@ -123,7 +123,7 @@ def test_another_number_of_ranks_starts_from_the_mean_of_the_old(old, new, compr
 @pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
 def test_bytes_and_requests_are_as_stated(compress):
     models, optimizers = team(4, every(5, compress=compress, signals=2), dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     pairs = zip(models, optimizers, strict=True)
     found = lockstep(
         [taught(model, optimizer, 15) for model, optimizer in pairs],
@@ -140,7 +140,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_rank_skips_its_step_if_its_gradient_is_not_finite(bad):
     models, optimizers = team(3, every(2))
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     before = vector_of(models[0])
     for model in models:
         for parameter in trained(model):
@@ -226,11 +226,12 @@ def test_parameters_are_averaged_for_evaluation_and_restored():
     train(models, optimizers, 7)
     own = [vector_of(model) for model in models]
     mean = mean_of(models)
-    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    lockstep([optimizer.restore_parameters(each) for optimizer, each in pairs])
+    for optimizer, own in pairs:
+        optimizer.restore_parameters(own)
     assert all(map(torch.equal, own, map(vector_of, models)))
 
 
@@ -254,13 +255,13 @@ def test_layouts_and_options_that_differ_are_an_error():
     inner = [sgd(nn.Linear(2, size).parameters()) for size in (2, 3)]
     optimizers = [LocalSGD(each, Group(rank, 2), local_steps=2) for rank, each in enumerate(inner)]
     with pytest.raises(ValueError, match=r"rank 0 has 'group 0, parameter 0 \(2, 2\)"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     inner = [sgd(nn.Linear(2, 2).parameters()) for _ in range(2)]
     optimizers = [
         LocalSGD(each, Group(rank, 2), local_steps=2 + rank) for rank, each in enumerate(inner)
     ]
     with pytest.raises(ValueError, match=r"local_steps=2.*local_steps=3"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     with pytest.raises(ValueError, match="local_steps is 0"):
         LocalSGD(inner[0], local_steps=0)
 
@@ -291,7 +292,7 @@ def test_the_number_of_local_steps_is_measured(exchange_s, slowest_s, expected):
 
     def timed(rank):
         # of other workers than those that see most of the exchange
-        yield from optimizers[rank].broadcast_model()
+        yield from optimizers[rank].broadcast_model_algorithm()
         for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 2)):
             clocks[rank].wall_s += 100.0 if number < WARM_UP else (slowest_s, 0.5)[rank]
             optimizers[rank].zero_grad()

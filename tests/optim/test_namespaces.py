@@ -36,7 +36,7 @@ def train(names, group, times, *, with_copies):
     """Step several optimizers in turns, and copies of them from the middle on."""
     pairs = [make_pair(name, group) for name in names]
     for _, optimizer in pairs:
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
     for number, seconds in enumerate(times):
         if with_copies and number == len(times) // 2:
             pairs += [copy.deepcopy(pair) for pair in pairs]
@@ -44,8 +44,8 @@ def train(names, group, times, *, with_copies):
             yield Compute(seconds / len(pairs))
             yield from step(pair, group.rank + 1.0)
     for _, optimizer in pairs:
-        own = yield from optimizer.average_parameters()
-        yield from optimizer.restore_parameters(own)
+        own = yield from optimizer.average_parameters_algorithm()
+        optimizer.restore_parameters(own)
         yield from optimizer.finalize_algorithm()
     return [x.detach() for x, _ in pairs], [optimizer.namespace for _, optimizer in pairs]
 
@@ -82,7 +82,7 @@ def test_a_rank_that_waits_in_another_optimizer_misses_no_round_of_all_ranks(see
         group = Group(rank, 3)
         pairs = [make_pair(name, group) for name in ("backup", "quorum")]
         for _, optimizer in pairs:
-            yield from optimizer.broadcast_model()
+            yield from optimizer.broadcast_model_algorithm()
         for seconds in times:
             for pair in pairs:
                 yield Compute(seconds)
@@ -97,7 +97,7 @@ def test_a_rank_that_waits_in_another_optimizer_misses_no_round_of_all_ranks(see
 def train_copies_in_another_order(name, rank):
     """Steps of an optimizer and then of its copy on rank 0; other ranks begin with the copy."""
     first = make_pair(name, Group(rank, 3))
-    yield from first[1].broadcast_model()
+    yield from first[1].broadcast_model_algorithm()
     yield from step(first, 1.0)
     copied = copy.deepcopy(first)
     for each in (first, copied)[:: -1 if rank else 1]:
@@ -131,7 +131,7 @@ def test_equally_fast_copies_do_as_the_original():
         x = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
         recipe = backup_workers("complete", control_interval=2)
         first = x, Strategy(torch.optim.SGD([x], lr=LR), recipe, Group(rank, 3))
-        yield from first[1].broadcast_model()
+        yield from first[1].broadcast_model_algorithm()
         for _ in range(3):
             yield Compute(1.0)
             yield from step(first, rank + 1.0)

@@ -82,7 +82,11 @@ def states_of(name):
     models, optimizers = team(name)
     train(models, optimizers, SAVED)
     lockstep(
-        [optimizer.finish_pending() for optimizer in optimizers if hasattr(optimizer, "inner")]
+        [
+            optimizer.finish_pending_algorithm()
+            for optimizer in optimizers
+            if hasattr(optimizer, "inner")
+        ]
     )
     present = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
     old, (count, _) = zip(*map(in_old_format, present), strict=True)

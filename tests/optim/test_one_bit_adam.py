@@ -499,7 +499,7 @@ def test_all_ranks_start_with_the_parameters_of_rank_0():
     for rank, model in enumerate(models):
         model[0].data.add_(rank)
     first = models[0][0].detach().clone()
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     assert all(torch.equal(model[0], first) for model in models)
 
 

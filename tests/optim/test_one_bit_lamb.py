@@ -702,4 +702,4 @@ def test_options_are_checked_and_the_same_on_all_workers():
         for rank, beta in enumerate((0.9, 0.8))
     ]
     with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])

@@ -138,8 +138,8 @@ def test_exchanges_and_mixing_preserve_the_sum_of_both_variables():
             parameters, optimizers, times = own
             yield from steps_of(parameters[rank], optimizers[rank], times[rank])
             yield Caller(optimizers[rank].identity)
-            yield from optimizers[rank].pause_exchanges()
-            yield from optimizers[rank].apply_pending()
+            yield from optimizers[rank].pause_exchanges_algorithm()
+            yield from optimizers[rank].apply_pending_algorithm()
 
         lockstep([until_closed(rank) for rank in range(len(times))], link)
         total = sum(
@@ -433,9 +433,9 @@ def train_on_processes():
             optimizer.step()
             seen += [optimizer.steps] * optimizer.received_signals[0]
             if step == 6:
-                own = run(optimizer.average_parameters(), group)
+                own = optimizer.average_parameters()
                 mean = nn.utils.parameters_to_vector(model.parameters()).detach()
-                run(optimizer.restore_parameters(own), group)
+                optimizer.restore_parameters(own)
                 state = copy.deepcopy(optimizer.state_dict())
         optimizer.finalize()
         count = optimizer.recipe.exchange.num_exchanges

@@ -59,7 +59,7 @@ INEXACT = {
 
 
 def steps_of(parameter, optimizer, gradient, times):
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     for seconds in times:
         yield Compute(seconds)
         parameter.grad = gradient.clone()
@@ -116,9 +116,9 @@ def test_random_schedules_end_with_the_right_mean_or_a_clear_error(name):
 
 def finalize_before_a_step(optimizer, parameter, finalizes_only):
     if not finalizes_only:
-        own = yield from optimizer.average_parameters()
+        own = yield from optimizer.average_parameters_algorithm()
         average = parameter.detach().clone()
-        yield from optimizer.restore_parameters(own)
+        optimizer.restore_parameters(own)
     yield from optimizer.finalize_algorithm()
     return parameter.detach() if finalizes_only else average
 

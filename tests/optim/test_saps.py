@@ -50,7 +50,7 @@ def exchanges(optimizers):
 
 def spread(optimizers, seed=0):
     """Give every rank random parameters (W, n), which its local steps do not change."""
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     count = optimizers[0].flat_params.num_elements
     values = torch.randn(len(optimizers), count, generator=torch.Generator().manual_seed(seed))
     for optimizer, own in zip(optimizers, values.double(), strict=True):
@@ -137,7 +137,7 @@ def test_two_ranks_that_exchange_all_parameters_are_local_sgd():
 
 def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
     _, optimizers = team(3, pairs(0.02, seed=9))
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     count = optimizers[0].flat_params.num_elements
     state, seen = torch.get_rng_state(), []
     for number in range(40):
@@ -158,7 +158,7 @@ def test_the_indices_are_equal_on_all_ranks_and_change_each_round():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bytes_are_as_stated(world_size, dtype):
     _, optimizers = team(world_size, pairs(0.1), dtype=dtype)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     count = optimizers[0].flat_params.num_elements
     idle = 0
     for number in range(2 * world_size):
@@ -188,7 +188,7 @@ def test_a_single_rank_takes_only_local_steps():
 def test_pairs_connect_the_ranks_and_are_equal_on_all(world_size):
     window = (world_size + 1) // 2
     _, optimizers = team(world_size, pairs(bandwidth=ISLANDS[:world_size, :world_size]))
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     met = []
     for _ in range(30):
         step(optimizers)
@@ -326,7 +326,7 @@ def test_bandwidths_are_measured_and_the_lower_direction_counts(world_size):
 
 def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
     _, optimizers = team(8, pairs(0.01, probe_interval=10))
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     slow = []
     for number in range(30):
         # the islands differ from round 10 on
@@ -342,7 +342,7 @@ def test_measured_bandwidths_select_fast_pairs_and_are_renewed():
 
 def test_a_rank_that_has_crashed_is_an_error_on_its_peer():
     _, optimizers = team(2, pairs())
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     found = step(optimizers, link=Link(1e6), faults={1: [Crash(1e-9)]})
     assert isinstance(found.errors[0], WorkerLost)
     assert "rank 1" in str(found.errors[0])
@@ -385,7 +385,7 @@ def test_options_that_are_out_of_range_or_differ_are_an_error():
             for rank, options in enumerate((one, other))
         ]
         with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
-            lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+            lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     (text,) = [repr(optimizers[0])]
     assert re.match(
         r"SAPS\(local_steps=1, density=0.5, bandwidth=\(2, 2\) [0-9a-f]{8}, window=1", text

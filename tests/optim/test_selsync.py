@@ -209,7 +209,7 @@ def test_another_number_of_ranks_resumes(old, new):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_votes_and_means(world_size):
     models, optimizers = team(world_size, make(threshold=THRESHOLD, window=2), dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     found = []
     for step in range(8):
         before = optimizers[0].num_exchanges
@@ -258,7 +258,7 @@ def test_options_that_differ_are_an_error():
         for rank, model in enumerate(models)
     ]
     with pytest.raises(ValueError, match=r"threshold=0.1.*threshold=1.1"):
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
 
 
 def test_a_recipe_belongs_to_one_optimizer():

@@ -283,9 +283,9 @@ def test_another_number_of_ranks_continues_with_the_mean_of_the_errors(make, old
 )
 def test_stated_bytes_of_layers_equal_the_ledger(make):
     models, optimizers = team(3, make, dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     found = train(models, optimizers, 2)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     stated = getattr(optimizers[0], "bytes_per_synchronization", None) or (
         optimizers[0].bytes_per_round
     )

@@ -166,7 +166,7 @@ def test_finalize_sets_the_mean_after_pending_exchanges():
     assert pending_of(optimizers[0])
 
     def apply_pending(optimizer):
-        yield from optimizer.apply_pending()
+        yield from optimizer.apply_pending_algorithm()
 
     lockstep([apply_pending(optimizer) for optimizer in optimizers])
     assert not all_equal(models)
@@ -203,7 +203,7 @@ def test_another_number_of_ranks_resumes_with_pending_fragments(old, new, compre
     make = every(4, fragments=3, delay=3, signals=1, compress=compress)
     models, optimizers = team(old, make, dtype=torch.float32)
     train(models, optimizers, 6)
-    lockstep([optimizer.finish_pending() for optimizer in optimizers])
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
     states = [saved(optimizer.state_dict()) for optimizer in optimizers]
     again, others = team(new, make, dtype=torch.float32)
     for rank, optimizer in enumerate(others):
@@ -222,7 +222,7 @@ def test_bytes_and_requests_are_as_stated(compress):
     world_size, parts = 4, 3
     make = every(5, fragments=parts, delay=2, signals=2, compress=compress)
     models, optimizers = team(world_size, make, dtype=torch.float32)
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     # two windows of every fragment, the second's last offset and its delay
     found = lockstep(
         [taught(*pair, 15) for pair in zip(models, optimizers, strict=True)],
@@ -243,7 +243,7 @@ def test_bytes_and_requests_are_as_stated(compress):
 def test_memory_is_two_vectors_and_the_pending_fragments():
     models, optimizers = team(2, every(6, fragments=4, delay=4))
     count = optimizers[0].flat_params.num_elements
-    lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     begins = {round(p * 6 / 4) + 6 * r: p for p in range(4) for r in range(1, 4)}
     for step in range(1, 20):
         train(models, optimizers, step, step - 1)
@@ -269,7 +269,7 @@ def test_exchanges_over_a_slow_network_overlap_with_steps():
     step_s = 0.1
 
     def timed(model, optimizer):
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for rows in batches(12):
             optimizer.zero_grad()
             loss_of(model, rows).backward()
@@ -280,7 +280,7 @@ def test_exchanges_over_a_slow_network_overlap_with_steps():
     for delay in (0, 2):
         make = every(4, fragments=1, delay=delay)
         models, optimizers = team(2, make, dtype=torch.float32)
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
         size = optimizers[0].flat_params.num_elements * 4
         found = lockstep(
             [timed(*pair) for pair in zip(models, optimizers, strict=True)],
@@ -454,7 +454,7 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
 
     def timed(rank):
         optimizer, dues = optimizers[rank], set()
-        yield from optimizer.broadcast_model()
+        yield from optimizer.broadcast_model_algorithm()
         for number, rows in enumerate(batches(WARM_UP + NUM_MEASURED + 100), 1):
             clocks[rank].wall_s += 1.0
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.network.deepspeed_oracles import DeepSpeedSchedule, ZeroOneAdamDeepSpeed
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Group, init_group, lockstep, run
+from gcnzc.exchange import Group, init_group, lockstep
 from gcnzc.optim import resize_state
 from gcnzc.optim.synchronous.zero_one_adam import ZeroOneAdam
 from gcnzc.optim.synchronous.zero_one_schedule import ZeroOneSchedule
@@ -402,15 +402,17 @@ def test_parameters_are_averaged_between_synchronizations_and_restored():
     models, optimizers = made(3)
     train(models, optimizers, 15)
     own = [vector(model) for model in models]
-    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     assert are_alike(models)
     torch.testing.assert_close(vector(models[0]), sum(own) / 3)
-    lockstep([o.restore_parameters(each) for o, each in zip(optimizers, kept, strict=True)])
+    for optimizer, saved_own in zip(optimizers, kept, strict=True):
+        optimizer.restore_parameters(saved_own)
     assert all(map(torch.equal, map(vector, models), own))
     train(models, optimizers, 16, 15)
     before = vector(models[0])
-    assert lockstep([o.average_parameters() for o in optimizers]).results == [None] * 3
-    lockstep([optimizer.restore_parameters(None) for optimizer in optimizers])
+    assert lockstep([o.average_parameters_algorithm() for o in optimizers]).results == [None] * 3
+    for optimizer in optimizers:
+        optimizer.restore_parameters(None)
     assert torch.equal(vector(models[0]), before)
 
 
@@ -460,7 +462,7 @@ def test_all_ranks_skip_an_exchanged_step_that_is_not_finite_on_one(step, value)
     train(models, optimizers, step - 1)
     assert optimizers[0].exchange != "nothing"
     if step == 1:
-        lockstep([optimizer.broadcast_model() for optimizer in optimizers])
+        lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
     before, own = [state_of(each) for each in optimizers], [vector(model) for model in models]
     differentiate(models, step)
     models[1].first.grad[2, 3] = value
@@ -689,7 +691,7 @@ def test_parameters_are_computed_from_a_state_between_synchronizations():
         other.load_state_dict(models[0].state_dict())
         optimizer.load_state_dict(saved(before.state_dict()))
     # who is apart is not made alike
-    lockstep([optimizer.broadcast_model() for optimizer in fresh])
+    lockstep([optimizer.broadcast_model_algorithm() for optimizer in fresh])
     for model, other in zip(models, others, strict=True):
         assert torch.equal(vector(model), vector(other))
     assert fresh[0].state_bytes == optimizers[0].state_bytes
@@ -858,9 +860,9 @@ def train_as_worker(steps):
             model.loss(rows_of(step, group.rank, torch.float32)).backward()
             optimizer.step()
         own = vector(model)
-        kept = run(optimizer.average_parameters(), group)
+        kept = optimizer.average_parameters()
         mean = vector(model)
-        run(optimizer.restore_parameters(kept), group)
+        optimizer.restore_parameters(kept)
         optimizer.finalize()
         return own, mean, vector(model)
 
@@ -870,9 +872,10 @@ def test_over_processes_the_bits_are_those_of_one_process(tmp_path):
     models, optimizers = made(2, dtype=torch.float32, weight_decay=0.1)
     train(models, optimizers, 23)
     own = [vector(model) for model in models]
-    kept = lockstep([optimizer.average_parameters() for optimizer in optimizers]).results
+    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     mean = vector(models[0])
-    lockstep([o.restore_parameters(each) for o, each in zip(optimizers, kept, strict=True)])
+    for optimizer, saved_own in zip(optimizers, kept, strict=True):
+        optimizer.restore_parameters(saved_own)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert not torch.equal(own[0], own[1])
     for rank in range(2):

@@ -82,7 +82,7 @@ def steps(graph, model, inner, rank, world_size):
         threads=1,
     )
     optimizer = Averaged(inner(model.parameters()), Group(rank, world_size))
-    yield from optimizer.broadcast_model()
+    yield from optimizer.broadcast_model_algorithm()
     taken = 0
     while taken < STEPS:
         for step, batch in enumerate(loader):

@@ -74,7 +74,7 @@ class GossipTimes(Policy):
         yield from exchange.process_messages()
         exchange.credit = min(max(exchange.credit, -MAX_OVERLAPPING) + self.rate, MAX_OVERLAPPING)
         while (yield from self.is_due()):
-            yield from self.strategy.synchronize()
+            yield from self.strategy.synchronize_algorithm()
         self.update.write()
         applied, self.num_before = exchange.num_exchanges - self.num_before, exchange.num_exchanges
         self.measured_rate += RATE_WEIGHT * (applied - self.measured_rate)

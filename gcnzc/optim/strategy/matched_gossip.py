@@ -67,7 +67,7 @@ class GossipRounds(Policy):
             time = (number + 0.5) / self.rate - begin
             update.mix(time - now)
             now, self.exchange.round = time, number
-            yield from strategy.synchronize()
+            yield from strategy.synchronize_algorithm()
         update.mix(1.0 - now)
         update.write()
 

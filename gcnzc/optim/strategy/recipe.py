@@ -170,7 +170,7 @@ class Policy(RecipePart, ABC):
         strategy = self.strategy
         if (yield from self.is_due()):
             strategy.steps_since_sync = 0
-            yield from strategy.synchronize()
+            yield from strategy.synchronize_algorithm()
 
 
 class BaseUpdate(RecipePart):

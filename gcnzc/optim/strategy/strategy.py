@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gcnzc.compress import Compression, Dense, Reducer
-from gcnzc.exchange import Algorithm, Group, run
+from gcnzc.exchange import Algorithm, Group
 from gcnzc.optim.caller import identify_caller
 from gcnzc.optim.finite_gradients import delete_nonfinite_state, have_finite_gradients
 from gcnzc.optim.flat_parameters import FlatParameters
@@ -253,50 +253,66 @@ class Strategy(Wrapper):
             self.skip_reason = f"local step skipped, because {bad}"
         return is_finite
 
-    def synchronize(self) -> Algorithm[None]:
+    def synchronize_algorithm(self) -> Algorithm[None]:
         """Exchange, or start an exchange; the policy calls it."""
         yield from self.recipe.exchange.synchronize()
 
-    @identify_caller
-    def pause_exchanges(self) -> Algorithm[None]:
+    def pause_exchanges(self) -> None:
         """Prepare for collectives of all ranks; see `RecipePart.pause_exchanges`."""
+        self._run(self.pause_exchanges_algorithm(), "pause_exchanges()")
+
+    @identify_caller
+    def pause_exchanges_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `pause_exchanges`; see `algorithm`."""
         if not self.is_broadcast:
             # before the first step, the parts have no state
-            yield from self.broadcast_model()
+            yield from self.broadcast_model_algorithm()
         if not self.is_inner_only:
             for part in self.recipe.parts:
                 yield from part.pause_exchanges()
             yield from self.control.finish_sums()
 
-    @identify_caller
-    def resume_exchanges(self) -> Algorithm[None]:
+    def resume_exchanges(self) -> None:
         """Take part in exchanges again after `pause_exchanges`."""
+        self._run(self.resume_exchanges_algorithm(), "resume_exchanges()")
+
+    @identify_caller
+    def resume_exchanges_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `resume_exchanges`; see `algorithm`."""
         if not self.is_inner_only:
             for part in self.recipe.parts:
                 yield from part.resume_exchanges()
 
-    def compare(self) -> Algorithm[bool]:
+    def compare_algorithm(self) -> Algorithm[bool]:
         """See `DistributedOptimizer`."""
         if not self.comparison.is_due:
             return False
-        yield from self.pause_exchanges()
-        is_compared = yield from super().compare()
-        yield from self.resume_exchanges()
+        yield from self.pause_exchanges_algorithm()
+        is_compared = yield from super().compare_algorithm()
+        yield from self.resume_exchanges_algorithm()
         return is_compared
 
     @identify_caller
     def finalize_algorithm(self) -> Algorithm[None]:
         """See `DistributedOptimizer`."""
-        yield from self.pause_exchanges()
+        yield from self.pause_exchanges_algorithm()
         yield from super().finalize_algorithm()
 
-    def finish_pending(self) -> Algorithm[None]:
+    def finish_pending(self) -> None:
         """Wait for the pending exchanges, and keep their results until they are due."""
+        self._run(self.finish_pending_algorithm(), "finish_pending()")
+
+    def finish_pending_algorithm(self) -> Algorithm[None]:
+        """Return the communication of `finish_pending`; see `algorithm`."""
         for part in self.recipe.parts:
             yield from part.finish_pending()
 
-    def apply_pending(self) -> Algorithm[None]:
+    def apply_pending(self) -> None:
         """Wait for the pending exchanges, and apply their results."""
+        self._run(self.apply_pending_algorithm(), "apply_pending()")
+
+    def apply_pending_algorithm(self) -> Algorithm[None]:
+        """Return the communication and computation of `apply_pending`; see `algorithm`."""
         for part in self.recipe.parts:
             yield from part.apply_pending()
 
@@ -304,36 +320,34 @@ class Strategy(Wrapper):
         """See `DistributedOptimizer`: set the parameters to their mean over the ranks."""
         if self.is_inner_only:
             return ""
-        yield from self.apply_pending()
+        yield from self.apply_pending_algorithm()
         if not self.is_in_sync:
-            mean = yield from self.compute_parameter_mean()
+            mean = yield from self._compute_parameter_mean()
             if mean is None:
                 return "no rank's parameters are finite, or their mean overflows"
             self.set_parameters(mean)
             self.steps_since_sync = 0
             self.reinitialize()
-        yield from self.compare()
+        yield from self.compare_algorithm()
         return ""
 
     @identify_caller
-    def average_parameters(self) -> Algorithm[Tensor]:
-        """Set the parameters to their mean over the ranks, and return this rank's own (n,)."""
-        yield from self.pause_exchanges()
+    def average_parameters_algorithm(self) -> Algorithm[Tensor]:
+        """See `DistributedOptimizer`; returns this rank's own parameters (n,)."""
+        yield from self.pause_exchanges_algorithm()
         own = self.vector()
         if not (self.is_inner_only or self.is_in_sync):
-            mean = yield from self.compute_parameter_mean()
+            mean = yield from self._compute_parameter_mean()
             if mean is not None:
                 self.flat_params.write_parameters(mean)
-        yield from self.resume_exchanges()
+        yield from self.resume_exchanges_algorithm()
         return own
 
-    def restore_parameters(self, own: Tensor) -> Algorithm[None]:
-        """Set the parameters to the result of `average_parameters`; does not communicate."""
+    def restore_parameters(self, own: Tensor) -> None:
+        """See `DistributedOptimizer`."""
         self.flat_params.write_parameters(own)
-        return
-        yield
 
-    def compute_parameter_mean(self) -> Algorithm[Tensor | None]:
+    def _compute_parameter_mean(self) -> Algorithm[Tensor | None]:
         """Return the mean (n,) of the parameters over the ranks; None if no rank's are finite."""
         values = self.flat_params.read_parameters(self.flat_params.empty(self.extras))
         prepare_mean(self, values)
@@ -394,7 +408,7 @@ class Strategy(Wrapper):
     def _wait_for_pending(self) -> None:
         """Run `finish_pending`; in a simulation the caller does so, for all ranks in `lockstep`."""
         if self.group.world_size == 1 or self.group.backend:
-            run(self.finish_pending(), self.group)
+            self.finish_pending()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of this rank; see `take_snapshot`.

@@ -154,7 +154,7 @@ class Anchored(Masked):
                 segment.parameter.copy_(here.view(segment.parameter.shape))
 
     @identify_caller
-    def average_parameters(self) -> Algorithm[Tensor | None]:
+    def average_parameters_algorithm(self) -> Algorithm[Tensor | None]:
         """See `DistributedOptimizer`.
 
         Returns:
@@ -168,9 +168,7 @@ class Anchored(Masked):
             self.flat_params.write_parameters(mean)
         return own
 
-    def restore_parameters(self, own: Tensor | None) -> Algorithm[None]:
-        """See `DistributedOptimizer`; does not communicate."""
+    def restore_parameters(self, own: Tensor | None) -> None:
+        """See `DistributedOptimizer`."""
         if own is not None:
             self.flat_params.write_parameters(own)
-        return
-        yield

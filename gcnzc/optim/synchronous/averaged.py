@@ -27,7 +27,7 @@ from gcnzc.optim.finite_gradients import count_bad_elements, have_finite_gradien
 from gcnzc.optim.flat_parameters import FlatParameters
 from gcnzc.optim.group_options import option_lines, trained_lines
 from gcnzc.optim.resize import check_is_inner, check_mapping
-from gcnzc.optim.state_layout import check_inner_state, check_param_groups, check_value
+from gcnzc.optim.state_layout import add_counts, check_inner_state, check_value, split_counts
 from gcnzc.optim.synchronous.masked_step import Momentum, choose_momentum, step_on_supports
 from gcnzc.optim.synchronous.sparse_gradients import SPARSE, gradient_layout, mean_of_sparse
 from gcnzc.optim.validation import check_above_zero
@@ -131,15 +131,14 @@ class Averaged(Wrapper):
         self.gradients.load_errors(errors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; without compression, the state dict of the inner optimizer."""
-        return self.inner.state_dict() if self.is_shared else super().state_dict()
+        """Return the state; see `snapshot`."""
+        return self.snapshot() if self.is_shared else super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; without compression, a state dict of the inner optimizer."""
         if self.is_shared:
-            check_mapping(state_dict, "state", "param_groups")
-            check_param_groups(state_dict["param_groups"])
-            self.check_loaded_options(state_dict["param_groups"])
+            inner, _ = split_counts(state_dict)
+            self.check_loaded_options(inner["param_groups"])
             self.restore(state_dict)
             self.mark_loaded()
         else:
@@ -148,11 +147,11 @@ class Averaged(Wrapper):
     def snapshot(self) -> dict[str, Any]:
         """See `DistributedOptimizer`: `inner`, and the compression `errors` of this rank.
 
-        Without compression, it is the state dict of the inner optimizer, the same on all ranks.
+        Without compression, it is the same on all ranks: the inner optimizer's, with `add_counts`.
         """
         inner = self.inner.state_dict()
         if self.is_shared:
-            return inner
+            return add_counts(inner, steps=self.steps, skipped=self.skipped)
         return {
             "inner": inner,
             "shared": {"skipped": self.skipped, "numbers": {"steps": self.steps}},
@@ -170,18 +169,20 @@ class Averaged(Wrapper):
         """
         if self.is_shared:
             check_is_inner(snapshot)
+            inner, counts = split_counts(snapshot)
         else:
             check_mapping(snapshot, "inner")
             self.check_rank_state(snapshot)
             self.check_state(snapshot)
-        inner = snapshot if self.is_shared else snapshot["inner"]
+            inner, shared = snapshot["inner"], snapshot["shared"]
+            counts = {"skipped": shared["skipped"], **shared["numbers"]}
         check_inner_state(self.inner, inner)
         if not self.is_shared:
-            self.skipped = snapshot["shared"]["skipped"]
             self.load_errors(snapshot["errors"])
         self.inner.load_state_dict(dict(inner))
         self.share_inner_state()
-        self.steps = self._steps_of(snapshot)
+        self.skipped = counts.get("skipped", self.skipped)
+        self.steps = counts["steps"] if "steps" in counts else self._count_inner_steps()
         # no broadcast after this: buffers differ between ranks in the middle of a run
         self.is_broadcast = True
         self.on_broadcast()
@@ -193,15 +194,11 @@ class Averaged(Wrapper):
             ValueError: one is missing or damaged.
         """
         check_value(snapshot["shared"], "skipped")
-        # states of older versions have no `steps`
-        if "steps" in snapshot["shared"]["numbers"]:
-            check_value(snapshot["shared"]["numbers"], "steps")
+        check_value(snapshot["shared"]["numbers"], "steps")
         self.gradients.check_errors(snapshot["errors"])
 
-    def _steps_of(self, snapshot: Mapping[str, Any]) -> int:
-        """Return the step count of a state; if it has none, as with SGD, the current count."""
-        if "steps" in (numbers := snapshot.get("shared", {}).get("numbers", {})):
-            return int(numbers["steps"])
+    def _count_inner_steps(self) -> int:
+        """Return the inner optimizer's number of steps; the current one if it has none, as SGD."""
         counts = [int(each["step"]) for each in self.state.values() if "step" in each]
         return max(counts, default=self.steps)
 
@@ -235,9 +232,9 @@ class Averaged(Wrapper):
             self.received_signals = list(self.signals)
             return self._step_alone()
         flags = yield from self._exchange_gradients()
-        if (yield from self.compare()) and self._update_layout():
+        if (yield from self.compare_algorithm()) and self._update_layout():
             # all ranks have changed the same parameters, and no gradient was written yet
-            yield from self.broadcast_model()
+            yield from self.broadcast_model_algorithm()
             flags = yield from self._exchange_gradients()
         if not flags.skip_reason:
             self.gradients.write(flags)
@@ -285,6 +282,9 @@ class Averaged(Wrapper):
             step_on_supports(self.inner, self.gradients.supports())
         else:
             self.inner.step()
+        if not self.state:
+            # as with SGD: torch.distributed.checkpoint would call `step` in each `state_dict`
+            self.fill_state()
 
 
 @dataclass(frozen=True)
