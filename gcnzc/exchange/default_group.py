@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from gcnzc.exchange.errors import ConnectionBroken, WorkerLost
+
 if TYPE_CHECKING:
     from gcnzc.exchange.group import Group
 
@@ -42,5 +44,23 @@ class DefaultGroup:
         self.num_created += 1
         # a prefix separates the keys from those of an earlier group in the same store
         store = PrefixStore(f"gcnzc {self.num_created}", dist.distributed_c10d._get_default_store())
-        backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
-        return self.group_type(dist.get_rank(), dist.get_world_size(), backend, store)
+        backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+        try:
+            return self.group_type(dist.get_rank(), dist.get_world_size(), backend, store)
+        except ConnectionBroken as error:
+            raise WorkerLost(
+                f"rank {dist.get_rank()} could not add gloo, for tensors on the host, to the "
+                f"process group of {dist.get_backend_config()}: {error.__cause__}\n\nhint: all "
+                "ranks must construct their first optimizer at the same time; "
+                'init_process_group("cpu:gloo,cuda:nccl") has gloo from the start'
+            ) from error.__cause__
+
+
+def count_shared_ranks(group: "Group", process_group: Any) -> int:
+    """Return the number of ranks of a group that a process group of torch.distributed has too."""
+    try:
+        ranks = dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError):
+        # it is destroyed
+        return 0
+    return len(set(ranks).intersection(group.ranks))

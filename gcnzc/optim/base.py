@@ -178,7 +178,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         return {
             name: value
             for name, value in vars(self).items()
-            if name != "step" and not name.startswith(("_optimizer_", "_zero_grad"))
+            if name not in ("step", "_ddps") and not name.startswith(("_optimizer_", "_zero_grad"))
         }
 
     @overload
@@ -209,6 +209,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
                   communicates.
                 - The step failed, and the shape, dtype or device of a parameter has changed; raised
                   by this rank only.
+                - DistributedDataParallel has averaged the gradients; see `keep_gradients_local`.
             RequestMismatch: the ranks' collectives or messages differ; raised on all ranks.
         """
         self.group.count_step(self.steps)
@@ -222,6 +223,7 @@ class DistributedOptimizer(Contribution, RecordedParameters):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_ddp()
         ignored = self.num_ignored_gradients
         self._run(self.algorithm(), "step()")
         if self.num_ignored_gradients > ignored and hasattr(self, "found_inf"):

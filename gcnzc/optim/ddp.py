@@ -12,11 +12,18 @@ one more all-reduce.
 Delete the DistributedDataParallel object before `destroy_process_group`. Otherwise its destructor
 destroys the process group while it holds the GIL: it joins gloo's threads, which may wait for the
 GIL (torch 2.13, also without gcnzc).
-
 """
+
+import gc
+from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gcnzc.exchange import Group
+from gcnzc.exchange.default_group import count_shared_ranks
 
 
 def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
@@ -35,3 +42,55 @@ def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedDataParallel]:
+    """Find the objects that average gradients of these parameters over ranks of a group.
+
+    Neither parameters nor modules refer to them, so all objects of the process are searched.
+    """
+    if group.world_size == 1 or not group.backend:
+        return WeakSet()
+    own = {id(each) for each in parameters}
+    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+    # without a reducer, its constructor has failed
+    found = [each for each in gc.get_objects() if type(each) in kinds and "reducer" in vars(each)]
+    return WeakSet(
+        ddp
+        for ddp in found
+        if count_shared_ranks(group, ddp.process_group) > 1
+        and any(
+            id(each) in own and name not in ddp.parameters_to_ignore
+            for name, each in ddp.module.named_parameters()
+        )
+    )
+
+
+def check_no_average(ddp: DistributedDataParallel, name: str, *, accepts_hook: bool) -> None:
+    """Check that the backward pass of the last forward pass has not averaged gradients.
+
+    It has not in `no_sync`, with `keep_gradients_local`, and if the module inside is trained.
+
+    Args:
+        ddp: the wrapper of the model.
+        name: the name of the optimizer.
+        accepts_hook: whether it can train the model with `keep_gradients_local`.
+
+    Raises:
+        ValueError: it has.
+    """
+    is_local = not (ddp._lazy_init_ran and ddp.require_forward_param_sync)
+    has_hook = any(hook is keep_gradients_local for hook, _ in ddp._comm_hooks)
+    if is_local or (has_hook and accepts_hook):
+        return
+    if accepts_hook:
+        raise ValueError(
+            "DistributedDataParallel averages the gradients of all ranks in each backward pass, so "
+            f"{name} has no local gradients\n\nhint: after wrapping the model, call "
+            "model.register_comm_hook(None, gcnzc.optim.keep_gradients_local)"
+        )
+    raise ValueError(
+        "DistributedDataParallel communicates in each micro-batch, also with keep_gradients_local, "
+        f"but the ranks of {name} compute different numbers of them\n\nhint: train the model "
+        "inside it, its attribute `module`"
+    )

@@ -1,16 +1,19 @@
 """The parameters of an optimizer, and what they were when it was constructed."""
 
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gcnzc.optim.checkpointed import Checkpointed
+from gcnzc.optim.ddp import check_no_average, find_ddp
 from gcnzc.optim.group_options import check_same_flags
 
 
 class RecordedParameters(Checkpointed):
-    """The part of `DistributedOptimizer` that detects changed parameters.
+    """The part of `DistributedOptimizer` that detects changed parameters, and DDP.
 
     Subclasses call `record_parameters` in their constructors.
     """
@@ -22,6 +25,9 @@ class RecordedParameters(Checkpointed):
     """the dtype of each parameter, recorded together with `initial_layouts`"""
     initial_layouts: list[tuple[torch.Size, torch.dtype, torch.device]]
     """the shape, dtype and device of each parameter when `record_parameters` was called last"""
+    accepts_ddp = True
+    """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
+    _ddps: WeakSet[DistributedDataParallel] | None = None  # of `find_ddp`, in the first step
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all groups, including frozen ones, named by their positions."""
@@ -73,3 +79,15 @@ class RecordedParameters(Checkpointed):
                     "\n\nhint: change the shape, dtype and device of parameters before "
                     "constructing the optimizer, and their values in place, as with copy_"
                 )
+
+    def check_ddp(self) -> None:
+        """Check that DistributedDataParallel has not averaged this rank's gradients.
+
+        Raises:
+            ValueError: it has, or `DropCompute` trains such a model.
+        """
+        if self._ddps is None:
+            parameters = (each for _, each in self.named_parameters())
+            self._ddps = find_ddp(parameters, self.group)
+        for ddp in self._ddps:
+            check_no_average(ddp, self.name, accepts_hook=self.accepts_ddp)

@@ -1,12 +1,29 @@
+import copy
+import gc
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from optim.models import Everything, batches, loss_of
 from optim.replicas import tensors_of, train_as_worker, values_of
 from processes import results
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
-from gcnzc.optim import OneBitAdam
-from gcnzc.optim.ddp import keep_gradients_local
+from gcnzc.exchange import current_group
+from gcnzc.optim import (
+    Averaged,
+    DiLoCo,
+    DropCompute,
+    OneBitAdam,
+    Strategy,
+    StreamingDiLoCo,
+    ZeroOneAdam,
+    fedglomo,
+    keep_gradients_local,
+)
 
 STEPS = 12
 
@@ -51,5 +68,80 @@ def test_with_the_hook_it_is_as_without_ddp(tmp_path):
         assert numbers == right[2]
 
 
-def test_without_the_hook_ddp_makes_gradients_the_same(tmp_path):
-    assert not any(differed for differed, _ in results(2, tmp_path, train_under_ddp, False))
+MAKERS = {
+    "diloco": lambda params, **options: DiLoCo(SGD(params, lr=0.1), local_steps=3, **options),
+    "streaming": lambda params, **options: StreamingDiLoCo(
+        SGD(params, lr=0.1), local_steps=4, fragments=2, **options
+    ),
+    "averaged": lambda params, **options: Averaged(SGD(params, lr=0.1), **options),
+    "onebit": lambda params, **options: OneBitAdam(params, lr=0.01, warmup=1, **options),
+    "zero-one": lambda params, **options: ZeroOneAdam(params, lr=0.01, **options),
+    "fedglomo": lambda params, **options: Strategy(
+        SGD(params, lr=0.1), fedglomo(local_steps=3), **options
+    ),
+    "dropcompute": lambda params, **options: DropCompute(
+        SGD(params, lr=0.1), micro_batches=2, threshold=None, **options
+    ),
+}
+
+
+def take_steps(model, optimizer, context=nullcontext):
+    """Two steps; return the error of one of them."""
+    rank = dist.get_rank()
+
+    def closure():
+        with context():
+            loss = model(torch.ones(2, 3) + rank).sum()
+            loss.backward()
+        return loss
+
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            if isinstance(optimizer, DropCompute):
+                for _ in optimizer.micro_batches(range(2)):
+                    closure()
+            elif not getattr(optimizer, "needs_closure", False):
+                closure()
+            optimizer.step(*[closure] * getattr(optimizer, "needs_closure", False))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def try_ways_to_wrap():
+    """The errors of each optimizer with each use of DDP."""
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    found = {}
+    for name, make in MAKERS.items():
+        for way in ("module", "inner", "none", "later", "hook", "no_sync", "alone", "unused"):
+            inner = nn.Linear(3, 2)
+            options = {"process_group": alone} if way == "alone" else {}
+            wrap = partial(DistributedDataParallel, inner, **options)
+            wrapped = None if way == "later" else wrap()
+            given = {"module": {"module": wrapped}, "inner": {"module": inner}}.get(way, {})
+            optimizer = make(inner.parameters(), **given)
+            wrapped = wrapped or wrap()
+            if way == "hook":
+                wrapped.register_comm_hook(None, keep_gradients_local)
+            context = wrapped.no_sync if way == "no_sync" else nullcontext
+            trained = inner if way == "unused" else wrapped
+            found[name, way] = take_steps(trained, optimizer, context)
+            # a copy does not refer to the objects of DDP
+            copy.deepcopy(optimizer)
+            dist.barrier()
+            del wrapped, wrap, context, trained, given, optimizer
+    current_group().close()
+    gc.collect()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ddp_that_averages_gradients_is_an_error_of_each_optimizer(tmp_path):
+    for found in results(2, tmp_path, try_ways_to_wrap):
+        for (name, way), error in found.items():
+            averages = way in ("module", "inner", "none", "later")
+            # with the hook, DDP still communicates in each micro-batch
+            averages |= (name, way) == ("dropcompute", "hook")
+            assert ("keep_gradients_local" in error) == averages, (name, way, error)

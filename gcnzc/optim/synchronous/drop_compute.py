@@ -78,12 +78,14 @@ class DropCompute(Averaged):
             `gcnzc.optim.synchronous.compute_clock.SimulatedClock`.
         compress: see `Averaged`.
         clip_norm: see `Averaged`.
-        module: see `DistributedOptimizer`; also checked for layers that communicate.
+        module: see `DistributedOptimizer`; also checked for `SyncBatchNorm`.
 
     Raises:
         TypeError: see `Averaged`.
-        ValueError: an option is out of range, or `module` has a layer that communicates.
+        ValueError: an option is out of range, or `module` has `SyncBatchNorm`.
     """
+
+    accepts_ddp = False
 
     def __init__(
         self,
@@ -179,6 +181,9 @@ class DropCompute(Averaged):
             size = 1.0 if sizes is None else sizes[number - 1]
             self._computed, self._size = number, self._size + size
             yield batch
+            if number == 1:
+                # before the ranks compute different numbers of micro-batches
+                self.check_ddp()
             if self._computed < number:
                 # `backward` has dropped it
                 self._size -= size
@@ -331,17 +336,13 @@ def _check_no_communication(module: nn.Module) -> None:
     """Check that a model has no layers that communicate.
 
     Raises:
-        ValueError: it has SyncBatchNorm, or is wrapped by DistributedDataParallel.
+        ValueError: it has SyncBatchNorm.
     """
-    kinds = (nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)
     for name, each in module.named_modules():
-        if isinstance(each, kinds):
-            kind = type(each).__name__
-            where = f"module {name!r} is a {kind}" if name else f"the model is a {kind}"
-            hint = "train the model inside it, its attribute `module`"
-            if isinstance(each, nn.SyncBatchNorm):
-                hint = "use BatchNorm, whose statistics `finalize` averages"
+        if isinstance(each, nn.SyncBatchNorm):
+            where = f"module {name!r} is" if name else "the model is"
             raise ValueError(
-                f"{where}, which communicates in each micro-batch, but the ranks compute different "
-                f"numbers of them\n\nhint: {hint}"
+                f"{where} a SyncBatchNorm, which communicates in each micro-batch, but the ranks "
+                "compute different numbers of them\n\nhint: use BatchNorm, whose statistics "
+                "`finalize` averages"
             )
