@@ -160,6 +160,12 @@ class Nccl:
         self.device, self.group = device, SimpleNamespace(WORLD=ProcessGroup(self))
         self.sent = {}  # number of values -> the last message of the host that has so many
 
+    def is_initialized(self):
+        return True
+
+    def get_backend_config(self):
+        return "cpu:gloo,cuda:nccl"
+
     def new_group(self, *_args, **_options):
         return ProcessGroup(self)
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from gcnzc.exchange.heartbeat import HeartbeatMonitor, StoreHost, describe_rank
 from gcnzc.exchange.launch import read_local_rank, read_local_world_size
 from gcnzc.exchange.ledger import Ledger
 from gcnzc.exchange.limits import check_time_limit
-from gcnzc.exchange.process_group import Channel, T
+from gcnzc.exchange.process_group import Channel, T, new_process_group
 from gcnzc.exchange.requests import (
     DEFAULT_CHANNEL,
     Abandon,
@@ -178,18 +177,12 @@ class Group:
         if name not in self._channels:
             self._check_process()
             process_group = None
-            timeout = timedelta(seconds=self.timeout_s)
             if name and self.world_size > 1:
                 # otherwise, if a rank does not create the channel, the others would wait forever
                 self._default_channel.check_agreement(f"the opening of channel {name}")
-            with network():
-                if self.is_subgroup and self.backend:
-                    # ranks outside the group do not call this
-                    process_group = dist.new_group(
-                        self.ranks, timeout=timeout, use_local_synchronization=True
-                    )
-                elif self.world_size > 1 and name:
-                    process_group = dist.new_group(timeout=timeout)
+            if self.world_size > 1 and self.backend:
+                with network():
+                    process_group = new_process_group(self, name)
             self._channels[name] = Channel(self, name, process_group)
         return self._channels[name]
 
@@ -490,6 +483,13 @@ def current_group() -> Group:
     torch.distributed is not initialized, the group has one rank. With several ranks, all calls
     return the same object until it is closed; `destroy_process_group` also closes it. It is not the
     group that `init_group` yields. Heartbeats are written to the process group's store.
+
+    If the process group has no backend for tensors on the host, as after
+    `init_process_group("nccl")`, the first call creates one with gloo, so all ranks must make it.
+
+    Raises:
+        WorkerLost: the process group with gloo could not be created, for example because a rank did
+            not call this function in time.
     """
     if not is_initialized() or dist.get_world_size() == 1:
         return Group()

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,6 +62,26 @@ PAIRS_KEPT = 4096
 # at least one of this many requests of a channel has a header; the barrier that sends it takes
 # about as long as a short collective of torch
 CHECK_EVERY = 128
+
+
+def new_process_group(group: "Group", name: str) -> Any:
+    """Create the process group of a channel; None to use torch.distributed's default one.
+
+    A default process group without a backend for tensors on the host, as that of
+    `init_process_group("nccl")`, is not used. The new ones have its backends, and gloo.
+
+    Args:
+        group: the ranks, all of which call this.
+        name: the name of the channel; empty for the default channel.
+    """
+    backends = None
+    if dist.is_initialized() and "cpu:" not in (config := dist.get_backend_config()):
+        backends = f"cpu:gloo,{config}"
+    options: dict[str, Any] = {"timeout": timedelta(seconds=group.timeout_s), "backend": backends}
+    if group.is_subgroup:
+        # ranks outside the group do not call this
+        return dist.new_group(group.ranks, use_local_synchronization=True, **options)
+    return dist.new_group(**options) if name or backends else None
 
 
 class BuiltinCollectives:

@@ -15,6 +15,8 @@ from gcnzc.exchange import (
     Choices,
     Group,
     Mean,
+    Receive,
+    Send,
     Start,
     Sum,
     Wait,
@@ -26,6 +28,7 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.algorithms import ALGORITHMS
 from gcnzc.exchange.requests import BUILTIN
+from gcnzc.optim import LocalSGD
 
 OURS = [
     {"Sum": "doubling", "Broadcast": "chain", "AllGather": "doubling"},
@@ -270,6 +273,38 @@ def test_the_current_group_lasts_as_long_as_the_process_group(tmp_path):
         assert counts == [1, 2, 2, 0, 2]
         assert "requests (Sum|Mean) of 2 float32" in error or "do not match" in error
         assert total == [2.0] * 6
+
+
+def use_a_process_group_without_the_host():
+    """Each kind of request with tensors of the host, as after `init_process_group("nccl")`."""
+    dist.init_process_group("cuda:gloo")
+    group = current_group()
+
+    def program(group):
+        peer = 1 - group.rank
+        found = [(yield AllGatherScalar(group.rank))]
+        pending = yield Start(Sum(torch.ones(3)), "background")
+        found.append((yield Wait(pending)).tolist())
+        pending = yield Start(Receive(torch.empty(2), peer))
+        yield Send(torch.full((2,), float(group.rank)), peer)
+        return *found, (yield Wait(pending)).tolist()
+
+    subgroup = group.subgroup([0, 1])
+    found = [run(program(each), each) for each in (group, subgroup)]
+    parameter = torch.nn.Parameter(torch.full((2,), float(group.rank)))
+    optimizer = LocalSGD(torch.optim.SGD([parameter], lr=1.0), local_steps=2)
+    parameter.grad = torch.full((2,), float(group.rank))
+    for _ in range(2):
+        optimizer.step()
+    dist.destroy_process_group()
+    return found, parameter.tolist()
+
+
+def test_a_process_group_of_gpus_alone_exchanges_tensors_of_the_host(tmp_path):
+    answers = results(2, tmp_path, use_a_process_group_without_the_host)
+    for rank, (found, parameter) in enumerate(answers):
+        assert found == [((0, 1), [2.0] * 3, [1.0 - rank] * 2)] * 2
+        assert parameter == [-1.0, -1.0]
 
 
 def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
