@@ -52,13 +52,14 @@ def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedD
     if group.world_size == 1 or not group.backend:
         return WeakSet()
     own = {id(each) for each in parameters}
-    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
-    # without a reducer, its constructor has failed
-    found = [each for each in gc.get_objects() if type(each) in kinds and "reducer" in vars(each)]
+    # of the type: an object may compute its `__class__`
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return WeakSet(
         ddp
         for ddp in found
-        if count_shared_ranks(group, ddp.process_group) > 1
+        # without a reducer, its constructor has failed
+        if "reducer" in vars(ddp)
+        and count_shared_ranks(group, ddp.process_group) > 1
         and any(
             id(each) in own and name not in ddp.parameters_to_ignore
             for name, each in ddp.module.named_parameters()

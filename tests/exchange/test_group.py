@@ -146,13 +146,14 @@ def count_heartbeat_threads():
     return sum(thread.name == "gcnzc-heartbeats" for thread in threading.enumerate())
 
 
+def fail(*_, **__):
+    raise RuntimeError("too many open sockets")
+
+
 def fail_to_connect():
     """Return the errors if rank 1 cannot create a process group, or cannot connect."""
     shorten_waits()
     rank, new_group = int(os.environ["RANK"]), dist.new_group
-
-    def fail(*_, **__):
-        raise RuntimeError("too many open sockets")
 
     messages, num_threads = [], []
     with init_group(timeout_s=2) as group:
@@ -278,6 +279,11 @@ def test_the_current_group_lasts_as_long_as_the_process_group(tmp_path):
 def use_a_process_group_without_the_host():
     """Each kind of request with tensors of the host, as after `init_process_group("nccl")`."""
     dist.init_process_group("cuda:gloo")
+    new_group = dist.new_group
+    dist.new_group = fail
+    with pytest.raises(WorkerLost, match=r"could not add gloo.*too many open sockets"):
+        current_group()
+    dist.new_group = new_group
     group = current_group()
 
     def program(group):
