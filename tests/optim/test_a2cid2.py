@@ -297,8 +297,8 @@ def test_the_mean_is_set_for_evaluation_and_by_finalize():
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    for optimizer, own in pairs:
-        optimizer.restore_parameters(own)
+    for optimizer, each in pairs:
+        optimizer.restore_parameters(each)
     assert all(map(torch.equal, own, map(vector_of, models)))
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(models)

@@ -666,8 +666,8 @@ def test_parameters_are_averaged_for_evaluation_and_restored():
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
     pairs = zip(optimizers, kept, strict=True)
-    for optimizer, own in pairs:
-        optimizer.restore_parameters(own)
+    for optimizer, each in pairs:
+        optimizer.restore_parameters(each)
     assert all(map(torch.equal, own, map(vector_of, models)))
     train(models, optimizers, 15, 7)
     train(undisturbed, others, 15)

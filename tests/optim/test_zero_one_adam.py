@@ -405,8 +405,8 @@ def test_parameters_are_averaged_between_synchronizations_and_restored():
     kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     assert are_alike(models)
     torch.testing.assert_close(vector(models[0]), sum(own) / 3)
-    for optimizer, saved_own in zip(optimizers, kept, strict=True):
-        optimizer.restore_parameters(saved_own)
+    for optimizer, each in zip(optimizers, kept, strict=True):
+        optimizer.restore_parameters(each)
     assert all(map(torch.equal, map(vector, models), own))
     train(models, optimizers, 16, 15)
     before = vector(models[0])
@@ -874,8 +874,8 @@ def test_over_processes_the_bits_are_those_of_one_process(tmp_path):
     own = [vector(model) for model in models]
     kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
     mean = vector(models[0])
-    for optimizer, saved_own in zip(optimizers, kept, strict=True):
-        optimizer.restore_parameters(saved_own)
+    for optimizer, each in zip(optimizers, kept, strict=True):
+        optimizer.restore_parameters(each)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert not torch.equal(own[0], own[1])
     for rank in range(2):
