@@ -144,16 +144,6 @@ def test_a_state_dict_of_another_structure_is_rejected_and_nothing_is_loaded(nam
     assert bits_of(models[1], others[1]) == before
 
 
-def test_a_state_without_steps_is_loaded():
-    _, optimizers = make("averaged sign", 4)
-    _, others = make("averaged sign", 2)
-    # as older versions saved it
-    state = optimizers[1].snapshot()
-    del state["shared"]["numbers"]["steps"]
-    others[1].load_state_dict(state)
-    assert others[1].steps == 4
-
-
 @pytest.mark.parametrize("name", ["zero-one-adam", "onebit-adam"])
 def test_integers_of_more_than_64_bits_are_no_options(name):
     _, optimizers = make(name, 4)
