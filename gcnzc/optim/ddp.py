@@ -52,8 +52,9 @@ def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedD
     if group.world_size == 1 or not group.backend:
         return WeakSet()
     own = {id(each) for each in parameters}
-    # of the type: an object may compute its `__class__`
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    kinds = [DistributedDataParallel, *DistributedDataParallel.__subclasses__()]
+    objects = gc.get_objects()
+    found = [each for kind in kinds for each in objects if type(each) is kind]
     return WeakSet(
         ddp
         for ddp in found
