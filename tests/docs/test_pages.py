@@ -1,8 +1,10 @@
 """The code of README and of the documentation runs, and its commands exist."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from bench.network import cluster
 from gcnzc.cli import main
 from gcnzc.cli.parser import parse
 from gcnzc.graph import EdgeShares
+from gcnzc.optim import ZeroOneSchedule
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 
@@ -145,3 +148,12 @@ def test_every_page_is_in_a_table_of_contents():
             listed |= {(folder / f"{path}.md").as_posix() for path in paths}
     pages = {name for name in PAGES if name.startswith("docs/")} - {"docs/index.md"}
     assert pages <= listed, f"not in docs/index.md: {pages - listed}"
+
+
+def test_the_fields_for_deepspeed_users_exist():
+    rows = PAGES["docs/coming_from.md"].split("with these fields:")[1].splitlines()[1:]
+    rows = list(takewhile(lambda row: "gradient_clipping" not in row, rows))
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])}
+    fields = {field.name for field in dataclasses.fields(ZeroOneSchedule)}
+    assert len(rows) == 3
+    assert named <= fields
