@@ -1,4 +1,4 @@
-"""A communication hook that makes DistributedDataParallel leave gradients to gcnzc's optimizers.
+"""Keep DistributedDataParallel from averaging gradients: a communication hook, and its check.
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, keep_gradients_local)
