@@ -188,10 +188,11 @@ def from_arrays(
 
 def _read_object(edges: Any) -> dict[str, Any]:
     """Return `ends`, and what else the object of another library has, by argument names."""
-    library = type(edges).__module__.split(".")[0]
-    if library == "networkx":
+    # of its base classes, too: users derive classes from those of networkx
+    libraries = {kind.__module__.split(".")[0] for kind in type(edges).__mro__}
+    if "networkx" in libraries:
         return _from_networkx(edges)
-    if library == "pandas":
+    if "pandas" in libraries:
         names = _columns_of_ends(edges)
         ends = _ends([edges[name].to_numpy() for name in names])
         return {"ends": ends, "edge_values": values_of_table(edges, names)}

@@ -125,6 +125,45 @@ def test_a_graph_without_directions_is_stored_in_both(tmp_path):
     assert data.graph.in_degrees().tolist() == [2] * 4
 
 
+class Pentagon(networkx.Graph):
+    """A graph whose constructor adds edges and requires an argument."""
+
+    def __init__(self, first):
+        super().__init__([(first + i, first + (i + 1) % 5) for i in range(5)])
+
+
+class Table(pd.DataFrame):
+    """A table like those of geopandas."""
+
+
+MULTI = networkx.MultiDiGraph([(0, 1), (0, 1), (1, 2), (2, 3)])
+OBJECTS = {
+    "constructor adds edges": (Pentagon(0), 10),
+    "attributes": (type("Own", (networkx.DiGraph,), {"edge_types": 1})([(0, 1), (1, 2)]), 2),
+    "multigraph": (type("Own", (networkx.MultiGraph,), {})([(0, 1), (0, 1), (1, 2)]), 6),
+    "reversed view": (MULTI.reverse(copy=False), 4),
+    "filtered view": (networkx.subgraph_view(MULTI, filter_node=lambda node: node < 3), 3),
+    "filtered undirected view": (
+        networkx.subgraph_view(networkx.MultiGraph(MULTI), filter_edge=lambda u, v, key: key == 0),
+        6,
+    ),
+    "table": (Table({"source": [0, 1, 2], "target": [2, 0, 1]}), 3),
+}
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_subclasses_and_views_are_read_like_their_base_classes(case, tmp_path):
+    graph, num_edges = OBJECTS[case]
+    gcnzc.prepare(tmp_path / "data", edges=graph)
+    found = gcnzc.load(tmp_path / "data").graph
+    assert found.num_edges == num_edges
+    if case != "table":
+        assert found.num_nodes == len(graph)
+        pairs = [edge[:2] for edge in graph.edges()]
+        pairs += [] if graph.is_directed() else [edge[::-1] for edge in pairs]
+        assert sorted(zip(*(ends.tolist() for ends in found.edges()), strict=True)) == sorted(pairs)
+
+
 def one_way(make):
     """A graph whose edges all lead from the lower to the higher id."""
     data = make()
