@@ -14,11 +14,6 @@ from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import SPLITS, EdgeSplitArrays, clean_edge_split
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.sample.exclude import is_sorted, sort_columns
-from gcnzc.kernels.sample.negatives import sample_negatives
-
-# no training run gets this far, so training never draws the evaluation negatives
-EPOCH = 2**32 - 1
-
 
 MAX_NODES = 2**31  # a pair of ids must fit into a 64-bit key
 
@@ -71,11 +66,13 @@ def split_edges(
         The graph with the training edges only and sorted columns, and the edge split. If `graph`
         contains the reverse of every edge, each pair of nodes is in a split once, in a random
         direction; otherwise each distinct directed edge is. Validation and test get as many
-        negatives as edges, drawn uniformly from the pairs without an edge in `graph`.
+        negatives as edges, drawn uniformly from the pairs of two nodes without an edge in `graph`.
+        No pair is drawn twice, and if `graph` contains the reverse of every edge, in one direction
+        only.
 
     Raises:
         ValueError: the graph has too many nodes, too few edges for three non-empty splits, or
-            almost no pairs without an edge.
+            fewer pairs without an edge than negatives.
     """
     num_nodes = graph.num_nodes
     if num_nodes >= MAX_NODES:
@@ -87,32 +84,30 @@ def split_edges(
     is_loop = sources == targets
     low, high = np.minimum(sources, targets), np.maximum(sources, targets)
     pair_keys = low * num_nodes + high
-    pairs_G = np.unique(pair_keys[~is_loop])
+    pairs_G = _distinct(pair_keys[~is_loop])
     random = np.random.Generator(np.random.Philox(key=shares.seed % 2**64))
     part_G = _assign_splits(len(pairs_G), shares, random, where)
-    edges = _collect_split_edges(sources, targets, is_loop, pairs_G, part_G, num_nodes, random)
+
+    keys = _distinct((sources * num_nodes + targets)[~is_loop])
+    is_symmetric = len(keys) == 2 * len(pairs_G)
+    if is_symmetric:
+        keys = pairs_G
+    ends = np.stack(np.divmod(keys, num_nodes))
+    part = part_G[np.searchsorted(pairs_G, ends.min(axis=0) * num_nodes + ends.max(axis=0))]
+    if is_symmetric:
+        ends = _flip_at_random(ends, random)
+    edges = {name: ends[:, part == index] for index, name in enumerate(SPLITS)}
 
     is_training = is_loop.copy()
     is_training[~is_loop] = part_G[np.searchsorted(pairs_G, pair_keys[~is_loop])] == 0
     indptr = np.concatenate([[0], is_training.cumsum()])[graph.indptr.numpy()]
     training_graph = Graph(indptr, graph.indices.numpy()[is_training], check=False)
 
-    sorted_graph = with_sorted_columns(graph)
-    counts = [edges[part].shape[1] for part in SPLITS[1:]]
-    negatives = sample_negatives(
-        sorted_graph.indptr.numpy(),
-        sorted_graph.indices.numpy(),
-        np.zeros(sum(counts), np.int64),
-        np.arange(sum(counts)),
-        1,
-        "both",
-        True,
-        shares.seed,
-        EPOCH,
-    )
-    negatives_of = dict(zip(SPLITS[1:], np.split(negatives, counts[:1], axis=1), strict=True))
+    counts = [edges[name].shape[1] for name in SPLITS[1:]]
+    drawn = _draw_other_pairs(keys, num_nodes, sum(counts), is_symmetric, random, where)
+    negatives = dict(zip(SPLITS[1:], np.split(drawn, counts[:1], axis=1), strict=True))
     name = f"valid {shares.valid:g}, test {shares.test:g}, seed {shares.seed}"
-    split = EdgeSplitArrays(edges, negatives_of, "auc", name)
+    split = EdgeSplitArrays(edges, negatives, "auc", name)
     return with_sorted_columns(training_graph), clean_edge_split(split, num_nodes, where)
 
 
@@ -133,21 +128,71 @@ def _assign_splits(
     return part_G
 
 
-def _collect_split_edges(
-    sources: Array,
-    targets: Array,
-    is_loop: Array,
-    pairs_G: Array,
-    part_G: Array,
+def _distinct(keys: Array) -> Array:
+    """Return the distinct keys, all at least 0, ascending; `np.unique` hashes, which is slower."""
+    keys = np.sort(keys)
+    return keys[np.diff(keys, prepend=-1) > 0]
+
+
+def _flip_at_random(pairs: Array, random: np.random.Generator) -> Array:
+    """Return (2, G) pairs, each in a random direction."""
+    is_flipped = random.integers(0, 2, pairs.shape[1], dtype=np.bool_)
+    return np.where(is_flipped, pairs[::-1], pairs)
+
+
+def _draw_other_pairs(
+    keys: Array,
     num_nodes: int,
+    count: int,
+    is_symmetric: bool,
     random: np.random.Generator,
-) -> dict[str, Array]:
-    """Return the (2, E) distinct edges of each split."""
-    directed = np.unique(sources[~is_loop] * num_nodes + targets[~is_loop])
-    both = np.stack(np.divmod(directed, num_nodes))
-    if len(directed) == 2 * len(pairs_G):
-        both = np.stack(np.divmod(pairs_G, num_nodes))
-        is_reversed = random.integers(0, 2, len(pairs_G), dtype=np.bool_)
-        both = np.where(is_reversed, both[::-1], both)
-    pair = np.searchsorted(pairs_G, both.min(axis=0) * num_nodes + both.max(axis=0))
-    return {part: both[:, part_G[pair] == index] for index, part in enumerate(SPLITS)}
+    where: str,
+) -> Array:
+    """Draw distinct pairs of two nodes without an edge, uniformly.
+
+    Args:
+        keys: source * N + target of each edge, ascending; the source is the lower id if
+            `is_symmetric`.
+        num_nodes: N.
+        count: number of pairs, at most as many as edges.
+        is_symmetric: a pair and its reverse are the same.
+        random: the generator.
+        where: name of the graph in error messages.
+
+    Returns:
+        (2, count) int64.
+
+    Raises:
+        ValueError: there are fewer pairs.
+    """
+    num_free = num_nodes * (num_nodes - 1) // (2 if is_symmetric else 1) - len(keys)
+    if num_free < count:
+        raise ValueError(
+            f"{where} has {num_free} pairs of nodes without an edge, fewer than the {count} "
+            "negatives of the validation and test edges\n\nhint: "
+            + (
+                "hold out fewer edges: smaller shares, --valid-edges and --test-edges"
+                if num_free > 1
+                else "almost all pairs have an edge, so none can be predicted; prepare the graph "
+                "without edge_split, and without --task link"
+            )
+        )
+    if num_free < max(2 * count, len(keys)):
+        # few pairs are left, and N**2 is at most about 6 E
+        is_free = np.triu(np.ones((num_nodes, num_nodes), bool), 1)
+        if not is_symmetric:
+            is_free |= is_free.T
+        is_free.reshape(-1)[keys] = False
+        found = np.flatnonzero(is_free)
+    else:
+        # of each round's pairs, half or more have no edge, and half or more of those are new
+        found = np.empty(0, np.int64)
+        while len(found) < count:
+            ends = random.integers(0, num_nodes, (2, 2 * count))
+            if is_symmetric:
+                ends.sort(axis=0)
+            ends = ends[:, ends[0] != ends[1]]
+            found = _distinct(np.concatenate([found, ends[0] * num_nodes + ends[1]]))
+            found = found[keys[np.searchsorted(keys, found) % len(keys)] != found]
+    pairs = np.stack(np.divmod(random.permutation(found)[:count], num_nodes))
+    return _flip_at_random(pairs, random) if is_symmetric else pairs

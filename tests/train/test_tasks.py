@@ -299,6 +299,24 @@ def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
     assert main(["train", str(tmp_path / "g"), *sizes, "--out", str(tmp_path / "nodes")]) == 0
 
 
+def test_the_remedies_for_too_few_negatives_are_accepted(tmp_path, capsys):
+    src, dst = np.triu_indices(12, 1)
+    options = {"features": np.eye(12), "bidirected": True}
+    prepare(dest=tmp_path / "all", edges=np.stack([src, dst]), **options)
+    prepare(dest=tmp_path / "most", edges=np.stack([src, dst])[:, 3:], **options)
+    split = ["--task", "link"]
+    fewer = [*split, "--valid-edges", "0.03", "--test-edges", "0.03"]
+    for name, hint, remedy in (
+        ("most", "smaller shares, --valid-edges and --test-edges", fewer),
+        ("all", "prepare the graph without edge_split, and without --task link", []),
+    ):
+        source = str(tmp_path / name)
+        assert main(["prepare", source, str(tmp_path / "out"), *split]) == 1
+        assert hint in capsys.readouterr().err
+        assert main(["prepare", source, str(tmp_path / f"{name}2"), *remedy]) == 0
+    assert load(tmp_path / "most2").links.negatives["test"].shape == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
