@@ -26,10 +26,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gcnzc.datasets import catalog, csvgz, pickled
+from gcnzc.datasets import catalog, csvgz
 from gcnzc.datasets.member import Archive
 from gcnzc.datasets.names import Names
-from gcnzc.datasets.ogb_layout import Task, choose_split, find_task, npz_member, release_names
+from gcnzc.datasets.ogb_layout import (
+    Task,
+    choose_split,
+    find_task,
+    is_link_layout,
+    npz_member,
+    read_split_dict,
+    release_names,
+)
 from gcnzc.datasets.rows import (
     CHUNK_BYTES,
     Allocate,
@@ -181,10 +189,7 @@ class OgbGraph:
                     "hint: homogeneous node property datasets are supported; gcnzc prepare and "
                     "gcnzc.graph.hetero.HeteroGraph.from_ogb read heterogeneous ones"
                 )
-        labelled = any(
-            (self._raw / f"node-label.{suffix}").is_file() for suffix in ("csv.gz", "npz")
-        )
-        if not labelled and any(self.folder.glob("split/*/train.pt")):
+        if is_link_layout(self.folder):
             raise ValueError(
                 f"{self.folder} is a link property dataset: it has no node labels\n\n"
                 "hint: gcnzc.datasets.ogb_link reads it"
@@ -241,12 +246,7 @@ class OgbGraph:
 
 
 def _read_split_dict(path: Path) -> dict[str, Array]:
-    """Read a pickled dict of arrays; other pickled objects are rejected."""
-    split = pickled.load(path)
-    if not isinstance(split, Mapping) or not set(SPLITS) <= set(split):
-        raise ValueError(
-            f"{path} is not a dict of {', '.join(SPLITS)}\n\nhint: download the dataset again"
-        )
+    split = read_split_dict(path)
     if any(isinstance(split[part], Mapping) for part in SPLITS):
         raise ValueError(
             f"{path} has splits for several node types: the dataset is heterogeneous\n\n"

@@ -29,10 +29,17 @@ from typing import Any
 
 import numpy as np
 
-from gcnzc.datasets import csvgz, pickled
+from gcnzc.datasets import csvgz
 from gcnzc.datasets.hetero_arrays import EdgeType, HeteroArrays
 from gcnzc.datasets.member import Archive
-from gcnzc.datasets.ogb_layout import Task, choose_split, find_task, release_names
+from gcnzc.datasets.ogb_layout import (
+    Task,
+    choose_split,
+    find_task,
+    is_link_layout,
+    read_split_dict,
+    release_names,
+)
 from gcnzc.datasets.rows import Allocate, Array, Progress, Rows, no_progress
 from gcnzc.datasets.source import SPLITS, check_ends, node_dtype
 
@@ -85,12 +92,18 @@ class OgbHetero:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or there is no such split.
+        ValueError: a file is damaged, there is no such split, or it is a link property dataset.
     """
 
     def __init__(self, folder: Path, name: str | None = None, split: str | None = None) -> None:
         self.folder = folder
         self._raw = folder / "raw"
+        if is_link_layout(folder):
+            raise ValueError(
+                f"{folder} is a heterogeneous link property dataset: it has no node labels\n\n"
+                "hint: its split of the edges is not supported; HeteroGraph.from_arrays takes the "
+                "arrays of raw/, and gcnzc train --task link holds out edges itself"
+            )
         self.binary = any((self._raw / name).is_file() for name in _BINARY_FILES)
         self.num_nodes, self.num_edges = self._read_sizes()
         self._task = self._find_task(name)
@@ -333,9 +346,8 @@ class OgbHetero:
         path = folder / "split_dict.pt"
         found: dict[str, dict[str, Array]]
         if path.is_file():
-            fields = pickled.load(path)
-            is_split = isinstance(fields, Mapping) and set(SPLITS) <= set(fields)
-            if not is_split or not all(isinstance(fields[part], Mapping) for part in SPLITS):
+            fields = read_split_dict(path)
+            if not all(isinstance(fields[part], Mapping) for part in SPLITS):
                 raise ValueError(
                     f"{path} is not a dict of {', '.join(SPLITS)} with ids by node type\n\n{_HINT}"
                 )

@@ -3,7 +3,7 @@
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import IO, Any
 import numpy as np
 
 from gcnzc.datasets import pickled
-from gcnzc.datasets.source import METRICS, Metric
+from gcnzc.datasets.source import METRICS, SPLITS, Metric
+
+_AGAIN = "hint: download or write the dataset again, or remove the file"
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,89 @@ class Task:
     origin: dict[str, Any] | None = None
 
 
+def is_link_layout(folder: Path) -> bool:
+    """Whether `folder` looks like a link property dataset: it has a split, but no node labels."""
+    labels = ("node-label.csv.gz", "node-label.npz", "nodetype-has-label.csv.gz")
+    if any((folder / "raw" / name).is_file() for name in labels):
+        return False
+    return any(any(folder.glob(f"split/*/{name}.pt")) for name in ("train", "split_dict"))
+
+
+def read_metadata(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    """Read `task.json`, or the `meta_dict.pt` that OGB's `DatasetSaver` writes beside the folder.
+
+    Returns:
+        The path of the file and its fields; None if there is no file, or the one beside the folder
+        is of another dataset.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    for path in (folder / "task.json", folder / "meta_dict.pt", folder.parent / "meta_dict.pt"):
+        if not path.is_file():
+            continue
+        try:
+            fields = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}\n\n{_AGAIN}") from None
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"{path} does not describe a task: it is no dict\n\n{_AGAIN}")
+        if path.parent == folder or Path(str(fields.get("dir_path"))).name == folder.name:
+            return path, fields
+    return None
+
+
+def read_split_dict(path: Path) -> Mapping[str, Any]:
+    """Read `split_dict.pt`: a dict of the train, valid and test split.
+
+    Raises:
+        ValueError: the file contains something else, or objects other than numbers and texts.
+    """
+    split = pickled.load(path)
+    if not isinstance(split, Mapping) or not set(SPLITS) <= set(split):
+        raise ValueError(
+            f"{path} is not a dict of {', '.join(SPLITS)}\n\nhint: download the dataset again"
+        )
+    return split
+
+
 def find_task(folder: Path, name: str | None) -> Task | None:
-    """Read the task from `task.json`, or from the `meta_dict.pt` of OGB's `DatasetSaver`.
+    """Return the task of node classification in a dataset's metadata.
 
     Args:
         folder: of the dataset.
         name: of the dataset; None uses the name in the file.
 
     Returns:
-        The task; None if there is no file, or it is of another dataset.
+        The task; None if there is no metadata.
 
     Raises:
-        ValueError: a file is damaged, or the task or metric is not supported.
+        ValueError: the metadata is damaged, or the task or metric is not supported.
     """
-    for path in (folder / "task.json", folder / "meta_dict.pt", folder.parent / "meta_dict.pt"):
-        if path.is_file() and (task := _read_task(path, folder.name, name)):
-            return task
-    return None
+    found = read_metadata(folder)
+    if found is None:
+        return None
+    path, fields = found
+    try:
+        kind, metric = str(fields["task type"]), str(fields["eval metric"])
+        num_classes, inverse = int(fields["num classes"]), str(fields["add_inverse_edge"]) == "True"
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a task: {error!r}\n\n{_AGAIN}") from None
+    if "classification" not in kind:
+        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is supported")
+    if metric not in METRICS:
+        raise ValueError(
+            f"{path}: unknown metric {metric}\n\nhint: supported are {', '.join(METRICS)}"
+        )
+    return Task(
+        name or fields.get("name") or folder.name,
+        num_classes,
+        METRICS[metric],
+        inverse,
+        fields.get("split"),
+        fields.get("best_accuracy"),
+        fields.get("origin"),
+    )
 
 
 def release_names(folder: Path) -> list[str]:
@@ -78,36 +146,6 @@ def choose_split(folder: Path, wanted: str | None, default: str | None) -> str:
     if wanted not in names:
         raise ValueError(f"{folder} has no split {wanted}\n\nhint: it has {', '.join(names)}")
     return wanted
-
-
-def _read_task(path: Path, folder: str, name: str | None) -> Task | None:
-    """Read a task from `task.json` or `meta_dict.pt`; None if it is of another dataset."""
-    try:
-        fields = json.loads(path.read_text()) if path.suffix == ".json" else pickled.load(path)
-        if path.suffix == ".pt" and Path(str(fields["dir_path"])).name != folder:
-            return None
-        kind, metric = str(fields["task type"]), str(fields["eval metric"])
-        num_classes, inverse = int(fields["num classes"]), str(fields["add_inverse_edge"]) == "True"
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} does not describe a task: {error!r}\n\n"
-            "hint: download or write the dataset again, or remove the file"
-        ) from None
-    if "classification" not in kind:
-        raise ValueError(f"{path}: the task is {kind}\n\nhint: only classification is supported")
-    if metric not in METRICS:
-        raise ValueError(
-            f"{path}: unknown metric {metric}\n\nhint: supported are {', '.join(METRICS)}"
-        )
-    return Task(
-        name or fields.get("name") or folder,
-        num_classes,
-        METRICS[metric],
-        inverse,
-        fields.get("split"),
-        fields.get("best_accuracy"),
-        fields.get("origin"),
-    )
 
 
 @contextmanager

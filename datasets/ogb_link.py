@@ -5,7 +5,11 @@
         edge, edge_neg                              (E, 2) edges, and pairs without an edge
         source_node, target_node, target_node_neg   instead: (E,), (E,) and (E, K)
         weight, year, ...                           not read
+    split/<type>/split_dict.pt                  instead: a dict of these dicts, by split
     task.json              only gcnzc: what OGB has in its master.csv
+
+The metric and whether each edge is stored once come from `task.json`, otherwise from the
+`meta_dict.pt` that `ogb.io.DatasetSaver` writes, otherwise from OGB's settings of the dataset.
 
 Supported are the datasets of https://github.com/snap-stanford/ogb, `ogb/linkproppred/master.csv`,
 except knowledge graphs, which have several edge types.
@@ -14,6 +18,7 @@ Notation: N nodes, E edges, D columns of features, K negatives for each edge.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +29,7 @@ import torch
 
 from gcnzc.datasets import csvgz, pickled
 from gcnzc.datasets.ogb import OTHER_KINDS, OgbGraph
-from gcnzc.datasets.ogb_layout import Task, release_names
+from gcnzc.datasets.ogb_layout import Task, read_metadata, read_split_dict, release_names
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, EdgeSplitArrays
 from gcnzc.datasets.store import atomic_folder
@@ -50,13 +55,6 @@ KNOWN: Mapping[str, Known] = {
 # OGB's names of metrics that have another name here
 METRICS = {"rocauc": "auc"}
 HINT = f"hint: homogeneous datasets are supported, such as {', '.join(KNOWN)}"
-
-
-def is_link_layout(folder: Path) -> bool:
-    """Whether `folder` looks like a link property dataset in OGB's layout."""
-    raw = folder / "raw"
-    labelled = any((raw / f"node-label.{suffix}").is_file() for suffix in ("csv.gz", "npz"))
-    return raw.is_dir() and not labelled and any(folder.glob("split/*/train.pt"))
 
 
 class OgbLinkGraph(OgbGraph):
@@ -97,19 +95,19 @@ class OgbLinkGraph(OgbGraph):
             ValueError: a file has no edges, or its negatives do not fit the metric.
         """
         folder = self.folder / "split" / self.split_name
-        fields = {part: _read_part(folder / f"{part}.pt") for part in SPLITS}
+        fields = _read_parts(folder)
         edges, negatives = {}, {}
         ranked = "target_node_neg" in fields["test"]
-        for part in SPLITS:
-            path, arrays = folder / f"{part}.pt", fields[part]
+        for part, arrays in fields.items():
+            where = f"{folder}: the {part} split"
             if "edge" in arrays:
-                edges[part] = _array(arrays, "edge", path).T
+                edges[part] = _array(arrays, "edge", where).T
             else:
-                ends = [_array(arrays, f"{end}_node", path) for end in ("source", "target")]
+                ends = [_array(arrays, f"{end}_node", where) for end in ("source", "target")]
                 edges[part] = np.stack(ends)
             if part != "train":
                 key = "target_node_neg" if ranked else "edge_neg"
-                negatives[part] = _array(arrays, key, path)
+                negatives[part] = _array(arrays, key, where)
                 if not ranked:
                     negatives[part] = negatives[part].T
         metric = self.link_metric or ("mrr" if ranked else "auc")
@@ -132,16 +130,7 @@ class OgbLinkGraph(OgbGraph):
             )
 
     def _find_task(self, name: str | None) -> Task:
-        path = self.folder / "task.json"
-        fields: dict[str, Any] = {}
-        if path.is_file():
-            try:
-                fields = json.loads(path.read_text())
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path} is not valid JSON: {error}\n\n"
-                    "hint: download or write the dataset again"
-                ) from None
+        path, fields = read_metadata(self.folder) or (self.folder, {})
         names = [
             name,
             fields.get("name"),
@@ -152,17 +141,26 @@ class OgbLinkGraph(OgbGraph):
         known = KNOWN.get(known_name or "")
         metric = fields.get("eval metric", known.metric if known else None)
         self.link_metric: str | None = METRICS.get(metric or "", metric)
-        inverse = fields.get("add_inverse_edge")
+        if metric is not None and not re.fullmatch(r"auc|mrr|hits@[1-9]\d*", self.link_metric):
+            raise ValueError(
+                f"{path}: unknown metric {metric}\n\nhint: supported are rocauc, mrr and hits@K"
+            )
+        inverse = fields.get("add_inverse_edge", known.add_inverse_edge if known else None)
         return Task(
             name or fields.get("name") or known_name or self.folder.name,
-            add_inverse_edge=(
-                known.add_inverse_edge
-                if known and inverse is None
-                else inverse and inverse == "True"
-            ),
+            add_inverse_edge=None if inverse is None else str(inverse) == "True",
             split=fields.get("split", known.split if known else None),
             origin=fields.get("origin"),
         )
+
+
+def _read_parts(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Read the dicts of the splits, from one file or one for each."""
+    whole = folder / "split_dict.pt"
+    if whole.is_file():
+        split = read_split_dict(whole)
+        return {part: _check_part(split[part], f"{whole}: the {part} split") for part in SPLITS}
+    return {part: _read_part(folder / f"{part}.pt") for part in SPLITS}
 
 
 def _read_part(path: Path) -> Mapping[str, Any]:
@@ -170,18 +168,19 @@ def _read_part(path: Path) -> Mapping[str, Any]:
         raise FileNotFoundError(
             f"no file {path}\n\nhint: OGB's layout requires it; download the dataset again"
         )
-    fields = pickled.load(path)
-    if not isinstance(fields, Mapping) or not (
-        {"edge"} <= set(fields) or {"source_node"} <= set(fields)
-    ):
+    return _check_part(pickled.load(path), str(path))
+
+
+def _check_part(fields: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(fields, Mapping) or not {"edge", "source_node"} & set(fields):
         kind = ", but triples" if isinstance(fields, Mapping) and "head" in fields else ""
-        raise ValueError(f"{path} has no edges{kind}\n\n{HINT}")
+        raise ValueError(f"{where} has no edges{kind}\n\n{HINT}")
     return fields
 
 
-def _array(fields: Mapping[str, Any], key: str, path: Path) -> Array:
+def _array(fields: Mapping[str, Any], key: str, where: str) -> Array:
     if key not in fields:
-        raise ValueError(f"{path} has no {key}\n\nhint: download or write the dataset again")
+        raise ValueError(f"{where} has no {key}\n\nhint: download or write the dataset again")
     return np.asarray(fields[key])
 
 

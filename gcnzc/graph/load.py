@@ -13,7 +13,8 @@ from gcnzc.datasets.names import Names, NamesFolder
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.ogb_hetero import is_hetero_layout
-from gcnzc.datasets.ogb_link import OgbLinkGraph, is_link_layout
+from gcnzc.datasets.ogb_layout import is_link_layout
+from gcnzc.datasets.ogb_link import OgbLinkGraph
 from gcnzc.datasets.rows import (
     Allocate,
     Array,

@@ -359,9 +359,9 @@ def test_a_wrong_number_of_edges_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("{", "does not describe a task"),
+        ("{", "is not valid JSON"),
         ("{}", "does not describe a task: KeyError"),
-        ("[]", "does not describe a task: TypeError"),
+        ("[]", "does not describe a task: it is no dict"),
         (
             '{"task type": "regression", "eval metric": "rmse", "num classes": -1, '
             '"add_inverse_edge": "False"}',

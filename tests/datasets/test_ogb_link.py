@@ -12,7 +12,8 @@ import torch
 
 from gcnzc import load, prepare
 from gcnzc.datasets.ogb import OgbGraph
-from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, is_link_layout, write
+from gcnzc.datasets.ogb_layout import is_link_layout
+from gcnzc.datasets.ogb_link import KNOWN, OgbLinkGraph, write
 from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.graph.load import info
 
@@ -83,6 +84,26 @@ def test_an_unknown_dataset_has_default_metadata(tmp_path):
         source = OgbLinkGraph(path)
         assert source.links().metric == metric
         assert source.edge_defaults() is None
+
+
+def test_meta_dict_has_the_metric_and_the_stored_direction(tmp_path):
+    path = written(tmp_path / "a", parts())
+    (path / "task.json").unlink()
+    fields = {"eval metric": "hits@50", "dir_path": "submission_ogbl_a/a", "split": "time"}
+    for inverse, num_edges in (("True", 120), ("False", 60)):
+        torch.save(fields | {"add_inverse_edge": inverse}, tmp_path / "meta_dict.pt")
+        data = load(path)
+        assert (data.links.metric, data.graph.num_edges) == ("hits@50", num_edges)
+    # beside the folder, but of another dataset
+    torch.save(fields | {"dir_path": "submission_ogbl_b/b"}, tmp_path / "meta_dict.pt")
+    assert load(path).links.metric == "auc"
+
+
+@pytest.mark.parametrize("metric", ["ap", "hits@", "hits@0", "accuracy"])
+def test_unknown_metrics_are_rejected(tmp_path, metric):
+    path = written(tmp_path / "a", parts(metric=metric))
+    with pytest.raises(ValueError, match=rf"unknown metric {metric}\n\nhint: supported are rocauc"):
+        load(path)
 
 
 def test_splits_may_be_tensors_with_other_fields(tmp_path):

@@ -13,6 +13,7 @@ from gcnzc.datasets.hetero_store import is_hetero
 from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.meta_rules import AGAIN
 from gcnzc.datasets.names import Names
+from gcnzc.datasets.source import check_metric, choose_metric
 from gcnzc.datasets.store import is_prepared
 from gcnzc.exchange import Group
 from gcnzc.exchange.long_work import joint_work
@@ -20,6 +21,7 @@ from gcnzc.features.pinning import pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.hetero.folder import check_targets
+from gcnzc.graph.hetero.folder import info as read_info
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, TimeKind
 from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.load import load
@@ -170,7 +172,8 @@ def load_hetero(config: TrainConfig, path: Path) -> HeteroDataset:
                 "hint: HeteroGraph.from_arrays takes the train, valid and test split of a type"
             )
     num_classes = 2 if labels.ndim == 2 else _count_classes(nodes, labels, path)
-    metric = "accuracy" if labels.ndim == 1 else "rocauc"
+    stored = read_info(path)["origin"].get("metric", "accuracy")
+    metric = check_metric(choose_metric(labels.numpy(), stored), labels.numpy(), num_classes)
     return HeteroDataset(graph, target, labels, split, num_classes, metric, path)
 
 
