@@ -104,8 +104,8 @@ def split_edges(
     training_graph = Graph(indptr, graph.indices.numpy()[is_training], check=False)
 
     counts = [edges[name].shape[1] for name in SPLITS[1:]]
-    drawn = _draw_other_pairs(keys, num_nodes, sum(counts), is_symmetric, random, where)
-    negatives = dict(zip(SPLITS[1:], np.split(drawn, counts[:1], axis=1), strict=True))
+    pairs = _sample_other_pairs(keys, num_nodes, sum(counts), is_symmetric, random, where)
+    negatives = dict(zip(SPLITS[1:], np.split(pairs, counts[:1], axis=1), strict=True))
     name = f"valid {shares.valid:g}, test {shares.test:g}, seed {shares.seed}"
     split = EdgeSplitArrays(edges, negatives, "auc", name)
     return with_sorted_columns(training_graph), clean_edge_split(split, num_nodes, where)
@@ -140,7 +140,7 @@ def _flip_at_random(pairs: Array, random: np.random.Generator) -> Array:
     return np.where(is_flipped, pairs[::-1], pairs)
 
 
-def _draw_other_pairs(
+def _sample_other_pairs(
     keys: Array,
     num_nodes: int,
     count: int,
@@ -148,7 +148,7 @@ def _draw_other_pairs(
     random: np.random.Generator,
     where: str,
 ) -> Array:
-    """Draw distinct pairs of two nodes without an edge, uniformly.
+    """Sample distinct pairs of two nodes without an edge, uniformly.
 
     Args:
         keys: source * N + target of each edge, ascending; the source is the lower id if
