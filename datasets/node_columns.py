@@ -13,13 +13,14 @@ from gcnzc.datasets.part_names import part_of
 from gcnzc.datasets.rows import Array
 from gcnzc.datasets.source import SPLITS
 from gcnzc.datasets.table_options import NodeTable
-from gcnzc.datasets.tables import MISSING, Table, Texts
+from gcnzc.datasets.tables import MISSING, Table, Texts, is_number
 
 # names of columns that need no key
 ID_NAMES = ("id", "node_id", "nodeid", "node", "nid")
 LABEL_NAMES = ("label", "labels", "y", "class")
 SPLIT_NAMES = ("split",)
 TRUE, FALSE = {"true", "t", "yes", "1", "1.0"}, {"false", "f", "no", "0", "0.0"}
+# texts that mean no label in a column of numbers
 NO_LABEL = {*MISSING, "-1", "-1.0"}
 
 
@@ -46,7 +47,15 @@ def choose_columns(table: Table, options: NodeTable) -> NodeColumns:
     Raises:
         ValueError: a column is missing or has two roles.
     """
+    if options.header is None and not table.has_header:
+        raise ValueError(
+            f"{table.path}: the first line has only numbers, no names of columns\n\n"
+            "hint: add a line with the names of the columns, or set header = false in [nodes], and "
+            "name the columns by their numbers, from 0"
+        )
     named_id = _named(table, options.id, "id") or _first(table, ID_NAMES)
+    if named_id is None and len(table.index) == 1:
+        named_id = table.index[0]
     labels = [_require(table, name, "label") for name in options.labels]
     labels = labels or [name for name in [_first(table, LABEL_NAMES)] if name is not None]
     split = _named(table, options.split, "split")
@@ -106,10 +115,13 @@ def _find_masks(table: Table, taken: set[str | None]) -> dict[str, str]:
 
 
 def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence[str]) -> list[str]:
-    """Return the columns that match the patterns; without patterns, all that have no other role."""
+    """Return the columns that match the patterns; without patterns, all that have no other role.
+
+    An index of pandas is none of them, unless a pattern is its name.
+    """
     others = [name for name in table.columns if name not in roles]
     if wanted is None:
-        return others
+        return [name for name in others if name not in table.index]
     if isinstance(wanted, str):
         return []
     found: dict[str, None] = {}
@@ -119,7 +131,11 @@ def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence
                 f"{table.path}: the column {pattern!r} is not a feature: it has ids, labels or "
                 "parts\n\nhint: remove it from features in [nodes]"
             )
-        names = [name for name in others if name == pattern or fnmatchcase(name, pattern)]
+        names = [
+            name
+            for name in others
+            if name == pattern or (fnmatchcase(name, pattern) and name not in table.index)
+        ]
         if not names:
             table.find(pattern, "features in [nodes]")
         found |= dict.fromkeys(names)
@@ -139,7 +155,7 @@ def combine(chunks: Sequence[Texts]) -> Texts:
 
 
 def read_labels(
-    table: Table, columns: NodeColumns, texts: Mapping[str, Texts], classes: list[str] | None
+    table: Table, columns: NodeColumns, texts: Mapping[str, Texts], options: NodeTable
 ) -> tuple[Array | None, list[str] | None]:
     """Convert the columns of labels.
 
@@ -147,7 +163,9 @@ def read_labels(
         table: of the nodes.
         columns: their roles.
         texts: the columns.
-        classes: the order of the classes; None keeps integers, and sorts names.
+        options: `classes` is the order of the classes; None keeps integers, and sorts names.
+            `missing` are texts that mean no label, besides an empty cell, and in a column of
+            numbers besides `NO_LABEL`.
 
     Returns:
         (N,) int64 classes, or (N, T) float64 tasks, -1 or NaN for none; None without labels. And
@@ -156,7 +174,7 @@ def read_labels(
     Raises:
         ValueError: a label is not a class.
     """
-    if classes is not None and len(columns.labels) != 1:
+    if options.classes is not None and len(columns.labels) != 1:
         raise ValueError(
             f"{table.path} has {len(columns.labels)} columns of labels, but [nodes] has classes\n\n"
             "hint: classes are the names in one column, which label names"
@@ -166,22 +184,26 @@ def read_labels(
     if len(columns.labels) == 1:
         name = columns.labels[0]
         codes, values = texts[name]
-        numbers, names = _classes(table, name, codes, values, classes)
+        numbers, names = _classes(table, name, codes, values, options)
         return numbers[codes], names
     tasks = []
     for name in columns.labels:
         codes, values = texts[name]
-        tasks.append(_integers(table, name, codes, values, np.nan)[codes])
+        tasks.append(_integers(table, name, codes, values, {*options.missing}, np.nan)[codes])
     return np.stack(tasks, axis=1), None
 
 
 def _classes(
-    table: Table, name: str, codes: Array, values: Array, classes: list[str] | None
+    table: Table, name: str, codes: Array, values: Array, options: NodeTable
 ) -> tuple[Array, list[str] | None]:
     """Return the class of each different text, and the names of the classes."""
-    known = [value for value in values if value not in NO_LABEL]
-    if classes is None and all(_is_number(value) for value in known):
-        return _integers(table, name, codes, values, -1.0).astype(np.int64), None
+    classes, missing = options.classes, {"", *options.missing}
+    if all(is_number(value) for value in {*values} - missing - NO_LABEL):
+        if classes is None:
+            numbers = _integers(table, name, codes, values, missing, -1.0)
+            return numbers.astype(np.int64), None
+        missing |= NO_LABEL
+    known = [value for value in values if value not in missing]
     names = sorted(known) if classes is None else classes
     if len(set(names)) < len(names):
         raise ValueError(
@@ -193,30 +215,38 @@ def _classes(
     if wrong is not None:
         raise ValueError(
             f"{_place(table, name, codes, values, wrong)}: {wrong!r} is not a class\n\n"
-            f"hint: classes in [nodes] are {', '.join(names)}; an empty cell is for no label"
+            f"hint: classes in [nodes] are {', '.join(names)}; an empty cell is for no label, and "
+            f"so are the texts that missing in [nodes] lists"
         )
     return np.array([numbers.get(value, -1) for value in values]), list(names)
 
 
-def _integers(table: Table, name: str, codes: Array, values: Array, absent: float) -> Array:
+def _integers(
+    table: Table, name: str, codes: Array, values: Array, missing: set[str], absent: float
+) -> Array:
     """Return each different text as a class, in float64."""
     found = np.full(len(values), absent)
+    # 255 is also 255.0 in a column of numbers with fractions
+    numbers = {float(value) for value in missing if is_number(value)}
     for place, value in enumerate(values):
-        if value in NO_LABEL:
+        if value in NO_LABEL | missing or (is_number(value) and float(value) in numbers):
             continue
-        if not _is_number(value) or float(value) % 1 or float(value) < 0:
+        if not is_number(value) or float(value) % 1 or float(value) < 0:
             raise ValueError(
                 f"{_place(table, name, codes, values, value)}: the label {value!r} is not a class"
-                "\n\nhint: classes are integers from 0, or names; an empty cell is for no label"
+                "\n\nhint: classes are integers from 0, or names; an empty cell is for no label, "
+                f'and so are the texts that missing in [nodes] lists, such as missing = ["{value}"]'
             )
         found[place] = float(value)
     return found
 
 
 def read_parts(
-    table: Table, columns: NodeColumns, texts: Mapping[str, Texts]
+    table: Table, columns: NodeColumns, texts: Mapping[str, Texts], missing: Sequence[str]
 ) -> dict[str, Array] | None:
     """Convert the column of words or the masks to the rows of each part; None if there are none.
+
+    An empty cell, "none" and the texts in `missing` are for nodes in no part.
 
     Raises:
         ValueError: a word is not the name of a part, or a value of a mask not true or false.
@@ -226,11 +256,11 @@ def read_parts(
         parts = []
         for value in values:
             part = part_of(value)
-            if part is None and value not in (*MISSING, "none"):
+            if part is None and value.lower() not in ("", "none") and value not in missing:
                 raise ValueError(
                     f"{_place(table, columns.split, codes, values, value)}: {value!r} is not a "
                     "part\n\nhint: the parts are train, valid (or val) and test; an empty cell is "
-                    "for nodes in none of them"
+                    "for nodes in none of them, and so are the texts that missing in [nodes] lists"
                 )
             parts.append(part)
         of_row = np.array(parts, object)[codes]
@@ -259,16 +289,4 @@ def _mask(table: Table, name: str, codes: Array, values: Array) -> Array:
 def _place(table: Table, name: str, codes: Array, values: Array, value: str) -> str:
     """Describe where the first cell with a text is."""
     code = next(number for number, each in enumerate(values) if each == value)
-    found = np.flatnonzero(codes == code)
-    if code == len(values) - 1 and not len(found):
-        # a missing value of parquet
-        found = np.flatnonzero(codes == -1)
-    return table.place(int(found[0]), name)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return "_" not in text
+    return table.place(int(np.flatnonzero(codes == code)[0]), name)

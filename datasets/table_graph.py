@@ -20,6 +20,7 @@ from gcnzc.datasets.node_columns import (
     read_parts,
 )
 from gcnzc.datasets.numbering import Numbering, read_ids, read_numbers
+from gcnzc.datasets.parquet_tables import PARQUET, ParquetTable
 from gcnzc.datasets.rows import (
     Allocate,
     Array,
@@ -32,6 +33,7 @@ from gcnzc.datasets.rows import (
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, node_dtype
 from gcnzc.datasets.table_options import NodeTable, read_options
 from gcnzc.datasets.tables import Table, Texts
+from gcnzc.datasets.text_tables import TEXT, TextTable
 
 # recognized column names for edge endpoints
 END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
@@ -65,10 +67,10 @@ class TableGraph:
         self.path, self.name = path, name or options.name or path.stem
         edges = options.edges
         self._bidirected = edges.undirected if edges.bidirected is None else edges.bidirected
-        self._edges = Table(
-            path.parent / options.edges.file, options.edges.separator, options.edges.header
+        self._edges = open_table(
+            path.parent / edges.file, edges.separator, edges.header, edges.comment
         )
-        self._end_columns = choose_ends(self._edges, options.edges.source, options.edges.target)
+        self._end_columns = choose_ends(self._edges, edges.source, edges.target)
         self._table, self._columns = _node_table(path, options.nodes)
         texts = _read_texts(self._table, self._columns, progress)
         npy = _open_npy(path, options.nodes.features)
@@ -82,9 +84,9 @@ class TableGraph:
             if self._columns.id is not None:
                 ids = read_ids(self._table, self._columns.id, texts[self._columns.id])
             self._labels, class_names = read_labels(
-                self._table, self._columns, texts, options.nodes.classes
+                self._table, self._columns, texts, options.nodes
             )
-            self._parts = read_parts(self._table, self._columns, texts)
+            self._parts = read_parts(self._table, self._columns, texts, options.nodes.missing)
         _check_labels_and_parts(path, self._labels, self._parts)
         self._numbering = Numbering(ids, count)
         self._ends = read_numbers(self._edges, self._end_columns, self._numbering, progress)
@@ -200,6 +202,42 @@ class TableGraph:
         return Rows(self.num_nodes, len(names), dtype, chunks, where, locate=locate)
 
 
+def is_table(path: Path) -> bool:
+    """Whether the name of a file is one of a table, see `open_table`."""
+    name = path.name.lower().removesuffix(".gz")
+    is_text = name.startswith("out.") or name.endswith(TEXT)
+    return is_text or path.suffix.lower() in PARQUET
+
+
+def open_table(
+    path: Path,
+    separator: str | None = None,
+    has_header: bool | None = None,
+    comment: str | None = None,
+) -> Table:
+    """Open a table: a file in Parquet, a folder of such files, or a text file.
+
+    Args:
+        path: ends in .parquet or .pq, is a folder, or is named as a text file; see `TextTable`.
+            Files whose names begin with `out.` are those of KONECT.
+        separator: of a text file, see `TextTable`; likewise the next two.
+        has_header: whether the first row has the names of the columns.
+        comment: character with which comments begin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file does not have the name of a table.
+    """
+    if path.is_dir() or path.suffix.lower() in PARQUET:
+        return ParquetTable(path)
+    if not is_table(path):
+        raise ValueError(
+            f"{path} is not a table\n\nhint: the name of a table ends in "
+            f"{', '.join(TEXT)}, one of these with .gz, {' or '.join(PARQUET)}, or begins with out."
+        )
+    return TextTable(path, separator, has_header, comment)
+
+
 def choose_ends(
     table: Table, source: str | None = None, target: str | None = None, where: str = "[edges]"
 ) -> tuple[str, str]:
@@ -219,18 +257,28 @@ def choose_ends(
     pairs: Iterable[tuple[str, str]] = [pair for pair in END_NAMES if set(pair) <= set(lower)]
     for pair in pairs:
         return lower[pair[0]], lower[pair[1]]
-    if len(table.columns) == 2:
-        return table.columns[0], table.columns[1]
+    others = [name for name in table.columns if name not in table.index]
+    if not table.has_header and len(others) > 1:
+        return others[0], others[1]
+    # either the only two columns, or an index of two levels
+    pairs = [names for names in (others, table.index) if len(names) == 2]
+    if len(pairs) == 1:
+        return pairs[0][0], pairs[0][1]
+    hint = f"source and target in {where} name them, or call them source and target"
+    if len(table.columns) == 1:
+        hint = f"separator in {where} is the character between the columns"
     raise ValueError(
         f"{table.path}: cannot determine the endpoint columns among {', '.join(table.columns)}\n\n"
-        f"hint: source and target in {where} name them, or call them source and target"
+        f"hint: {hint}"
     )
 
 
 def _node_table(path: Path, options: NodeTable) -> tuple[Table | None, NodeColumns]:
     if options.file is None:
         return None, NodeColumns()
-    table = Table(path.parent / options.file, options.separator, options.header)
+    table = open_table(
+        path.parent / options.file, options.separator, options.header, options.comment
+    )
     return table, choose_columns(table, options)
 
 

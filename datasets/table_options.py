@@ -19,9 +19,10 @@
     # train = "is_train"
     # valid = "is_val"
     # test = "is_test"
+    missing = ["unknown", 255]       # texts of label and split that mean none
 
-`separator` and `header` in either table are of its csv file. `undirected` is an old name of
-`bidirected`.
+`separator`, `header` and `comment` in either table are of its text file. `undirected` is an old
+name of `bidirected`.
 """
 
 import difflib
@@ -52,7 +53,8 @@ class EdgeTable:
     bidirected: bool | None = None
     undirected: bool | None = None  # old name of `bidirected`
     separator: str | None = None
-    header: bool = True
+    header: bool | None = None
+    comment: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ class NodeTable:
     train: str | None = None
     valid: str | None = None
     test: str | None = None
+    missing: list[str] = field(default_factory=list)
     separator: str | None = None
-    header: bool = True
+    header: bool | None = None
+    comment: str | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -123,6 +127,10 @@ _COLUMN = _Rule("the name of a column", _is_column)
 _FILE = {
     "separator": _Rule("one character", lambda value: _is_text(value) and len(value) == 1),
     "header": _BOOL,
+    "comment": _Rule(
+        "one character, or an empty text for none",
+        lambda value: isinstance(value, str) and len(value) < 2,
+    ),
 }
 _RULES: Mapping[str, Mapping[str, _Rule]] = {
     "": {
@@ -147,6 +155,10 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
         ),
         "classes": _Rule("a list of at least two names", lambda v: _is_list(v) and len(v) > 1),
         **dict.fromkeys(("split", "train", "valid", "test"), _COLUMN),
+        "missing": _Rule(
+            "a list of texts and integers",
+            lambda value: isinstance(value, list) and all(type(v) in (str, int) for v in value),
+        ),
         **_FILE,
     },
 }

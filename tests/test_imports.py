@@ -74,7 +74,7 @@ DOORS = {
         "gcnzc/tune/pcie_bench.py",
     },
     "matplotlib": {"gcnzc/train/plots.py", "gcnzc/cli/plots.py"},
-    "pyarrow": {"datasets/tables.py"},
+    "pyarrow": {"datasets/parquet_tables.py"},
     "rich": {"gcnzc/train/progress.py"},
     "tyro": {
         "gcnzc/train/config.py",

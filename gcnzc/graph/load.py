@@ -39,8 +39,7 @@ from gcnzc.datasets.source import (
     has_label,
 )
 from gcnzc.datasets.store import Prepared
-from gcnzc.datasets.table_graph import TableGraph
-from gcnzc.datasets.tables import is_table
+from gcnzc.datasets.table_graph import TableGraph, is_table
 from gcnzc.graph.arrays import ArrayGraph
 from gcnzc.graph.dataset import Dataset, EdgeSplit
 from gcnzc.graph.edge_split import with_sorted_columns

@@ -9,8 +9,8 @@ import numpy as np
 from gcnzc._files import replacing
 from gcnzc.datasets.node_columns import ID_NAMES
 from gcnzc.datasets.numbering import KnownNodes, read_numbers
-from gcnzc.datasets.table_graph import choose_ends
-from gcnzc.datasets.tables import Table, import_parquet
+from gcnzc.datasets.parquet_tables import ParquetTable, import_parquet
+from gcnzc.datasets.table_graph import choose_ends, open_table
 from gcnzc.graph.hetero.times import as_times, describe_wrong_time, parse_times, to_dates
 from gcnzc.system import files
 from gcnzc.train.options import check_writable, option_name
@@ -62,7 +62,7 @@ def read_nodes(path: Path, known: KnownNodes) -> Array:
     """
     if path.suffix == ".npy":
         return _of_array(path, _load_npy(path).reshape(-1), known)
-    table = Table(path)
+    table = open_table(path)
     names = {name.lower(): name for name in table.columns}
     found = next((names[name] for name in ID_NAMES if name in names), None)
     if found is None:
@@ -94,7 +94,7 @@ def read_pairs(path: Path, known: tuple[KnownNodes, KnownNodes]) -> tuple[Array,
                 f"{path} has the shape {array.shape}\n\nhint: pairs are (2, M): sources, targets"
             )
         return _of_array(path, array[0], known[0]), _of_array(path, array[1], known[1])
-    table = Table(path)
+    table = open_table(path)
     ends = choose_ends(table, where=path.name)
     if known[0] is known[1]:
         sources, targets = read_numbers(table, ends, known[0])
@@ -121,12 +121,12 @@ def read_times(path: Path, unit: str | None) -> Array | None:
     """
     if path.suffix == ".npy":
         return None
-    table = Table(path)
+    table = open_table(path)
     found = next((name for name in table.columns if name.lower() == TIME), None)
     if found is None:
         return None
-    if table.is_parquet:
-        dates = import_parquet().read_table(path, columns=[found]).column(0).to_pandas()
+    if isinstance(table, ParquetTable):
+        dates = table.column(found)
         # a column of integers has no dates, also where an integer looks like one
         if dates.dtype.kind in "iu" or to_dates(dates) is not None:
             name = f"{path}: {found}"

@@ -1,0 +1,270 @@
+"""Tables in Parquet: a file, or a folder of part files as pandas, Spark and dask write it."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gcnzc.datasets.rows import CHUNK_BYTES, Array, Progress, no_progress
+from gcnzc.datasets.tables import Chunk, Table, Texts
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PARQUET = (".parquet", ".pq")
+# integers below it are exact in float64
+EXACT = 2**53
+# names that pandas and dask give to an index without a name
+_NO_NAME = re.compile(r"__index_level_\d+__|__null_dask_index__")
+
+
+def import_parquet() -> Any:
+    """Return `pyarrow.parquet`.
+
+    Raises:
+        RuntimeError: pyarrow is not installed.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise RuntimeError(
+            "parquet files need pyarrow, which is not installed\n\n"
+            "hint: `pip install pyarrow`, or `pip install 'gcnzc[parquet]'`; csv needs nothing"
+        ) from None
+    return parquet
+
+
+class ParquetTable(Table):
+    """A table in a Parquet file, or in the part files of a folder.
+
+    The parts are read in the order of their paths; numbers in these are compared as numbers. Files
+    and folders whose names begin with `_` or `.` are no parts. A folder `key=value` adds the column
+    `key` to its parts.
+    """
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """See `Table.columns`."""
+        return self.check_names([*self._schema.names, *self._folder_values(self._parts[0])])
+
+    @cached_property
+    def index(self) -> list[str]:  # type: ignore[override]
+        """The columns that pandas or dask wrote as the index of the table."""
+        known = (self._schema.pandas_metadata or {}).get("index_columns", [])
+        names = self._schema.names
+        return [name for name in names if name in known or _NO_NAME.fullmatch(name)]
+
+    def chunks(
+        self, texts: Sequence[str], numbers: Sequence[str] = (), progress: Progress = no_progress
+    ) -> Iterator[Chunk]:
+        """See `Table.chunks`."""
+        step, first = CHUNK_BYTES // (8 * (len(numbers) + 2 * len(texts) + 1)) * 4, 0
+        with self._readable():
+            for size, batch in self._batches([*texts, *numbers], max(1, step)):
+                columns = {name: self._texts(name, batch[name]) for name in texts}
+                values = np.empty((size, len(numbers)), np.float64)
+                for number, name in enumerate(numbers):
+                    values[:, number] = self._numbers(name, batch[name])
+                yield Chunk(first, columns, values)
+                first += size
+                progress(f"read {self.path.name}", first, self._ends[-1])
+
+    def column(self, name: str) -> "pd.Series[Any]":
+        """Read a column with the dtype that pandas has for it."""
+        import pandas as pd
+
+        with self._readable():
+            parts = [batch[name].to_pandas() for _, batch in self._batches([name], CHUNK_BYTES)]
+        return pd.concat(parts, ignore_index=True) if parts else pd.Series(dtype=object)
+
+    def place(self, row: int, column: str | None = None) -> str:
+        """See `Table.place`."""
+        part = next(number for number, end in enumerate(self._ends) if row < end)
+        before = self._ends[part - 1] if part else 0
+        where = f"{self._parts[part]}, row {row - before}"
+        return where if column is None else f"{where}, column {column!r}"
+
+    @cached_property
+    def _parts(self) -> list[Path]:
+        if not self.path.is_dir():
+            return [self.path]
+        if (self.path / "_delta_log").is_dir():
+            raise ValueError(
+                f"{self.path} is a Delta table, whose files may have rows that were deleted\n\n"
+                "hint: write it as Parquet, for example with DeltaTable(...).to_pandas()"
+            )
+        parts = []
+        for file in self.path.rglob("*"):
+            own = file.relative_to(self.path).parts
+            is_hidden = any(name[0] in "._" and "=" not in name for name in own)
+            if file.is_file() and not is_hidden:
+                parts.append(file)
+        wrong = next((part for part in parts if not _is_parquet(part)), None)
+        if wrong is not None or not parts:
+            found = f"the file {wrong.name}" if wrong else "no files"
+            raise ValueError(
+                f"{self.path} is not a folder of Parquet files: it has {found}\n\n"
+                "hint: all of its files are parts of one table; those whose names begin with _ or "
+                ". are not read"
+            )
+        return sorted(parts, key=lambda part: _with_numbers(str(part.relative_to(self.path))))
+
+    @cached_property
+    def _schema(self) -> Any:
+        with self._readable():
+            return import_parquet().read_schema(self._parts[0])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The number of rows up to the end of each part."""
+        parquet = import_parquet()
+        return list(accumulate(parquet.read_metadata(part).num_rows for part in self._parts))
+
+    def _folder_values(self, part: Path) -> dict[str, str | None]:
+        """Return the columns that the folders `key=value` around a part add."""
+        from pyarrow import dataset, schema, string
+
+        folders = part.relative_to(self.path).parts[:-1] if part != self.path else ()
+        keys = [name.partition("=")[0] for name in folders if "=" in name]
+        keys = [key for key in keys if key not in self._schema.names]
+        hive = dataset.HivePartitioning(schema([(key, string()) for key in keys]))
+        found: Mapping[str, str | None] = dataset.get_partition_keys(hive.parse("/".join(folders)))
+        return {key: found.get(key) for key in keys}
+
+    def _batches(self, names: Sequence[str], step: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of rows and the Arrow arrays by column, for at most `step` rows."""
+        import pyarrow as pa
+
+        for part in self._parts:
+            added = self._folder_values(part)
+            with import_parquet().ParquetFile(part) as file:
+                found = [*file.schema_arrow.names, *added]
+                if set(found) != set(self.columns):
+                    raise ValueError(
+                        f"{part} has the columns {', '.join(found)}, but {self._parts[0]} has "
+                        f"{', '.join(self.columns)}\n\nhint: the parts of a table have the same "
+                        "columns"
+                    )
+                stored = [name for name in names if name not in added]
+                # without a column of the file, batches have no rows
+                for batch in file.iter_batches(step, columns=stored or found[:1]):
+                    arrays = {name: batch.column(name) for name in stored}
+                    for name in set(names) & set(added):
+                        value = pa.scalar(_as_integer(added[name]))
+                        arrays[name] = pa.repeat(value, batch.num_rows)
+                    yield batch.num_rows, arrays
+
+    def _texts(self, name: str, column: Any) -> Texts:
+        import pyarrow as pa
+
+        kind = column.type
+        if str(kind) in ("string_view", "binary_view"):
+            column = column.cast(pa.large_binary() if "binary" in str(kind) else pa.large_string())
+        if pa.types.is_decimal(kind):
+            column = column.cast(pa.decimal256(76, kind.scale))
+        if pa.types.is_nested(kind):
+            raise self._wrong_text(name, kind)
+        encoded = column if pa.types.is_dictionary(kind) else column.dictionary_encode()
+        codes = encoded.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+        # a dictionary may have values that no row has; -1 becomes the last place
+        counts = np.bincount(codes + 1, minlength=len(encoded.dictionary) + 1)
+        used = np.flatnonzero(counts[1:])
+        place = np.full(len(encoded.dictionary) + 1, len(used))
+        place[used] = np.arange(len(used))
+        values = self._as_texts(name, encoded.dictionary.take(pa.array(used)))
+        if counts[0]:
+            values = np.append(values, "")
+        return place[codes], values
+
+    def _as_texts(self, name: str, values: Any) -> Array:
+        """Return different values as texts: "" for a missing value."""
+        import pyarrow as pa
+
+        kind, types = values.type, pa.types
+        is_binary = types.is_binary(kind) or types.is_large_binary(kind)
+        is_binary = is_binary or types.is_fixed_size_binary(kind)
+        is_text = types.is_string(kind) or types.is_large_string(kind)
+        if is_text or is_binary or types.is_integer(kind):
+            try:
+                texts = values.cast(pa.large_string()).fill_null("")
+            except pa.ArrowInvalid:
+                raise self._wrong_text(name, kind, ", which is not UTF-8") from None
+            found: Array = texts.to_numpy(zero_copy_only=False)
+            return found.astype(object)
+        is_number = types.is_floating(kind) or types.is_decimal(kind)
+        if not (is_number or types.is_boolean(kind) or types.is_null(kind)):
+            raise self._wrong_text(name, kind)
+        if types.is_floating(kind):
+            values = values.cast(pa.float64())
+        texts = []
+        for value in values.to_pylist():
+            # NaN is not equal to itself
+            if value is None or value != value:
+                texts.append("")
+            elif isinstance(value, bool):
+                texts.append(str(value))
+            elif (isinstance(value, Decimal) or abs(value) < EXACT) and value == int(value):
+                texts.append(str(int(value)))
+            else:
+                raise self._wrong_text(name, kind, f" and the value {value}")
+        return np.array(texts, object)
+
+    def _wrong_text(self, name: str, kind: Any, why: str = "") -> ValueError:
+        return ValueError(
+            f"{self.path}: the column {name!r} has the type {kind}{why}\n\n"
+            "hint: ids, labels and parts are integers, texts, or true and false"
+        )
+
+    def _numbers(self, name: str, column: Any) -> Array:
+        import pyarrow as pa
+
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        kind, types = column.type, pa.types
+        kinds = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
+        if not any(is_kind(kind) for is_kind in (*kinds, types.is_null)):
+            known = column.drop_null()
+            example = f", such as {str(known[0].as_py())!r:.40}" if len(known) else ""
+            raise ValueError(
+                f"{self.path}: the column {name!r} has the type {kind}{example}, which is not a "
+                "number\n\n"
+                "hint: list the columns of features; give a column of lists as several columns"
+            )
+        found: Array = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        return found
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Raise a ValueError with a hint for what damaged files raise."""
+        try:
+            yield
+        except (ValueError, OSError, NotImplementedError) as error:
+            if "\n\nhint: " in str(error):
+                raise
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"{self.path} cannot be read: {reason}\n\nhint: write or download it again"
+            ) from None
+
+
+def _is_parquet(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PAR1"
+
+
+def _with_numbers(path: str) -> list[str | int]:
+    """Return a key of sorting that compares numbers in paths as numbers."""
+    pieces = re.split("([0-9]+)", path)
+    return [int(piece) if number % 2 else piece for number, piece in enumerate(pieces)]
+
+
+def _as_integer(text: str | None) -> str | int | None:
+    """Return a text as an integer if it is one, without leading zeros."""
+    is_integer = text is not None and re.fullmatch("0|-?[1-9][0-9]{0,17}", text)
+    return int(text) if text is not None and is_integer else text
