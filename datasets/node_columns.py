@@ -200,8 +200,8 @@ def _classes(
     classes, missing = options.classes, {"", *options.missing}
     if all(is_number(value) for value in {*values} - missing - NO_LABEL):
         if classes is None:
-            numbers = _integers(table, name, codes, values, missing, -1.0)
-            return numbers.astype(np.int64), None
+            found = _integers(table, name, codes, values, missing, -1.0)
+            return found.astype(np.int64), None
         missing |= NO_LABEL
     known = [value for value in values if value not in missing]
     names = sorted(known) if classes is None else classes

@@ -25,7 +25,9 @@ class Numbering:
     """
 
     def __init__(self, ids: Array | None, count: int | None) -> None:
-        self._ids, self.count = ids, count if ids is None else len(ids)
+        self.count = count if ids is None else len(ids)
+        self.has_ids = ids is not None or count is None
+        """whether ids are given, by the nodes or by the edges; otherwise, they are the numbers"""
         self.names: Array | None = None
         """(N,) ids as text, by number; None if the ids are the numbers"""
         self.number_of_row: Array | None = None
@@ -163,7 +165,8 @@ def _unknown(where: str, text: str, count: int | None) -> str:
     return (
         f"{where}: no node has the id {text!r}; there are {count or 0:,} nodes\n\n"
         "hint: add the node, or remove the line; ids are compared as text, so that "
-        "7, 07 and 7.0 differ"
+        "7, 07 and 7.0 differ. Without a column id, nodes are numbered from 0; if the edges count "
+        "from 1, add this column"
     )
 
 

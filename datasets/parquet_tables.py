@@ -51,14 +51,15 @@ class ParquetTable(Table):
     @cached_property
     def columns(self) -> list[str]:
         """See `Table.columns`."""
-        return self.check_names([*self._schema.names, *self._folder_values(self._parts[0])])
+        names = [*self._schema.names, *self._folder_values(self._parts[0])]
+        return self.check_names(names + [name for name in [self._range_name] if name is not None])
 
     @cached_property
     def index(self) -> list[str]:  # type: ignore[override]
         """The columns that pandas or dask wrote as the index of the table."""
         known = (self._schema.pandas_metadata or {}).get("index_columns", [])
-        names = self._schema.names
-        return [name for name in names if name in known or _NO_NAME.fullmatch(name)]
+        names = [name for name in self._schema.names if name in known or _NO_NAME.fullmatch(name)]
+        return names if self._range_name is None else [self._range_name]
 
     def chunks(
         self, texts: Sequence[str], numbers: Sequence[str] = (), progress: Progress = no_progress
@@ -121,6 +122,13 @@ class ParquetTable(Table):
             return import_parquet().read_schema(self._parts[0])
 
     @cached_property
+    def _range_name(self) -> str | None:
+        """The column of an index that pandas stores as a range; None for the rows' numbers."""
+        count = self._ends[0]
+        name, values = _range_of(self._schema, count) or (None, range(count))
+        return name or (None if values == range(count) else "__index_level_0__")
+
+    @cached_property
     def _ends(self) -> list[int]:
         """The number of rows up to the end of each part."""
         parquet = import_parquet()
@@ -134,7 +142,9 @@ class ParquetTable(Table):
         keys = [name.partition("=")[0] for name in folders if "=" in name]
         keys = [key for key in keys if key not in self._schema.names]
         hive = dataset.HivePartitioning(schema([(key, string()) for key in keys]))
-        found: Mapping[str, str | None] = dataset.get_partition_keys(hive.parse("/".join(folders)))
+        found: Mapping[str, str | None] = dataset.get_partition_keys(
+            hive.parse("/".join([*folders, ""]))
+        )
         return {key: found.get(key) for key in keys}
 
     def _batches(self, names: Sequence[str], step: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -145,19 +155,28 @@ class ParquetTable(Table):
             added = self._folder_values(part)
             with import_parquet().ParquetFile(part) as file:
                 found = [*file.schema_arrow.names, *added]
+                own = _range_of(file.schema_arrow, file.metadata.num_rows)
+                if own is not None and self._range_name is not None:
+                    found.append(self._range_name)
                 if set(found) != set(self.columns):
                     raise ValueError(
                         f"{part} has the columns {', '.join(found)}, but {self._parts[0]} has "
                         f"{', '.join(self.columns)}\n\nhint: the parts of a table have the same "
                         "columns"
                     )
-                stored = [name for name in names if name not in added]
+                stored = [name for name in names if name in file.schema_arrow.names]
+                first = 0
                 # without a column of the file, batches have no rows
                 for batch in file.iter_batches(step, columns=stored or found[:1]):
                     arrays = {name: batch.column(name) for name in stored}
-                    for name in set(names) & set(added):
-                        value = pa.scalar(_as_integer(added[name]))
-                        arrays[name] = pa.repeat(value, batch.num_rows)
+                    for name in set(names) - set(stored):
+                        if name in added:
+                            value = pa.scalar(_as_integer(added[name]))
+                            arrays[name] = pa.repeat(value, batch.num_rows)
+                        elif own is not None:
+                            rows = own[1][first : first + batch.num_rows]
+                            arrays[name] = pa.array(np.arange(rows.start, rows.stop, rows.step))
+                    first += batch.num_rows
                     yield batch.num_rows, arrays
 
     def _texts(self, name: str, column: Any) -> Texts:
@@ -251,6 +270,18 @@ class ParquetTable(Table):
             raise ValueError(
                 f"{self.path} cannot be read: {reason}\n\nhint: write or download it again"
             ) from None
+
+
+def _range_of(schema: Any, count: int) -> tuple[str | None, range] | None:
+    """Return the name and the values of an index that pandas stores as a range; None without one.
+
+    Other programs keep it when they change the number of rows; then it is no index, as for pandas.
+    """
+    for each in (schema.pandas_metadata or {}).get("index_columns", []):
+        if isinstance(each, dict):
+            values = range(each["start"], each["stop"], each["step"])
+            return (each["name"], values) if len(values) == count else None
+    return None
 
 
 def _is_parquet(file: Path) -> bool:

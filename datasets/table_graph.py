@@ -5,7 +5,7 @@ A TOML file names the files and the columns, see `gcnzc.datasets.table_options`.
 Notation: N nodes, E edges, D columns of features.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class TableGraph:
         self._numbering = Numbering(ids, count)
         self._ends = read_numbers(self._edges, self._end_columns, self._numbering, progress)
         _check_not_empty(self._edges, len(self._ends[0]))
+        self.notes = tuple(_notes(path, self._edges, self._ends, self._numbering))
         self.num_nodes = int(self._numbering.count or 0)
         self.features = self._rows() if npy is None else _rows_of_npy(npy, self._numbering)
         several = self._labels is not None and self._labels.ndim == 2
@@ -254,14 +255,14 @@ def choose_ends(
     if source is not None and target is not None:
         return table.find(source, f"source in {where}"), table.find(target, f"target in {where}")
     lower = {name.lower(): name for name in table.columns}
-    pairs: Iterable[tuple[str, str]] = [pair for pair in END_NAMES if set(pair) <= set(lower)]
-    for pair in pairs:
-        return lower[pair[0]], lower[pair[1]]
+    for pair in END_NAMES:
+        if set(pair) <= set(lower):
+            return lower[pair[0]], lower[pair[1]]
     others = [name for name in table.columns if name not in table.index]
     if not table.has_header and len(others) > 1:
         return others[0], others[1]
     # either the only two columns, or an index of two levels
-    pairs = [names for names in (others, table.index) if len(names) == 2]
+    pairs = [names for names in (others, list(table.index)) if len(names) == 2]
     if len(pairs) == 1:
         return pairs[0][0], pairs[0][1]
     hint = f"source and target in {where} name them, or call them source and target"
@@ -327,6 +328,20 @@ def _rows_of_npy(rows: Rows, numbering: Numbering) -> Rows:
 def _check_not_empty(table: Table, count: int) -> None:
     if count == 0:
         raise ValueError(f"{table.path} has no rows\n\nhint: was it written completely?")
+
+
+def _notes(path: Path, table: Table, ends: Sequence[Array], numbering: Numbering) -> Iterator[str]:
+    """Yield what the user may not expect of the edges, one line each."""
+    if not numbering.has_ids and min(ids.min() for ids in ends) == 1:
+        yield (
+            f"no edge of {path.name} has the node 0: without a column id, nodes are numbered from "
+            "0 in the order of the rows; if the edges count from 1, add the column id"
+        )
+    if isinstance(table, TextTable) and table.format.may_be_header:
+        yield (
+            f"the first line of {table.path.name}, {','.join(table.columns)}, is read as an edge; "
+            "if these are the numbers of columns, as pandas writes them, set header = true"
+        )
 
 
 def _check_labels_and_parts(path: Path, labels: Array | None, parts: Any) -> None:

@@ -37,6 +37,8 @@ class TextFormat:
         skipped: the number of lines before the first row.
         comments: with what later lines begin that are no rows.
         num_rows: as the file says; None if it does not.
+        may_be_header: the first row has the numbers 0, 1, ..., which pandas may have written as
+            names, and is taken as an edge.
     """
 
     separator: str
@@ -45,6 +47,7 @@ class TextFormat:
     skipped: int = 0
     comments: tuple[str, ...] = ()
     num_rows: int | None = None
+    may_be_header: bool = False
 
     def cells(self, lines: Iterable[str]) -> Any:
         """Return a csv reader of lines, whose `line_num` counts them."""
@@ -96,15 +99,16 @@ def find_format(
     names = [name.strip() for name in next(cells for cells in _reader(sample, separator) if cells)]
     are_numbers = all(map(is_number, names))
     if has_header is None and last and not are_numbers and len(names) > 1:
-        in_comment = next(_reader([last.lstrip("#% ")], separator), [])
+        in_comment: list[str] = next(_reader([last.lstrip("#% ")], separator), [])
         if len(in_comment) == len(names):
             raise ValueError(
                 f"{path}, line {skipped + 1}: {first.strip()!r:.100} may be a row or the names of "
                 f"the columns, since the comment before it has {len(names)} words, too\n\n"
                 "hint: set header = true or header = false"
             )
+    is_given = has_header is not None
     has_header = not are_numbers if has_header is None else has_header
-    wrong = next((name for name in names if not name or is_number(name)), None)
+    wrong = next((name for name in names if not name or (is_number(name) and not is_given)), None)
     if has_header and wrong is not None:
         raise ValueError(
             f"{path}: the first line has {wrong!r}, which is not the name of a column\n\n"
@@ -113,9 +117,17 @@ def find_format(
         )
     if comment is None and not (last or are_numbers):
         marks = ()
-    if not has_header:
-        names = [str(number) for number in range(len(names))]
-    return TextFormat(separator, names, has_header, skipped, marks)
+    numbers = [str(number) for number in range(len(names))]
+    is_csv = ".csv" in [suffix.lower() for suffix in path.suffixes]
+    may_be_header = is_csv and names == numbers and not (last or is_given)
+    return TextFormat(
+        separator,
+        names if has_header else numbers,
+        has_header,
+        skipped,
+        marks,
+        may_be_header=may_be_header,
+    )
 
 
 def _find_separator(path: Path, sample: list[str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gcnzc.datasets import catalog, download, hetero_store, ogb, store
+from gcnzc.datasets.label_notes import describe_gap
 from gcnzc.datasets.names import Names, NamesFolder
 from gcnzc.datasets.npz import NpzGraph
 from gcnzc.datasets.ogb import OgbGraph
@@ -440,6 +441,8 @@ def read_graph(
     if links is not None:
         graph = with_sorted_columns(graph)
     notes = _notes(source, edge_defaults, options)
+    if source.num_classes is None and (gap := describe_gap(labels)):
+        notes = (*notes, f"{source.name}: {gap}")
     return LoadedGraph(graph, labels, split, num_classes, metadata, links, notes)
 
 
@@ -453,6 +456,8 @@ def _notes(source: Source, used: EdgeDefaults, options: GraphOptions) -> tuple[s
         )
     if isinstance(source, ArrayGraph) and source.edge_values:
         notes.append(note_of_values(source.edge_values))
+    if isinstance(source, TableGraph):
+        notes += source.notes
     return tuple(notes)
 
 

@@ -53,6 +53,7 @@ from gcnzc.train.seed_parts import find_parts
 from gcnzc.train.setup import (
     build_loader,
     choose_device,
+    describe_labels,
     format_steps_warning,
     open_features,
 )
@@ -129,6 +130,9 @@ def train(
     if config.verify:
         _verify(config.data, group, reporter)
     data = load_data(config, group)
+    if group.rank == 0 and config.task != "link":
+        for message in describe_labels(data, is_prepared(config.data)):
+            reporter.say(message)
     if config.preset:
         # a run has all options, also of a preset that a later version does not have any more
         with suppress(ValueError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcnzc.datasets.label_notes import describe_gap, describe_missing
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.exchange.sync import all_gather_scalar, all_gather_text
 from gcnzc.features.access_counts import Presample
@@ -290,6 +291,24 @@ def build_loader(
         parts=parts,
         **loading,
     )
+
+
+def describe_labels(data: Dataset | HeteroDataset, is_stored: bool) -> list[str]:
+    """Return what the user may not expect of the labels of a run.
+
+    Args:
+        data: the graph.
+        is_stored: it is a prepared folder; loading other graphs reports classes that are far apart.
+    """
+    if isinstance(data, HeteroDataset) and not data.target:
+        return []
+    found, labels = [describe_missing(data.labels.numpy())], data.labels
+    if is_stored and labels.ndim == 1 and data.names.classes is None:
+        # a stored number of classes may be that of the source
+        known = labels[torch.cat(list(data.split.values()))]
+        if len(known) and data.num_classes == int(known.max()) + 1:
+            found += [f"warning: {gap}" for gap in [describe_gap(known.numpy())] if gap]
+    return [message for message in found if message]
 
 
 def format_steps_warning(config: TrainConfig, num_seeds: int, workers: int) -> str:

@@ -1,5 +1,6 @@
 """Build heterogeneous graphs from dicts of arrays and edge lists."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcnzc.datasets.label_notes import describe_gap
 from gcnzc.datasets.names import Names
 from gcnzc.graph.hetero import values
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph, check_names
@@ -16,6 +18,7 @@ from gcnzc.graph.hetero.times import UNITS, TimeUnit, as_times, to_dates
 from gcnzc.kernels.structure.bipartite import bipartite_csc, sort_by_time
 from gcnzc.system.arguments import check_choice, check_integer
 
+_log = logging.getLogger("gcnzc")
 NODE_KEYS = ("num_nodes", "features", "labels", "split", "time", "keys", "classes")
 EDGE_KEYS = ("edge_index", "features", "time", "weight")
 
@@ -138,6 +141,12 @@ def _node_store(node_type: str, given: Any, unit: TimeUnit | None) -> NodeStore:
         return None if value is None else function(f"{key} {name}", value, count, *more)
 
     labels, keys, classes = convert(values.as_labels, "labels"), convert(as_keys, "keys"), None
+    if (
+        labels is not None
+        and given.get("classes") is None
+        and (gap := describe_gap(labels.numpy()))
+    ):
+        _log.warning("node type %r: %s", node_type, gap)
     if given.get("classes") is not None:
         classes = as_class_names(f"classes {name}", given["classes"], labels)
     has_names = keys is not None or classes is not None

@@ -7,6 +7,7 @@ names that RelBench gives them (Robinson et al., 2024, https://arxiv.org/abs/240
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,12 @@ def from_tables(
     This graph has the edge types ("order", "f2p_customer_id", "customer") and ("customer",
     "rev_f2p_customer_id", "order"). A row without a key (None or NaN) has no edge.
 
-    Row `i` of a table is node `i` of its type, for keys of any type: the index of the table is
-    ignored, and features, times and labels have the order of the rows. The node of a key is its
-    position in the column, `pandas.Index(frame[primary_key]).get_indexer([key])[0]`.
+    Row `i` of a table is node `i` of its type, for keys of any type; features, times and labels
+    have the order of the rows. The index of the table is ignored, but its levels can be named as
+    columns. The node of a key is its position in the column,
+    `pandas.Index(frame[primary_key]).get_indexer([key])[0]`.
+
+    Bytes are read as text in UTF-8, and decimals as numbers.
 
     The graph and its prepared folder have the primary keys, see `NodeStore.keys`, and the names of
     the classes: the categories of a categorical, or the names of several columns of labels.
@@ -134,10 +138,14 @@ def _as_table(name: str, table: Any) -> Table:
             f"table {name!r} is {describe(table)}\n\n"
             "hint: Table(frame, primary_key='id'), with a pandas.DataFrame"
         )
+    if not len(table.frame):
+        raise ValueError(f"table {name!r} has no rows\n\nhint: remove it, or check how it was read")
     return table
 
 
 def _column(name: str, table: Table, column: str, meaning: str) -> Any:
+    if column in table.frame.index.names and column not in table.frame.columns:
+        return _plain_values(table.frame.index.to_frame(index=False)[column])
     if column not in table.frame.columns:
         raise ValueError(
             f"table {name!r} has no column {column!r:.100} for its {meaning}\n\n"
@@ -149,7 +157,31 @@ def _column(name: str, table: Table, column: str, meaning: str) -> Any:
             f"table {name!r} has {found.shape[1]} columns {column!r:.100}\n\n"
             "hint: rename one, since the name of a column is unique"
         )
-    return found
+    return _plain_values(found)
+
+
+def _plain_values(column: Any) -> Any:
+    """Return a column of bytes as text, and one of decimals as numbers; others unchanged."""
+    import pandas
+
+    if hasattr(column, "cat"):
+        categories = column.cat.categories
+        return column.cat.rename_categories(_plain_values(categories.to_series()).to_list())
+    is_arrow = isinstance(column.dtype, pandas.ArrowDtype)
+    if column.dtype != object and not (is_arrow and column.dtype.type in (bytes, Decimal)):
+        return column
+    kind = pandas.api.types.infer_dtype(column.astype(object), skipna=True)
+    if kind == "bytes":
+        return column.astype(object).map(bytes.decode, na_action="ignore")
+    if kind == "decimal":
+        known = column.dropna()
+        is_whole = all(each == int(each) and abs(each) < 2**63 for each in known)
+        found = pandas.Series(index=range(len(column)), dtype="Int64" if is_whole else "float64")
+        found[column.notna().to_numpy()] = [
+            int(each) if is_whole else float(each) for each in known
+        ]
+        return found
+    return column
 
 
 def _features(name: str, table: Table) -> NDArray[np.float32] | None:
