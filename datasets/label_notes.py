@@ -41,7 +41,7 @@ def describe_gap(labels: Array) -> str:
     is_wide = gaps[place] >= LEAST_GAP and 2 * gaps[place] > gaps.sum()
     if not is_wide and count < LEAST_GAP * len(classes):
         return ""
-    after = int(classes[place])
+    after = int(classes[place if is_wide else -1])
     between = f", and none from {after - int(gaps[place])} to {after - 1}" if is_wide else ""
     return (
         f"the labels have {len(classes):,} different classes{between}, but the model predicts "

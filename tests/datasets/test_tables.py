@@ -121,6 +121,7 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     check_people(gcnzc.load(tmp_path / "data"))
     verify(tmp_path / "data")
     assert "columns that are not used: weight of edges.csv, note of nodes.csv" in err
+    assert "1 of 5 labels are missing; nodes that were removed from the splits for this: 1" in err
     assert json.loads(out)["split"]["dropped_without_label"]["test"] == 1
     names = names_in(tmp_path / "data")
     assert names.nodes.tolist() == ["ann", "bob", "c,d", "007", "7"]
@@ -324,6 +325,50 @@ def test_nothing_is_dropped_silently(changed, message, tmp_path):
         gcnzc.prepare(path, tmp_path / "data")
     assert "\n\nhint: " in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
+
+
+COUNTRIES = """\
+id,x,label,split
+NA,1,NA,train
+DE,2,EU,val
+null,3,N/A,train
+None,nan,,val
+nan,NA,None,test
+-1,6,-1,test
+"""
+
+
+def test_only_empty_cells_and_listed_texts_are_missing_among_texts(tmp_path):
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
+    edges = "source,target\nNA,DE\nnull,None\nnan,-1\n"
+    path = write(tmp_path / "in", options=options, nodes=COUNTRIES, edges=edges)
+    gcnzc.prepare(path, tmp_path / "data", allow_nan=True)
+    data = gcnzc.load(tmp_path / "data", allow_nan=True)
+    assert data.node_ids.tolist() == ["NA", "DE", "null", "None", "nan", "-1"]
+    assert data.names.classes == ["-1", "EU", "N/A", "NA", "None"]
+    assert data.labels.tolist() == [3, 1, 2, -1, 4, 0]
+    # columns of numbers keep their list
+    assert data.features[:, 0].isnan().tolist() == [False, False, False, True, True, False]
+    path.write_text(options + 'missing = ["N/A", "None"]\n')
+    gcnzc.prepare(path, tmp_path / "listed", allow_nan=True)
+    data = gcnzc.load(tmp_path / "listed", allow_nan=True)
+    assert (data.names.classes, data.labels.tolist()) == (["-1", "EU", "NA"], [2, 1, -1, -1, -1, 0])
+
+
+def test_missing_numbers_among_labels_and_missing_words_of_a_split(tmp_path):
+    nodes = "id,x,label,split\n0,1,0,train\n1,1,255.0,train\n2,1,NA,val\n3,1,1,val\n4,1,-100,test\n"
+    nodes += "5,1,0,test\n6,1,1,not used\n"
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
+    path = write(tmp_path / "in", options=options, nodes=nodes, edges="u,v\n0,1\n")
+    with pytest.raises(ValueError, match=r"'-100' is not a class(.|\n)*missing = \[\"-100\"\]"):
+        gcnzc.prepare(path, tmp_path / "data")
+    path.write_text(options + "missing = [255, -100]\n")
+    with pytest.raises(ValueError, match=r"'not used' is not a part(.|\n)*missing in \[nodes\]"):
+        gcnzc.prepare(path, tmp_path / "data")
+    path.write_text(options + 'missing = [255, -100, "not used"]\n')
+    data = prepare(path, tmp_path / "data")
+    assert data.labels.tolist() == [0, -1, -1, 1, -1, 0, 1]
+    assert [data.split[part].tolist() for part in ("train", "valid", "test")] == [[0], [3], [5]]
 
 
 def test_masks_that_are_not_masks(tmp_path):

@@ -1,0 +1,160 @@
+"""Lists of edges as SNAP, KONECT, networkrepository and others publish them."""
+
+import gzip
+
+import pytest
+
+import gcnzc
+from gcnzc.datasets.table_graph import TableGraph
+
+SNAP = """\
+# Directed graph (each unordered pair of nodes is saved once): web-Google.txt
+# Webgraph from the Google programming contest, 2002
+# Nodes: 4 Edges: 3
+# FromNodeId\tToNodeId
+0\t11342
+0\t824020
+11342\t0
+"""
+MATRIX = "%%MatrixMarket matrix coordinate {} symmetric\n%----\n% UF Sparse\n3 3 3\n"
+TRIANGLE = [("1", "2"), ("1", "3"), ("2", "3")]
+NAMES = [("ann", "bob"), ("bob", "cid")]
+
+
+def read(folder, text, file="edges.txt", options=""):
+    data = text.encode()
+    (folder / file).write_bytes(gzip.compress(data) if file.endswith(".gz") else data)
+    (folder / "graph.toml").write_text(f'[edges]\nfile = "{file}"\n{options}\n')
+    return TableGraph(folder / "graph.toml")
+
+
+def edges(graph):
+    """Return the edges by the ids in the file."""
+    names = graph.mapping.nodes
+    sources, targets = (end if names is None else names[end] for end in graph._ends)
+    return [(str(a), str(b)) for a, b in zip(sources, targets, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("web.txt", SNAP, [("0", "11342"), ("0", "824020"), ("11342", "0")]),
+        (
+            "web.txt.gz",
+            SNAP.replace("\n", "\r\n"),
+            [("0", "11342"), ("0", "824020"), ("11342", "0")],
+        ),
+        ("out.zachary", "% sym unweighted\n% 3 3 3\n1 2 \n1 3 \n2 3 \n", TRIANGLE),
+        ("out.wall", "% asym weighted\n1 2 1 1082\n1   3\t2\t1083\n2\t3 5 1084\n", TRIANGLE),
+        ("soc.edges", "% sym unweighted\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("soc.edges", "1,2,0.5,100\n1,3,1,101\n2,3,1e-3,102\n", TRIANGLE),
+        ("soc.edges", "1 2\n% later\n1 3\n# and so on\n2 3", TRIANGLE),
+        ("soc.mtx", MATRIX.format("pattern") + "1 2\n1 3\n2 3\n", TRIANGLE),
+        ("soc.mtx.gz", MATRIX.format("real") + "1 2 0.5\n1 3 1e-3\n2 3 2\n", TRIANGLE),
+        ("soc.mtx", "% sizes\n3 3 3\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("soc.txt", MATRIX.format("pattern") + "1 2\n1 3\n2 3\n", TRIANGLE),
+        ("a.txt", "\ufeff\n # indented\n\n  1   2\n1 3\n\n 2 3\n", TRIANGLE),
+        ("a.csv", "1,2\n1,3\n2,3\n", TRIANGLE),
+        ("a.csv", "source target\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("a.csv", "Source;Target;Type\nann;bob;a b\nbob;cid;c\n", NAMES),
+        ("a.csv", "# exported\nsource,target,note\nann,bob,#1\nbob,cid,\n", NAMES),
+        ("a.txt", "source|target\nann|bob\nbob|cid\n", NAMES),
+        ("a.txt", "from to weight\nann bob 1\nbob cid 2\n", NAMES),
+        (
+            "a.txt",
+            "source\ttarget\nNew York, NY\tBoston, MA\nBoston, MA\tNew York, NY\n",
+            [("New York, NY", "Boston, MA"), ("Boston, MA", "New York, NY")],
+        ),
+        ("a.csv", 'source,target\n"#a",b\n"c#d","%e"\n', [("#a", "b"), ("c#d", "%e")]),
+        ("a.csv", "source,target\n#a,b\nc#d,%e\n", [("#a", "b"), ("c#d", "%e")]),
+        # a line within a text in quotes
+        ("a.csv", 'source,target,note\nann,bob,"a\n#b"\nbob,cid,\n', NAMES),
+    ],
+)
+def test_published_lists_of_edges(file, text, expected, tmp_path):
+    graph = read(tmp_path, text, file)
+    assert edges(graph) == expected
+    # an id that no line has, such as 0, is no node
+    assert graph.num_nodes == len({each for pair in expected for each in pair})
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "expected"),
+    [
+        ("header = false", "#source,target\nann,bob\nbob,cid\n", NAMES),
+        ("header = true", "# two words\nsource,target\nann,bob\nbob,cid\n", NAMES),
+        ('header = false\ncomment = ""', "#a,#b\n#b,c\n", [("#a", "#b"), ("#b", "c")]),
+        ('comment = "!"', "! no edge\nsource,target\nann,bob\n! 1\nbob,cid\n", NAMES),
+        ('header = false\nseparator = " "', "ann  bob\nbob\tcid\n", NAMES),
+        ("header = true", "0,1\n5,6\n", [("5", "6")]),
+        ('source = "2"\ntarget = "1"', "9 1 0\n9 2 1\n", [("0", "1"), ("1", "2")]),
+    ],
+)
+def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
+    assert edges(read(tmp_path, text, "a.csv", options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("a.csv", "#source,target\nann,bob\n", "line 2: 'ann,bob' may be a row or the names of"),
+        ("a.csv", "#a,b\n#c,d\n", r"is empty but for comments\n\nhint: comment = \"\" reads"),
+        ("out.a", "% bip unweighted\n1 1\n1 2\n", "has edges between two kinds of nodes"),
+        ("a.mtx", MATRIX.format("pattern") + "1 2\n", "has 1 entries, but line 4 says 3"),
+        ("a.mtx", "3 4 2\n1 2\n3 4\n", "has edges between two kinds of nodes"),
+        ("a.mtx", "1 2\n2 3\n", "line 1: '1 2' has not the sizes of a sparse matrix"),
+        ("a.mtx", "%%MatrixMarket matrix array real general\n2 2 2\n1\n", "has not the sizes"),
+        ("a.dat", "1::5\n2::6\n", r"among 1::5\n\nhint: separator in \[edges\] is the char"),
+        (
+            "a.txt",
+            "1 2 3\n2 3\n",
+            r"line 2: 2 cells, but there are 3 columns\n\nhint: .*' ' is in q",
+        ),
+        ("a.txt", "# c\n\n1 2\n2 3\n3 4 5\n", "Expected 2 fields in line 5, saw 3"),
+        ("a.csv", ",source,target\n0,a,b\n", "the first line has '', .*(.|\n)*index=False"),
+        ("a.csv", "ann,bob,3\n", r"the first line has '3', which is not the name of a column"),
+    ],
+)
+def test_what_could_be_read_wrongly_is_an_error(file, text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, text, file)
+
+
+def test_ids_from_one_with_rows_from_zero(tmp_path, caplog):
+    """Ids are those of the table of nodes; without a column of ids, they count from 0."""
+    path, nodes = tmp_path / "graph.toml", '[nodes]\nfile = "nodes.csv"\n'
+    (tmp_path / "nodes.csv").write_text("id,x\n3,0.75\n1,0.25\n2,0.5\n")
+    text = "% sym unweighted\n1 2\n2 3\n"
+    graph = read(tmp_path, text, "out.a", nodes)
+    assert (edges(graph), graph.num_nodes, graph.notes) == ([("1", "2"), ("2", "3")], 3, ())
+    (tmp_path / "nodes.csv").write_text("x\n0.25\n0.5\n0.75\n")
+    with pytest.raises(
+        ValueError, match=r"line 3, column '1': no node has the id '3'(.|\n)*from 1"
+    ):
+        read(tmp_path, text, "out.a", nodes)
+    # as the other nodes of the list have rows, it may be right
+    read(tmp_path, "1 2\n2 1\n", "a.txt", nodes)
+    gcnzc.prepare(path, tmp_path / "data")
+    assert "no edge of graph.toml has the node 0" in caplog.text
+
+
+def test_a_first_edge_that_may_be_names(tmp_path):
+    assert "read as an edge" in read(tmp_path, "0,1\n1,2\n", "a.csv").notes[0]
+    assert not read(tmp_path, "0\t1\n1\t2\n", "a.txt").notes
+
+
+def test_comments_at_the_end_of_a_block(tmp_path, monkeypatch):
+    lines = [f"{number} {number + 1}" for number in range(60_000)]
+    for place in range(0, len(lines), 7):
+        lines[place] += f"\n# comment {place} of several words"
+    graph = read(tmp_path, "\n".join(lines))
+    assert graph.num_edges == 60_000
+    assert edges(graph)[-1] == ("59999", "60000")
+
+
+def test_a_table_of_nodes_needs_names_of_columns(tmp_path):
+    (tmp_path / "nodes.csv").write_text("0,0.5\n1,1.5\n")
+    with pytest.raises(ValueError, match=r"nodes.csv: the first line has only numbers, no names"):
+        read(tmp_path, "0 1\n", options='[nodes]\nfile = "nodes.csv"')
+    graph = read(tmp_path, "0 1\n", options='[nodes]\nfile = "nodes.csv"\nheader = false\nid = 0')
+    assert graph.mapping.features == ["1"]
