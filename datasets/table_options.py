@@ -4,14 +4,14 @@
     metric = "accuracy"              # or "rocauc"
 
     [edges]
-    file = "edges.csv.gz"            # relative to this file; csv or parquet
+    file = "edges.csv.gz"            # relative to this file; text, Parquet, or a folder of it
     source = "from"                  # columns; may be omitted for source and target, src and dst
     target = "to"
     bidirected = true                # each edge is stored once and means both directions
 
     [nodes]
     file = "nodes.csv"
-    id = "name"                      # column; without it, and without a column id: the row number
+    id = "name"                      # column; may be omitted for id, and for row numbers
     features = ["age", "x*"]         # columns; all others if not given; or "features.npy"
     label = "kind"                   # column, or a list of columns for several tasks
     classes = ["cat", "dog"]         # order of the classes; sorted if not given

@@ -83,13 +83,13 @@ class TextTable(Table):
 
         step = max(1, CHUNK_BYTES // (8 * len(numbers) + TEXT_BYTES * len(self.columns)) * 4)
         total, last, first = self.path.stat().st_size, self.columns[-1], 0
-        is_last_empty, form = False, self.format
+        is_last_empty, layout = False, self.format
         with self._decoded() as (raw, file):
             reader = pd.read_csv(
-                _Lines(file, form),
-                sep=r"\s+" if form.separator == BLANKS else form.separator,
+                _Lines(file, layout),
+                sep=r"\s+" if layout.separator == BLANKS else layout.separator,
                 names=self.columns,
-                header=0 if form.has_header else None,
+                header=0 if layout.has_header else None,
                 # all columns are parsed, since with `usecols` pandas ignores additional cells
                 dtype=dict.fromkeys(self.columns, str) | dict.fromkeys(numbers, np.float64),
                 keep_default_na=False,
@@ -112,10 +112,10 @@ class TextTable(Table):
                     progress(f"read {self.path.name}", min(raw.tell(), total), total)
         if is_last_empty:
             self._check_lengths()
-        if form.num_rows not in (None, first):
+        if layout.num_rows not in (None, first):
             raise ValueError(
-                f"{self.path} has {first:,} entries, but line {form.skipped} says "
-                f"{form.num_rows:,}\n\nhint: was it written completely?"
+                f"{self.path} has {first:,} entries, but line {layout.skipped} says "
+                f"{layout.num_rows:,}\n\nhint: was it written completely?"
             )
 
     def _frames(self, reader: Any, numbers: Sequence[str]) -> "Iterator[pd.DataFrame]":
@@ -213,10 +213,10 @@ class TextTable(Table):
 class _Lines:
     """A file whose comments are empty lines, so that the other lines keep their numbers."""
 
-    def __init__(self, file: Any, form: TextFormat) -> None:
-        self._file, marks = file, "".join(form.comments)
+    def __init__(self, file: Any, layout: TextFormat) -> None:
+        self._file, marks = file, "".join(layout.comments)
         self._comment = re.compile(rf"^[ \t]*[{re.escape(marks)}][^\r\n]*", re.M) if marks else None
-        self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(form.skipped))
+        self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))
 
     def read(self, size: int = -1) -> str:
         """Return about `size` characters; "" at the end."""
