@@ -214,15 +214,16 @@ class _Lines:
     """A file whose comments are empty lines, so that the other lines keep their numbers."""
 
     def __init__(self, file: Any, layout: TextFormat) -> None:
-        self._file, marks = file, "".join(layout.comments)
-        self._comment = re.compile(rf"^[ \t]*[{re.escape(marks)}][^\r\n]*", re.M) if marks else None
+        self._file, self._marks = file, layout.comments
+        marks = "|".join(map(re.escape, self._marks))
+        self._comment = re.compile(rf"^[ \t]*(?:{marks})[^\r\n]*", re.M)
         self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))
 
     def read(self, size: int = -1) -> str:
         """Return about `size` characters; "" at the end."""
         text, self._start = self._start, ""
         text = text or self._file.read(size)
-        if self._comment is not None and text and not text.endswith("\n"):
+        if self._marks and text and not text.endswith("\n"):
             # a comment at the end is read as a whole
             text += self._file.readline()
         return self._without_comments(text)
@@ -232,7 +233,8 @@ class _Lines:
         yield from map(self._without_comments, self._file)
 
     def _without_comments(self, text: str) -> str:
-        return text if self._comment is None else self._comment.sub("", text)
+        has_comment = any(mark in text for mark in self._marks)
+        return self._comment.sub("", text) if has_comment else text
 
 
 def _factorize(column: "pd.Series[Any]") -> Texts:
