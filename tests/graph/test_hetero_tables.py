@@ -1,5 +1,7 @@
 """Labels and splits of graphs from tables: columns, times, folders, and what is named."""
 
+from decimal import Decimal
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -158,6 +160,11 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
             {"users": pd.concat([USERS, USERS[["age"]]], axis=1)},
             "table 'user' has 2 columns 'age'",
         ),
+        # of any dtype of times, and without times
+        ({"orders": ORDERS[:0]}, "table 'order' has no rows"),
+        ({"orders": ORDERS[:0].astype(object)}, "table 'order' has no rows"),
+        ({"orders": ORDERS[:0], "time": "day"}, "table 'order' has no rows"),
+        ({"orders": ORDERS[:0], "time": None}, "table 'order' has no rows"),
         ({"labels": {"user": []}}, r"labels\['user'\] has no columns"),
         ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
         ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),
@@ -184,6 +191,47 @@ def test_wrong_labels_and_splits_are_rejected_with_a_message_that_names_them(opt
     with pytest.raises(ValueError, match="(?s)" + message) as error:
         build(**options)
     assert "\n\nhint: " in str(error.value)
+
+
+def bytes_of(column):
+    return column.map(lambda each: f"u{each}".encode())
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "keys"),
+    [
+        (bytes_of, bytes_of, ["u7", "u9", "u8", "u5"]),
+        (bytes_of, lambda column: "u" + column.astype(str), ["u7", "u9", "u8", "u5"]),
+        (lambda column: bytes_of(column).astype("category"), bytes_of, ["u7", "u9", "u8", "u5"]),
+        (lambda column: column.map(Decimal), lambda column: column, [7, 9, 8, 5]),
+        (
+            lambda column: column,
+            lambda column: column.map("{}.00".format).map(Decimal),
+            [7, 9, 8, 5],
+        ),
+    ],
+)
+def test_keys_of_bytes_and_decimals(own, other, keys):
+    users = USERS.assign(id=own(USERS["id"]), age=USERS["age"].map(Decimal))
+    # keys of a table with several rows of one label in its index, and with a missing one
+    orders = ORDERS.assign(user=other(ORDERS["user"]).astype(object), date=ORDERS["day"])
+    orders = pd.concat([orders, orders[:1].assign(user=None)])
+    graph = build(users, orders)
+    assert graph.nodes("user").keys.tolist() == keys
+    assert graph.nodes("user").features.tolist() == [[1], [2], [3], [4]]
+    edges = graph.edges("f2p_user").edge_index()
+    assert sorted(zip(*edges.tolist(), strict=True)) == [(0, 0), (1, 1), (2, 1), (3, 3), (4, 2)]
+
+
+def test_levels_of_an_index_are_columns():
+    expected = build(labels={"user": "level"})
+    graph = build(
+        USERS.set_index(["id", "level"]), ORDERS.set_index("user"), labels={"user": "level"}
+    )
+    assert graph.nodes("user").keys.tolist() == [7, 9, 8, 5]
+    assert torch.equal(graph.nodes("user").labels, expected.nodes("user").labels)
+    edges = [each.edges("f2p_user").edge_index() for each in (graph, expected)]
+    assert torch.equal(*edges)
 
 
 def test_wrong_types_are_rejected_with_a_message_that_names_them():
