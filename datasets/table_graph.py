@@ -32,11 +32,8 @@ from gcnzc.datasets.rows import (
 )
 from gcnzc.datasets.source import SPLITS, EdgeDefaults, Metric, node_dtype
 from gcnzc.datasets.table_options import NodeTable, read_options
-from gcnzc.datasets.tables import Table, Texts
+from gcnzc.datasets.tables import END_NAMES, Table, Texts
 from gcnzc.datasets.text_tables import TEXT, TextTable
-
-# recognized column names for edge endpoints
-END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 
 
 class TableGraph:

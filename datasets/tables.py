@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from gcnzc.datasets.rows import Array, Progress, no_progress
 
+# recognized column names for edge endpoints
+END_NAMES = (("source", "target"), ("src", "dst"), ("from", "to"), ("u", "v"))
 # texts that mean a missing value in a column of numbers
 MISSING = ("", "nan", "NaN", "NAN", "NA", "N/A", "null", "None")
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gcnzc.datasets.tables import is_number
+from gcnzc.datasets.tables import END_NAMES, is_number
 
 COMMENTS = ("#", "%")
 # stands for runs of blanks and tabs
@@ -36,6 +36,7 @@ class TextFormat:
         has_header: whether the first row has the names.
         skipped: the number of lines before the first row.
         comments: with what later lines begin that are no rows.
+        may_be_rows: such lines may be rows if they have as many cells.
         num_rows: as the file says; None if it does not.
         may_be_header: the first row has the numbers 0, 1, ..., which pandas may have written as
             names, and is taken as an edge.
@@ -46,6 +47,7 @@ class TextFormat:
     has_header: bool
     skipped: int = 0
     comments: tuple[str, ...] = ()
+    may_be_rows: bool = False
     num_rows: int | None = None
     may_be_header: bool = False
 
@@ -69,24 +71,23 @@ def find_format(
         separator: as given; None to determine it.
         has_header: as given; None for a header unless the first row has only numbers.
         comment: with what comments begin, as given; "" for no comments. None: lines before the
-            first row are comments if they begin with `#` or `%`; so are later ones if there are
-            such lines or the first row has only numbers.
+            first row are comments if they begin with `#` or `%`; so are later ones if the first
+            row has only numbers, or if they begin as those before the first row.
 
     Raises:
         ValueError: the file has no rows, the first row may be names or not, or the file has edges
             between two kinds of nodes.
     """
     marks = COMMENTS if comment is None else tuple(comment)
-    skipped, last, first, kind = 0, "", "", ""
+    skipped, first, heading = 0, "", []
     for line in lines:
         text = line.strip()
         if text and not text.startswith(marks):
             first = line
             break
-        if text:
-            last = text
-            kind = kind or text
+        heading += [text] if text else []
         skipped += 1
+    kind, last = (heading[0], heading[-1]) if heading else ("", "")
     if not first:
         hint = 'comment = "" reads lines that begin with # or %' if last else "was it written?"
         raise ValueError(f"{path} is empty{' but for comments' if last else ''}\n\nhint: {hint}")
@@ -98,7 +99,8 @@ def find_format(
     separator = separator or _find_separator(path, sample)
     names = [name.strip() for name in next(cells for cells in _reader(sample, separator) if cells)]
     are_numbers = all(map(is_number, names))
-    if has_header is None and last and not are_numbers and len(names) > 1:
+    has_ends = any({*pair} <= {name.lower() for name in names} for pair in END_NAMES)
+    if has_header is None and last and not (are_numbers or has_ends) and len(names) > 1:
         in_comment: list[str] = next(_reader([last.lstrip("#% ")], separator), [])
         if len(in_comment) == len(names):
             raise ValueError(
@@ -115,8 +117,9 @@ def find_format(
             "hint: add a line with the names of the columns, or set header = false, and name "
             "the columns by their numbers, from 0; pandas writes no index with index=False"
         )
-    if comment is None and not (last or are_numbers):
-        marks = ()
+    may_be_rows = comment is None and not are_numbers
+    if may_be_rows:
+        marks = tuple({text[0] for text in heading})
     numbers = [str(number) for number in range(len(names))]
     is_csv = ".csv" in [suffix.lower() for suffix in path.suffixes]
     may_be_header = is_csv and names == numbers and not (last or is_given)
@@ -126,6 +129,7 @@ def find_format(
         has_header,
         skipped,
         marks,
+        may_be_rows,
         may_be_header=may_be_header,
     )
 
@@ -171,7 +175,7 @@ def _matrix_market(path: Path, banner: str, sizes: str, row: str, skipped: int) 
     if cells[0] != cells[1]:
         raise _bipartite(path)
     names = [str(number) for number in range(len(row.split()))]
-    return TextFormat(BLANKS, names, False, skipped + 1, COMMENTS, int(cells[2]))
+    return TextFormat(BLANKS, names, False, skipped + 1, COMMENTS, num_rows=int(cells[2]))
 
 
 def _bipartite(path: Path) -> ValueError:

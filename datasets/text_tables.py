@@ -86,7 +86,7 @@ class TextTable(Table):
         is_last_empty, layout = False, self.format
         with self._decoded() as (raw, file):
             reader = pd.read_csv(
-                _Lines(file, layout),
+                _Lines(self.path, file, layout),
                 sep=r"\s+" if layout.separator == BLANKS else layout.separator,
                 names=self.columns,
                 header=0 if layout.has_header else None,
@@ -168,7 +168,7 @@ class TextTable(Table):
     def _records(self) -> Generator[tuple[int, list[str]], None, None]:
         """Yield, for each row, the number of its first line, counted from 1, and its cells."""
         with self._readable(), self._decoded() as (_, file):
-            reader = self.format.cells(_Lines(file, self.format))
+            reader = self.format.cells(_Lines(self.path, file, self.format))
             before, is_header = 0, self.has_header
             for cells in reader:
                 if cells and not is_header:
@@ -213,8 +213,9 @@ class TextTable(Table):
 class _Lines:
     """A file whose comments are empty lines, so that the other lines keep their numbers."""
 
-    def __init__(self, file: Any, layout: TextFormat) -> None:
-        self._file, self._marks = file, layout.comments
+    def __init__(self, path: Path, file: Any, layout: TextFormat) -> None:
+        self._path, self._file, self._layout = path, file, layout
+        self._marks = layout.comments
         marks = "|".join(map(re.escape, self._marks))
         self._comment = re.compile(rf"^[ \t]*(?:{marks})[^\r\n]*", re.M)
         self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))
@@ -234,7 +235,19 @@ class _Lines:
 
     def _without_comments(self, text: str) -> str:
         has_comment = any(mark in text for mark in self._marks)
-        return self._comment.sub("", text) if has_comment else text
+        return self._comment.sub(self._check_comment, text) if has_comment else text
+
+    def _check_comment(self, found: "re.Match[str]") -> str:
+        """Return "" for a comment, and raise a ValueError for a line that may be a row."""
+        layout = self._layout
+        cells: list[str] = next(layout.cells([found[0]]), [])
+        if layout.may_be_rows and len(cells) == len(layout.names):
+            raise ValueError(
+                f"{self._path}: the line {found[0]!r:.100} may be a row or a comment\n\n"
+                f'hint: comment = "{found[0].lstrip()[0]}" in the .toml skips such lines; quotes '
+                "around the first text make it a row"
+            )
+        return ""
 
 
 def _factorize(column: "pd.Series[Any]") -> Texts:

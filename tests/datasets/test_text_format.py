@@ -60,6 +60,8 @@ def edges(graph):
         ("a.csv", "# exported\nsource,target,note\nann,bob,#1\nbob,cid,\n", NAMES),
         ("a.txt", "source|target\nann|bob\nbob|cid\n", NAMES),
         ("a.txt", "from to weight\nann bob 1\nbob cid 2\n", NAMES),
+        ("a.txt", "# of 2024 May\nfrom to weight\nann bob 1\n# of June and July\nbob cid 2\n", NAMES),
+        ("a.txt", "% c\nfrom to\n#a bob\nbob cid\n", [("#a", "bob"), ("bob", "cid")]),
         (
             "a.txt",
             "source\ttarget\nNew York, NY\tBoston, MA\nBoston, MA\tNew York, NY\n",
@@ -86,6 +88,7 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
         ('header = false\ncomment = ""', "#a,#b\n#b,c\n", [("#a", "#b"), ("#b", "c")]),
         ('comment = "!"', "! no edge\nsource,target\nann,bob\n! 1\nbob,cid\n", NAMES),
         ('header = false\nseparator = " "', "ann  bob\nbob\tcid\n", NAMES),
+        ('comment = "#"', "# c\nsource,target\nann,bob\n#a,b\nbob,cid\n", NAMES),
         ("header = true", "0,1\n5,6\n", [("5", "6")]),
         ('source = "2"\ntarget = "1"', "9 1 0\n9 2 1\n", [("0", "1"), ("1", "2")]),
     ],
@@ -98,6 +101,7 @@ def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
     ("file", "text", "message"),
     [
         ("a.csv", "#source,target\nann,bob\n", "line 2: 'ann,bob' may be a row or the names of"),
+        ("a.csv", "# c\nsource,target\n#a,b\nc,d\n", "the line '#a,b' may be a row or a comment"),
         ("a.csv", "#a,b\n#c,d\n", r"is empty but for comments\n\nhint: comment = \"\" reads"),
         ("out.a", "% bip unweighted\n1 1\n1 2\n", "has edges between two kinds of nodes"),
         ("a.mtx", MATRIX.format("pattern") + "1 2\n", "has 1 entries, but line 4 says 3"),
