@@ -60,7 +60,11 @@ def edges(graph):
         ("a.csv", "# exported\nsource,target,note\nann,bob,#1\nbob,cid,\n", NAMES),
         ("a.txt", "source|target\nann|bob\nbob|cid\n", NAMES),
         ("a.txt", "from to weight\nann bob 1\nbob cid 2\n", NAMES),
-        ("a.txt", "# of 2024 May\nfrom to weight\nann bob 1\n# of June and July\nbob cid 2\n", NAMES),
+        (
+            "a.txt",
+            "# of 2024 May\nfrom to weight\nann bob 1\n# of June and July\nbob cid 2\n",
+            NAMES,
+        ),
         ("a.txt", "% c\nfrom to\n#a bob\nbob cid\n", [("#a", "bob"), ("bob", "cid")]),
         (
             "a.txt",
