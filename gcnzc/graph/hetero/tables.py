@@ -165,8 +165,9 @@ def _plain_values(column: Any) -> Any:
     import pandas
 
     if hasattr(column, "cat"):
-        categories = column.cat.categories
-        return column.cat.rename_categories(_plain_values(categories.to_series()).to_list())
+        categories = column.cat.categories.to_series()
+        plain = _plain_values(categories)
+        return column if plain is categories else column.cat.rename_categories(plain.to_list())
     is_arrow = isinstance(column.dtype, pandas.ArrowDtype)
     if column.dtype != object and not (is_arrow and column.dtype.type in (bytes, Decimal)):
         return column
