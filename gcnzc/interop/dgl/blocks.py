@@ -180,7 +180,7 @@ class BlockBuilder(GraphView):
             block.num_dst,
             self._to_idtype(block.indptr),
             self._to_idtype(block.indices),
-            self._empty,
+            make_edge_numbers(block.num_edges, self.dtype),
             FORMATS,
             True,
         )
@@ -210,6 +210,15 @@ def convert_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
     # NumPy copies in this thread; torch would start more threads
     np.copyto(out.numpy(), ids.numpy())
     return out
+
+
+def make_edge_numbers(count: int, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of the edges of a block in CSC order, from 0.
+
+    DGL's CPU kernels that read edges require them. Each block has its own, since DGL may sort a
+    graph's CSC in place.
+    """
+    return torch.from_numpy(np.arange(count, dtype=str(dtype).removeprefix("torch.")))
 
 
 def invert_edge_ids(edge_ids: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from gcnzc.interop.dgl.blocks import (
     convert_ids,
     invert_edge_ids,
     make_edge_frame,
+    make_edge_numbers,
     make_id_column,
     sort_columns,
 )
@@ -187,7 +188,8 @@ class HeteroBlockBuilder(GraphView):
                 *(2, num_src, num_dst),
                 convert_ids(indptr, self.dtype),
                 convert_ids(batch.row[each][part], self.dtype),
-                *(self._empty, FORMATS, True),
+                make_edge_numbers(part.stop - part.start, self.dtype),
+                *(FORMATS, True),
             )
             relations.append(relation)
             edge_ids = self.csc.edge_ids[each]
