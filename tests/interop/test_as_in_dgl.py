@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 
-from gcnzc.interop.dgl import DataLoader, import_dgl
+import gcnzc.interop.dgl as interop_dgl
+from gcnzc.interop.dgl import DataLoader, EdgeDataLoader, NodeDataLoader, import_dgl
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -146,3 +147,54 @@ def test_worker_processes_return_the_minibatches_of_the_process_that_starts_them
     first, second = made(0), made(1)
     assert first != second
     assert made(1, num_workers=1, multiprocessing_context="forkserver") == second
+
+
+def test_names_that_are_not_replaced_are_dgls():
+    for name in ("NeighborSampler", "LaborSampler", "negative_sampler", "GraphDataLoader"):
+        assert getattr(interop_dgl, name) is getattr(loading, name)
+    with pytest.raises(ImportError, match="cannot import name 'NoSampler'"):
+        from gcnzc.interop.dgl import NoSampler  # noqa: F401
+
+
+def ids_of(loader):
+    return [[block.edata[dgl.EID].tolist() for block in blocks] for *_, blocks in loader]
+
+
+def test_a_node_data_loader_has_the_arguments_of_older_versions(graph):
+    given = graph, torch.arange(NODES), loading.MultiLayerNeighborSampler([3, 2])
+    options = {"batch_size": 8, "shuffle": True, "drop_last": True, "num_workers": 1, "seed": 1}
+    loader = NodeDataLoader(*given, "cpu", False, 0, **options)
+    assert type(loader) is DataLoader
+    assert ids_of(loader) == ids_of(DataLoader(*given, **options))
+    feat, label = torch.rand(NODES, 3), torch.arange(NODES)
+    loader = NodeDataLoader(
+        *given, load_input={"feat": feat}, load_output={"label": label}, async_load=True
+    )
+    inputs, outputs, blocks = next(iter(loader))
+    assert torch.equal(blocks[0].srcdata["feat"], feat[inputs])
+    assert torch.equal(blocks[-1].dstdata["label"], label[outputs])
+    assert not graph.ndata
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_edge_data_loader_has_the_arguments_of_older_versions(graph, is_given):
+    src, dst = graph.edges()
+    graph = dgl.graph((torch.cat([src, dst]), torch.cat([dst, src])))
+    reverse = torch.cat([torch.arange(EDGES) + EDGES, torch.arange(EDGES)])
+    options = {"batch_size": 50, "shuffle": True, "num_workers": 1, "seed": 1}
+    edges = {
+        "exclude": "reverse_id",
+        "reverse_eids": reverse,
+        "negative_sampler": loading.negative_sampler.Uniform(2),
+    }
+    predicted = loading.as_edge_prediction_sampler(loading.NeighborSampler([3]), **edges)
+    if is_given:
+        loader = EdgeDataLoader(graph, torch.arange(EDGES), predicted, **options)
+    else:
+        inner = loading.NeighborSampler([3])
+        loader = EdgeDataLoader(graph, torch.arange(EDGES), inner, "cpu", **edges, **options)
+    wanted = ids_of(DataLoader(graph, torch.arange(EDGES), predicted, **options))
+    assert ids_of(loader) == wanted
+    assert len(next(iter(loader))) == 4
+    with pytest.raises(ValueError, match="does not support g_sampling"):
+        EdgeDataLoader(graph, torch.arange(EDGES), predicted, g_sampling=graph)

@@ -10,6 +10,7 @@ import torch
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
+import gcnzc.interop.pyg as interop_pyg
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
 from gcnzc.interop.pyg.importing import import_pyg
 
@@ -201,12 +202,14 @@ def test_loaders_have_the_attributes_of_pygs_loaders(data):
     assert isinstance(loader, pyg.loader.NeighborLoader)
     assert repr(loader) == "NeighborLoader()"
     assert {name: getattr(loader, name) for name in kwargs} == kwargs
+    assert loader.input_type is None
     assert loader.input_data.node.tolist() == [3, 8]
     assert loader.input_data[torch.tensor([1])].input_id.tolist() == [8]
     assert loader.node_sampler.num_neighbors.get_values() == [3, 2]
     assert len(loader.node_sampler.num_neighbors) == 2
     links = LinkNeighborLoader(data, [3], data.edge_index[:, :9], torch.arange(9), **kwargs)
     assert repr(links) == "LinkNeighborLoader()"
+    assert links.input_type is None
     assert torch.equal(links.input_data.row, data.edge_index[0, :9])
     assert torch.equal(links.input_data.col, data.edge_index[1, :9])
     assert links.input_data[[4, 2]].label.tolist() == [4, 2]
@@ -257,3 +260,15 @@ def test_a_copy_of_a_subclass_has_the_same_class(data):
     other = copy.deepcopy(Halved(data, share=0.5))
     assert type(other) is Halved
     assert len(other.dataset) == NODES // 2
+
+
+def test_names_that_are_not_replaced_are_pygs(data):
+    replaced = {"NeighborLoader", "LinkNeighborLoader"}
+    for name in {*pyg.loader.__all__} - replaced:
+        assert getattr(interop_pyg, name) is getattr(pyg.loader, name)
+    from gcnzc.interop.pyg import LinkNeighborLoader, RandomNodeLoader
+
+    assert LinkNeighborLoader is interop_pyg.LinkNeighborLoader
+    assert sum(batch.num_nodes for batch in RandomNodeLoader(data, 4)) == NODES
+    with pytest.raises(ImportError, match="cannot import name 'NoLoader'"):
+        from gcnzc.interop.pyg import NoLoader  # noqa: F401

@@ -443,7 +443,7 @@ def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
     loader = NeighborLoader(data, [1], ("user", ids))
     assert loader([2, 0])["user"].n_id[:2].tolist() == [50, 7]
     assert loader.input_data[torch.tensor([1])].node.tolist() == [3]
-    assert loader.input_data.input_type == "user"
+    assert loader.input_data.input_type == loader.input_type == "user"
 
 
 def test_an_epoch_without_minibatches_is_no_error(data):

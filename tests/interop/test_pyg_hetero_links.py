@@ -272,7 +272,7 @@ def test_edges_may_be_given_by_type(data):
     edges = data[BUYS].edge_index
     for given in (BUYS, list(BUYS), (BUYS, None), (("user", "item"), None), (BUYS, edges.int())):
         loader = LinkNeighborLoader(data, [2], given)
-        assert loader.input_data.input_type == BUYS
+        assert loader.input_data.input_type == loader.input_type == BUYS
         assert torch.equal(torch.stack([loader.input_data.row, loader.input_data.col]), edges)
     loader = LinkNeighborLoader(data, [2], (BUYS, edges[:, :9]), input_id=torch.arange(9) * 2)
     assert isinstance(loader, pyg.loader.LinkNeighborLoader)

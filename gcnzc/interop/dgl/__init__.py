@@ -1,10 +1,27 @@
 """Drop-in loader for DGL, and DGL's neighbour sampler for `gcnzc.Loader`.
 
-Importing this package does not import DGL; using its functions and classes does.
+Importing this package does not import DGL; using its functions and classes does. Other names are
+those of `dgl.dataloading`, unchanged, such as its samplers.
 """
+
+from typing import Any
 
 from gcnzc.interop.dgl.dgl_sampler import DglSampler
 from gcnzc.interop.dgl.importing import graphbolt_works, import_dgl
-from gcnzc.interop.dgl.loader import DataLoader
+from gcnzc.interop.dgl.loader import DataLoader, EdgeDataLoader, NodeDataLoader
 
-__all__ = ["DataLoader", "DglSampler", "graphbolt_works", "import_dgl"]
+__all__ = [
+    "DataLoader",
+    "DglSampler",
+    "EdgeDataLoader",
+    "NodeDataLoader",
+    "graphbolt_works",
+    "import_dgl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `dgl.dataloading` that this package does not define."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_dgl().dataloading, name)

@@ -382,6 +382,75 @@ DataLoader.__init__ = renamed_arguments(  # type: ignore[method-assign]
 )(DataLoader.__init__)
 
 
+def NodeDataLoader(
+    g: Any,
+    nids: Any,
+    graph_sampler: Any,
+    device: torch.device | str | None = None,
+    use_ddp: bool = False,
+    ddp_seed: int = 0,
+    *,
+    load_input: Mapping[str, Tensor] | None = None,
+    load_output: Mapping[str, Tensor] | None = None,
+    async_load: bool = False,
+    **kwargs: Any,
+) -> DataLoader:
+    """Return a `DataLoader` of nodes, for scripts written for DGL before 2.0.
+
+    Args:
+        g, nids: `graph` and `indices` of `DataLoader`.
+        graph_sampler, device, use_ddp, ddp_seed, kwargs: as for `DataLoader`.
+        load_input, load_output: further node data by name, (N, ...); the graph must have one type
+            of nodes.
+        async_load: without effect.
+
+    Raises:
+        TypeError, ValueError: as for `DataLoader`.
+    """
+    if load_input or load_output:
+        g = g.local_var()
+        g.ndata.update({**(load_input or {}), **(load_output or {})})
+    return DataLoader(g, nids, graph_sampler, device, use_ddp, ddp_seed, **kwargs)
+
+
+def EdgeDataLoader(
+    g: Any,
+    eids: Any,
+    graph_sampler: Any,
+    device: torch.device | str | None = None,
+    use_ddp: bool = False,
+    ddp_seed: int = 0,
+    *,
+    exclude: Any = None,
+    reverse_eids: Any = None,
+    reverse_etypes: Any = None,
+    negative_sampler: Any = None,
+    g_sampling: None = None,
+    **kwargs: Any,
+) -> DataLoader:
+    """Return a `DataLoader` of edges, for scripts written for DGL before 2.0.
+
+    Args:
+        g, eids: `graph` and `indices` of `DataLoader`.
+        graph_sampler: a DGL sampler of blocks, or `as_edge_prediction_sampler` around one.
+        device, use_ddp, ddp_seed, kwargs: as for `DataLoader`.
+        exclude, reverse_eids, reverse_etypes, negative_sampler: arguments of
+            `dgl.dataloading.as_edge_prediction_sampler`, which is called with a sampler of blocks.
+        g_sampling: not supported.
+
+    Raises:
+        TypeError, ValueError: as for `DataLoader`.
+    """
+    if g_sampling is not None:
+        raise ValueError("EdgeDataLoader does not support g_sampling; use exclude")
+    loading = import_dgl().dataloading
+    if isinstance(graph_sampler, loading.BlockSampler):
+        graph_sampler = loading.as_edge_prediction_sampler(
+            graph_sampler, exclude, reverse_eids, reverse_etypes, negative_sampler
+        )
+    return DataLoader(g, eids, graph_sampler, device, use_ddp, ddp_seed, **kwargs)
+
+
 def _block_sampler(graph_sampler: Any) -> Any:
     return getattr(graph_sampler, "sampler", graph_sampler)
 

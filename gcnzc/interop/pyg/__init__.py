@@ -1,11 +1,15 @@
 """Drop-in loaders for PyG, and tables and graphs as PyG stores.
 
-Importing this package imports PyG, and raises an ImportError if PyG is not installed.
+Importing this package imports PyG, and raises an ImportError if PyG is not installed. Other names
+are those of `torch_geometric.loader`, unchanged, such as `ClusterLoader`.
 """
+
+from typing import Any
 
 from gcnzc.interop.pyg.feature_store import TableStore
 from gcnzc.interop.pyg.hetero_link_loader import HeteroLinkNeighborLoader
 from gcnzc.interop.pyg.hetero_node_loader import HeteroNeighborLoader
+from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.interop.pyg.link_loader import LinkNeighborLoader
 from gcnzc.interop.pyg.node_loader import NeighborLoader
 from gcnzc.interop.pyg.stores import HeteroFeatureStore, HeteroGraphStore, as_stores
@@ -20,3 +24,8 @@ __all__ = [
     "TableStore",
     "as_stores",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `torch_geometric.loader` that this package does not define."""
+    return getattr(import_pyg().loader, name)

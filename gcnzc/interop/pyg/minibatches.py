@@ -123,6 +123,11 @@ class PygLoader(DropInLoader):
         """
         return self._sample_on_host(as_items(index, self.num_items, "index"), self.epoch)
 
+    @property
+    def input_type(self) -> Any:
+        """The type of the nodes, or edges, to iterate over; None for a `Data`."""
+        return cast(Any, self).input_data.input_type
+
     def filter_fn(self, out: Any) -> Any:
         """Return `out` unchanged, since `collate_fn` returns complete minibatches.
 
