@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gcnzc.kernels.structure import csc
-from gcnzc.system.arguments import as_ids, check_choice, check_flag, check_integer, describe
+from gcnzc.system.arguments import (
+    as_ids,
+    check_choice,
+    check_edge_index,
+    check_flag,
+    check_integer,
+    describe,
+)
 
 Ids: TypeAlias = Tensor | NDArray[np.integer] | Sequence[int]
 
@@ -262,12 +269,7 @@ class Graph:
             )
         edge_index = getattr(data, "edge_index", None)
         if edge_index is not None:
-            if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
-                raise ValueError(
-                    f"data.edge_index is {describe(edge_index)}\n\n"
-                    "hint: a tensor of shape (2, E): row 0 sources, row 1 targets"
-                )
-            src, dst = edge_index.cpu()
+            src, dst = check_edge_index("data.edge_index", edge_index).cpu()
             return cls.from_edges(
                 src,
                 dst,
@@ -348,6 +350,9 @@ def _to_array(ids: Ids, name: str) -> NDArray[np.integer]:
         return as_ids(name, ids, "one dimension of int32 or int64").numpy()
     # a plain ndarray view, because each slice of an np.memmap costs microseconds
     array = np.asarray(ids)
+    if array.shape == (0,):
+        # `torch.tensor([])` and `np.array([])` are of a floating-point dtype
+        array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
         raise ValueError(
             f"{name} has shape {array.shape} and type {array.dtype}\n\n"

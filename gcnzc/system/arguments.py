@@ -212,6 +212,22 @@ def check_device(name: str, value: Any) -> torch.device:
         raise ValueError(f"{name} is {describe(value)}, not a device\n\nhint: {hint}") from None
 
 
+def check_edge_index(name: str, value: Any) -> Tensor:
+    """Return edges, a (2, E) tensor of int32 or int64; without edges it may be of any dtype.
+
+    Raises:
+        ValueError: it is not such a tensor.
+    """
+    is_pair = isinstance(value, Tensor) and value.ndim == 2 and len(value) == 2
+    if not is_pair or (value.numel() and value.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"{name} is {describe(value)}\n\n"
+            "hint: an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
+        )
+    # `torch.tensor([[], []])` is of float32
+    return value if value.numel() else value.long()
+
+
 def as_ids(name: str, value: Any, hint: str) -> Tensor:
     """Return ids of nodes or edges, given as a tensor, an array or a list, as an int64 tensor (N,).
 

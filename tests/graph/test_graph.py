@@ -122,8 +122,10 @@ def test_sizes_types_and_views():
 
 def test_graphs_without_edges_or_nodes_are_valid():
     none = np.empty(0, np.int64)
-    graph = Graph.from_edges(none, none, 5)
-    assert (graph.num_nodes, graph.num_edges) == (5, 0)
+    # PyTorch's and NumPy's empty tensors are of a floating-point dtype
+    for empty in (none, torch.tensor([]), np.array([]), []):
+        graph = Graph.from_edges(empty, empty, 5)
+        assert (graph.num_nodes, graph.num_edges) == (5, 0)
     assert columns(graph.rebuild(self_loops="add")) == [[0], [1], [2], [3], [4]]
     empty = Graph.from_edges(none, none, 0, bidirected=True, self_loops="add", duplicates="remove")
     assert (empty.num_nodes, empty.num_edges) == (0, 0)
@@ -258,6 +260,11 @@ def test_from_pyg_converts_data():
 
 
 def test_from_pyg_accepts_data_without_edges():
+    data = SimpleNamespace(edge_index=torch.tensor([[], []]), num_nodes=3)
+    assert Graph.from_pyg(data).num_edges == 0
+    data.edge_index = torch.tensor([[0.0], [1.0]])
+    with pytest.raises(ValueError, match=r"edge_index is a tensor of torch\.float32"):
+        Graph.from_pyg(data)
     with pytest.raises(ValueError, match="a SimpleNamespace, which has no edge_index and no adj_t"):
         Graph.from_pyg(SimpleNamespace(x=1))
 

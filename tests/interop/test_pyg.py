@@ -33,6 +33,7 @@ from torch_geometric.utils import trim_to_layer  # noqa: E402
 
 NODES, EDGES = 300, 3000
 TRANSFORMED = "transformed"
+EDGE = torch.tensor([[0], [1]])
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +156,18 @@ def test_edge_index_may_have_other_dtypes_and_strides(data):
             assert torch.equal(batch.e_id, wanted)
 
 
-def test_data_without_edges_can_be_loaded():
-    data = Data(x=torch.randn(5, 2), edge_index=torch.empty(2, 0, dtype=torch.int64))
-    (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
-    assert torch.equal(batch.x, data.x)
-    assert (counts(batch), batch.edge_index.shape) == (([5, 0, 0], [0, 0]), (2, 0))
+# `torch.tensor([[], []])` is of float32
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_data_without_edges_can_be_loaded(dtype):
+    data = Data(x=torch.randn(5, 2), edge_index=torch.empty(2, 0, dtype=dtype))
+    for options in ({}, {"is_sorted": True}, {"disjoint": True}):
+        (batch,) = NeighborLoader(data, [3, 2], batch_size=5, **options)
+        assert torch.equal(batch.x, data.x)
+        assert (counts(batch), batch.edge_index.shape) == (([5, 0, 0], [0, 0]), (2, 0))
+        assert batch.edge_index.dtype == torch.int64
+    assert list(LinkNeighborLoader(data, [3, 2])) == []
+    full = Data(edge_index=EDGE, num_nodes=3)
+    assert list(LinkNeighborLoader(full, [3], edge_label_index=data.edge_index)) == []
 
 
 def test_input_nodes_may_be_ids_masks_or_lists(data):
@@ -487,9 +495,6 @@ def test_num_workers_sets_the_number_of_threads(data):
         assert len(list(loader)) == 3
 
 
-EDGE = torch.tensor([[0], [1]])
-
-
 @pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -498,7 +503,7 @@ EDGE = torch.tensor([[0], [1]])
         ({"data": Data(adj_t=object(), num_nodes=3)}, "does not support adj_t"),
         ({"data": Data(edge_index=[[0], [1]], num_nodes=3)}, "edge_index of type list"),
         ({"data": Data(edge_index=EDGE.T[:, :1], num_nodes=3)}, r"shape \(1, 1\)"),
-        ({"data": Data(edge_index=EDGE.float(), num_nodes=3)}, "float32"),
+        ({"data": Data(edge_index=EDGE.float(), num_nodes=3)}, "edge_index is .*float32"),
         ({"data": Data(edge_index=EDGE + 5, num_nodes=3)}, "nodes"),
         (
             {"data": Data(edge_index=EDGE, x=torch.rand(2, 2).requires_grad_())},

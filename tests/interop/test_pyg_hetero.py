@@ -505,6 +505,17 @@ def test_minibatches_of_data_without_edges_have_only_the_seeds(num_neighbors):
         assert (first["item"].num_nodes, first.edge_types) == (0, [])
 
 
+def test_an_empty_edge_index_may_be_of_floats():
+    data = HeteroData({"user": {"num_nodes": 3}, "item": {"num_nodes": 4}})
+    data[BUYS].edge_index = torch.tensor([[], []])
+    (batch,) = NeighborLoader(data, [2], "item", batch_size=4)
+    assert (batch[BUYS].edge_index.dtype, batch[BUYS].num_edges) == (torch.int64, 0)
+    assert list(LinkNeighborLoader(data, [2], BUYS)) == []
+    data[BUYS].edge_index = torch.tensor([[0.0], [1.0]])
+    with pytest.raises(ValueError, match=r"edge_index of edge type .* float32"):
+        NeighborLoader(data, [2], "item")
+
+
 def test_tables_replace_attributes(data):
     tables = {
         ("user", "x"): FeatureTable.quantized(data["user"].x),

@@ -14,6 +14,7 @@ from gcnzc.system.arguments import (
     as_ids,
     check_callable,
     check_device,
+    check_edge_index,
     check_fanouts,
     check_flag,
     check_kind,
@@ -195,19 +196,12 @@ def check_node_ids(
 
 
 def check_edges(edges: Any, num_nodes: int) -> Tensor:
-    """Return the edges to iterate over, (2, E) int64 on the host.
+    """Return the edges to iterate over, given as a (2, E) tensor, as int64 on the host.
 
     Raises:
-        TypeError: `edges` is not a tensor.
-        ValueError: it has another shape or dtype, or ids that are not below `num_nodes`.
+        ValueError: `edges` is no such tensor, or has ids that are not below `num_nodes`.
     """
-    hint = "an int64 tensor of shape (2, E), with sources in row 0 and destinations in row 1"
-    check_kind("edge_label_index", edges, Tensor, hint)
-    if edges.ndim != 2 or len(edges) != 2 or edges.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"edge_label_index is of {edges.dtype} and shape {tuple(edges.shape)}\n\n"
-            "hint: (2, E) and int64, with sources in row 0 and destinations in row 1"
-        )
+    edges = check_edge_index("edge_label_index", edges)
     if edges.shape[1]:
         least, greatest = (int(bound) for bound in edges.aminmax())
         if least < 0 or greatest >= num_nodes:

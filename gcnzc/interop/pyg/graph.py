@@ -16,7 +16,7 @@ from gcnzc.graph.graph import Graph
 from gcnzc.interop.column import Column
 from gcnzc.interop.pyg.importing import import_pyg
 from gcnzc.kernels.structure.order import csc_order
-from gcnzc.system.arguments import describe
+from gcnzc.system.arguments import check_edge_index, describe
 
 Tables = Mapping[str, FeatureTable]
 
@@ -44,8 +44,8 @@ def to_csc(data: Any, is_sorted: bool) -> CscEdges:
         is_sorted: assume that `edge_index[1]` is ascending, without a check.
 
     Raises:
-        ValueError: `data` is not a `Data`, has no `edge_index` of shape (2, E), or has edges with
-            ids that are not nodes.
+        ValueError: `data` is not a `Data`, has no `edge_index` of integers and shape (2, E), or
+            has edges with ids that are not nodes.
     """
     edge_index = _check_edges(data)
     num_nodes = data.num_nodes
@@ -195,9 +195,4 @@ def _check_edges(data: Any) -> Tensor:
             "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
             "torch_geometric.utils.to_edge_index(adj_t) converts adj_t"
         )
-    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        raise ValueError(
-            f"edge_index has shape {tuple(edge_index.shape)}\n\n"
-            "hint: (2, E), with sources in row 0 and destinations in row 1"
-        )
-    return edge_index
+    return check_edge_index("edge_index", edge_index)
