@@ -2,6 +2,8 @@
 
 A record is one JSON line with the case, the time, the machine, the commit and the versions. Lines
 are appended to files in `bench/results/`, and never changed; `bench/docs` draws and tabulates them.
+There, every line belongs to a commit: with uncommitted changes to code, nothing is recorded. The
+environment variable GCNZC_RESULTS names another folder, which takes lines of any tree.
 `side_by_side` interleaves the calls of functions that are compared, so that a temporary slowdown of
 the machine affects all of them.
 """
@@ -27,7 +29,12 @@ import torch
 from bench.gpu.clocks import gpu_state
 from gcnzc.tune.search import interleave
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+OWN_RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(os.environ.get("GCNZC_RESULTS") or OWN_RESULTS).resolve()
+# what results depend on; between two benchmarks of a session, lines and pages change
+CODE = ("gcnzc", "kernels", "datasets", "bench", "pyproject.toml", "constraints.txt")
+NO_CODE = ":(exclude)bench/results"
 PACKAGES = ["torch", "triton", "numba", "numpy"]
 
 
@@ -80,7 +87,11 @@ def record(
         case: fields that distinguish the measured case from the other lines of the file.
         timing: timing of the case, if it was timed.
         derived: other results, whose names end in their units.
+
+    Raises:
+        SystemExit: code has changes that are not committed, and the folder is `bench/results/`.
     """
+    check_code_is_committed()
     timed = {} if timing is None else asdict(timing)
     line = dict(case) | timed | derived | machine()
     RESULTS.mkdir(exist_ok=True)
@@ -102,7 +113,7 @@ def machine() -> dict[str, Any]:
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": os.environ.get("GCNZC_COMMIT") or _commit(),
+        "commit": os.environ.get("GCNZC_COMMIT") or commit(ROOT),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": _driver() if torch.cuda.is_available() else "none",
         "cpu": _cpu_model(),
@@ -113,15 +124,39 @@ def machine() -> dict[str, Any]:
     } | {name: _version(name) for name in PACKAGES}
 
 
+def check_code_is_committed() -> None:
+    """Check that `record` may add lines; call it before a long measurement.
+
+    Raises:
+        SystemExit: see `record`.
+    """
+    if RESULTS != OWN_RESULTS or os.environ.get("GCNZC_COMMIT"):
+        return
+    if changed := _changed_code(ROOT):
+        raise SystemExit(
+            f"error: results belong to a commit, but the code has changes: {', '.join(changed)}\n"
+            "hint: commit them first; with GCNZC_RESULTS=FOLDER, results go to another folder"
+        )
+
+
 @cache
-def _commit() -> str:
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of a checkout, with `-dirty` if code has changes that are not committed."""
+    found = _git(root, "describe", "--always").strip()
+    return f"{found}-dirty" if _changed_code(root) else found
+
+
+@cache
+def _changed_code(root: Path) -> list[str]:
+    """Return the files of code with changes that are not committed."""
+    status = _git(root, "status", "--porcelain", "--", *CODE, NO_CODE)
+    return [line[3:] for line in status.splitlines()]
+
+
+def _git(root: Path, *words: str) -> str:
     return subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+        ["git", *words], cwd=root, capture_output=True, text=True, check=False
+    ).stdout
 
 
 def _gpu_state() -> dict[str, Any]:

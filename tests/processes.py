@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from limits import HANG_S
 from torch.distributed import TCPStore
 
 from gcnzc.exchange import agreement, heartbeat
@@ -102,12 +103,10 @@ def talk(folder: Path, rank: int) -> str:
     return (folder / f"talk{rank}").read_text()
 
 
-def results(
-    world_size: int, folder: Path, deed: Callable[..., Any], *words: Any, timeout: float = 100
-) -> list[Any]:
+def results(world_size: int, folder: Path, deed: Callable[..., Any], *words: Any) -> list[Any]:
     """What `deed(*words)` returned on each of so many workers."""
     with workers(world_size, folder, deed, *words) as processes:
-        end = time.monotonic() + timeout
+        end = time.monotonic() + HANG_S
         for rank, process in enumerate(processes):
             process.join(end - time.monotonic())
             assert process.exitcode == 0, f"worker {rank}: {process.exitcode}\n{talk(folder, rank)}"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 from gcnzc.datasets import generate
 
@@ -27,7 +28,7 @@ def run(script, data, *words, through=()):
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 from processes import talk, workers
 
 import gcnzc.optim
@@ -32,7 +33,7 @@ def test_an_example_learns_on_two_workers(name, tmp_path):
     assert len((FOLDER / name).read_text().splitlines()) < 30
     with workers(2, tmp_path, run_example, name) as processes:
         for rank, process in enumerate(processes):
-            process.join(100)
+            process.join(HANG_S)
             assert process.exitcode == 0, talk(tmp_path, rank)
     for rank in range(2):
         told = re.search(rf"worker {rank}: (0\.\d+) right", talk(tmp_path, rank))

@@ -13,7 +13,6 @@ the requests, so it does not depend on how long messages take; threads of gloo a
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.harness import record
+from bench.harness import commit, record
 from bench.network.collectives import Line, run_here
 from gcnzc.exchange import Choices, Group, Sum, init_group
 from gcnzc.exchange.requests import yield_request
@@ -46,7 +45,7 @@ def main() -> None:
         for name, folder in checkouts.items():
             for line in run_here(options.workers, _command(folder)):
                 case = {"part": "cpu", "link": "here", "workers": options.workers}
-                case |= {"checkout": name, "gcnzc_commit": _commit(folder)}
+                case |= {"checkout": name, "gcnzc_commit": commit(folder)}
                 record("collectives", case | {"repetition": repetition} | line)
 
 
@@ -109,11 +108,6 @@ def _cpu_s(function: Callable[[], None], times: int) -> float:
     for _ in range(times):
         function()
     return time.thread_time() - began
-
-
-def _commit(folder: Path) -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
 def _options() -> argparse.Namespace:

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 from bench.network.launchers import launchers, wait_for, workers_of
 from gcnzc import load, prepare
@@ -33,7 +34,7 @@ def start(graph, run, machines, epochs, *more, **keywords):
 def wait_for_epochs(found, count):
     """Wait until the record has so many epochs more than it has."""
     count += len(found.epochs())
-    assert wait_for(lambda: len(found.epochs()) >= count, 150), found.output()
+    assert wait_for(lambda: len(found.epochs()) >= count, HANG_S), found.output()
 
 
 def check_whole(found, graph, epochs):
@@ -97,7 +98,7 @@ def test_a_run_without_an_id_continues_when_worker_0_moves_to_another_launcher(g
         check_whole(found, graph, 120)
     # launchers of which none has started this run before
     with start(graph, tmp_path / "run", "1", 120, None) as found:
-        assert found.start().wait(timeout=240) != 0
+        assert found.start().wait(timeout=HANG_S) != 0
         assert "already has a run" in found.output()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from limits import HANG_S
 from numba import njit
 
 from gcnzc.cli import commands, main
@@ -226,7 +227,7 @@ def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "prepared").exists()
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert "error: terminated" in err
     assert "Traceback" not in err

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from limits import HANG_S
 
 import gcnzc
 from gcnzc.cli import main
@@ -160,7 +161,7 @@ def test_the_example_explains_errors(graph, tmp_path):
         (["--nodes", "1"], "g", "m.pt2"),
     ):
         with serve(tmp_path, *words, data=data) as process:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 2
         assert message in err.splitlines()[-1]
         assert "Traceback" not in err

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 from training import saved
 
 from gcnzc import load, prepare
@@ -99,8 +100,8 @@ def listening(processes):
     return found
 
 
-def wait_for(condition, seconds=90):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end, "it takes too long"
         time.sleep(0.1)
@@ -121,7 +122,7 @@ def test_a_lost_worker_is_replaced_and_the_result_is_the_same(graph, tmp_path):
         os.kill(of_this(run)[-1], signal.SIGSTOP)
         wait_for(lambda: epochs(run) >= 2)
         os.kill(of_this(run)[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 0, err
     assert "rank 1 is stopped by a signal" in err
@@ -151,7 +152,7 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     with started(graph, run, *words, **TIME_TO_SAVE) as process:
         wait_for(lambda: epochs(run) >= 1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 1
     assert "all files are saved" in err
@@ -165,7 +166,7 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
         [*command, "--epochs", str(state["epoch"] + 2)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=False,
     )
@@ -192,7 +193,7 @@ def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path)
         assert state_of(stopped) == "T"
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=HANG_S)
         seconds = time.monotonic() - began
         assert not of_this(run)
     assert process.returncode == 1
@@ -241,7 +242,7 @@ def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     other.write_text("raise ImportError('the package in the current folder')\n")
     here = {"program": (str(command),), "cwd": tmp_path / "checkout"}
     with started(graph, run, "--workers", "2", **here) as process:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 1
     assert out == ""
@@ -264,7 +265,7 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
         assert {address for address in addresses if address not in LOOPBACK} == set()
         process.kill()
         process.wait()
-        wait_for(lambda: not of_this(run), 20)
+        wait_for(lambda: not of_this(run))
         _, err = process.communicate()
     assert "frame #" not in err
     assert saved(run)["epoch"] >= 0
@@ -286,7 +287,7 @@ def test_a_launcher_detects_that_its_run_folder_was_moved(graph, tmp_path, capsy
         wait_for(lambda: epochs(run) > done)
         run.rename(moved)
         os.kill(of_this(run)[-1], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_S)
         assert not of_this(run)
     assert process.returncode == 1
     assert f"error: the run folder {run} was moved or removed" in err

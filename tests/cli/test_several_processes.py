@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from limits import HANG_S
 from training import saved
 
 from gcnzc import prepare
@@ -51,8 +52,8 @@ def started(*words, cwd=None):
             process.kill()
 
 
-def wait_for(condition, process, seconds=90):
-    end = time.monotonic() + seconds
+def wait_for(condition, process):
+    end = time.monotonic() + HANG_S
     while not condition():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < end, "it takes too long"
@@ -97,7 +98,7 @@ def test_two_runs_that_start_together_choose_two_folders(graph, tmp_path):
     words = ["train", graph, *OPTIONS, "--epochs", "1"]
     with started(*words, cwd=tmp_path) as one, started(*words, cwd=tmp_path) as other:
         for process in (one, other):
-            _, err = process.communicate(timeout=90)
+            _, err = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, err
     for number in (1, 2):
         assert (tmp_path / f"runs/graph-sage-{number}" / "result.json").is_file()
@@ -122,7 +123,7 @@ def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, caps
         assert not dest.exists()
         err = error_of(capsys, "prepare", raw, dest)
         process.send_signal(signal.SIGCONT)
-        _, of_first = process.communicate(timeout=90)
+        _, of_first = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, of_first
     assert f"error: another process (pid {process.pid}) is writing {dest}\n" in err
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
@@ -136,7 +137,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(graph, tmp_path, cap
     with started("train", data, *ENDLESS, "--out", run) as process:
         wait_for((run / "record.jsonl").exists, process)
         os.truncate(data / "features.npy", 4096)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=HANG_S)
     # not killed by SIGBUS
     assert process.returncode == 1
     assert out == ""
@@ -181,7 +182,7 @@ def test_files_that_are_removed_from_the_run_folder_are_written_again(graph, tmp
                 path.unlink(missing_ok=True)
         wait_for((run / "config.json").exists, process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert "all files are saved" in err
     lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]

@@ -1,10 +1,10 @@
 """Requests that do not match are reported in lockstep and by processes."""
 
 import re
-import time
 
 import pytest
 import torch
+from limits import NEVER_S
 from processes import results, shorten_waits
 
 from gcnzc.exchange import (
@@ -184,19 +184,19 @@ MISMATCHES = {
 }
 
 
-def report(make, timeout_s):
-    """Return the result or the error of a program in this process, and its seconds."""
+def report(make):
+    """Return the result or the error of a program in this process."""
     shorten_waits()
-    with init_group(timeout_s=timeout_s) as group:
-        began = time.monotonic()
+    # an error that comes with the time limit comes too late
+    with init_group(timeout_s=NEVER_S) as group:
         try:
-            return str(run(make(group.rank), group)), time.monotonic() - began
+            return str(run(make(group.rank), group))
         except (RequestMismatch, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - began
+            return f"{type(error).__name__}: {error}"
 
 
-def report_all(names, timeout_s):
-    return [report(MISMATCHES[name][0], timeout_s) for name in names]
+def report_all(names):
+    return [report(MISMATCHES[name][0]) for name in names]
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
@@ -208,13 +208,12 @@ def test_lockstep_reports_requests_that_do_not_match(name):
 
 def test_processes_report_requests_that_do_not_match_on_all_ranks_at_once(tmp_path):
     names = list(MISMATCHES)
-    found = results(2, tmp_path, report_all, names, 60)
+    found = results(2, tmp_path, report_all, names)
     for name, *reports in zip(names, *found, strict=True):
-        for words, seconds in reports:
+        for words in reports:
             assert words.startswith("RequestMismatch: the ranks' requests do not match"), name
             assert re.search(MISMATCHES[name][1], words), (name, words)
             assert "hint: every rank must make the same requests in the same order" in words
-            assert seconds < 15, (name, seconds)
 
 
 def around(rank):
@@ -249,23 +248,20 @@ def gather_apart(rank):
     yield AllGatherScalar(1)
 
 
-def report_three(timeout_s):
-    differs = report(lambda rank: make_all(Sum(floats(2 + (rank == 1)))), timeout_s)
+def report_three():
+    differs = report(lambda rank: make_all(Sum(floats(2 + (rank == 1)))))
     programs = gather_early, around, gather_apart, late
-    return differs, *(report(make, timeout_s) for make in programs)
+    return differs, *(report(make) for make in programs)
 
 
 def test_all_ranks_report_a_mismatch_of_two_and_wait_for_a_late_rank(tmp_path):
-    for differs, early, cycle, apart, well in results(3, tmp_path, report_three, 60):
-        assert "requests Sum of 3 float32" in differs[0]
-        assert re.search("rank . waits for Send of 8 bytes with rank .; rank", cycle[0])
-        assert re.search(
-            "requests (Sum of 250000 float32|AllGatherScalar of int64), rank .", early[0]
-        )
-        assert "rank 1 waits for AllGatherScalar" in apart[0]
-        assert "none of them can continue" in apart[0]
-        assert max(differs[1], early[1], cycle[1], apart[1]) < 15
-        assert well[0] == "all is well"
+    for differs, early, cycle, apart, well in results(3, tmp_path, report_three):
+        assert "requests Sum of 3 float32" in differs
+        assert re.search("rank . waits for Send of 8 bytes with rank .; rank", cycle)
+        assert re.search("requests (Sum of 250000 float32|AllGatherScalar of int64), rank .", early)
+        assert "rank 1 waits for AllGatherScalar" in apart
+        assert "none of them can continue" in apart
+        assert well == "all is well"
 
 
 def count_messages():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange.cases import answer_everything, everything, exchange_until, stop_while_joining
+from limits import HANG_S
 from processes import results, shorten_waits, talk, workers
 
 from gcnzc.exchange import (
@@ -100,13 +101,12 @@ def test_a_single_rank_sends_no_messages():
         ("slow", "rank 1 on .* is running|all other ranks are running"),
     ],
 )
-def test_a_missing_rank_is_reported_in_time(what, message, tmp_path):
-    began = time.monotonic()
+def test_a_missing_rank_is_reported_without_waiting_for_it(what, message, tmp_path):
     with workers(3, tmp_path, exchange_until, what) as processes:
         for rank in (0, 2):
-            processes[rank].join(60)
+            processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 1
-        assert time.monotonic() - began < 40
+        assert processes[1].is_alive() == (what != "killed")
     talks = [talk(tmp_path, rank) for rank in (0, 2)]
     # the second rank to fail may report the reason of the first
     assert any(re.search(message, each) for each in talks), talks
@@ -118,13 +118,12 @@ def test_a_missing_rank_is_reported_in_time(what, message, tmp_path):
         assert "--resume" not in each
 
 
-def test_a_rank_that_stops_during_the_rendezvous_is_reported_in_time(tmp_path):
-    began = time.monotonic()
+def test_a_rank_that_stops_during_the_rendezvous_is_reported(tmp_path):
     with workers(3, tmp_path, stop_while_joining) as processes:
         for rank in (0, 2):
-            processes[rank].join(60)
+            processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 1
-        assert time.monotonic() - began < 40
+        assert processes[1].is_alive()
     for rank in (0, 2):
         said = talk(tmp_path, rank)
         assert f"WorkerLost: rank {rank} of 3 waited" in said
@@ -215,7 +214,7 @@ def use_a_closed_group():
 def test_a_closed_group_rejects_requests_with_a_remedy(tmp_path):
     with workers(2, tmp_path, use_a_closed_group) as processes:
         for process in processes:
-            process.join(60)
+            process.join(HANG_S)
             assert process.exitcode == 0, talk(tmp_path, 0) + talk(tmp_path, 1)
     waiting, closed = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for text in closed:

@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 from exchange.cases import ask
+from limits import HANG_S
 from processes import results
 
 from gcnzc.exchange import AllGatherScalar, Compute, Group, Start, Sum, Wait, init_group, run
@@ -21,7 +22,7 @@ def nested(group):
 
 def wait_until(event, reached):
     reached.set()
-    assert event.wait(60)
+    assert event.wait(HANG_S)
     yield Compute(0.0)
 
 
@@ -30,7 +31,7 @@ def test_a_second_thread_gets_an_error_at_once():
     thread = threading.Thread(target=run, args=(wait_until(leave, entered), group))
     thread.start()
     try:
-        assert entered.wait(60)
+        assert entered.wait(HANG_S)
         with pytest.raises(RuntimeError, match=r"thread MainThread of rank 0 .*\n\nhint: use a g"):
             run(ask(AllGatherScalar(1)), group)
     finally:
@@ -54,7 +55,7 @@ def use_in_two_threads():
 
         def use():
             try:
-                assert waits.wait(60)
+                assert waits.wait(HANG_S)
                 run(ask(Sum(torch.ones(3))), group)
             except RuntimeError as error:
                 found.append(str(error))

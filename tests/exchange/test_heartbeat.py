@@ -1,5 +1,6 @@
 """Which rank is reported if the store is slow or fails, and what happens to the launcher."""
 
+import itertools
 import json
 import os
 import re
@@ -15,8 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_S
 from processes import results
 from torch.distributed import HashStore, TCPStore
+from virtual_time import VirtualTime
 
 from gcnzc.exchange import (
     Group,
@@ -103,40 +106,31 @@ def launcher(monkeypatch):
     process.wait()
 
 
-class Others:
-    """Ranks that write heartbeats directly to a store; some stop after the first one."""
+def beat_together(monitor, store, stopped, monkeypatch):
+    """Write heartbeats of all other ranks before each of this rank's; some stop after the first."""
+    write, beats = monitor.write, itertools.count(1)
 
-    def __init__(self, store, world_size, stopped):
-        self.store, self.stopped, self.beat = store, stopped, 0
-        self.ranks, self.done = range(1, world_size), threading.Event()
-        self.write()
-        self.thread = threading.Thread(target=self.live, daemon=True)
-        self.thread.start()
+    def write_all():
+        text = json.dumps([beat := next(beats), 5, "training", "there", ""])
+        ranks = [rank for rank in range(1, monitor.world_size) if rank not in stopped or beat == 1]
+        store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [text] * len(ranks))
+        write()
 
-    def write(self):
-        self.beat += 1
-        text = json.dumps([self.beat, 5, "training", "there", ""])
-        ranks = [rank for rank in self.ranks if rank not in self.stopped or self.beat == 1]
-        self.store.multi_set([f"gcnzc/alive/{rank}" for rank in ranks], [text] * len(ranks))
-
-    def live(self):
-        while not self.done.wait(heartbeat.BEAT_S):
-            self.write()
+    monkeypatch.setattr(monitor, "write", write_all)
+    write_all()
 
 
 @pytest.mark.parametrize(("world_size", "delay_s"), [(64, 0.08), (1024, 0.005)])
 def test_with_a_slow_store_only_stopped_ranks_are_reported_and_no_launcher_is_ended(
-    world_size, delay_s, launcher
+    world_size, delay_s, launcher, monkeypatch
 ):
     with served() as (store, port):
         proxy = Proxy(port, delay_s)
-        others = Others(store, world_size, stopped={world_size - 2})
         monitor = HeartbeatMonitor(connected(proxy.port), 0, world_size, "here")
+        beat_together(monitor, store, {world_size - 2}, monkeypatch)
         monitor.set_status(5, "training")
         why = monitor.describe_failure().text
         monitor.stop()
-        others.done.set()
-        others.thread.join()
     assert why == (
         f"rank {world_size - 2} on there has stopped sending heartbeats; it was last in step 5, at "
         "training"
@@ -158,7 +152,7 @@ def test_a_rank_without_a_network_reports_it_in_time_and_ends_its_launcher(launc
         monitor.stop(why)
         assert time.monotonic() - began < 20
     # ended by SIGTERM, after the rank has printed the reason
-    assert launcher.wait(30) == -15
+    assert launcher.wait(HANG_S) == -15
 
 
 CASES = {
@@ -332,20 +326,22 @@ def test_the_ranks_of_a_reason_are_written_for_the_others(monkeypatch):
 
 
 def test_a_failure_of_no_known_rank_is_reported_with_its_own_error(monkeypatch):
-    for name in ("STORE_S", "BEAT_S"):
-        monkeypatch.setattr(heartbeat, name, 0.05)
     monitor = HeartbeatMonitor(HashStore(), 0, 1, "here")
+    ends, clock = threading.Event(), VirtualTime()
     # the store accepts no heartbeats, or does not respond
-    for function, expected in (
-        (dict, "the store accepted no heartbeats in 0.05 s"),
-        (lambda: time.sleep(0.5), "the store does not respond"),
+    for function, store_s, expected in (
+        (dict, 1000.0, "the store accepted no heartbeats in 1000 s"),
+        (ends.wait, 0.05, "the store does not respond"),
     ):
+        monkeypatch.setattr(heartbeat, "time", clock)
+        monkeypatch.setattr(heartbeat, "STORE_S", store_s)
         monkeypatch.setattr(monitor, "read_heartbeats", function)
         failure = explain(monitor, RuntimeError("Connection reset"))
         assert not failure.is_follow_up
         assert failure.reason == (
             f"unknown: {expected} (torch.distributed reports: Connection reset)"
         )
+    ends.set()
     monitor.stop()
 
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from limits import HANG_S
 from processes import results, shorten_waits, talk, workers
 from slow_cases import seeds
 
@@ -230,7 +231,7 @@ def lose_the_setter():
 
 def test_a_wait_names_a_process_that_has_ended(tmp_path):
     with workers(2, tmp_path, lose_the_setter) as processes:
-        processes[0].join(90)
+        processes[0].join(HANG_S)
         assert processes[0].exitcode == 0, talk(tmp_path, 0)
     text = torch.load(tmp_path / "0.pt")
     assert "for the key never" in text

@@ -3,6 +3,8 @@ import subprocess
 import sys
 import threading
 
+from limits import HANG_S
+
 from gcnzc.exchange import AllGatherScalar
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor
 from gcnzc.exchange.store_thread import StoreThread
@@ -51,13 +53,13 @@ def test_a_closed_monitor_makes_no_more_requests():
     monitor = StallMonitor(store, RequestLog(0), lambda: [], lambda: None)
     # a wait that began long ago
     monitor.wait = CurrentWait(0.0, AllGatherScalar(0), lambda: Need(1, "", 1))
-    assert store.began.wait(10)
+    assert store.began.wait(HANG_S)
     closing = threading.Thread(target=monitor.close)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
     store.allowed.set()
-    closing.join(10)
+    closing.join(HANG_S)
     assert not closing.is_alive()
     assert "gcnzc-stalls" not in {each.name for each in threading.enumerate()}
 
@@ -70,4 +72,4 @@ def test_a_thread_may_end_itself():
         ended.set()
 
     threads.put(StoreThread("requests", work, lambda: None))
-    assert ended.wait(10)
+    assert ended.wait(HANG_S)

@@ -2,10 +2,10 @@
 
 import os
 import re
-import time
 
 import pytest
 import torch
+from limits import HANG_S, NEVER_S
 from processes import results, workers
 
 from gcnzc.exchange import (
@@ -100,6 +100,8 @@ def wait_with_a_limit(rank):
     if rank == 0:
         inbox = yield Start(ReceiveAny(numbers(), 1), "mail")
         early = yield First([inbox], 0.2)
+        # rank 1 sends its message after this one
+        yield Send(numbers(), 1, 6)
         late = yield First([inbox], 60)
         values, source = yield Wait(inbox)
         rest = yield Start(ReceiveAny(numbers(), 1), "mail")
@@ -107,8 +109,9 @@ def wait_with_a_limit(rank):
         yield Abandon(rest)
         return early, late, values.tolist(), source, never
     yield Abandon((yield Start(ReceiveAny(numbers(), 2), "mail")))
-    yield Compute(1.0)
     if rank == 1:
+        yield Receive(numbers(), 0, 6)
+        yield Compute(0.8)
         yield Wait((yield Start(Send(numbers(7), 0, 1), "mail")))
     yield Compute(0.5)
     return None
@@ -157,7 +160,7 @@ def test_the_message_that_is_sent_first_is_received_first():
 def test_a_limit_does_not_end_a_receive_from_any_rank():
     outcome = lockstep([wait_with_a_limit(rank) for rank in range(3)], LINK)
     assert outcome.results[0] == (None, 0, [7.0, 7.0], 1, None)
-    assert outcome.seconds[0] == pytest.approx(1.0 + 0.01 + 0.1)
+    assert outcome.seconds[0] == pytest.approx(0.2 + 0.01 + 0.8 + 0.01 + 0.1)
 
 
 def test_other_receives_have_messages_of_their_own():
@@ -271,19 +274,18 @@ def test_processes_answer_as_the_simulation_does(tmp_path):
 
 
 def report(make):
-    with init_group(timeout_s=60) as group:
-        began = time.monotonic()
+    # an error that comes with the time limit comes too late
+    with init_group(timeout_s=NEVER_S) as group:
         try:
-            return str(run(make(group.rank), group)), 0.0
+            return str(run(make(group.rank), group))
         except RequestMismatch as error:
-            return str(error), time.monotonic() - began
+            return str(error)
 
 
 def test_processes_report_a_receive_from_any_rank_without_a_message(tmp_path):
-    for words, seconds in results(3, tmp_path, report, differ_from_any):
+    for words in results(3, tmp_path, report, differ_from_any):
         assert re.search("rank 0 waits for ReceiveAny of 8 bytes with tag 7", words)
         assert re.search("rank 2 waits for Send of 12 bytes with rank 0 with tag 7", words)
-        assert seconds < 30
 
 
 def receive_from_the_living(path):
@@ -308,6 +310,6 @@ def receive_from_the_living(path):
 def test_a_process_that_ends_does_not_end_a_receive_of_others(tmp_path):
     with workers(3, tmp_path, receive_from_the_living, tmp_path / "found") as running:
         for each in running:
-            each.join(60)
+            each.join(HANG_S)
     values, source, _ = torch.load(tmp_path / "found")
     assert (values, source) == ([9.0, 9.0], 2)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_driver import FakePeers
+from limits import HANG_S
 
 import gcnzc
 from gcnzc.features import peer_memory
@@ -331,7 +332,7 @@ def test_one_process_for_each_gpu():
         for pipe, _ in pipes:
             pipe.send(reply(received))
     for worker in workers:
-        worker.join(60)
+        worker.join(HANG_S)
         assert worker.exitcode == 0
     for same, counters in received:
         assert same

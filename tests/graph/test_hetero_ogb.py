@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from limits import HANG_S
 
 from gcnzc.datasets import ogb_hetero_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
@@ -227,7 +228,7 @@ def theirs(tmp_path_factory):
         [sys.executable, "-W", "ignore", "-c", THEIRS, str(here)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return here

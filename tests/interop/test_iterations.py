@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 import torch
+from limits import HANG_S
 
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
@@ -102,7 +103,7 @@ def test_each_minibatch_goes_to_one_of_the_threads_that_share_an_iterator():
             iterator, together = iter(make(seed=1, batch_size=1)), threading.Barrier(4)
 
             def take(_, iterator=iterator, together=together):
-                together.wait(30)
+                together.wait(HANG_S)
                 return [drawn(batch) for batch in iterator]
 
             taken = [each for part in pool.map(take, range(4)) for each in part]

@@ -17,8 +17,6 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 ITEMS, BATCH_SIZE, EPOCHS, RANKS = 24, 4, 2, 2
 # within the second epoch, of three steps
 SAVED_STEP = 4
-# each rank imports DGL, PyG and Lightning, and may be the first to compile numba's functions
-TIMEOUT_S = 300
 
 
 def make_loaders(**kwargs):
@@ -200,7 +198,7 @@ def use_accelerate_with_workers():
 def found(tmp_path_factory):
     """What each rank found: one launch for all tests, since to import the libraries takes long."""
     folder = tmp_path_factory.mktemp("ranks")
-    return results(RANKS, folder, use_loaders, folder, timeout=TIMEOUT_S)
+    return results(RANKS, folder, use_loaders, folder)
 
 
 def check_shares_of_accelerate(found):
@@ -224,6 +222,4 @@ def test_accelerate_gives_each_rank_its_share(found):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_ACCELERATE, reason="Accelerate is not installed")
 def test_accelerate_with_worker_processes_gives_each_rank_its_share(tmp_path):
-    check_shares_of_accelerate(
-        results(RANKS, tmp_path, use_accelerate_with_workers, timeout=TIMEOUT_S)
-    )
+    check_shares_of_accelerate(results(RANKS, tmp_path, use_accelerate_with_workers))

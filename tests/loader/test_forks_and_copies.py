@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from limits import HANG_S
 
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
@@ -46,8 +47,8 @@ class OneByOne:
 def in_child(name, deed):
     print(name, end=": ", flush=True)
     if os.fork() == 0:
-        signal.alarm(10)
-        faulthandler.dump_traceback_later(8)
+        signal.alarm(300)
+        faulthandler.dump_traceback_later(290)
         try:
             print(deed(), flush=True)
             os._exit(0)
@@ -105,7 +106,10 @@ end.set()
 @pytest.mark.processes
 def test_a_forked_child_may_use_a_loader_but_no_iterator_of_its_parent():
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, timeout=90
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert run.returncode == 0, run.stderr
     found = dict(line.split(": ", 1) for line in run.stdout.splitlines()[:4])
@@ -148,7 +152,7 @@ def test_each_batch_goes_to_one_of_the_threads_that_share_an_iterator(graph):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert errors == []
     assert sorted(taken) == expected
     assert loader.epoch == 1

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 import torch
+from limits import HANG_S
 from queued_device import Device
 
 from gcnzc.features.pinning import pinned
@@ -671,7 +672,7 @@ print("left", left)
 def test_ctrl_c_ends_a_loop(wait, model):
     program = INTERRUPTED.replace("WAIT", wait).replace("END", model)
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert "interrupted after" in run.stdout
     assert "left []" in run.stdout
@@ -685,7 +686,7 @@ def test_a_process_can_end_with_prefetched_batches():
         program[: program.index("try:")] + "batches = iter(loader)\nnext(batches)\nsys.exit(3)"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
     )
     assert run.returncode == 3
     assert run.stderr == ""

@@ -99,7 +99,7 @@ def train_all():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results(3, tmp_path_factory.mktemp("edited"), train_all, timeout=200)
+    return results(3, tmp_path_factory.mktemp("edited"), train_all)
 
 
 def error_of(ranks, name):

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from limits import HANG_S
 from processes import results, workers
 from torch import nn
 
@@ -423,7 +424,7 @@ def save_again_and_again(path):
 def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
     path = tmp_path / "state.npz"
     with workers(1, tmp_path, save_again_and_again, path) as [process]:
-        end = time.monotonic() + 100
+        end = time.monotonic() + HANG_S
         while not (path.exists() and list(tmp_path.glob(".*partial*"))):
             assert time.monotonic() < end
             time.sleep(0.001)

@@ -159,7 +159,7 @@ def train_over_processes():
 
 
 def test_processes_step_several_optimizers_and_copies_in_turns(tmp_path):
-    found = results(3, tmp_path, train_over_processes, timeout=200)
+    found = results(3, tmp_path, train_over_processes)
     for name in RECIPES:
         values, namespaces = found[0][name]
         assert len(set(namespaces)) == 4

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from limits import HANG_S
 from optim.local import all_equal, check_resuming_at_every_step, saved, sgd, team, train, vector_of
 from processes import results, shorten_waits, talk, workers
 from slow_cases import seeds
@@ -477,7 +478,7 @@ def lose_a_rank():
 def test_a_lost_rank_is_reported_after_the_next_sum_of_signals(tmp_path):
     with workers(3, tmp_path, lose_a_rank) as processes:
         for rank in (0, 2):
-            processes[rank].join(90)
+            processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 0, talk(tmp_path, rank)
     for rank in (0, 2):
         step, text = torch.load(tmp_path / f"{rank}.pt")

@@ -133,7 +133,7 @@ def train_all():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results(2, tmp_path_factory.mktemp("differ"), train_all, timeout=200)
+    return results(2, tmp_path_factory.mktemp("differ"), train_all)
 
 
 def found_by(ranks, name, change):

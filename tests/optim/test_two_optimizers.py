@@ -87,7 +87,7 @@ def train_pairs():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return results(2, tmp_path_factory.mktemp("two"), train_pairs, timeout=200)
+    return results(2, tmp_path_factory.mktemp("two"), train_pairs)
 
 
 @pytest.mark.parametrize("swapped", [1, SWAPPED])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.limits import HANG_S
 from tests.tiny_graph import tiny
 
 OPTIMIZERS = {
@@ -45,7 +46,7 @@ def trained(name: str) -> Any:
 def run(text: str, *words: str) -> str:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", text, *words]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 

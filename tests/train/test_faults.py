@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_S
 
 from gcnzc.graph import load
 
@@ -29,7 +30,7 @@ def start(*words: object) -> subprocess.Popen:
 
 def finish(*words: object) -> str:
     process = start(*words)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return out
 
@@ -109,7 +110,7 @@ def test_a_run_interrupted_by_the_user_resumes(graph, uninterrupted, tmp_path):
     while not (tmp_path / "run" / "record.jsonl").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert out == ""
     assert "error: stopped in epoch" in err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_driver import FakeDriver
+from limits import HANG_S
 from processes import results, talk, workers
 from tiny_graph import tiny
 
@@ -297,11 +298,11 @@ def _shared_names():
 @pytest.mark.parametrize("moment", ["reading", "writing"])
 def test_a_killed_worker_leaves_no_shared_memory(moment, tmp_path):
     with workers(3, tmp_path, share_until_killed, tmp_path, moment) as processes:
-        processes[0].join(60)
+        processes[0].join(HANG_S)
         assert processes[0].exitcode == -signal.SIGKILL
         for rank in (1, 2):
             # by itself
-            processes[rank].join(30)
+            processes[rank].join(HANG_S)
             assert processes[rank].exitcode == 1
             assert "WorkerLost" in talk(tmp_path, rank)
             assert "rank 0" in talk(tmp_path, rank)
