@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
+from virtual_time import VirtualTime
 
-from bench.network import cluster
-from bench.network.launchers import Launchers
+from bench.network import cluster, launchers
 
 ROOT = Path(__file__).parents[2]
 REASON = cluster.can_make()
@@ -41,7 +42,7 @@ def test_no_mount_and_no_process_remains_when_the_bench_is_terminated(how, tmp_p
     command = [sys.executable, "-m", "bench.robustness.faults", "--faults", "1"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([*command, "--kinds", "disk full"], env=environment) as process:
-        end = time.monotonic() + 120
+        end = time.monotonic() + HANG_S
         # until a run has begun on the small disk
         while not any(mounted_under(tmp_path, each) for each in processes_of(tmp_path)):
             assert time.monotonic() < end
@@ -50,7 +51,7 @@ def test_no_mount_and_no_process_remains_when_the_bench_is_terminated(how, tmp_p
         # as a time limit does
         process.send_signal(how)
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + HANG_S
         while processes_of(tmp_path) and time.monotonic() < end:
             time.sleep(0.1)
         assert not processes_of(tmp_path)
@@ -64,8 +65,20 @@ def test_no_mount_and_no_process_remains_when_the_bench_is_terminated(how, tmp_p
 
 
 @pytest.mark.parametrize(("grows", "code"), [(True, 0), (False, None)])
-def test_a_run_hangs_if_its_record_does_not_grow_however_long_it_takes(grows, code, tmp_path):
-    found = Launchers(tmp_path, tmp_path, "2", [], {})
-    script = "for i in $(seq 15); do sleep 0.1; " + f"echo >> {tmp_path}/record.jsonl; " * grows
-    with subprocess.Popen(["bash", "-c", f"{script}done"]) as launcher:
-        assert found.wait(launcher, stall_s=1.0) == code
+def test_a_run_hangs_if_its_record_does_not_grow_however_long_it_takes(
+    grows, code, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launchers, "time", VirtualTime())
+
+    class Launcher:
+        returncode = polls = 0
+
+        def poll(self):
+            self.polls += 1
+            if grows:
+                with (tmp_path / "record.jsonl").open("a") as file:
+                    file.write("\n")
+            return 0 if self.polls == 50 else None
+
+    found = launchers.Launchers(tmp_path, tmp_path, "2", [], {})
+    assert found.wait(Launcher(), stall_s=1.0) == code

@@ -1,15 +1,19 @@
 """The options of uneven machines, and the strategies with uneven workers in virtual time."""
 
 import json
-import signal
 import subprocess
 import sys
+import threading
 import time
-from itertools import pairwise
+from itertools import cycle, pairwise
+from types import SimpleNamespace
 
 import pytest
+from limits import HANG_S
+from stopped import wait_for_state
 
 from bench import harness
+from bench.network import cluster as cluster_module
 from bench.network import uneven, uneven_strategies, validate
 from bench.network.cluster import Cluster
 from bench.network.links import Network
@@ -110,26 +114,36 @@ def test_a_machine_sends_acknowledgements_first_and_has_a_queue_for_each_receive
     assert "tc " not in Network([None, None], 0.0, {}).interface(0)
 
 
-def test_processes_are_paused_for_a_part_of_the_time():
-    program = "import time\nwhile True: time.process_time_ns()"
-    with subprocess.Popen([sys.executable, "-c", program]) as process:
-        seen = []
+def test_processes_are_paused_for_a_part_of_the_time(monkeypatch):
+    waited_s, states, ended = {"S": 0.0, "T": 0.0}, cycle("ST"), threading.Event()
+
+    class Event:
+        """Counts the time for which the process sleeps, and that for which it is stopped."""
+
+        def wait(self, seconds):
+            wait_for_state(process, state := next(states))
+            waited_s[state] += seconds
+            if sum(waited_s.values()) > 10.5 * uneven.PERIOD_S:
+                ended.set()
+            return ended.is_set()
+
+        def set(self):
+            ended.wait(HANG_S)
+
+    replaced = SimpleNamespace(Event=Event, Thread=threading.Thread)
+    monkeypatch.setattr(uneven, "threading", replaced)
+    with subprocess.Popen(["sleep", str(HANG_S)]) as process:
         with uneven.slowed(lambda worker: [process.pid], {0: 3.0}):
-            end = time.monotonic() + 0.6
-            while time.monotonic() < end:
-                with open(f"/proc/{process.pid}/stat") as file:
-                    seen.append(file.read().rpartition(") ")[2][0])
-                time.sleep(0.002)
-        with open(f"/proc/{process.pid}/stat") as file:
-            assert file.read().rpartition(") ")[2][0] != "T"
-        process.send_signal(signal.SIGKILL)
-    assert 0.4 < seen.count("T") / len(seen) < 0.9
+            pass
+        wait_for_state(process, "S")
+        process.kill()
+    assert waited_s["T"] / sum(waited_s.values()) == pytest.approx(2 / 3, abs=0.05)
 
 
 @needs_namespaces
 def test_frames_of_a_message_are_sent_one_after_the_other():
     with Cluster(2, 10) as cluster:
-        ran = cluster.run(lambda worker: [sys.executable, "-c", SEND_AND_WATCH], limit_s=30)
+        ran = cluster.run(lambda worker: [sys.executable, "-c", SEND_AND_WATCH], limit_s=HANG_S)
     times = [float(word) for word in ran.output[0].split()]
     assert len(times) > 60
     # a frame takes 1.2 ms; in bursts of 64 KiB, almost all gaps would be short. Three frames may be
@@ -140,13 +154,24 @@ def test_frames_of_a_message_are_sent_one_after_the_other():
 
 
 @needs_namespaces
-def test_workers_leave_and_join():
+def test_workers_leave_and_join(tmp_path, monkeypatch):
+
+    class Clock:
+        monotonic = time.monotonic
+
+        def sleep(self, seconds):
+            # worker 0 leaves after it has begun, however long that takes
+            while not (tmp_path / "begun-0").exists():
+                time.sleep(0.01)
+            time.sleep(seconds)
+
     with Cluster(3) as cluster:
+        monkeypatch.setattr(cluster_module, "time", Clock())
         ran = cluster.run(
-            lambda worker: ["sh", "-c", f"echo begun; sleep {0.2 if worker == 2 else 1}"],
+            lambda worker: ["sh", "-c", f"echo begun; touch {tmp_path}/begun-{worker}; sleep 1"],
             leave={0: 0.3},
             join={0: 0.5, 2: 0.4},
-            limit_s=20,
+            limit_s=HANG_S,
         )
     assert (ran.codes, ran.in_time) == ([0, 0, 0], True)
     assert ran.output == ["begun\nbegun\n", "begun\n", "begun\n"]

@@ -1,6 +1,7 @@
 """Commands do what their help says, and report errors with a remedy."""
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch
 from tiny_graph import tiny
 
 from gcnzc.cli import main
+from gcnzc.cli.commands import check
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
@@ -268,11 +271,15 @@ def test_plot_of_several_runs_leaves_the_curves_of_each(run, tmp_path, capsys):
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_check_measures_the_machine(capsys):
+def test_check_measures_the_machine(capsys, monkeypatch):
+    # each copy, and each gather, takes half a second
+    clock = SimpleNamespace(perf_counter=itertools.count(step=0.5).__next__)
+    monkeypatch.setattr(check, "time", clock)
     assert main(["check", "--megabytes", "16"]) == 0
     line = json.loads(capsys.readouterr().out)
-    assert line["copy_bytes_per_s"] > 1e8
-    assert line["gather_bytes_per_s"] > 1e7
+    # of a quarter of the bytes
+    assert line["copy_bytes_per_s"] == pytest.approx(16e6 / 4 / 0.5, rel=0.1)
+    assert line["gather_bytes_per_s"] == line["copy_bytes_per_s"]
 
 
 def test_pcie_reports_the_layouts_of_a_graph(graph, tmp_path, capsys, monkeypatch):

@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from limits import HANG_S
 from numba import njit
+from stopped import STOPS, wait_for_state
 
 from gcnzc.cli import commands, main
 from gcnzc.cli.commands.data import InfoConfig
@@ -28,10 +28,10 @@ SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
 
 
-def start(*words, **options) -> subprocess.Popen:
+def start(*words, program=(sys.executable, "-m", "gcnzc"), **options) -> subprocess.Popen:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-m", "gcnzc", *map(str, words)],
+        [*program, *map(str, words)],
         env=os.environ | {"PYTHONPATH": paths},
         stderr=subprocess.PIPE,
         text=True,
@@ -216,14 +216,12 @@ def test_a_pipe_that_closes_is_no_error(graph):
 
 
 def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
-    sizes = ["--nodes", "10000", "--edges", "20000", "--num-features", "100"]
+    sizes = ["--nodes", "100", "--edges", "200", "--num-features", "10"]
     assert main(["make", str(tmp_path / "raw"), *sizes]) == 0
-    process = start("prepare", tmp_path / "raw", tmp_path / "prepared", stdout=subprocess.PIPE)
-    while len(list(tmp_path.iterdir())) == 1:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.001)
-    # stopped, so that it cannot finish before the signal
-    process.send_signal(signal.SIGSTOP)
+    words = ["prepare", tmp_path / "raw", tmp_path / "prepared"]
+    process = start(*words, program=STOPS, stdout=subprocess.PIPE)
+    wait_for_state(process)
+    assert len(list(tmp_path.iterdir())) == 2
     assert not (tmp_path / "prepared").exists()
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

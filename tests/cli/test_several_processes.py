@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from limits import HANG_S
+from stopped import STOPS, wait_for_state
 from training import saved
 
 from gcnzc import prepare
@@ -36,10 +37,10 @@ def graph(tmp_path_factory):
 
 
 @contextmanager
-def started(*words, cwd=None):
+def started(*words, program=(sys.executable, "-m", "gcnzc"), cwd=None):
     """A command in a process of its own, which has ended at the end."""
     with subprocess.Popen(
-        [sys.executable, "-m", "gcnzc", *map(str, words)],
+        [*program, *map(str, words)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -116,10 +117,8 @@ def test_a_run_that_does_not_begin_leaves_no_folder(graph, tmp_path, capsys, mon
 
 def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, capsys):
     raw, dest = graph.parent / "raw", tmp_path / "new"
-    with started("prepare", raw, dest) as process:
-        wait_for(lambda: list(tmp_path.iterdir()), process)
-        # stopped, so that it does not finish before the other one begins
-        process.send_signal(signal.SIGSTOP)
+    with started("prepare", raw, dest, program=STOPS) as process:
+        wait_for_state(process)
         assert not dest.exists()
         err = error_of(capsys, "prepare", raw, dest)
         process.send_signal(signal.SIGCONT)

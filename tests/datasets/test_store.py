@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import resource
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from limits import HANG_S
+from touched import touched_bytes
 
 from gcnzc.datasets import array_files, store
 from gcnzc.datasets.meta import checksum_of
@@ -167,7 +167,7 @@ def test_empty_arrays_are_written_and_opened(tmp_path: Path) -> None:
     store.verify(tmp_path / "a")
 
 
-def test_the_time_to_open_does_not_depend_on_the_size(tmp_path: Path) -> None:
+def test_what_is_read_to_open_a_folder_does_not_depend_on_its_size(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     meta = json.loads((folder / "meta.json").read_text())
     rows, columns = 1 << 28, 128
@@ -186,9 +186,9 @@ def test_the_time_to_open_does_not_depend_on_the_size(tmp_path: Path) -> None:
                 file.seek(-8, os.SEEK_END)
                 file.write(np.int64(4).tobytes())
     write_meta(folder, meta)
-    begin = time.perf_counter()
-    found = store.open_folder(folder)
-    assert time.perf_counter() - begin < 0.5
+    found, num_bytes = touched_bytes(lambda: store.open_folder(folder))
+    # the numbers of nodes alone, for each of which there is an index and a label, have 4 GiB
+    assert num_bytes < 4 << 20
     assert found.features is not None
     assert found.features[rows - 1, columns - 1] == 0
 

@@ -3,9 +3,10 @@
 import time
 
 import pytest
+from limits import NEVER_S
 from processes import results
 
-from gcnzc.exchange import Group, init_group
+from gcnzc.exchange import Group, init_group, long_work
 from gcnzc.exchange.long_work import REPORTS, joint_work
 
 FAILURES = [
@@ -19,14 +20,30 @@ FAILURES = [
 def work_for_long():
     """Work for twice the time limit of a request, in two ways; then fail."""
     found = []
-    with init_group(timeout_s=1) as group:
+    # the time between reports is that of a limit of 0.6 s, which a busy machine may exceed
+    with init_group(timeout_s=NEVER_S) as group:
+        long_work.REPORTS = REPORTS * NEVER_S / 0.6
+
+        def count_reports():
+            return getattr(group.ledger.entries.get("AllGatherScalar"), "requests", 0)
+
+        def work_until_reported():
+            while count_reports() < 2 * REPORTS:
+                time.sleep(0.01)
+            return "worked"
+
         with joint_work(group) as work:
             if group.rank == 0:
-                found.append(work.run_in_thread(lambda: time.sleep(2) or "slept"))
+                found.append(work.run_in_thread(work_until_reported))
+        counts = [count_reports()]
         with joint_work(group) as work:
-            for _ in range(20 * group.rank):
+            for _ in range(2 * REPORTS * group.rank):
                 time.sleep(0.1)
                 work.report_progress()
+        counts.append(count_reports())
+        # each wait was for one report, and not for all the work
+        assert counts[0] > 2 * REPORTS
+        assert counts[1] - counts[0] > 2 * REPORTS
         for culprit, error in enumerate(FAILURES):
             try:
                 with joint_work(group) as work:
@@ -45,7 +62,7 @@ def work_for_long():
 
 def test_long_work_exceeds_the_time_limit_and_errors_are_raised_on_all_ranks(tmp_path):
     first, second = results(2, tmp_path, work_for_long)
-    assert first[0] == "slept"
+    assert first[0] == "worked"
     first = first[1:]
     text = "[Errno 13] Permission denied: 'x'"
     assert first == [

@@ -3,11 +3,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
+from stopped import wait_for_state
 from torch.distributed import HashStore
 from virtual_time import VirtualTime
 
@@ -130,7 +129,7 @@ def test_a_process_that_is_stopped_before_it_connects_is_reported_in_time(clock,
             clock.sleep(12.0)
             assert not found
             process.send_signal(signal.SIGSTOP)
-            wait_for_state(process, "T")
+            wait_for_state(process)
 
         clock.run([partial(join, 0), partial(join, 1), stop])
         assert clock.now_s < 12.0 + 6.0 + 3 * rendezvous.CHECK_S
@@ -146,14 +145,6 @@ CLONE_VFORK, SIGCHLD, CLONE = 0x4000, 17, {"x86_64": 56, "aarch64": 220}[platfor
 if ctypes.CDLL(None).syscall(CLONE, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
     time.sleep(60)
 """
-
-
-def wait_for_state(process, state):
-    """Wait until /proc/PID/stat has this letter, such as T for a process that is stopped."""
-    end = time.monotonic() + 60
-    while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != state:
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_process_that_waits_for_a_device_does_not_count_as_stopped(monkeypatch):

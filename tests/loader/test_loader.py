@@ -1,6 +1,7 @@
 """The loader yields every seed once, the same batches for any number of threads."""
 
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -573,9 +574,16 @@ def test_memory_is_reused(make):
 
 
 def test_batches_are_prepared_in_parallel(make, graph):
-    sampler = Slow(graph, seconds=0.02)
-    list(make(sampler=sampler, threads=3, ahead=6))
-    assert sampler.most == 3
+    together, calls = threading.Barrier(3), itertools.count()
+
+    class Together(Sampler):
+        def sample(self, seeds, epoch):
+            # no batch is finished before three of them have begun
+            if next(calls) < 3:
+                together.wait(HANG_S)
+            return super().sample(seeds, epoch)
+
+    assert len(list(make(sampler=Together(graph, [2]), threads=3, ahead=6))) == 16
 
 
 def test_a_sampler_that_is_not_thread_safe_is_used_by_one_thread(make, graph):
@@ -623,12 +631,12 @@ def test_worker_threads_use_one_torch_thread_each(make, graph):
 
 
 def test_batches_are_prefetched(make, graph):
-    # two threads of 20 ms a batch, and a model of 20 ms: one after the other would take 16 * 30 ms
-    loader = make(sampler=Slow(graph, seconds=0.02), threads=2)
-    begin = time.perf_counter()
-    for _ in loader:
-        time.sleep(0.02)
-    assert time.perf_counter() - begin < 16 * 0.035
+    sampler, end = Slow(graph), time.monotonic() + HANG_S
+    for step, _ in enumerate(make(sampler=sampler, threads=2), 1):
+        # while the model computes, the next batch is sampled
+        while sampler.calls <= step < 16:
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
 
 INTERRUPTED = """

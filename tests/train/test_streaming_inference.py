@@ -5,13 +5,13 @@ import itertools
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from by_hand import MODELS, made, random_graph
+from killed import count_calls
 from processes import FORKS, results
 
 import gcnzc
@@ -302,35 +302,29 @@ def problem(num_nodes=3000):
     return made("gat", 24, 16, 5).float(), graph, FeatureTable(torch.randn(num_nodes, 24))
 
 
-def infer_slowly(folder):
+def infer_until(folder, last):
     model, graph, table = problem()
     stored_rows.SYNC_BYTES = 1 << 14
-    inference(
-        model,
-        graph,
-        table,
-        scratch=folder,
-        memory=1 << 20,
-        progress=lambda done, total: time.sleep(0.004),
+    calls = count_calls(
+        lambda: inference(model, graph, table, scratch=folder, memory=1 << 20), last
     )
+    folder.with_name("calls").write_text(str(calls))
 
 
 @pytest.mark.processes
 def test_it_survives_sigkill_at_random_moments(tmp_path):
-    draw = random.Random(0)
-    kills = 0
-    for _ in range(100):
-        process = FORKS.Process(target=infer_slowly, args=(tmp_path / "scratch",))
+    def infer(folder, last=None):
+        process = FORKS.Process(target=infer_until, args=(tmp_path / folder, last))
         process.start()
-        process.join(draw.uniform(0.05, 0.9) if kills < 6 else 60)
-        if process.exitcode is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            kills += 1
-        else:
-            assert process.exitcode == 0
-            break
-    assert kills >= 1
+        process.join()
+        return process.exitcode
+
+    assert infer("whole") == 0
+    calls, draw = int((tmp_path / "calls").read_text()), random.Random(0)
+    # a part of the rows is computed each time
+    for _ in range(6):
+        assert infer("scratch", draw.randrange(calls // 8)) == -signal.SIGKILL
+    assert infer("scratch") == 0
     model, graph, table = problem()
     found = inference(model, graph, table, scratch=tmp_path / "scratch", memory=1 << 20)
     assert torch.equal(found, inference(model, graph, table))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from slow_cases import seeds
 from tiny_graph import tiny
+from virtual_time import VirtualTime
 
 from gcnzc import load, prepare
 from gcnzc.cli.reports import tuning
@@ -247,8 +248,9 @@ def test_noisy_measurements_keep_the_defaults():
         assert found.value(name) is None
 
 
-def test_settings_are_interleaved_and_the_first_round_is_a_warm_up():
+def test_settings_are_interleaved_and_the_first_round_is_a_warm_up(monkeypatch):
     called, told = [], []
+    monkeypatch.setattr(search, "time", VirtualTime())
 
     def seconds(setting):
         called.append(setting)
@@ -264,10 +266,12 @@ def test_settings_are_interleaved_and_the_first_round_is_a_warm_up():
     assert told[-1] == ("it", 2 * (most + 1), 2 * (most + 1))
 
 
-def test_slow_settings_have_fewer_rounds(monkeypatch):
-    monkeypatch.setattr(search, "STAGE_S", 0.01)
-    taken = search.measure_in_rounds([1], lambda _: time.sleep(0.01) or 1.0, "it", quiet)
-    assert len(taken[1]) == search.ROUNDS[0]
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 9), (1.5, 5), (20.0, 3)])
+def test_slow_settings_have_fewer_rounds(seconds, rounds, monkeypatch):
+    clock = VirtualTime()
+    monkeypatch.setattr(search, "time", clock)
+    taken = search.measure_in_rounds([1], lambda _: clock.sleep(seconds) or 1.0, "it", quiet)
+    assert len(taken[1]) == rounds
 
 
 def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
