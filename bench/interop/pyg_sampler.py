@@ -313,6 +313,7 @@ def main() -> None:
     parser.add_argument("--rivals", type=Path, required=True, help="folder of make_environments.sh")
     parser.add_argument("--sampler", choices=minibatches.LIBRARIES, default="pyg-lib")
     options = parser.parse_args()
+    harness.check_code_is_committed()
     cases = exact_cases() | sampled_cases()
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "cases.pt", Path(folder) / "out.pt"

@@ -87,6 +87,7 @@ def main() -> None:
         help="measure the CPU time of one thread, and of no workers",
     )
     options = parser.parse_args()
+    harness.check_code_is_committed()
     folder = generated_graph(options.cache)
     python = str(options.rivals.resolve() / "pyg" / "bin" / "python")
     threads = 1 if options.sequential else None

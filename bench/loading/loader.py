@@ -159,6 +159,7 @@ def main() -> None:
         "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
     )
     options = parser.parse_args()
+    harness.check_code_is_committed()
     folder = generated_graph(options.cache)
 
     rivals = [Rival.start(name, sys.executable, folder) for name in ("ours", "dgl")]

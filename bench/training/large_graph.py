@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=8.0, help="limit of memory, in GiB")
     parser.add_argument("--options", default=OPTIONS, help="of `gcnzc train`, in one word")
     asked = parser.parse_args()
+    harness.check_code_is_committed()
     graph, run = (
         asked.folder / f"papers-{asked.scale:g}-{asked.feature_dtype}",
         asked.folder / "run",

@@ -745,7 +745,7 @@ def test_models_that_communicate_are_refused():
 def test_it_is_an_optimizer():
     model = nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = DropCompute(inner, micro_batches=2, threshold=0.5)
+    optimizer = DropCompute(inner, micro_batches=2, threshold=0.5, clock=ScriptedClock())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
     def closure():
