@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from limits import HANG_S
+from limits import HANG_S, NEVER_S
 from training import saved
 
 from gcnzc import load, prepare
@@ -30,8 +30,8 @@ ENVIRONMENT = {
     # a worker that is stopped is killed soon
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
 }
-# torch's default: on a busy machine, saving takes longer than three seconds
-TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
+# on a busy machine, saving takes longer than three seconds
+TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NEVER_S)}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def started(graph, run, *words, program=("-m", "gcnzc"), cwd=None, **environment
     command = [sys.executable, *program, "train", str(graph), "--out", str(run)]
     command += ["--layers", "2", "--fanouts", "5,5", "--hidden", "16", "--batch-size", "30"]
     with subprocess.Popen(
-        [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "10", *words],
+        [*command, "--checkpoint-every-s", "0.3", "--timeout-s", "30", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -180,10 +180,10 @@ def state_of(process):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path):
+def test_an_interrupted_run_with_a_stopped_worker_is_saved_without_waiting_for_it(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words, "--timeout-s", "60", **TIME_TO_SAVE) as process:
+    with started(graph, run, *words, "--timeout-s", str(NEVER_S), **TIME_TO_SAVE) as process:
         wait_for(lambda: epochs(run) >= 1)
         stopped = of_this(run)[-1]
         os.kill(stopped, signal.SIGSTOP)
@@ -191,15 +191,12 @@ def test_an_interrupted_run_with_a_stopped_worker_is_saved_soon(graph, tmp_path)
         wait_for(lambda: state_of(stopped) == "T")
         time.sleep(3)
         assert state_of(stopped) == "T"
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=HANG_S)
-        seconds = time.monotonic() - began
         assert not of_this(run)
     assert process.returncode == 1
     assert "all files are saved" in err
     assert "Traceback" not in err
-    assert seconds < 15
     assert len(saved(run)["rng"]) == 2
 
 

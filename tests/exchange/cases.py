@@ -94,7 +94,7 @@ def answer_everything(names):
 def exchange_until(what):
     """Exchange until rank 1 is killed, stopped or slow."""
     shorten_waits()
-    with init_group(timeout_s=2) as group:
+    with init_group(timeout_s=5) as group:
         for step in range(1000):
             group.set_status(step, "exchange")
             if step == 20 and group.rank == 1:
@@ -121,5 +121,5 @@ def stop_while_joining():
             os.kill(os.getpid(), signal.SIGSTOP)
 
         start.join_workers = join_and_stop
-    with init_group(timeout_s=3):
+    with init_group(timeout_s=5):
         pass

@@ -559,14 +559,14 @@ def test_ranks_that_wait_for_a_busy_channel_are_no_mismatch(tmp_path):
 def miss_messages():
     """Abandon a receive for longer than the time limit, and use its channel again."""
     shorten_waits()
-    with init_group(timeout_s=1.5) as group:
+    with init_group(timeout_s=5) as group:
         return run(use_after_the_limit(group.rank), group)
 
 
 def use_after_the_limit(rank):
     peer = 1 - rank
     inbox = yield Start(Receive(number(), peer), "mail")
-    missed = yield First([inbox], 2.0)
+    missed = yield First([inbox], 6.0)
     # both have missed it
     yield AllGatherScalar(0)
     yield Wait((yield Start(Send(number() + rank, peer), "mail")))
@@ -586,7 +586,7 @@ def fail_behind_a_receive():
     """The limit ends the wait, and a group that is closed says so."""
     shorten_waits()
     expected = r"(?s)\(an earlier receive on this channel .*hint: a channel executes its requests"
-    with init_group(timeout_s=2) as group, pytest.raises(WorkerLost, match=expected):
+    with init_group(timeout_s=5) as group, pytest.raises(WorkerLost, match=expected):
         run(wait_behind_a_receive(group.rank), group)
     with pytest.raises(RuntimeError, match="closed"):
         run(wait_behind_a_receive(group.rank), group)

@@ -155,7 +155,7 @@ def fail_to_connect():
     rank, new_group = int(os.environ["RANK"]), dist.new_group
 
     messages, num_threads = [], []
-    with init_group(timeout_s=2) as group:
+    with init_group(timeout_s=5) as group:
         if rank == 1:
             dist.new_group = fail
         for function in (
@@ -171,7 +171,7 @@ def fail_to_connect():
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
     try:
-        with init_group(timeout_s=2):
+        with init_group(timeout_s=5):
             pass
     except WorkerLost as error:
         messages.append(f"{type(error).__name__}: {error}")

@@ -130,7 +130,7 @@ def set_and_read(key):
 
 def use_over_processes():
     shorten_waits()
-    with init_group(timeout_s=2) as group:
+    with init_group(timeout_s=5) as group:
         answers = run(use_all(group.rank), group)
         entries = repr(group.ledger.entries)
         # the longest key reaches the store, also with the prefixes of a subgroup
@@ -221,7 +221,7 @@ def test_a_rank_that_waits_for_a_crashed_one_is_lost():
 
 def lose_the_setter():
     shorten_waits()
-    with init_group(timeout_s=2) as group:
+    with init_group(timeout_s=5) as group:
         if group.rank == 1:
             os._exit(3)
         with pytest.raises(WorkerLost) as caught:

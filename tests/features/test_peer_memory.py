@@ -327,7 +327,7 @@ def test_one_process_for_each_gpu():
     for reply in (lambda handles: handles, lambda results: "done"):
         received = []
         for pipe, _ in pipes:
-            assert pipe.poll(120), "a process does not respond"
+            assert pipe.poll(HANG_S), "a process does not respond"
             received.append(pipe.recv())
         for pipe, _ in pipes:
             pipe.send(reply(received))

@@ -359,7 +359,7 @@ def work_for(run_id, words, launchers=None):
 def test_workers_of_the_same_launch_resume_and_those_of_another_do_not(config, tmp_path):
     run = tmp_path / "run"
     words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
-    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
+    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", NEVER_S, "--evaluate-every", 1000]
     words += ["--checkpoint-every-s", 0.2]
     with workers(2, tmp_path, work_for, "seven", [*words, "--epochs", 10_000]):
         wait_for_record(run, tmp_path)
@@ -377,7 +377,7 @@ def test_workers_of_the_same_launch_resume_and_those_of_another_do_not(config, t
 def test_a_run_without_an_id_belongs_to_all_launchers_that_started_its_workers(config, tmp_path):
     run = tmp_path / "run"
     words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
-    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", 20, "--evaluate-every", 1000]
+    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", NEVER_S, "--evaluate-every", 1000]
     words += ["--checkpoint-every-s", 0.2]
     many = [*words, "--epochs", 10_000]
     with workers(2, tmp_path, work_for, "none", many, ["first", "second"]):
@@ -455,7 +455,7 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_
 
 
 def test_a_killed_worker_is_reported_and_the_checkpoint_is_whole(config, tmp_path):
-    config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=5)
+    config = replace(config, epochs=10_000, checkpoint_every_s=0.2, timeout_s=NEVER_S)
     with workers(3, tmp_path, train_as_worker, config, tmp_path / "run") as processes:
         wait_for_record(tmp_path / "run", tmp_path)
         os.kill(processes[2].pid, signal.SIGKILL)
