@@ -779,6 +779,8 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="write the outcomes to this file instead")
     parser.add_argument("--all", action="store_true", help="print every case")
     arguments = parser.parse_args()
+    if arguments.report is None and not arguments.no_record:
+        harness.check_code_is_committed()
     begin = time.monotonic()
     counts = run_cases(arguments.kinds, arguments.cases, arguments.seed, is_verbose=arguments.all)
     kinds = {
