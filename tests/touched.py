@@ -1,6 +1,5 @@
 """The bytes that a piece of work reads, which do not depend on the load of the machine."""
 
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -9,9 +8,10 @@ T = TypeVar("T")
 
 
 def touched_bytes(work: Callable[[], T]) -> tuple[T, int]:
-    """Return the result of some work, and how many bytes it read or touched.
+    """Return the result of some work, and how many bytes of files it read.
 
-    Memory-mapped files count by page faults, each of which is one page, though it may map several.
+    Of memory-mapped files, the pages count that are resident because of the work and its result,
+    with pages around them that the kernel maps at the same time.
     """
     before = _bytes()
     result = work()
@@ -19,7 +19,10 @@ def touched_bytes(work: Callable[[], T]) -> tuple[T, int]:
 
 
 def _bytes() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    (read,) = (int(line.split()[1]) for line in lines if line.startswith("rchar:"))
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return read + (usage.ru_minflt + usage.ru_majflt) * resource.getpagesize()
+    read, resident = (
+        int(line.split()[1])
+        for file, name in (("io", "rchar:"), ("status", "RssFile:"))
+        for line in Path(f"/proc/self/{file}").read_text().splitlines()
+        if line.startswith(name)
+    )
+    return read + (resident << 10)

@@ -1056,7 +1056,7 @@ def files(folder: Path) -> dict[str, Any]:
 def test_opening_a_folder_reads_little(tmp_path: Path, shared_data: Path) -> None:
     prepare(shared_data / "github_musae/github_musae.npz", tmp_path / "a")
     found, num_bytes = touched_bytes(lambda: load(tmp_path / "a"))
-    assert num_bytes < 4 << 20
+    assert num_bytes < 64 << 20
     assert found.features is not None
     assert found.features.nbytes > 600e6
     shutil.rmtree(tmp_path / "a")
