@@ -70,7 +70,7 @@ TRAIN_OPTIONS: dict[str, Any] = {
     "threads": 1,
     "tuning_profile": False,
 }
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0  # only ends a command that hangs, also on a busy machine
 # cases of each kind among 220 cases
 CASES_PER_KIND = {
     "folder": 60,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import HANG_S
 
 
 @pytest.mark.processes
@@ -27,7 +28,7 @@ def test_every_invalid_input_ends_a_command_with_an_error_and_a_hint(cases, tmp_
         capture_output=True,
         text=True,
         check=False,
-        timeout=1200,
+        timeout=6 * HANG_S,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     kinds = json.loads(report.read_text())
