@@ -133,10 +133,12 @@ def test_processes_are_paused_for_a_part_of_the_time(monkeypatch):
     replaced = SimpleNamespace(Event=Event, Thread=threading.Thread)
     monkeypatch.setattr(uneven, "threading", replaced)
     with subprocess.Popen(["sleep", str(HANG_S)]) as process:
-        with uneven.slowed(lambda worker: [process.pid], {0: 3.0}):
-            pass
-        wait_for_state(process, "S")
-        process.kill()
+        try:
+            with uneven.slowed(lambda worker: [process.pid], {0: 3.0}):
+                pass
+            wait_for_state(process, "S")
+        finally:
+            process.kill()
     assert waited_s["T"] / sum(waited_s.values()) == pytest.approx(2 / 3, abs=0.05)
 
 

@@ -131,9 +131,11 @@ def test_a_process_that_is_stopped_before_it_connects_is_reported_in_time(clock,
             process.send_signal(signal.SIGSTOP)
             wait_for_state(process)
 
-        clock.run([partial(join, 0), partial(join, 1), stop])
+        try:
+            clock.run([partial(join, 0), partial(join, 1), stop])
+        finally:
+            process.kill()
         assert clock.now_s < 12.0 + 6.0 + 3 * rendezvous.CHECK_S
-        process.kill()
     why = f"rank 2 is stopped by a signal (process {process.pid}) and did not run for 6 s"
     assert found == {0: why, 1: why}
 
