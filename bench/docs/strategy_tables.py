@@ -345,15 +345,21 @@ def late_elements() -> str:
     rows = [
         [
             *(kind, method, f"{lr:g}", warmup),
-            *(f"{line['loss']:.2g}", f"{line['uncompressed_loss']:.2g}"),
-            "diverges" if line["control_loss"] is None else f"{line['control_loss']:.2g}",
+            *(
+                "diverges" if line[name] is None else f"{line[name]:.2g}"
+                for name in (
+                    *("loss", "uncompressed_loss", "control_loss"),
+                    "control_loss_of_as_many_steps",
+                )
+            ),
             *(f"{line[name]:.2g}" for name in ("late_step", "control_step")),
             *(f"{line[name]:,.0f}" for name in ("bytes_per_late_step", "bytes_per_step")),
         ]
         for (kind, method, lr, warmup, _), line in lines.items()
     ]
     heads = ["late elements", "method", "learning rate", "warm-up, steps", "loss"]
-    heads += ["without compression", "control", "largest step", "control"]
+    heads += ["without compression", "control", "control after as many steps"]
+    heads += ["largest step", "control"]
     heads += ["bytes per step while they settle", "at the end"]
     command = "python -m bench.strategies.late_elements"
     return with_caption(markdown(heads, rows), lines.values(), command)

@@ -5,8 +5,9 @@
 Two ranks train a small model for 600 steps, in lockstep in one process. Until step 200 a part of it
 has no gradients: rows of an embedding, a module, experts of a mixture, or the first layers, which
 are frozen. The control is the same run, except that these elements have gradients in the warm-up,
-too. Recorded are the mean loss of the last ten steps, beside that of AdamW or LAMB without
-compression, and the largest steps, in units of the learning rate: that of late elements, and that
+too. Recorded are the mean loss of the last ten steps, beside those of AdamW or LAMB without
+compression, and of the control, also when its elements had as many steps with gradients as the late
+ones have at the end; and the largest steps, in units of the learning rate: that of late elements, and that
 of the same tensors in the control. `bytes_per_late_step` is what a rank sends in a step while the
 late elements settle, and `bytes_per_step` in the last hundred steps.
 """
@@ -128,10 +129,11 @@ class Run:
     bytes_sent: list[int] = field(default_factory=list)
     """by a rank in each step"""
 
-    @property
-    def loss(self) -> float:
-        """The mean loss of the last steps."""
-        return statistics.mean(self.losses[-LAST:])
+    def loss(self, before_end: int = 0) -> float | None:
+        """Return the mean loss of the last steps, or of those some steps before; None if infinite."""
+        end = len(self.losses) - before_end
+        found = statistics.mean(self.losses[end - LAST : end])
+        return found if math.isfinite(found) else None
 
 
 def train(
@@ -203,9 +205,10 @@ def main() -> None:
                         harness.record(
                             "late_elements",
                             case | {"seed": seed},
-                            loss=late.loss,
-                            uncompressed_loss=uncompressed.loss,
-                            control_loss=control.loss if math.isfinite(control.loss) else None,
+                            loss=late.loss(),
+                            uncompressed_loss=uncompressed.loss(),
+                            control_loss=control.loss(),
+                            control_loss_of_as_many_steps=control.loss(warmup),
                             late_step=late.late_step,
                             control_step=control.tensor_step,
                             bytes_per_late_step=statistics.mean(

@@ -1,7 +1,6 @@
 """Elements whose first gradient comes after the warm-up of a 1-bit optimizer."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ def test_they_behave_like_those_that_had_gradients_in_the_warm_up(kind, method, 
     make, exact = METHODS[method]
     late = train(kind, make, lr, warmup)
     control = train(kind, make, lr, warmup, is_control=True)
-    # the control may diverge, and even the uncompressed optimizer may be slower than the control
-    loss = control.loss if math.isfinite(control.loss) else 0.0
-    assert late.loss <= 10 * max(loss, train(kind, exact, lr, 0).loss)
+    # even the uncompressed optimizer may be slower than the control, which may diverge, too
+    losses = [control.loss(warmup), train(kind, exact, lr, 0).loss()]
+    assert late.loss() <= 10 * max(each for each in losses if each is not None)
     assert late.late_step <= 1.5 * control.tensor_step
 
 
