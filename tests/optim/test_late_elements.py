@@ -9,7 +9,7 @@ from torch import nn
 
 from bench.strategies.late_elements import KINDS, METHODS, train
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam
+from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
 CASES = mark_slow(
     itertools.product(KINDS, METHODS, (1e-2, 1e-3), (60, 180)),
@@ -112,3 +112,47 @@ def test_runs_resume_bit_for_bit_while_they_settle(method):
     assert not len(optimizers[0].settling)
     assert torch.equal(params[0], others[0][0])
     assert torch.equal(params[1], others[0][1])
+
+
+def test_a_tensor_that_is_quiet_at_the_end_of_its_own_warm_up_moves_later():
+    models = [[nn.Parameter(torch.linspace(-1, 1, count)) for count in (64, 16)] for _ in range(2)]
+    optimizers = [
+        OneBitLamb(model, lr=0.01, warmup=40, betas=(0.5, 0.999), group=Group(rank, 2))
+        for rank, model in enumerate(models)
+    ]
+    generator, moved = torch.Generator().manual_seed(0), [[], []]
+    for number in range(300):
+        for model in models:
+            for each, has_gradient in zip(model, (True, number == 50 or number > 250), strict=True):
+                each.grad = torch.randn(each.shape, generator=generator) * has_gradient
+        before = [each.detach().clone() for each in models[0]]
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+        for each, old, largest in zip(models[0], before, moved, strict=True):
+            largest.append(float((each.detach() - old).abs().max()))
+    assert "active" not in optimizers[0].vectors
+    assert min(moved[1][260:]) > 0
+    # and it does not dominate the scales of the others
+    assert max(moved[0][260:]) < 2 * max(moved[0][200:250])
+
+
+def test_settling_elements_of_all_ranks_are_equal_after_a_local_step_without_a_gradient():
+    params = [nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2)]
+    schedule = ZeroOneSchedule(warmup=8, local_doubling=4, max_local_interval=8)
+    optimizers = [
+        ZeroOneAdam([each], lr=0.01, schedule=schedule, group=Group(rank, 2))
+        for rank, each in enumerate(params)
+    ]
+    generator, num_local = torch.Generator().manual_seed(0), 0
+    for number in range(60):
+        for each in params:
+            each.grad = torch.randn(64, generator=generator)
+            each.grad[10:20] *= number >= 24
+        settling = optimizers[0].settling
+        if len(settling) and optimizers[0].exchange == "nothing":
+            params[1].grad[0] = torch.nan
+        lockstep([optimizer.algorithm() for optimizer in optimizers])
+        if optimizers[1].is_momentum_unchanged:
+            assert torch.equal(params[0][settling], params[1][settling])
+            assert not torch.equal(*params)
+            num_local += 1
+    assert num_local

@@ -589,10 +589,10 @@ def test_a_row_that_one_rank_looks_up_once_is_reactivated(when):
     assert [optimizer.exchange for optimizer in optimizers] == ["gradient"] * 2
     assert torch.equal(models[0].table[41], torch.ones(8))
     look_up(models, optimizers, [17])
-    # its variance is the mean of the squares of two steps' gradients, of which one is 0
+    # its variance is the mean of the squares of three steps' gradients, of which two are 0
     moved = 1 - models[0].table[41].detach()
     torch.testing.assert_close(
-        moved, torch.full((8,), 0.01 * 0.1 * 2**0.5 / (1 - 0.9**17)), rtol=0.01, atol=0
+        moved, torch.full((8,), 0.01 * 0.1 * 3**0.5 / (1 - 0.9**17)), rtol=0.01, atol=0
     )
     assert torch.equal(models[0].table[43], torch.ones(8))
     assert optimizers[0].exchange == "nothing"

@@ -57,8 +57,8 @@ class Anchored(Masked):
                 continue
             if gradient is not None:
                 momentum[here].lerp_(gradient[here], 1 - part.group["betas"][0])
-                if "active" in self.vectors:
-                    momentum[here].masked_fill_(~self.vectors["active"][here], 0)
+            if "active" in self.vectors:
+                momentum[here].masked_fill_(~self.vectors["active"][here], 0)
             update[here].mul_(decay).add_(momentum[here], alpha=size)
 
     def _count_step(self) -> None:
@@ -112,10 +112,9 @@ class Anchored(Masked):
             segment, positions = self.flat_params.segments[index], self.settling[here]
             roots = settling.variances[here].sqrt() + part.group["eps"]
             moves = settling.momenta[here] / roots * self._step_size(part)
-            own = positions - (segment.begin - offset)
-            parameter = segment.parameter
-            moved = parameter.take(own).to(moves.dtype) - moves
-            parameter.put_(own, moved.to(parameter.dtype))
+            own, flat = positions - (segment.begin - offset), segment.parameter.flatten()
+            flat[own] = (flat[own].to(moves.dtype) - moves).to(flat.dtype)
+            segment.parameter.copy_(flat.view_as(segment.parameter))
             if anchor is not None:
                 anchor[positions] -= moves
 

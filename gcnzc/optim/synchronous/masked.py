@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from gcnzc._moved import renamed_attribute
 from gcnzc.compress import Compression, Dense
+from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.state_layout import MAX_COUNT, SavedTensor, check_tensor, check_value
@@ -66,8 +67,8 @@ class Masked(Settling):
 
     While any element is inactive or settling, `vectors` also has the mask `active` (c,) of the
     others. In `numbers`, `has_inactive_gradient` is whether inactive elements have a gradient,
-    `pending_since` the step in which they first had one, 0 if they have none, and `reactivate_from`
-    the first step that may then reactivate them; that step then increases by
+    `pending_since` the first step in which they may have had one, 0 if they have none, and
+    `reactivate_from` the first step that may then reactivate them; that step then increases by
     `reactivation_interval`.
 
     Args:
@@ -180,8 +181,10 @@ class Masked(Settling):
         step, offset = self.steps + 1, self.flat_params.num_uncompressed
         if "active" in self.vectors:
             inactive = self._find_inactive()
-            # the sum of the gradients of several steps is larger than their root mean square
-            num_steps = step + 1 - (self.numbers["pending_since"] or step)
+            num_steps = 1
+            if self.pending_gradients is not None and self.numbers["pending_since"]:
+                # the sum of several steps' gradients is larger than their root mean square
+                num_steps = step + 1 - self.numbers["pending_since"]
             squares = torch.zeros_like(self.vectors["variance"][offset:])
             squares[inactive] = gradients[offset + inactive].square() / num_steps
             for part in self.flat_params.compressed_parts:
@@ -207,6 +210,11 @@ class Masked(Settling):
             self.numbers["has_inactive_gradient"] = False
 
     # --- the mask
+
+    @property
+    def has_late_elements(self) -> bool:
+        """Whether inactive elements were reactivated since the variance was frozen."""
+        return bool(self.numbers["reactivate_from"])
 
     @property
     def scale_elements(self) -> int | None:
@@ -333,14 +341,15 @@ class Masked(Settling):
         count = (gradients.square() > torch.finfo(gradients.dtype).tiny).sum()
         return torch.where(are_finite(gradients), count.to(gradients.dtype), torch.nan)
 
-    def note_inactive_gradients(self, count: float) -> None:
-        """Remember the first step in which a rank had gradients of inactive elements.
+    def note_inactive_gradients(self, count: float, since: int) -> None:
+        """Note the first step of the pending gradients.
 
         Args:
             count: the sum of `count_reactivated` over the ranks.
+            since: the first step in which a rank may have had these gradients.
         """
         if count > 0 and not self.numbers["pending_since"]:
-            self.numbers["pending_since"] = self.steps + 1
+            self.numbers["pending_since"] = since
 
     def add_pending_gradients(self, gradients: Tensor) -> None:
         """Add gradients (inactive elements,) to the sums for the next gradient step."""
@@ -378,16 +387,22 @@ class Masked(Settling):
         check_tensor(vectors, "variance", SavedTensor((count,), dtype=dtype, least=0))
         flags = SavedTensor((len(flat_params.segments),), dtype=torch.bool)
         check_tensor(vectors, "had_gradient", flags)
-        if "active" not in vectors:
+        if not {"active", "settling", "settling_since"} & set(vectors):
             return
-        check_tensor(vectors, "active", SavedTensor((count - offset,), dtype=torch.bool))
-        num_settling = 0
-        if "settling" in vectors:
-            settling = vectors["settling"]
-            num_settling = settling.numel() if isinstance(settling, Tensor) else 0
-            for name, most in (("settling", count - offset - 1), ("settling_since", MAX_COUNT)):
+        num_compressed, num_settling = count - offset, 0
+        check_tensor(vectors, "active", SavedTensor((num_compressed,), dtype=torch.bool))
+        if isinstance(settling := vectors.get("settling"), Tensor):
+            num_settling = settling.numel()
+        if "settling" in vectors or "settling_since" in vectors:
+            for name, most in (("settling", num_compressed - 1), ("settling_since", MAX_COUNT)):
                 expected = SavedTensor((num_settling,), dtype=torch.int64, least=0, most=most)
                 check_tensor(vectors, name, expected)
+            indices = vectors["settling"]
+            if bool((indices.diff() <= 0).any() or vectors["active"][indices].any()):
+                raise ValueError(
+                    "settling of the state has elements that are active or not in ascending order"
+                    f"\n\n{DAMAGED_HINT}"
+                )
         if (sums := snapshot["local"].get("pending_gradients")) is not None:
             # older versions of 0/1 Adam saved the sums of all elements
             inactive = int((~vectors["active"]).sum()) - num_settling

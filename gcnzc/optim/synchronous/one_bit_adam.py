@@ -20,7 +20,6 @@ numbers that are appended to an exchanged vector, such as signals.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.state_layout import check_numbers, check_value
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
-from gcnzc.optim.synchronous.settling import MAX_SETTLING_STEPS
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
 from gcnzc.system.scalars import read_scalars
 
@@ -186,9 +184,9 @@ class OneBitAdam(Masked):
         return bool(self.numbers["frozen_at"])
 
     @property
-    def num_settling_steps(self) -> int:
+    def num_warmup_updates(self) -> int:
         """See `Settling`: the length of the warm-up."""
-        return min(self.numbers["frozen_at"], MAX_SETTLING_STEPS)
+        return int(self.numbers["frozen_at"])
 
     def late_phase(self) -> str:
         """See `DistributedOptimizer`."""
@@ -241,12 +239,14 @@ class OneBitAdam(Masked):
         self.extra_sums = reducer.extra_sums
         if inactive_gradients is not None and self.reactivate == "step":
             self.add_pending_gradients(inactive_gradients)
-            self.note_inactive_gradients(reducer.extra_sums[-1])
+            self.note_inactive_gradients(reducer.extra_sums[-1], self.steps + 1)
             self.numbers["has_inactive_gradient"] |= reducer.extra_sums[-1] > 0
         for part in flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
         self._after_exchange(momenta, work)
-        self.write_settling(self.average_settling(settling))
+        if settling is not None:
+            self.average_settling(settling)
+            self.write_settling(settling)
         if offset:
             self._mark_uncompressed_gradients(values)
         self._apply(values)
@@ -265,8 +265,10 @@ class OneBitAdam(Masked):
             self._update_moments(part, values, with_variance=with_variance)
         if is_frozen:
             self._refresh_variance(values)
-            gradients = values[self.settling + flat_params.num_uncompressed]
-            self.write_settling(self.average_settling(replace(settling, gradients=gradients)))
+            if settling is not None:
+                settling.gradients = values[self.settling + flat_params.num_uncompressed]
+                self.average_settling(settling)
+                self.write_settling(settling)
             self._reactivate(values)
             self._update_active()
         self._apply(values)

@@ -241,22 +241,32 @@ class OneBitLamb(OneBitAdam):
         self._scale()
 
     def _scale(self) -> None:
-        """Set the scaling of tensors that have momentum but no scaling yet."""
-        momentum = self.vectors["momentum"][self.flat_params.num_uncompressed :]
-        if (active := self.vectors.get("active")) is not None:
-            momentum = momentum.where(active, 0)
-        momenta = self._split_by_tensor(momentum)
+        """Set the scaling of active tensors that have none yet.
+
+        At the freeze it follows from their momenta. A tensor that begins late has a variance, but
+        perhaps hardly any momentum; it gets the mean magnitude of the others.
+        """
         scaling = self.vectors["scaling"][self._first_compressed :]
+        momentum, variance = (
+            self.vectors[name][self.flat_params.num_uncompressed :]
+            for name in ("momentum", "variance")
+        )
+        if (active := self.vectors.get("active")) is not None:
+            momentum, variance = momentum.where(active, 0), variance.where(active, 0)
         roots = self._num_active().sqrt().to(self.flat_params.dtype)
+        magnitudes = [
+            (self._norms(self._split_by_tensor(each)) / roots).double()
+            for each in (momentum, variance.sqrt())
+        ]
         # computed on the host, with one synchronization with a GPU
-        known, magnitudes = torch.stack([scaling, (self._norms(momenta) / roots).double()]).cpu()
+        known, sent, of_variance = torch.stack([scaling, *magnitudes]).cpu()
         are_known = known > 0
-        are_new = ~are_known & (magnitudes > 0)
-        sent = magnitudes[are_new]
         if bool(are_known.any()):
-            # tensors that begin late get the current mean magnitude of the other scaled tensors
-            sent = (known * magnitudes)[are_known]
-        known[are_new] = (sent.mean() / magnitudes[are_new]).clamp(max=MAX_SCALING)
+            target, magnitude = (known * sent)[are_known].mean(), of_variance
+        else:
+            target, magnitude = sent[sent > 0].mean(), sent
+        are_new = ~are_known & (magnitude > 0)
+        known[are_new] = (target / magnitude[are_new]).clamp(max=MAX_SCALING)
         scaling.copy_(known, non_blocking=True)
 
     @torch.no_grad()
@@ -378,8 +388,8 @@ class OneBitLamb(OneBitAdam):
         trust = (parameter_norms / decayed_norms).double().nan_to_num(1.0)
         trust = trust.clamp(*self.trust_range).where(is_known, 1.0)
         is_frozen = torch.zeros_like(is_known)
-        is_frozen[self._first_compressed :] = self.is_frozen
         # as in the warm-up, the ratio of a tensor with settling elements is up to date
+        is_frozen[self._first_compressed :] = self.is_frozen
         for _, index, _ in self.settling_slices():
             is_frozen[index] = False
         is_updated = is_known & (update_norms > 0) & ~(is_frozen & (weight > 0))
@@ -397,9 +407,8 @@ class OneBitLamb(OneBitAdam):
         least, most = last * (1 - self.factor_change), last * (1 + self.factor_change)
         last.copy_(factor.clamp(least, most))
         frozen = kept.where(weight > 0, 1.0) * last
-        if self.numbers["reactivate_from"]:
-            # elements that begin late may change the gradients of all tensors, which then move no
-            # farther than with LAMB
+        if self.has_late_elements:
+            # their gradients may increase those of all tensors, which move no farther than in LAMB
             frozen = torch.minimum(frozen, trust)
         return torch.where(is_frozen, frozen, trust)
 

@@ -17,7 +17,7 @@ elements, k extras.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from gcnzc.optim.synchronous.adam_step import AdamStep
 MAX_SETTLING_STEPS = 1000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SettlingElements:
     """The settling elements before a step, (s,) each."""
 
@@ -56,8 +56,13 @@ class Settling(AdamStep):
 
     @property
     @abstractmethod
+    def num_warmup_updates(self) -> int:
+        """The number of updates of the variances of other elements in the warm-up."""
+
+    @property
     def num_settling_steps(self) -> int:
         """The number of steps in which an element is settling."""
+        return min(self.num_warmup_updates, MAX_SETTLING_STEPS)
 
     def variance_correction(self, part: GroupSlice) -> float:
         """Return the factor by which the variance of a compressed group slice is biased."""
@@ -97,12 +102,14 @@ class Settling(AdamStep):
             ]
         return self._slices
 
-    def read_settling(self, gradients: Tensor) -> SettlingElements:
-        """Return copies of what the settling elements have before a step.
+    def read_settling(self, gradients: Tensor) -> SettlingElements | None:
+        """Return copies of what the settling elements have before a step; None if there are none.
 
         Args:
             gradients: (n + k,), this rank's gradients.
         """
+        if "settling" not in self.vectors:
+            return None
         positions = self.settling + self.flat_params.num_uncompressed
         variances = self.vectors["variance"][positions]
         for part, _, here in self.settling_slices():
@@ -110,7 +117,9 @@ class Settling(AdamStep):
         momenta = self.vectors["momentum"][positions]
         return SettlingElements(gradients[positions], momenta, variances)
 
-    def mean_uncompressed(self, values: Tensor, settling: SettlingElements) -> Algorithm[str]:
+    def mean_uncompressed(
+        self, values: Tensor, settling: SettlingElements | None
+    ) -> Algorithm[str]:
         """Replace the gradients that are not compressed by their means over the ranks.
 
         Args:
@@ -121,42 +130,34 @@ class Settling(AdamStep):
             Why all ranks skip the step; empty if they take it.
         """
         offset = self.flat_params.num_uncompressed
-        if not (offset or len(settling.gradients)):
-            return ""
         sent = values[:offset]
-        if len(settling.gradients):
+        if settling is not None:
             sent = torch.cat([sent, settling.gradients])
+        if not len(sent):
+            return ""
         if self._uncompressed_reducer is None:
             self._uncompressed_reducer = self.gradient_reducer(self.gradient_compression, len(sent))
         if skip_reason := (yield from self._uncompressed_reducer.mean(sent)):
             return skip_reason
-        if len(settling.gradients):
+        if settling is not None:
             values[:offset] = sent[:offset]
-            settling.gradients.copy_(sent[offset:])
+            settling.gradients = sent[offset:]
         return ""
 
-    def average_settling(self, settling: SettlingElements) -> SettlingElements:
-        """Return the settling elements after a step.
-
-        Args:
-            settling: the elements before it, with their mean gradients.
-        """
-        ages = torch.empty(0)
-        if len(settling.gradients):
-            ages = (self.steps + 2 - self.vectors["settling_since"]).double()
-        momenta, variances = settling.momenta.clone(), settling.variances.clone()
+    def average_settling(self, settling: SettlingElements) -> None:
+        """Update momenta and variances, in place, with the mean gradients of a step."""
+        step = self.steps + 1
+        ages = (step + 1 - self.vectors["settling_since"]).double()
         for part, _, here in self.settling_slices():
             gradients, (beta1, beta2) = settling.gradients[here], part.group["betas"]
-            momenta[here].lerp_(gradients, 1 - beta1)
+            settling.momenta[here].lerp_(gradients, 1 - beta1)
             rates = ((1 - beta2) / (1 - torch.pow(beta2, ages[here]))).to(gradients.dtype)
-            variances[here].lerp_(gradients.square(), rates)
-        return replace(settling, momenta=momenta, variances=variances)
+            settling.variances[here].lerp_(gradients.square(), rates)
 
     def write_settling(self, settling: SettlingElements) -> None:
-        """Write momenta and variances of the settling elements; others may have been computed."""
+        """Write momenta and variances of the settling elements back; `settling` is overwritten."""
         positions = self.settling + self.flat_params.num_uncompressed
-        variances = settling.variances.clone()
         for part, _, here in self.settling_slices():
-            variances[here] *= self.variance_correction(part)
+            settling.variances[here] *= self.variance_correction(part)
         self.vectors["momentum"][positions] = settling.momenta
-        self.vectors["variance"][positions] = variances
+        self.vectors["variance"][positions] = settling.variances

@@ -28,7 +28,6 @@ P parameters, W ranks, k extras.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.anchored import Anchored
 from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
-from gcnzc.optim.synchronous.settling import MAX_SETTLING_STEPS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_unsupported
 from gcnzc.system.arguments import check_kind
@@ -203,14 +201,18 @@ class ZeroOneAdam(Anchored):
             if skip_reason := (yield from self._synchronize(coded, extras)):
                 return skip_reason
             sums = self.extra_sums = self.reducers["update"].extra_sums
-            self.note_inactive_gradients(sums[-1])
+            first = self.steps + 1
+            while first > 1 and self.schedule.exchange(first - 1) == "nothing":
+                first -= 1
+            self.note_inactive_gradients(sums[-1], first)
             may_reactivate = (
                 self.reactivate == "step" and self.steps + 2 >= self.numbers["reactivate_from"]
             )
             self.numbers["has_inactive_gradient"] = may_reactivate and sums[-1] > 0
-        settling = self.average_settling(settling)
-        self.write_settling(settling)
-        self._move_settling(settling)
+        if settling is not None:
+            self.average_settling(settling)
+            self._move_settling(settling)
+            self.write_settling(settling)
         for part in self.flat_params.uncompressed_parts:
             self._update_moments(part, values, with_variance=True)
             self._take_adam_step(part, self._count_updates(part), values)
@@ -230,8 +232,10 @@ class ZeroOneAdam(Anchored):
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_uncompressed
             self._update_moments(part, values, with_variance=with_variance)
-        gradients = values[self.settling + flat_params.num_uncompressed]
-        self.write_settling(self.average_settling(replace(settling, gradients=gradients)))
+        if settling is not None:
+            settling.gradients = values[self.settling + flat_params.num_uncompressed]
+            self.average_settling(settling)
+            self.write_settling(settling)
         if is_due or self.reactivate == "step":
             self._reactivate(values)
         if self.schedule.updates_variance(self.steps + 2) and not len(self.settling):
@@ -245,9 +249,9 @@ class ZeroOneAdam(Anchored):
         return ""
 
     @property
-    def num_settling_steps(self) -> int:
-        """See `Settling`: the number of updates of the other variances."""
-        return min(self.numbers["num_variance_updates"], MAX_SETTLING_STEPS)
+    def num_warmup_updates(self) -> int:
+        """See `Settling`."""
+        return int(self.numbers["num_variance_updates"])
 
     # --- steps with updates
 
@@ -349,7 +353,7 @@ class ZeroOneAdam(Anchored):
         if self.is_out_of_sync:
             settling = self.read_settling(self.flat_params.empty())
             self.skip_reason = yield from self._synchronize(None, self.flat_params.empty()[:0])
-            if not self.skip_reason:
+            if settling is not None and not self.skip_reason:
                 self.write_settling(settling)
             return self.skip_reason
         return ""
