@@ -2,8 +2,9 @@
 
 A record is one JSON line with the case, the time, the machine, the commit and the versions. Lines
 are appended to files in `bench/results/`, and never changed; `bench/docs` draws and tabulates them.
-There, every line belongs to a commit: with uncommitted changes to code, nothing is recorded. The
-environment variable GCNZC_RESULTS names another folder, which takes lines of any tree.
+There, every line belongs to a commit: with uncommitted changes to code, or without a git checkout,
+nothing is recorded. The environment variable GCNZC_COMMIT names the commit of a copy without git,
+and turns these checks off. GCNZC_RESULTS names another folder, which takes lines of any tree.
 `side_by_side` interleaves the calls of functions that are compared, so that a temporary slowdown of
 the machine affects all of them.
 """
@@ -32,7 +33,7 @@ from gcnzc.tune.search import interleave
 ROOT = Path(__file__).resolve().parents[1]
 OWN_RESULTS = ROOT / "bench" / "results"
 RESULTS = Path(os.environ.get("GCNZC_RESULTS") or OWN_RESULTS).resolve()
-# what results depend on; between two benchmarks of a session, lines and pages change
+# what results depend on; between two benchmarks, lines and pages change
 CODE = ("gcnzc", "kernels", "datasets", "bench", "pyproject.toml", "constraints.txt")
 NO_CODE = ":(exclude)bench/results"
 PACKAGES = ["torch", "triton", "numba", "numpy"]
@@ -89,12 +90,13 @@ def record(
         derived: other results, whose names end in their units.
 
     Raises:
-        SystemExit: code has changes that are not committed, and the folder is `bench/results/`.
+        SystemExit: the folder is `bench/results/`, GCNZC_COMMIT is not set, and code has changes
+            that are not committed, or is not in a git checkout.
     """
     check_code_is_committed()
     timed = {} if timing is None else asdict(timing)
     line = dict(case) | timed | derived | machine()
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     shown = [f"{key}={value}" for key, value in case.items()]
@@ -113,7 +115,7 @@ def machine() -> dict[str, Any]:
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": os.environ.get("GCNZC_COMMIT") or commit(ROOT),
+        "commit": os.environ.get("GCNZC_COMMIT") or commit(ROOT) or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": _driver() if torch.cuda.is_available() else "none",
         "cpu": _cpu_model(),
@@ -132,6 +134,11 @@ def check_code_is_committed() -> None:
     """
     if RESULTS != OWN_RESULTS or os.environ.get("GCNZC_COMMIT"):
         return
+    if not commit(ROOT):
+        raise SystemExit(
+            f"error: results belong to a commit, but git finds none in {ROOT}\n"
+            "hint: set GCNZC_COMMIT; with GCNZC_RESULTS=FOLDER, results go to another folder"
+        )
     if changed := _changed_code(ROOT):
         raise SystemExit(
             f"error: results belong to a commit, but the code has changes: {', '.join(changed)}\n"
@@ -141,9 +148,12 @@ def check_code_is_committed() -> None:
 
 @cache
 def commit(root: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` if code has changes that are not committed."""
+    """Return the commit of a checkout, with `-dirty` if code has changes that are not committed.
+
+    It is empty without git, a checkout or a commit.
+    """
     found = _git(root, "describe", "--always").strip()
-    return f"{found}-dirty" if _changed_code(root) else found
+    return f"{found}-dirty" if found and _changed_code(root) else found
 
 
 @cache
@@ -154,9 +164,12 @@ def _changed_code(root: Path) -> list[str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    return subprocess.run(
-        ["git", *words], cwd=root, capture_output=True, text=True, check=False
-    ).stdout
+    try:
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=False
+        ).stdout
+    except FileNotFoundError:  # no git
+        return ""
 
 
 def _gpu_state() -> dict[str, Any]:

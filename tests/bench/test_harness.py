@@ -34,10 +34,11 @@ def test_side_by_side_interleaves_the_measurements():
 
 
 def test_record_appends_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    results = tmp_path / "of" / "runs"
+    monkeypatch.setattr(harness, "RESULTS", results)
     for way in ("ours", "theirs"):
         line = harness.record("x", {"way": way}, harness.Timing(0.25, 0.2, 0.3, 7), seeds_per_s=4.0)
-    first, second = map(json.loads, (tmp_path / "results" / "x.jsonl").read_text().splitlines())
+    first, second = map(json.loads, (results / "x.jsonl").read_text().splitlines())
     assert (first["way"], second["way"]) == ("ours", "theirs")
     assert second == line
     assert second["median_s"] == 0.25
@@ -88,6 +89,22 @@ def test_lines_and_pages_are_no_changes_to_code(checkout):
     assert len(commits) == 1
     assert re.fullmatch(r"[0-9a-f]{7,}", commits.pop())
     assert len((checkout / "bench" / "results" / "x.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("missing", ["git", "checkout"])
+def test_nothing_is_recorded_without_a_commit(missing, checkout, monkeypatch):
+    if missing == "git":
+        monkeypatch.setenv("PATH", "")
+    else:
+        (checkout / ".git").rename(checkout / "git")
+    with pytest.raises(SystemExit, match=r"^error: .* git finds none in .*\nhint: set GCNZC_COMMIT"):
+        harness.record("x", {})
+    assert not list((checkout / "bench" / "results").iterdir())
+    monkeypatch.setattr(harness, "RESULTS", checkout / "runs")
+    assert harness.record("x", {})["commit"] == "unknown"
+    monkeypatch.setattr(harness, "RESULTS", harness.OWN_RESULTS)
+    monkeypatch.setenv("GCNZC_COMMIT", "abc")
+    assert harness.record("x", {})["commit"] == "abc"
 
 
 @pytest.mark.parametrize("module", ["triton", "numba"])
