@@ -262,10 +262,12 @@ def test_a_copy_of_a_subclass_has_the_same_class(data):
     assert len(other.dataset) == NODES // 2
 
 
-def test_names_that_are_not_replaced_are_pygs(data):
+def test_names_that_are_not_replaced_are_pygs(data, monkeypatch):
     replaced = {"NeighborLoader", "LinkNeighborLoader"}
     for name in {*pyg.loader.__all__} - replaced:
         assert getattr(interop_pyg, name) is getattr(pyg.loader, name)
+    monkeypatch.setattr(pyg.loader, "_private", 1, raising=False)
+    assert not hasattr(interop_pyg, "_private")
     from gcnzc.interop.pyg import LinkNeighborLoader, RandomNodeLoader
 
     assert LinkNeighborLoader is interop_pyg.LinkNeighborLoader

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import gcnzc.interop.dgl as interop_dgl
 from gcnzc.graph.graph import Graph
 from gcnzc.interop.dgl import DglSampler, graphbolt_works, import_dgl
 from gcnzc.interop.dgl import importing as door
@@ -141,6 +142,9 @@ def test_a_missing_dgl_is_reported(fake, monkeypatch):
         import_dgl()
     with pytest.raises(ImportError, match="not installed"):
         DglSampler(Graph(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int32)), [2])
+    with pytest.raises(ImportError, match=r"^DGL is not installed\n\nhint: "):
+        from gcnzc.interop.dgl import NeighborSampler  # noqa: F401
+    assert not hasattr(interop_dgl, "NeighborSampler")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Importing this package does not import DGL; using its functions and classes does
 those of `dgl.dataloading`, unchanged, such as its samplers.
 """
 
+import sys
 from typing import Any
 
 from gcnzc.interop.dgl.dgl_sampler import DglSampler
@@ -24,4 +25,11 @@ def __getattr__(name: str) -> Any:
     """Return a name of `dgl.dataloading` that this package does not define."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_dgl().dataloading, name)
+    try:
+        dgl = import_dgl()
+    except ImportError as error:
+        # `from ... import` would replace an AttributeError, and `hasattr` needs one
+        if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
+    return getattr(dgl.dataloading, name)

@@ -28,4 +28,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Return a name of `torch_geometric.loader` that this package does not define."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_pyg().loader, name)

@@ -199,7 +199,7 @@ def check_edges(edges: Any, num_nodes: int) -> Tensor:
     """Return the edges to iterate over, given as a (2, E) tensor, as int64 on the host.
 
     Raises:
-        ValueError: `edges` is no such tensor, or has ids that are not below `num_nodes`.
+        ValueError: `edges` is not such a tensor, or has ids that are not below `num_nodes`.
     """
     edges = check_edge_index("edge_label_index", edges)
     if edges.shape[1]:
