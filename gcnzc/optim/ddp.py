@@ -15,7 +15,7 @@ GIL (torch 2.13, also without gcnzc).
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from weakref import WeakSet
 
 import torch
@@ -52,7 +52,7 @@ def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedD
     if group.world_size == 1 or not group.backend:
         return WeakSet()
     own = {id(each) for each in parameters}
-    kinds = [DistributedDataParallel, *DistributedDataParallel.__subclasses__()]
+    kinds = list(_with_subclasses(DistributedDataParallel))
     objects = gc.get_objects()
     found = [each for kind in kinds for each in objects if type(each) is kind]
     return WeakSet(
@@ -68,23 +68,43 @@ def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedD
     )
 
 
-def check_no_average(ddp: DistributedDataParallel, name: str, *, accepts_hook: bool) -> None:
-    """Check that the backward pass of the last forward pass has not averaged gradients.
+def _with_subclasses(
+    kind: type[DistributedDataParallel],
+) -> Iterator[type[DistributedDataParallel]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
 
-    It has not in `no_sync`, with `keep_gradients_local`, and if the module inside is trained.
+
+def check_no_average(
+    ddp: DistributedDataParallel, times: list[int] | None, name: str, *, accepts_hook: bool
+) -> list[int]:
+    """Check that no backward pass since the last check has averaged gradients.
+
+    None has in `no_sync`, with `keep_gradients_local`, and if the module inside is trained. The
+    first check knows only whether that of the last forward pass would, so it misses an average if
+    a forward pass without gradients follows.
 
     Args:
         ddp: the wrapper of the model.
+        times: what the last check returned; None for the first.
         name: the name of the optimizer.
         accepts_hook: whether it can train the model with `keep_gradients_local`.
 
+    Returns:
+        The times at which the last backward pass that averages had each gradient.
+
     Raises:
-        ValueError: it has.
+        ValueError: the gradients were averaged.
     """
-    is_local = not (ddp._lazy_init_ran and ddp.require_forward_param_sync)
+    now: list[int] = ddp.reducer.get_backward_stats()
+    if times is None:
+        is_local = not (ddp._lazy_init_ran and ddp.require_forward_param_sync)
+    else:
+        is_local = now == times
     has_hook = any(hook is keep_gradients_local for hook, _ in ddp._comm_hooks)
     if is_local or (has_hook and accepts_hook):
-        return
+        return now
     if accepts_hook:
         raise ValueError(
             "DistributedDataParallel averages the gradients of all ranks in each backward pass, so "

@@ -1,7 +1,7 @@
 """The parameters of an optimizer, and what they were when it was constructed."""
 
 from collections.abc import Iterator
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ class RecordedParameters(Checkpointed):
     """the shape, dtype and device of each parameter when `record_parameters` was called last"""
     accepts_ddp = True
     """whether DistributedDataParallel with `keep_gradients_local` may wrap the model"""
-    _ddps: WeakSet[DistributedDataParallel] | None = None  # of `find_ddp`, in the first step
+    # objects of `find_ddp` in the first step, and what `check_no_average` returned for them
+    _ddps: WeakKeyDictionary[DistributedDataParallel, list[int] | None] | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all groups, including frozen ones, named by their positions."""
@@ -88,6 +89,6 @@ class RecordedParameters(Checkpointed):
         """
         if self._ddps is None:
             parameters = (each for _, each in self.named_parameters())
-            self._ddps = find_ddp(parameters, self.group)
-        for ddp in self._ddps:
-            check_no_average(ddp, self.name, accepts_hook=self.accepts_ddp)
+            self._ddps = WeakKeyDictionary(dict.fromkeys(find_ddp(parameters, self.group)))
+        for ddp, times in self._ddps.items():
+            self._ddps[ddp] = check_no_average(ddp, times, self.name, accepts_hook=self.accepts_ddp)

@@ -97,7 +97,9 @@ def test_nothing_is_recorded_without_a_commit(missing, checkout, monkeypatch):
         monkeypatch.setenv("PATH", "")
     else:
         (checkout / ".git").rename(checkout / "git")
-    with pytest.raises(SystemExit, match=r"^error: .* git finds none in .*\nhint: set GCNZC_COMMIT"):
+    with pytest.raises(
+        SystemExit, match=r"^error: .* git finds none in .*\nhint: set GCNZC_COMMIT"
+    ):
         harness.record("x", {})
     assert not list((checkout / "bench" / "results").iterdir())
     monkeypatch.setattr(harness, "RESULTS", checkout / "runs")

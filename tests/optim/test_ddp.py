@@ -85,7 +85,15 @@ MAKERS = {
 }
 
 
-def take_steps(model, optimizer, context=nullcontext):
+class Wrapper(DistributedDataParallel):
+    """As that of a library, from which another one derives."""
+
+
+class WrapperOfWrapper(Wrapper):
+    """A subclass of a subclass."""
+
+
+def take_steps(model, optimizer, context=nullcontext, *, validates=False):
     """Two steps; return the error of one of them."""
     rank = dist.get_rank()
 
@@ -93,6 +101,9 @@ def take_steps(model, optimizer, context=nullcontext):
         with context():
             loss = model(torch.ones(2, 3) + rank).sum()
             loss.backward()
+        if validates:
+            with torch.no_grad():
+                model(torch.ones(2, 3))
         return loss
 
     try:
@@ -109,16 +120,20 @@ def take_steps(model, optimizer, context=nullcontext):
     return ""
 
 
+AVERAGES = ("module", "inner", "none", "later", "validated", "subclass")
+
+
 def try_ways_to_wrap():
     """The errors of each optimizer with each use of DDP."""
     dist.init_process_group("gloo")
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     found = {}
     for name, make in MAKERS.items():
-        for way in ("module", "inner", "none", "later", "hook", "no_sync", "alone", "unused"):
+        for way in (*AVERAGES, "hook", "no_sync", "alone", "unused"):
             inner = nn.Linear(3, 2)
             options = {"process_group": alone} if way == "alone" else {}
-            wrap = partial(DistributedDataParallel, inner, **options)
+            kind = WrapperOfWrapper if way == "subclass" else DistributedDataParallel
+            wrap = partial(kind, inner, **options)
             wrapped = None if way == "later" else wrap()
             given = {"module": {"module": wrapped}, "inner": {"module": inner}}.get(way, {})
             optimizer = make(inner.parameters(), **given)
@@ -127,7 +142,9 @@ def try_ways_to_wrap():
                 wrapped.register_comm_hook(None, keep_gradients_local)
             context = wrapped.no_sync if way == "no_sync" else nullcontext
             trained = inner if way == "unused" else wrapped
-            found[name, way] = take_steps(trained, optimizer, context)
+            found[name, way] = take_steps(
+                trained, optimizer, context, validates=way in ("validated", "no_sync")
+            )
             # a copy does not refer to the objects of DDP
             copy.deepcopy(optimizer)
             dist.barrier()
@@ -141,7 +158,7 @@ def try_ways_to_wrap():
 def test_ddp_that_averages_gradients_is_an_error_of_each_optimizer(tmp_path):
     for found in results(2, tmp_path, try_ways_to_wrap):
         for (name, way), error in found.items():
-            averages = way in ("module", "inner", "none", "later")
+            averages = way in AVERAGES
             # with the hook, DDP still communicates in each micro-batch
             averages |= (name, way) == ("dropcompute", "hook")
             assert ("keep_gradients_local" in error) == averages, (name, way, error)
