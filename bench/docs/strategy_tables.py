@@ -341,7 +341,7 @@ def transformer() -> str:
 @table
 def late_elements() -> str:
     """Return the table of elements that begin after the warm-up of 1-bit optimizers."""
-    lines = newest(read("late_elements"), "kind", "method", "lr", "warmup", "seed")
+    lines = newest(read("late_elements"), "kind", "method", "lr", "warmup")
     rows = [
         [
             *(kind, method, f"{lr:g}", warmup),
@@ -349,13 +349,12 @@ def late_elements() -> str:
                 "diverges" if line[name] is None else f"{line[name]:.2g}"
                 for name in (
                     *("loss", "uncompressed_loss", "control_loss"),
-                    "control_loss_of_as_many_steps",
+                    *("control_loss_of_as_many_steps", "late_step", "control_step"),
                 )
             ),
-            *(f"{line[name]:.2g}" for name in ("late_step", "control_step")),
             *(f"{line[name]:,.0f}" for name in ("bytes_per_late_step", "bytes_per_step")),
         ]
-        for (kind, method, lr, warmup, _), line in lines.items()
+        for (kind, method, lr, warmup), line in lines.items()
     ]
     heads = ["late elements", "method", "learning rate", "warm-up, steps", "loss"]
     heads += ["without compression", "control", "control after as many steps"]

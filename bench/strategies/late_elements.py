@@ -1,15 +1,23 @@
 """Measure what 1-bit optimizers do with elements whose first gradient comes after the warm-up.
 
-    python -m bench.strategies.late_elements [--kinds embedding ...] [--seeds 1]
+    python -m bench.strategies.late_elements [--kinds embedding ...]
 
 Two ranks train a small model for 600 steps, in lockstep in one process. Until step 200 a part of it
 has no gradients: rows of an embedding, a module, experts of a mixture, or the first layers, which
 are frozen. The control is the same run, except that these elements have gradients in the warm-up,
-too. Recorded are the mean loss of the last ten steps, beside those of AdamW or LAMB without
-compression, and of the control, also when its elements had as many steps with gradients as the late
-ones have at the end; and the largest steps, in units of the learning rate: that of late elements, and that
-of the same tensors in the control. `bytes_per_late_step` is what a rank sends in a step while the
-late elements settle, and `bytes_per_step` in the last hundred steps.
+too. Recorded are, with the seed 0:
+
+    loss                            mean of the last ten steps
+    uncompressed_loss               the same of AdamW or LAMB without compression
+    control_loss                    the same of the control
+    control_loss_of_as_many_steps   of the control when this part had as many steps with gradients
+                                    as it has without the warm-up at the end
+    late_step                       largest step of late elements, in learning rates
+    control_step                    largest step of the same tensors in the control
+    bytes_per_late_step             what a rank sends in a step while the late elements settle
+    bytes_per_step                  the same in the last hundred steps
+
+Losses and largest steps that are not finite are null.
 """
 
 import argparse
@@ -102,8 +110,8 @@ KINDS = {
     "unfrozen layer": WithFrozenLayer,
 }
 Make = Callable[[Iterable[nn.Parameter], Group, float, int], torch.optim.Optimizer]
-ADAM: Make = lambda params, group, lr, warmup: Averaged(torch.optim.AdamW(params, lr), group=group)  # noqa: E731
-LAMB: Make = lambda params, group, lr, warmup: OneBitLamb(params, lr, warmup=2 * STEPS, group=group)  # noqa: E731
+ADAM: Make = lambda p, group, lr, _: Averaged(torch.optim.AdamW(p, lr), group=group)  # noqa: E731
+LAMB: Make = lambda p, group, lr, _: OneBitLamb(p, lr, warmup=2 * STEPS, group=group)  # noqa: E731
 # name of each optimizer, and the uncompressed one beside it
 METHODS: dict[str, tuple[Make, Make]] = {
     "1-bit Adam": (lambda p, group, lr, w: OneBitAdam(p, lr, warmup=w, group=group), ADAM),
@@ -129,11 +137,10 @@ class Run:
     bytes_sent: list[int] = field(default_factory=list)
     """by a rank in each step"""
 
-    def loss(self, before_end: int = 0) -> float | None:
-        """Return the mean loss of the last steps, or of those some steps before; None if infinite."""
+    def loss(self, before_end: int = 0) -> float:
+        """Return the mean loss of the last steps, or of those some steps before."""
         end = len(self.losses) - before_end
-        found = statistics.mean(self.losses[end - LAST : end])
-        return found if math.isfinite(found) else None
+        return statistics.mean(self.losses[end - LAST : end])
 
 
 def train(
@@ -181,41 +188,46 @@ def train(
         for name, parameter in watched.items():
             moved = (parameter.detach() - before[name]).abs() / lr
             late = moved[~had_gradient[name]]
-            run.tensor_step = max(run.tensor_step, float(moved.max()))
-            run.late_step = max(run.late_step, float(late.max()) if len(late) else 0.0)
+            run.tensor_step = _largest(run.tensor_step, moved)
+            run.late_step = _largest(run.late_step, late)
     return run
+
+
+def _largest(before: float, values: Tensor) -> float:
+    """Return the largest of all, or NaN if there is one."""
+    return float(torch.cat([torch.tensor([before]), values.flatten()]).max())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for kind in options.kinds:
         for method, (make, exact) in METHODS.items():
             for lr in (1e-2, 1e-3):
-                for seed in range(options.seeds):
-                    uncompressed = train(kind, exact, lr, 0, seed)
-                    for warmup in (STEPS // 10, 3 * STEPS // 10):
-                        late = train(kind, make, lr, warmup, seed)
-                        control = train(kind, make, lr, warmup, seed, is_control=True)
-                        case = {"kind": kind, "method": method, "lr": lr, "warmup": warmup}
-                        harness.record(
-                            "late_elements",
-                            case | {"seed": seed},
-                            loss=late.loss(),
-                            uncompressed_loss=uncompressed.loss(),
-                            control_loss=control.loss(),
-                            control_loss_of_as_many_steps=control.loss(warmup),
-                            late_step=late.late_step,
-                            control_step=control.tensor_step,
-                            bytes_per_late_step=statistics.mean(
-                                late.bytes_sent[LATE : LATE + warmup]
-                            ),
-                            bytes_per_step=statistics.mean(late.bytes_sent[-100:]),
-                        )
+                uncompressed = train(kind, exact, lr, 0)
+                for warmup in (STEPS // 10, 3 * STEPS // 10):
+                    late = train(kind, make, lr, warmup)
+                    control = train(kind, make, lr, warmup, is_control=True)
+                    case = {"kind": kind, "method": method, "lr": lr, "warmup": warmup, "seed": 0}
+                    harness.record(
+                        "late_elements",
+                        case,
+                        loss=_finite(late.loss()),
+                        uncompressed_loss=_finite(uncompressed.loss()),
+                        control_loss=_finite(control.loss()),
+                        control_loss_of_as_many_steps=_finite(control.loss(warmup)),
+                        late_step=_finite(late.late_step),
+                        control_step=_finite(control.tensor_step),
+                        bytes_per_late_step=statistics.mean(late.bytes_sent[LATE : LATE + warmup]),
+                        bytes_per_step=statistics.mean(late.bytes_sent[-100:]),
+                    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Elements whose first gradient comes after the warm-up of a 1-bit optimizer."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from bench.strategies.late_elements import KINDS, METHODS, train
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
+from gcnzc.optim import Averaged, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
 CASES = mark_slow(
     itertools.product(KINDS, METHODS, (1e-2, 1e-3), (60, 180)),
@@ -24,8 +25,30 @@ def test_they_behave_like_those_that_had_gradients_in_the_warm_up(kind, method, 
     control = train(kind, make, lr, warmup, is_control=True)
     # even the uncompressed optimizer may be slower than the control, which may diverge, too
     losses = [control.loss(warmup), train(kind, exact, lr, 0).loss()]
-    assert late.loss() <= 10 * max(each for each in losses if each is not None)
-    assert late.late_step <= 1.5 * control.tensor_step
+    assert late.loss() <= 10 * max(each for each in losses if math.isfinite(each))
+    assert math.isfinite(late.late_step)
+    assert not late.late_step > 1.5 * control.tensor_step
+
+
+class NotFinite(torch.optim.SGD):
+    """Sets all parameters to NaN."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for each in self.param_groups[0]["params"]:
+            each.data.fill_(math.nan)
+
+
+def test_the_largest_step_of_a_run_that_is_not_finite_is_not_a_number():
+    run = train(
+        "embedding",
+        lambda params, group, lr, _: Averaged(NotFinite(params, lr), group=group),
+        *(0.1, 0),
+        num_steps=1,
+        late_from=0,
+    )
+    assert math.isnan(run.late_step)
+    assert math.isnan(run.tensor_step)
 
 
 def late_run(num_steps, begin, warmup=4, late=slice(10, 20)):
