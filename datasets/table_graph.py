@@ -84,6 +84,8 @@ class TableGraph:
                 self._table, self._columns, texts, options.nodes
             )
             self._parts = read_parts(self._table, self._columns, texts, options.nodes.missing)
+        elif count is None and isinstance(self._edges, TextTable):
+            ids = self._edges.format.node_ids()
         _check_labels_and_parts(path, self._labels, self._parts)
         self._numbering = Numbering(ids, count)
         self._ends = read_numbers(self._edges, self._end_columns, self._numbering, progress)
@@ -242,7 +244,7 @@ def choose_ends(
     """Return the columns of the sources and the targets of a table of edges or pairs.
 
     Raises:
-        ValueError: the table has no such columns.
+        ValueError: the table has no such columns, or the first row may be an edge.
     """
     if (source is None) != (target is None):
         raise ValueError(
@@ -260,6 +262,12 @@ def choose_ends(
         return others[0], others[1]
     # either the only two columns, or an index of two levels
     pairs = [names for names in (others, list(table.index)) if len(names) == 2]
+    if isinstance(table, TextTable) and table.format.may_be_edge:
+        raise ValueError(
+            f"{table.path}: the first line, {table.format.separator.join(table.columns)}, may be "
+            "an edge or the names of the columns\n\nhint: set header = true or header = false in "
+            "the .toml, or call the columns source and target"
+        )
     if len(pairs) == 1:
         return pairs[0][0], pairs[0][1]
     hint = f"source and target in {where} name them, or call them source and target"

@@ -13,6 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from gcnzc.datasets.rows import Array
 from gcnzc.datasets.tables import END_NAMES, is_number
 
 COMMENTS = ("#", "%")
@@ -35,11 +38,14 @@ class TextFormat:
         names: of the columns.
         has_header: whether the first row has the names.
         skipped: the number of lines before the first row.
-        comments: with what later lines begin that are no rows.
-        may_be_rows: such lines may be rows if they have as many cells.
+        comments: prefixes of comment lines after the first row.
+        may_be_rows: whether a comment with as many cells as a row is an error.
         num_rows: as the file says; None if it does not.
+        num_nodes: as the file says, with ids from 1; None if it does not.
         may_be_header: the first row has the numbers 0, 1, ..., which pandas may have written as
             names, and is taken as an edge.
+        may_be_edge: the first row is taken as the names of two columns, but later rows have texts,
+            too.
     """
 
     separator: str
@@ -49,11 +55,19 @@ class TextFormat:
     comments: tuple[str, ...] = ()
     may_be_rows: bool = False
     num_rows: int | None = None
+    num_nodes: int | None = None
     may_be_header: bool = False
+    may_be_edge: bool = False
 
     def cells(self, lines: Iterable[str]) -> Any:
         """Return a csv reader of lines, whose `line_num` counts them."""
         return _reader(lines, self.separator)
+
+    def node_ids(self) -> Array | None:
+        """Return the (N,) ids of the nodes as text, if the file has their number; None if not."""
+        if self.num_nodes is None:
+            return None
+        return np.array([str(number + 1) for number in range(self.num_nodes)], object)
 
 
 def find_format(
@@ -75,8 +89,8 @@ def find_format(
             row has only numbers, or if they begin as those before the first row.
 
     Raises:
-        ValueError: the file has no rows, the first row may be names or not, or the file has edges
-            between two kinds of nodes.
+        ValueError: the file has no rows, a comment before the first row may be a row or names, or
+            the file has edges between two kinds of nodes.
     """
     marks = COMMENTS if comment is None else tuple(comment)
     skipped, first, heading = 0, "", []
@@ -87,28 +101,30 @@ def find_format(
             break
         heading += [text] if text else []
         skipped += 1
-    kind, last = (heading[0], heading[-1]) if heading else ("", "")
+    kind = heading[0] if heading else ""
     if not first:
-        hint = 'comment = "" reads lines that begin with # or %' if last else "was it written?"
-        raise ValueError(f"{path} is empty{' but for comments' if last else ''}\n\nhint: {hint}")
+        hint = 'comment = "" reads lines that begin with # or %' if kind else "was it written?"
+        raise ValueError(f"{path} is empty{' but for comments' if kind else ''}\n\nhint: {hint}")
     if _BIPARTITE.match(kind):
         raise _bipartite(path)
     if kind.startswith(_BANNER) or (path.name.endswith((".mtx", ".mtx.gz")) and marks):
-        return _matrix_market(path, kind, first, next(lines, "1 1"), skipped)
+        return _matrix_market(path, kind, first, lines, skipped)
     sample = [first, *islice(lines, SAMPLE - 1)]
     separator = separator or _find_separator(path, sample)
-    names = [name.strip() for name in next(cells for cells in _reader(sample, separator) if cells)]
+    row, *later = [cells for cells in _reader(sample, separator) if cells]
+    names = [name.strip() for name in row]
     are_numbers = all(map(is_number, names))
     has_ends = any({*pair} <= {name.lower() for name in names} for pair in END_NAMES)
-    if has_header is None and last and not (are_numbers or has_ends) and len(names) > 1:
-        in_comment: list[str] = next(_reader([last.lstrip("#% ")], separator), [])
-        if len(in_comment) == len(names):
-            raise ValueError(
-                f"{path}, line {skipped + 1}: {first.strip()!r:.100} may be a row or the names of "
-                f"the columns, since the comment before it has {len(names)} words, too\n\n"
-                "hint: set header = true or header = false"
-            )
     is_given = has_header is not None
+    if not (are_numbers or has_ends or len(names) == 1 or (is_given and comment is not None)):
+        for text in heading:
+            if len(next(_reader([text.lstrip("#% ")], separator), [])) == len(names):
+                raise ValueError(
+                    f"{path}: the comment {text!r:.100} may be a row or the names of the columns, "
+                    f"since {first.strip()!r:.100} in line {skipped + 1} also has {len(names)} "
+                    f'words\n\nhint: comment = "" reads it; comment = "{text[0]}" skips it, with '
+                    "header = true or header = false for the next line"
+                )
     has_header = not are_numbers if has_header is None else has_header
     wrong = next((name for name in names if not name or (is_number(name) and not is_given)), None)
     if has_header and wrong is not None:
@@ -121,8 +137,8 @@ def find_format(
     if may_be_rows:
         marks = tuple({text[0] for text in heading})
     numbers = [str(number) for number in range(len(names))]
-    is_csv = ".csv" in [suffix.lower() for suffix in path.suffixes]
-    may_be_header = is_csv and names == numbers and not (last or is_given)
+    rows = [cells for cells in later if not cells[0].startswith(marks)]
+    has_texts = any(not is_number(cell) for cells in rows for cell in cells)
     return TextFormat(
         separator,
         names if has_header else numbers,
@@ -130,13 +146,14 @@ def find_format(
         skipped,
         marks,
         may_be_rows,
-        may_be_header=may_be_header,
+        may_be_header=_has_suffix(path, ".csv") and names == numbers and not (kind or is_given),
+        may_be_edge=has_header and not is_given and len(names) == 2 and has_texts,
     )
 
 
 def _find_separator(path: Path, sample: list[str]) -> str:
     """Return the separator that gives each of the first rows as many cells, at least two."""
-    if ".tsv" in [suffix.lower() for suffix in path.suffixes]:
+    if _has_suffix(path, ".tsv"):
         return "\t"
     rows = [line.split() for line in sample if line.strip()]
     # with a single row, no header is above the numbers
@@ -149,12 +166,17 @@ def _find_separator(path: Path, sample: list[str]) -> str:
         lengths = [len(cells) for cells in _reader(sample, each) if cells]
         if lengths[0] > 1 and len({*lengths[:-1], lengths[0]}) == 1:
             return each
-    is_csv = ".csv" in [suffix.lower() for suffix in path.suffixes]
+    is_csv = _has_suffix(path, ".csv")
     if is_even and not is_csv:
         return BLANKS
     # rows have different numbers of cells: the reader names the first such row
     known = SEPARATORS if is_csv else (*SEPARATORS, BLANKS)
     return next((each for each in known if each in sample[0].strip()), ",")
+
+
+def _has_suffix(path: Path, suffix: str) -> bool:
+    """Whether a name has a suffix, also before .gz."""
+    return suffix in [each.lower() for each in path.suffixes]
 
 
 def _reader(lines: Iterable[str], separator: str) -> Any:
@@ -163,19 +185,30 @@ def _reader(lines: Iterable[str], separator: str) -> Any:
     return csv.reader(lines, delimiter=separator, skipinitialspace=True)
 
 
-def _matrix_market(path: Path, banner: str, sizes: str, row: str, skipped: int) -> TextFormat:
+def _matrix_market(
+    path: Path, banner: str, sizes: str, lines: Iterable[str], skipped: int
+) -> TextFormat:
     """Return the format of a file of the Matrix Market, whose first row has sizes."""
     cells = sizes.split()
     if " array" in banner.lower() or len(cells) != 3 or not all(map(str.isdecimal, cells)):
         raise ValueError(
-            f"{path}, line {skipped + 1}: {sizes.strip()!r:.100} has not the sizes of a sparse "
-            "matrix\n\nhint: after the comments, the format coordinate of the Matrix Market has "
+            f"{path}, line {skipped + 1}: {sizes.strip()!r:.100} does not have the sizes of a "
+            "sparse matrix\n\nhint: after the comments, the format coordinate of the Matrix Market has "
             "the numbers of rows, columns and entries"
         )
     if cells[0] != cells[1]:
         raise _bipartite(path)
-    names = [str(number) for number in range(len(row.split()))]
-    return TextFormat(BLANKS, names, False, skipped + 1, COMMENTS, num_rows=int(cells[2]))
+    rows = (line.split() for line in lines if not line.lstrip().startswith(COMMENTS))
+    row = next(filter(None, rows), ["1", "1"])
+    return TextFormat(
+        BLANKS,
+        [str(number) for number in range(len(row))],
+        has_header=False,
+        skipped=skipped + 1,
+        comments=COMMENTS,
+        num_rows=int(cells[2]),
+        num_nodes=int(cells[0]),
+    )
 
 
 def _bipartite(path: Path) -> ValueError:

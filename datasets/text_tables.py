@@ -215,8 +215,7 @@ class _Lines:
 
     def __init__(self, path: Path, file: Any, layout: TextFormat) -> None:
         self._path, self._file, self._layout = path, file, layout
-        self._marks = layout.comments
-        marks = "|".join(map(re.escape, self._marks))
+        marks = "|".join(map(re.escape, layout.comments))
         self._comment = re.compile(rf"^[ \t]*(?:{marks})[^\r\n]*", re.M)
         self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))
 
@@ -224,7 +223,7 @@ class _Lines:
         """Return about `size` characters; "" at the end."""
         text, self._start = self._start, ""
         text = text or self._file.read(size)
-        if self._marks and text and not text.endswith("\n"):
+        if self._layout.comments and text and not text.endswith("\n"):
             # a comment at the end is read as a whole
             text += self._file.readline()
         return self._without_comments(text)
@@ -234,7 +233,7 @@ class _Lines:
         yield from map(self._without_comments, self._file)
 
     def _without_comments(self, text: str) -> str:
-        has_comment = any(mark in text for mark in self._marks)
+        has_comment = any(mark in text for mark in self._layout.comments)
         return self._comment.sub(self._check_comment, text) if has_comment else text
 
     def _check_comment(self, found: "re.Match[str]") -> str:

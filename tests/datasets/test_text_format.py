@@ -52,6 +52,9 @@ def edges(graph):
         ("soc.mtx", MATRIX.format("pattern") + "1 2\n1 3\n2 3\n", TRIANGLE),
         ("soc.mtx.gz", MATRIX.format("real") + "1 2 0.5\n1 3 1e-3\n2 3 2\n", TRIANGLE),
         ("soc.mtx", "% sizes\n3 3 3\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("soc.mtx", "3 3 3\n\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("soc.mtx", "3 3 3\n% the entries:\n1 2\n1 3\n2 3\n", TRIANGLE),
+        ("a.csv", "person,friend\n1,2\n1,3\n2,3\n", TRIANGLE),
         ("soc.txt", MATRIX.format("pattern") + "1 2\n1 3\n2 3\n", TRIANGLE),
         ("a.txt", "\ufeff\n # indented\n\n  1   2\n1 3\n\n 2 3\n", TRIANGLE),
         ("a.csv", "1,2\n1,3\n2,3\n", TRIANGLE),
@@ -87,13 +90,16 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text", "expected"),
     [
-        ("header = false", "#source,target\nann,bob\nbob,cid\n", NAMES),
+        ('header = false\ncomment = "#"', "#source,target\nann,bob\nbob,cid\n", NAMES),
         ("header = true", "# two words\nsource,target\nann,bob\nbob,cid\n", NAMES),
         ('header = false\ncomment = ""', "#a,#b\n#b,c\n", [("#a", "#b"), ("#b", "c")]),
         ('comment = "!"', "! no edge\nsource,target\nann,bob\n! 1\nbob,cid\n", NAMES),
         ('header = false\nseparator = " "', "ann  bob\nbob\tcid\n", NAMES),
         ('comment = "#"', "# c\nsource,target\nann,bob\n#a,b\nbob,cid\n", NAMES),
         ("header = true", "0,1\n5,6\n", [("5", "6")]),
+        ("header = true", "a,b\nann,bob\nbob,cid\n", NAMES),
+        ("header = false", "ann,bob\nbob,cid\n", NAMES),
+        ('comment = ""\nsource = "#a"\ntarget = "b"', "#a,b\nann,bob\nbob,cid\n", NAMES),
         ('source = "2"\ntarget = "1"', "9 1 0\n9 2 1\n", [("0", "1"), ("1", "2")]),
     ],
 )
@@ -104,14 +110,22 @@ def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("a.csv", "#source,target\nann,bob\n", "line 2: 'ann,bob' may be a row or the names of"),
+        (
+            "a.csv",
+            "#source,target\nann,bob\n",
+            r"'#source,target' may be a row or the names of(.|\n)*hint: comment = \"\" reads it",
+        ),
+        ("a.csv", "#a,b\n# exported\nann,bob\n", "the comment '#a,b' may be a row"),
+        ("a.el", "ann bob\nbob cid\n", "the first line, ann bob, may be an edge or the names"),
+        ("a.csv", "ann,bob\n1,2\nbob,cid\n", "the first line, ann,bob, may be an edge"),
         ("a.csv", "# c\nsource,target\n#a,b\nc,d\n", "the line '#a,b' may be a row or a comment"),
         ("a.csv", "#a,b\n#c,d\n", r"is empty but for comments\n\nhint: comment = \"\" reads"),
         ("out.a", "% bip unweighted\n1 1\n1 2\n", "has edges between two kinds of nodes"),
         ("a.mtx", MATRIX.format("pattern") + "1 2\n", "has 1 entries, but line 4 says 3"),
         ("a.mtx", "3 4 2\n1 2\n3 4\n", "has edges between two kinds of nodes"),
-        ("a.mtx", "1 2\n2 3\n", "line 1: '1 2' has not the sizes of a sparse matrix"),
-        ("a.mtx", "%%MatrixMarket matrix array real general\n2 2 2\n1\n", "has not the sizes"),
+        ("a.mtx", "1 2\n2 3\n", "line 1: '1 2' does not have the sizes of a sparse m"),
+        ("a.mtx", "%%MatrixMarket matrix array real general\n2 2 2\n1\n", "not have the sizes"),
+        ("a.mtx", "3 3 2\n1 2\n3 4\n", "line 3, column '1': no node has the id '4'"),
         ("a.dat", "1::5\n2::6\n", r"among 1::5\n\nhint: separator in \[edges\] is the char"),
         (
             "a.txt",
@@ -126,6 +140,19 @@ def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
 def test_what_could_be_read_wrongly_is_an_error(file, text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, text, file)
+
+
+@pytest.mark.parametrize("header", ["true", "false"])
+def test_a_header_does_not_make_rows_comments(header, tmp_path):
+    text = "#cats,#dogs\n#dogs,birds\nbirds,#cats\n"
+    with pytest.raises(ValueError, match="the comment '#cats,#dogs' may be a row"):
+        read(tmp_path, text, "a.csv", f"header = {header}")
+
+
+def test_nodes_of_a_matrix_without_edges(tmp_path):
+    graph = read(tmp_path, "5 5 2\n1 2\n4 2\n", "a.mtx")
+    assert (graph.num_nodes, edges(graph)) == (5, [("1", "2"), ("4", "2")])
+    assert graph.mapping.nodes.tolist() == ["1", "2", "3", "4", "5"]
 
 
 def test_ids_from_one_with_rows_from_zero(tmp_path, caplog):
