@@ -1,4 +1,4 @@
-"""What a user may not expect of labels: how many are missing, and classes that are far apart.
+"""What a user may not expect of labels: how many are missing, and gaps in the class numbers.
 
 Notation: N nodes, T tasks.
 """
@@ -23,9 +23,9 @@ def describe_missing(labels: Array) -> str:
 
 
 def describe_gap(labels: Array) -> str:
-    """Return a warning if the classes are far apart, as with a class 255 for no label; else "".
+    """Return a warning of gaps in the class numbers, as with a class 255 for no label; else "".
 
-    They are far apart if at most a tenth of the classes from 0 to the largest have a label, or if
+    There are gaps if at most a tenth of the classes from 0 to the largest have a label, or if
     most of the others are between two classes.
 
     Args:
@@ -43,8 +43,13 @@ def describe_gap(labels: Array) -> str:
         return ""
     after = int(classes[place if is_wide else -1])
     between = f", and none from {after - int(gaps[place])} to {after - 1}" if is_wide else ""
+    remedy = "number the classes from 0"
+    if place or not is_wide:
+        remedy = (
+            f"if {after} means no label, replace it by -1, or in the .toml of tables set "
+            f"missing = [{after}]; otherwise {remedy}"
+        )
     return (
         f"the labels have {len(classes):,} different classes{between}, but the model predicts "
-        f"{count:,}; if {after} means no label, replace it by -1, or in the .toml of tables set "
-        f"missing = [{after}]; otherwise number the classes from 0"
+        f"{count:,}; {remedy}"
     )

@@ -140,11 +140,13 @@ class OgbLinkGraph(OgbGraph):
         known_name = next((candidate for candidate in names if candidate in KNOWN), None)
         known = KNOWN.get(known_name or "")
         metric = fields.get("eval metric", known.metric if known else None)
-        self.link_metric: str | None = METRICS.get(metric or "", metric)
-        if metric is not None and not re.fullmatch(r"auc|mrr|hits@[1-9]\d*", self.link_metric):
-            raise ValueError(
-                f"{path}: unknown metric {metric}\n\nhint: supported are rocauc, mrr and hits@K"
-            )
+        self.link_metric: str | None = None
+        if metric is not None:
+            self.link_metric = METRICS.get(str(metric), str(metric))
+            if not re.fullmatch(r"auc|mrr|hits@[1-9]\d*", self.link_metric):
+                raise ValueError(
+                    f"{path}: unknown metric {metric}\n\nhint: supported are rocauc, mrr and hits@K"
+                )
         inverse = fields.get("add_inverse_edge", known.add_inverse_edge if known else None)
         return Task(
             name or fields.get("name") or known_name or self.folder.name,

@@ -66,7 +66,7 @@ class ParquetTable(Table):
     ) -> Iterator[Chunk]:
         """See `Table.chunks`."""
         step, first = CHUNK_BYTES // (8 * (len(numbers) + 2 * len(texts) + 1)) * 4, 0
-        with self._readable():
+        with _readable(self.path):
             for size, batch in self._batches([*texts, *numbers], max(1, step)):
                 columns = {name: self._texts(name, batch[name]) for name in texts}
                 values = np.empty((size, len(numbers)), np.float64)
@@ -80,7 +80,7 @@ class ParquetTable(Table):
         """Read a column with the dtype that pandas has for it."""
         import pandas as pd
 
-        with self._readable():
+        with _readable(self.path):
             parts = [batch[name].to_pandas() for _, batch in self._batches([name], CHUNK_BYTES)]
         return pd.concat(parts, ignore_index=True) if parts else pd.Series(dtype=object)
 
@@ -118,7 +118,7 @@ class ParquetTable(Table):
 
     @cached_property
     def _schema(self) -> Any:
-        with self._readable():
+        with _readable(self._parts[0]):
             return import_parquet().read_schema(self._parts[0])
 
     @cached_property
@@ -131,8 +131,11 @@ class ParquetTable(Table):
     @cached_property
     def _ends(self) -> list[int]:
         """The number of rows up to the end of each part."""
-        parquet = import_parquet()
-        return list(accumulate(parquet.read_metadata(part).num_rows for part in self._parts))
+        parquet, counts = import_parquet(), []
+        for part in self._parts:
+            with _readable(part):
+                counts.append(parquet.read_metadata(part).num_rows)
+        return list(accumulate(counts))
 
     def _folder_values(self, part: Path) -> dict[str, str | None]:
         """Return the columns that the folders `key=value` around a part add."""
@@ -153,7 +156,7 @@ class ParquetTable(Table):
 
         for part in self._parts:
             added = self._folder_values(part)
-            with import_parquet().ParquetFile(part) as file:
+            with _readable(part), import_parquet().ParquetFile(part) as file:
                 found = [*file.schema_arrow.names, *added]
                 own = _range_of(file.schema_arrow, file.metadata.num_rows)
                 if own is not None and self._range_name is not None:
@@ -258,18 +261,19 @@ class ParquetTable(Table):
         found: Array = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         return found
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Raise a ValueError with a hint for what damaged files raise."""
-        try:
-            yield
-        except (ValueError, OSError, NotImplementedError) as error:
-            if "\n\nhint: " in str(error):
-                raise
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ValueError(
-                f"{self.path} cannot be read: {reason}\n\nhint: write or download it again"
-            ) from None
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise a ValueError with a hint for what damaged files raise."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        if "\n\nhint: " in str(error):
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read: {reason}\n\nhint: write or download it again"
+        ) from None
 
 
 def _range_of(schema: Any, count: int) -> tuple[str | None, range] | None:

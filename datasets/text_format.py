@@ -193,8 +193,8 @@ def _matrix_market(
     if " array" in banner.lower() or len(cells) != 3 or not all(map(str.isdecimal, cells)):
         raise ValueError(
             f"{path}, line {skipped + 1}: {sizes.strip()!r:.100} does not have the sizes of a "
-            "sparse matrix\n\nhint: after the comments, the format coordinate of the Matrix Market has "
-            "the numbers of rows, columns and entries"
+            "sparse matrix\n\nhint: after the comments, the format coordinate of the Matrix Market "
+            "has the numbers of rows, columns and entries"
         )
     if cells[0] != cells[1]:
         raise _bipartite(path)

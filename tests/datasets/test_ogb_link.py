@@ -106,6 +106,14 @@ def test_unknown_metrics_are_rejected(tmp_path, metric):
         load(path)
 
 
+def test_a_metric_that_is_not_text_is_rejected(tmp_path):
+    path = written(tmp_path / "a", parts())
+    for metric in ("3", '["mrr"]', "true"):
+        (path / "task.json").write_text(f'{{"eval metric": {metric}}}')
+        with pytest.raises(ValueError, match=r"task\.json: unknown metric .*\n\nhint: supported"):
+            load(path)
+
+
 def test_splits_may_be_tensors_with_other_fields(tmp_path):
     links = parts()
     path = written(tmp_path / "a", links)

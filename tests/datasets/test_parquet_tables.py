@@ -279,6 +279,21 @@ def test_wrong_folders(tmp_path):
         prepare(tmp_path, None, None)
 
 
+@pytest.mark.parametrize("kept", [0.9, 0.1])
+def test_a_damaged_part_is_named(kept, tmp_path):
+    NODES.to_parquet(tmp_path / "whole.parquet")
+    write_parts(tmp_path / "nodes.parquet", NODES, "part.{}.parquet", compression=None)
+    path = tmp_path / "nodes.parquet" / "part.1.parquet"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
+        prepare(tmp_path, None)
+    # the footer is whole, but not the values
+    path.write_bytes(data[:4] + b"\xff" * 300 + data[304:])
+    with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
+        prepare(tmp_path, None)
+
+
 def test_times_of_pairs_in_parts_have_the_order_of_the_pairs(tmp_path):
     pairs = pd.DataFrame({"source": range(24), "target": range(24), "time": range(24)})
     write_parts(tmp_path / "pairs", pairs, "part.{}.parquet")

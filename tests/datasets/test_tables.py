@@ -121,7 +121,7 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     check_people(gcnzc.load(tmp_path / "data"))
     verify(tmp_path / "data")
     assert "columns that are not used: weight of edges.csv, note of nodes.csv" in err
-    assert "1 of 5 labels are missing; nodes that were removed from the splits for this: 1" in err
+    assert "1 of 5 labels are missing; 1 of these nodes were removed from the splits" in err
     assert json.loads(out)["split"]["dropped_without_label"]["test"] == 1
     names = names_in(tmp_path / "data")
     assert names.nodes.tolist() == ["ann", "bob", "c,d", "007", "7"]

@@ -223,6 +223,38 @@ def test_keys_of_bytes_and_decimals(own, other, keys):
     assert sorted(zip(*edges.tolist(), strict=True)) == [(0, 0), (1, 1), (2, 1), (3, 3), (4, 2)]
 
 
+INFINITE = [Decimal(1), Decimal("Infinity"), *map(Decimal, range(2, 5))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"users": USERS.assign(id=[b"a", b"\xff", b"c", b"d"])},
+            "'id' of table 'user' has b'.xff'",
+        ),
+        (
+            {"users": USERS.assign(kind=pd.Categorical([b"\xff"] * 4)), "labels": {"user": "kind"}},
+            "'kind' of table 'user' has b'.xff'",
+        ),
+        (
+            {"orders": ORDERS.assign(user=[b"\xff"] * 5).set_index("user")},
+            "'user' of table 'order' has b'.xff', which is not UTF-8",
+        ),
+        ({"users": USERS.assign(age=INFINITE[:4])}, "'age' of table 'user' is inf in row 1"),
+        ({"orders": ORDERS.assign(user=INFINITE)}, "'user' of table 'order' is inf in row 1"),
+        ({"orders": ORDERS.assign(day=INFINITE), "time": "day"}, "time of node type 'order'"),
+        (
+            {"users": USERS.assign(level=INFINITE[:4]), "labels": {"user": "level"}},
+            "labels of node type 'user': node 1 has the label inf",
+        ),
+    ],
+)
+def test_bytes_and_decimals_without_a_value_are_named(options, message):
+    with pytest.raises(ValueError, match=f"{message}(.|\n)*\n\nhint: "):
+        build(**options)
+
+
 def test_levels_of_an_index_are_columns():
     expected = build(labels={"user": "level"})
     graph = build(

@@ -210,7 +210,7 @@ def prepare_command(config: PrepareConfig, reporter: Reporter) -> None:
     has_split = any(len(ids) for ids in loaded.split.values())
     if has_split and (missing := describe_missing(loaded.labels.numpy())):
         dropped = sum((loaded.origin["split"].get("dropped_without_label") or {}).values())
-        removed = f"; nodes that were removed from the splits for this: {dropped:,}"
+        removed = f"; {dropped:,} of these nodes were removed from the splits"
         reporter.say(f"{missing}{removed if dropped else ''}")
     if unused := _unused_columns(loaded.origin):
         reporter.say(f"columns that are not used: {unused}")

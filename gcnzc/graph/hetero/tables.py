@@ -144,20 +144,27 @@ def _as_table(name: str, table: Any) -> Table:
 
 
 def _column(name: str, table: Table, column: str, meaning: str) -> Any:
-    if column in table.frame.index.names and column not in table.frame.columns:
-        return _plain_values(table.frame.index.to_frame(index=False)[column])
-    if column not in table.frame.columns:
+    frame = table.frame
+    if column in frame.index.names and column not in frame.columns:
+        frame = frame.index.to_frame(index=False)
+    if column not in frame.columns:
         raise ValueError(
             f"table {name!r} has no column {column!r:.100} for its {meaning}\n\n"
-            f"hint: the columns are {', '.join(map(str, table.frame.columns))}"
+            f"hint: the columns are {', '.join(map(str, frame.columns))}"
         )
-    found = table.frame[column]
+    found = frame[column]
     if found.ndim != 1:
         raise ValueError(
             f"table {name!r} has {found.shape[1]} columns {column!r:.100}\n\n"
             "hint: rename one, since the name of a column is unique"
         )
-    return _plain_values(found)
+    try:
+        return _plain_values(found)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"column {column!r} of table {name!r} has {error.object!r:.100}, which is not UTF-8\n\n"
+            "hint: convert the column to text or numbers"
+        ) from None
 
 
 def _plain_values(column: Any) -> Any:
@@ -176,7 +183,9 @@ def _plain_values(column: Any) -> Any:
         return column.astype(object).map(bytes.decode, na_action="ignore")
     if kind == "decimal":
         known = column.dropna()
-        is_whole = all(each == int(each) and abs(each) < 2**63 for each in known)
+        is_whole = all(
+            each.is_finite() and each == int(each) and abs(each) < 2**63 for each in known
+        )
         found = pandas.Series(index=range(len(column)), dtype="Int64" if is_whole else "float64")
         found[column.notna().to_numpy()] = [
             int(each) if is_whole else float(each) for each in known
