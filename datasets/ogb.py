@@ -178,7 +178,8 @@ class OgbGraph:
         """See `Source.split`."""
         folder = self.folder / "split" / self.split_name
         if (folder / "split_dict.pt").is_file():
-            return _read_split_dict(folder / "split_dict.pt")
+            split = read_split_dict(folder / "split_dict.pt", by_type=False)
+            return {part: np.asarray(split[part]) for part in SPLITS}
         return {part: csvgz.read_column(folder / f"{part}.csv.gz") for part in SPLITS}
 
     def _refuse_other_kinds(self) -> None:
@@ -243,16 +244,6 @@ class OgbGraph:
 
         # values are parsed as float64, then rounded, as in OGB
         return Rows(self.num_nodes, columns, np.dtype(np.float64), chunks, str(path))
-
-
-def _read_split_dict(path: Path) -> dict[str, Array]:
-    split = read_split_dict(path)
-    if any(isinstance(split[part], Mapping) for part in SPLITS):
-        raise ValueError(
-            f"{path} has splits for several node types: the dataset is heterogeneous\n\n"
-            "hint: homogeneous node property datasets are supported"
-        )
-    return {part: np.asarray(split[part]) for part in SPLITS}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ are not read. Layout: https://github.com/snap-stanford/ogb, `ogb/io`.
 Notation: N nodes of a type, E edges of a type.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -346,11 +346,7 @@ class OgbHetero:
         path = folder / "split_dict.pt"
         found: dict[str, dict[str, Array]]
         if path.is_file():
-            fields = read_split_dict(path)
-            if not all(isinstance(fields[part], Mapping) for part in SPLITS):
-                raise ValueError(
-                    f"{path} is not a dict of {', '.join(SPLITS)} with ids by node type\n\n{_HINT}"
-                )
+            fields = read_split_dict(path, by_type=True)
             found = {
                 part: {
                     self._node_type(str(each), path): np.asarray(ids)

@@ -62,8 +62,12 @@ def read_metadata(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
     return None
 
 
-def read_split_dict(path: Path) -> Mapping[str, Any]:
+def read_split_dict(path: Path, by_type: bool | None = None) -> Mapping[str, Any]:
     """Read `split_dict.pt`: a dict of the train, valid and test split.
+
+    Args:
+        path: of the file.
+        by_type: whether each split is a dict of ids by node type; None if it may be any dict.
 
     Raises:
         ValueError: the file contains something else, or objects other than numbers and texts.
@@ -72,6 +76,11 @@ def read_split_dict(path: Path) -> Mapping[str, Any]:
     if not isinstance(split, Mapping) or not set(SPLITS) <= set(split):
         raise ValueError(
             f"{path} is not a dict of {', '.join(SPLITS)}\n\nhint: download the dataset again"
+        )
+    if by_type is not None and any(isinstance(split[part], Mapping) != by_type for part in SPLITS):
+        raise ValueError(
+            f"{path} has splits {'without' if by_type else 'by'} node types, but the dataset is "
+            f"{'heterogeneous' if by_type else 'homogeneous'}\n\nhint: download or write it again"
         )
     return split
 

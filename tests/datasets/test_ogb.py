@@ -452,7 +452,7 @@ def test_other_pickled_objects_are_rejected(tmp_path: Path, split: Any) -> None:
     [
         ({"train": np.arange(3)}, "is not a dict of train, valid, test"),
         ([1, 2, 3], "is not a dict of train, valid, test"),
-        ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "heterogeneous"),
+        ({part: {"paper": np.arange(3)} for part in ("train", "valid", "test")}, "by node types"),
     ],
 )
 def test_a_split_of_another_form_is_rejected(tmp_path: Path, split: Any, words: str) -> None:

@@ -454,6 +454,16 @@ def test_wrong_contents_are_rejected_with_a_message_that_names_them(
         HeteroGraph.from_ogb(path)
 
 
+def test_a_split_without_node_types_is_rejected(written, tmp_path):
+    shutil.copytree(written / "csv", tmp_path / "a")
+    split = {part: np.arange(3) for part in ("train", "valid", "test")}
+    torch.save(split, tmp_path / "a/split/random/split_dict.pt")
+    with pytest.raises(
+        ValueError, match=r"split_dict.pt has splits without node types.*\n\nhint: "
+    ):
+        HeteroGraph.from_ogb(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("file", "arrays", "words"),
     [
