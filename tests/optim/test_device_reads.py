@@ -99,7 +99,8 @@ def sgd(parameters):
 
 
 def changes_activity(optimizer):
-    return optimizer.is_gradient_step and optimizer.steps + 1 >= optimizer.warmup
+    is_change = optimizer.is_gradient_step and optimizer.steps + 1 >= optimizer.warmup
+    return is_change or len(optimizer.settling) > 0
 
 
 @dataclass
@@ -127,12 +128,14 @@ CASES = {
             p, group=g, warmup=4, compress=CODES, signals=1, clip_norm=0.5, refresh=4
         ),
         changes=changes_activity,
+        # which elements are inactive, begin to settle, or have settled
+        most_in_change=8,
     ),
     "onebit-lamb": Case(
         lambda p, g: OneBitLamb(p, group=g, warmup=4, compress=CODES, signals=1, clip_norm=0.5),
         changes=changes_activity,
         # and the scalings of its tensors
-        most_in_change=3,
+        most_in_change=9,
     ),
     "zero-one-adam": Case(
         lambda p, g: ZeroOneAdam(
@@ -145,7 +148,8 @@ CASES = {
             signals=1,
             clip_norm=0.5,
         ),
-        changes=lambda optimizer: optimizer.exchange == "gradient",
+        changes=lambda optimizer: optimizer.exchange == "gradient" or len(optimizer.settling) > 0,
+        most_in_change=8,
     ),
     "local-sgd": Case(lambda p, g: LocalSGD(sgd(p), g, local_steps=3, signals=1), 1, 2, 3),
     "diloco": Case(

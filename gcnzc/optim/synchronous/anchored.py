@@ -113,10 +113,11 @@ class Anchored(Masked):
             roots = settling.variances[here].sqrt() + part.group["eps"]
             moves = settling.momenta[here] / roots * self._step_size(part)
             own, flat = positions - (segment.begin - offset), segment.parameter.flatten()
-            flat[own] = (flat[own].to(moves.dtype) - moves).to(flat.dtype)
-            segment.parameter.copy_(flat.view_as(segment.parameter))
+            moved = (flat[own] if anchor is None else anchor[positions]).to(moves.dtype) - moves
             if anchor is not None:
-                anchor[positions] -= moves
+                anchor[positions] = moved
+            flat[own] = moved.to(flat.dtype)
+            segment.parameter.copy_(flat.view_as(segment.parameter))
 
     def _decay_factor(self, part: GroupSlice) -> float:
         """Return the factor of the parameters by weight decay in the next step."""

@@ -33,7 +33,7 @@ from gcnzc.compress import Compression, Dense
 from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.exchange import Algorithm
 from gcnzc.kernels.finite import are_finite
-from gcnzc.optim.state_layout import MAX_COUNT, SavedTensor, check_tensor, check_value
+from gcnzc.optim.state_layout import SavedTensor, check_tensor, check_value
 from gcnzc.optim.synchronous.settling import Settling
 from gcnzc.optim.validation import check_at_least_zero
 from gcnzc.system.scalars import scalars_like
@@ -153,7 +153,7 @@ class Masked(Settling):
         flags.copy_(scalars_like(flat_params.have_gradients(), values))
         if self.pending_gradients is not None:
             coded = values[flat_params.num_uncompressed : flat_params.num_elements]
-            coded.index_add_(0, self._find_inactive(), self.pending_gradients)
+            coded.index_add_(0, self.find_inactive(), self.pending_gradients)
             flags += self._have_pending_gradients(flags)
         if skip_reason := (yield from self.mean_gradients(values)):
             return skip_reason
@@ -167,7 +167,7 @@ class Masked(Settling):
         ends = torch.tensor([each.end for each in self.flat_params.segments])
         ends = ends.to(flags.device, non_blocking=True)
         owners = torch.bucketize(
-            self._find_inactive() + self.flat_params.num_uncompressed, ends, right=True
+            self.find_inactive() + self.flat_params.num_uncompressed, ends, right=True
         )
         counts = torch.zeros_like(flags)
         return counts.index_add_(0, owners, (self.pending_gradients != 0).to(flags.dtype)) > 0
@@ -180,7 +180,7 @@ class Masked(Settling):
         """
         step, offset = self.steps + 1, self.flat_params.num_uncompressed
         if "active" in self.vectors:
-            inactive = self._find_inactive()
+            inactive = self.find_inactive()
             num_steps = 1
             if self.pending_gradients is not None and self.numbers["pending_since"]:
                 # the sum of several steps' gradients is larger than their root mean square
@@ -261,10 +261,12 @@ class Masked(Settling):
         """Set the mask (c,) of active elements, None for all; clear the pending gradients."""
         self.vectors.pop("active", None)
         self.pending_gradients = self._inactive = None
-        if active is not None and not bool(active.all()):
-            self.vectors["active"] = active
-            self.vectors["momentum"][self._find_inactive() + self.flat_params.num_uncompressed] = 0
-            self._allocate_pending_gradients()
+        if active is not None:
+            inactive = self._find_inactive(active)
+            if len(inactive) or "settling" in self.vectors:
+                self._inactive, self.vectors["active"] = inactive, active
+                self.vectors["momentum"][inactive + self.flat_params.num_uncompressed] = 0
+                self._allocate_pending_gradients()
         for reducer in self.reducers.values():
             reducer.restrict_to(self.vectors.get("active"))
 
@@ -274,8 +276,10 @@ class Masked(Settling):
             return
         settling, since = self.settling, self.vectors["settling_since"]
         is_settled = since <= self.steps + 2 - self.num_settling_steps
-        self.set_settling(settling[~is_settled], since[~is_settled])
-        self._join(settling[is_settled])
+        self.numbers["settles_at"] = 0
+        settled, others = (each.nonzero().flatten() for each in (is_settled, ~is_settled))
+        self.set_settling(settling[others], since[others])
+        self._join(settling[settled])
 
     def _join(self, joined: Tensor) -> None:
         """Compress elements from now on.
@@ -298,20 +302,23 @@ class Masked(Settling):
 
     def _allocate_pending_gradients(self) -> None:
         if self.reactivate == "step" and self.group.world_size > 1:
-            shape = self._find_inactive().shape
+            shape = self.find_inactive().shape
             self.pending_gradients = self.vectors["variance"].new_zeros(shape)
 
-    def _find_inactive(self) -> Tensor:
+    def find_inactive(self) -> Tensor:
         """Return the indices (inactive elements,) int64 of the inactive elements in (c,).
 
         They are cached while the same elements are inactive, because finding them synchronizes with
         a GPU.
         """
         if self._inactive is None:
-            is_inactive = ~self.vectors["active"]
-            is_inactive[self.settling] = False
-            self._inactive = is_inactive.nonzero().flatten()
+            self._inactive = self._find_inactive(self.vectors["active"])
         return self._inactive
+
+    def _find_inactive(self, active: Tensor) -> Tensor:
+        is_inactive = ~active
+        is_inactive[self.settling] = False
+        return is_inactive.nonzero().flatten()
 
     # --- gradients of inactive elements
 
@@ -324,7 +331,7 @@ class Masked(Settling):
         Returns:
             A copy (inactive elements,), and the result of `count_reactivated`.
         """
-        found = gradients[self._find_inactive()]
+        found = gradients[self.find_inactive()]
         return found, self.count_reactivated(found)
 
     def count_reactivated(self, gradients: Tensor) -> Tensor:
@@ -394,7 +401,9 @@ class Masked(Settling):
         if isinstance(settling := vectors.get("settling"), Tensor):
             num_settling = settling.numel()
         if "settling" in vectors or "settling_since" in vectors:
-            for name, most in (("settling", num_compressed - 1), ("settling_since", MAX_COUNT)):
+            steps = numbers["steps"]
+            check_value(numbers, "settles_at", 1)
+            for name, most in (("settling", num_compressed - 1), ("settling_since", steps)):
                 expected = SavedTensor((num_settling,), dtype=torch.int64, least=0, most=most)
                 check_tensor(vectors, name, expected)
             indices = vectors["settling"]
@@ -422,7 +431,7 @@ class Masked(Settling):
         self._slices = self._uncompressed_reducer = None
         if "active" not in self.vectors:
             return
-        saved, inactive = snapshot["local"].get("pending_gradients"), self._find_inactive()
+        saved, inactive = snapshot["local"].get("pending_gradients"), self.find_inactive()
         if saved is None:
             self._allocate_pending_gradients()
             return

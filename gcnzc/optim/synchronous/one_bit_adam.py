@@ -216,7 +216,8 @@ class OneBitAdam(Masked):
             yield from self.clip_gradients(values)
         flat_params, momentum = self.flat_params, self.vectors["momentum"]
         offset, end = flat_params.num_uncompressed, flat_params.num_elements
-        num_extras, settling = self.num_common_extras + 1, self.read_settling(values)
+        num_extras = self.num_common_extras + 1
+        settling = self.read_settling(values) if "settling" in self.vectors else None
         # the payload is this rank's momenta, which replace its gradients, and then the extras: the
         # common ones, and the number of elements to reactivate
         payload, momenta = values[offset : end + num_extras], values[offset:end]
@@ -231,7 +232,9 @@ class OneBitAdam(Masked):
                 decayed = torch.mul(momentum[here], beta, out=work[: here.stop - here.start])
                 torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
-        if skip_reason := (yield from self.mean_uncompressed(values, settling)):
+        if (offset or settling is not None) and (
+            skip_reason := (yield from self.mean_uncompressed(values, settling))
+        ):
             return skip_reason
         reducer = self.reducers["momentum"]
         if skip_reason := (yield from reducer.mean(payload, num_extras)):
@@ -250,7 +253,8 @@ class OneBitAdam(Masked):
         if offset:
             self._mark_uncompressed_gradients(values)
         self._apply(values)
-        self._join_settled()
+        if settling is not None:
+            self._join_settled()
         return ""
 
     @torch.no_grad()

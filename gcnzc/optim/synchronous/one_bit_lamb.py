@@ -22,7 +22,7 @@ magnitude while they are compressed. Elements that never had a gradient are inac
 `one_bit_adam`; a tensor with zero momentum at the freeze is inactive as a whole. While a tensor has
 elements that are settling (`gcnzc.optim.synchronous.settling`), its c and C are computed as in the
 warm-up, and a new tensor gets its k when they have settled. After elements have begun late, C f is
-at most c: their gradients may increase those of other tensors, whose C no longer fits.
+at most 2 c: their gradients may increase those of other tensors, whose C no longer fits.
 
 Notation: P parameters, n elements, the first d of them in groups with `compress=False`.
 """
@@ -44,6 +44,10 @@ from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair,
 
 # largest k: a tensor whose momentum has almost vanished must not dominate the others when it grows
 MAX_SCALING = 1e6
+
+# After elements have begun late, the largest ratio of a tensor's coefficient to its present trust
+# ratio. Compression errors increase updates, so that a limit of 1 would slow all tensors down.
+MAX_LATE_RATIO = 2.0
 
 
 class OneBitLamb(OneBitAdam):
@@ -408,8 +412,8 @@ class OneBitLamb(OneBitAdam):
         last.copy_(factor.clamp(least, most))
         frozen = kept.where(weight > 0, 1.0) * last
         if self.has_late_elements:
-            # their gradients may increase those of all tensors, which move no farther than in LAMB
-            frozen = torch.minimum(frozen, trust)
+            # their gradients may increase those of all tensors, whose averages no longer fit
+            frozen = torch.minimum(frozen, MAX_LATE_RATIO * trust)
         return torch.where(is_frozen, frozen, trust)
 
     @property

@@ -77,19 +77,22 @@ class Settling(AdamStep):
     def set_settling(self, indices: Tensor, since: Tensor) -> None:
         """Set the settling elements: their indices (s,) in (c,), and their first steps (s,)."""
         self._slices = self._uncompressed_reducer = None
-        self.numbers["settles_at"] = 0
+        earliest, self.numbers["settles_at"] = self.numbers["settles_at"], 0
         for name in ("settling", "settling_since"):
             self.vectors.pop(name, None)
         if len(indices):
             indices, order = indices.sort()
             self.vectors |= {"settling": indices, "settling_since": since[order]}
-            self.numbers["settles_at"] = int(since.min()) + self.num_settling_steps - 1
+            # those that were settling before began earlier
+            self.numbers["settles_at"] = earliest or int(since.min()) + self.num_settling_steps - 1
 
     def settling_slices(self) -> list[tuple[GroupSlice, int, slice]]:
         """Return for each tensor with settling elements its group slice, index, and slice of (s,).
 
         They are kept while the same elements are settling, since they are read from the device.
         """
+        if "settling" not in self.vectors:
+            return []
         if self._slices is None:
             offset, segments = self.flat_params.num_uncompressed, self.flat_params.segments
             ends = torch.tensor([each.end - offset for each in segments], dtype=torch.int64)
@@ -120,7 +123,7 @@ class Settling(AdamStep):
     def mean_uncompressed(
         self, values: Tensor, settling: SettlingElements | None
     ) -> Algorithm[str]:
-        """Replace the gradients that are not compressed by their means over the ranks.
+        """Replace the gradients that are not compressed, if any, by their means over the ranks.
 
         Args:
             values: (n + k,); the first d are replaced.
@@ -133,8 +136,6 @@ class Settling(AdamStep):
         sent = values[:offset]
         if settling is not None:
             sent = torch.cat([sent, settling.gradients])
-        if not len(sent):
-            return ""
         if self._uncompressed_reducer is None:
             self._uncompressed_reducer = self.gradient_reducer(self.gradient_compression, len(sent))
         if skip_reason := (yield from self._uncompressed_reducer.mean(sent)):

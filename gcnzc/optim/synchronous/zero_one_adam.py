@@ -189,7 +189,9 @@ class ZeroOneAdam(Anchored):
             self._clip_own(values)
         offset, end = self.flat_params.num_uncompressed, self.flat_params.num_elements
         settling = self.read_settling(values)
-        if skip_reason := (yield from self.mean_uncompressed(values, settling)):
+        if (offset or settling is not None) and (
+            skip_reason := (yield from self.mean_uncompressed(values, settling))
+        ):
             return skip_reason
         coded = values[offset:end]
         if exchange == "nothing":
@@ -335,13 +337,13 @@ class ZeroOneAdam(Anchored):
     def _add_inactive(self, gradient: Tensor) -> None:
         """Add the gradients of inactive elements, from gradients (c,), to the pending ones."""
         if self.pending_gradients is not None:
-            self.add_pending_gradients(gradient[self._find_inactive()])
+            self.add_pending_gradients(gradient[self.find_inactive()])
 
     def _count_inactive_gradients(self, gradient: Tensor) -> Tensor:
         """Count the inactive elements of which this rank has a gradient, now or from before."""
         if "active" not in self.vectors:
             return gradient.new_zeros(())
-        own = gradient[self._find_inactive()]
+        own = gradient[self.find_inactive()]
         pending = self.pending_gradients
         return self.count_reactivated(own if pending is None else own + pending)
 
