@@ -217,6 +217,11 @@ class _Lines:
         self._path, self._file, self._layout = path, file, layout
         marks = "|".join(map(re.escape, layout.comments))
         self._comment = re.compile(rf"^[ \t]*(?:{marks})[^\r\n]*", re.M)
+        # a cell in quotes may have several lines, which are no comments
+        begin = rf"(?:^|[{re.escape(layout.separator)}])[ \t]*"
+        self._quoted_cell = re.compile(rf'''{begin}"(?:[^"]|"")*"(?!")''')
+        self._open_quote = re.compile(rf'{begin}"')
+        self._in_quotes = False
         self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))
 
     def read(self, size: int = -1) -> str:
@@ -234,7 +239,22 @@ class _Lines:
 
     def _without_comments(self, text: str) -> str:
         has_comment = any(mark in text for mark in self._layout.comments)
-        return self._comment.sub(self._check_comment, text) if has_comment else text
+        if not self._in_quotes and '"' not in text:
+            return self._comment.sub(self._check_comment, text) if has_comment else text
+        if not self._layout.comments or not (has_comment or self._in_quotes or text.count('"') % 2):
+            return text
+        return "".join(map(self._without_comment, re.findall("[^\n]*\n|[^\n]+", text)))
+
+    def _without_comment(self, line: str) -> str:
+        rest = line
+        if self._in_quotes:
+            before, _, rest = line.replace('""', "").partition('"')
+            self._in_quotes = before == line.replace('""', "")
+        elif self._comment.match(line):
+            return self._comment.sub(self._check_comment, line)
+        if not self._in_quotes:
+            self._in_quotes = bool(self._open_quote.search(self._quoted_cell.sub("", rest)))
+        return line
 
     def _check_comment(self, found: "re.Match[str]") -> str:
         """Return "" for a comment, and raise a ValueError for a line that may be a row."""

@@ -93,9 +93,10 @@ def read_schema(run: Path, trained: TrainConfig) -> Schema:
 
 def _check(schema: Schema) -> None:
     """Raise a TypeError if the fields are inconsistent."""
-    for name in ("num_classes", "num_label_columns"):
+    # a graph for link prediction may have no labels
+    for name, least in (("num_classes", 0), ("num_label_columns", 1)):
         value = getattr(schema, name)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or value < least:
             raise TypeError(f"{STORED_KEYS.get(name, name)} is {value!r:.100}")
     for name, count in (("features", None), ("classes", schema.num_outputs)):
         names = getattr(schema, name)

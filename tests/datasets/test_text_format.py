@@ -187,6 +187,14 @@ def test_comments_at_the_end_of_a_block(tmp_path, monkeypatch):
     assert edges(graph)[-1] == ("59999", "60000")
 
 
+def test_lines_of_a_quoted_cell_are_no_comments(tmp_path):
+    head = "# exported\nsource,target,text\n"
+    rows = ['0,1,"hi\n#tag"', "1,2,ok", '2,3,"see ""it""\n\n#x, "', "# comment", '3,4,5"', "4,0,z"]
+    graph = read(tmp_path, head + "\n".join([*rows, ""]), "a.csv")
+    pairs = [("0", "1"), ("1", "2"), ("2", "3"), ("3", "4"), ("4", "0")]
+    assert edges(graph) == sorted(pairs)
+
+
 def test_a_table_of_nodes_needs_names_of_columns(tmp_path):
     (tmp_path / "nodes.csv").write_text("0,0.5\n1,1.5\n")
     with pytest.raises(ValueError, match=r"nodes.csv: the first line has only numbers, no names"):

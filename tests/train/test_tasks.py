@@ -359,3 +359,16 @@ def test_a_link_property_dataset_is_rejected_for_node_classification(chance, con
 def test_in_batch_negatives_need_a_minibatch_of_several_edges(config, tmp_path):
     with pytest.raises(ValueError, match="--negatives in-batch with --batch-size 1"):
         train(replace(config, negatives="in-batch", batch_size=1), tmp_path / "run")
+
+
+def test_links_of_a_graph_without_labels_are_evaluated(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    edges = np.unique(generator.integers(0, 60, (2, 400)), axis=1)
+    features = generator.standard_normal((60, 8), np.float32)
+    prepare(dest=tmp_path / "raw", edges=edges[:, edges[0] < edges[1]], features=features)
+    assert main(["prepare", str(tmp_path / "raw"), str(tmp_path / "g"), "--task", "link"]) == 0
+    run = ["--out", str(tmp_path / "run"), "--epochs", "1", "--layers", "2", "--fanouts", "4,4"]
+    assert main(["train", str(tmp_path / "g"), "--task", "link", *run]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert "test_auc" in json.loads(capsys.readouterr().out)

@@ -193,6 +193,6 @@ def _check_edges(data: Any) -> Tensor:
         raise ValueError(
             f"gcnzc's loader does not support {other}\n\n"
             "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
-            "torch_geometric.utils.to_edge_index(adj_t) converts adj_t"
+            "torch_geometric.utils.to_edge_index(adj_t)[0].flip(0) converts adj_t"
         )
     return check_edge_index("edge_index", edge_index)

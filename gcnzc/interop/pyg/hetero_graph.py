@@ -306,7 +306,7 @@ def _edge_index(edge_type: EdgeType, store: Any) -> Any:
         raise ValueError(
             f"gcnzc's loader does not support adj_t: edge type {edge_type} has it\n\n"
             "hint: edge_index of shape (2, E), with sources in row 0 and destinations in row 1; "
-            "torch_geometric.utils.to_edge_index(adj_t) converts adj_t"
+            "torch_geometric.utils.to_edge_index(adj_t)[0].flip(0) converts adj_t"
         )
     edges = _get(store, "edge_index")
     return edges.as_tensor() if isinstance(edges, import_pyg().EdgeIndex) else edges
