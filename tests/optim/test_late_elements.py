@@ -26,8 +26,8 @@ def test_they_behave_like_those_that_had_gradients_in_the_warm_up(kind, method, 
     control = train(kind, make, lr, warmup, is_control=True)
     assert math.isfinite(late.late_step)
     assert not late.late_step > 1.5 * control.tensor_step
-    if (lr, warmup) == (1e-2, 60):
-        # with a small learning rate or few steps, even uncompressed optimizers end far above it
+    # with a small learning rate or a long warm-up, even uncompressed optimizers may be far above it
+    if (kind, lr, warmup) == ("embedding", 1e-2, 60):
         losses = [control.loss(warmup), train(kind, exact, lr, 0).loss()]
         assert late.loss() <= 10 * max(each for each in losses if math.isfinite(each))
     else:
