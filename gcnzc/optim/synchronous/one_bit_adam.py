@@ -233,7 +233,7 @@ class OneBitAdam(Masked):
                 torch.add(decayed, values[here], alpha=1 - beta, out=values[here])
         self._before_exchange(momenta)
         if (offset or settling is not None) and (
-            skip_reason := (yield from self.mean_uncompressed(values, settling))
+            skip_reason := (yield from self._mean_uncompressed(values, settling))
         ):
             return skip_reason
         reducer = self.reducers["momentum"]

@@ -120,7 +120,7 @@ class Settling(AdamStep):
         momenta = self.vectors["momentum"][positions]
         return SettlingElements(gradients[positions], momenta, variances)
 
-    def mean_uncompressed(
+    def _mean_uncompressed(
         self, values: Tensor, settling: SettlingElements | None
     ) -> Algorithm[str]:
         """Replace the gradients that are not compressed, if any, by their means over the ranks.

@@ -190,7 +190,7 @@ class ZeroOneAdam(Anchored):
         offset, end = self.flat_params.num_uncompressed, self.flat_params.num_elements
         settling = self.read_settling(values)
         if (offset or settling is not None) and (
-            skip_reason := (yield from self.mean_uncompressed(values, settling))
+            skip_reason := (yield from self._mean_uncompressed(values, settling))
         ):
             return skip_reason
         coded = values[offset:end]
