@@ -219,7 +219,7 @@ class _Lines:
         self._comment = re.compile(rf"^[ \t]*(?:{marks})[^\r\n]*", re.M)
         # a cell in quotes may have several lines, which are no comments
         begin = rf"(?:^|[{re.escape(layout.separator)}])[ \t]*"
-        self._quoted_cell = re.compile(rf'''{begin}"(?:[^"]|"")*"(?!")''')
+        self._quoted_cell = re.compile(rf"""{begin}"(?:[^"]|"")*"(?!")""")
         self._open_quote = re.compile(rf'{begin}"')
         self._in_quotes = False
         self._start = "".join(re.sub("[^\r\n]", "", next(file)) for _ in range(layout.skipped))

@@ -156,7 +156,9 @@ def test_graphs_and_ids_that_do_not_fit(run, tmp_path, capsys):
         assert message in error_of(capsys, run, "--nodes", path, "--out", out)
     assert "no file" in error_of(capsys, run, "--nodes", tmp_path / "no.csv", "--out", out)
     assert "did you mean test?" in error_of(capsys, run, "--nodes", "tset", "--out", out)
-    assert "is not a folder of Parquet files" in error_of(capsys, run, "--nodes", tmp_path, "--out", out)
+    assert "is not a folder of Parquet files" in error_of(
+        capsys, run, "--nodes", tmp_path, "--out", out
+    )
     assert "does not end in a format" in error_of(capsys, run, "--out", tmp_path / "p", status=2)
     pairs = tmp_path / "pairs.csv"
     pairs.write_text("source,target\nn1,n2\n")
