@@ -267,6 +267,7 @@ def _readable(path: Path) -> Iterator[None]:
     """Raise a ValueError with a hint for what damaged files raise."""
     try:
         yield
+    # NotImplementedError: of pyarrow, for types and encodings that it does not read
     except (ValueError, OSError, NotImplementedError) as error:
         if "\n\nhint: " in str(error):
             raise

@@ -16,7 +16,6 @@ GIL (torch 2.13, also without gcnzc).
 
 import gc
 from collections.abc import Iterable, Iterator
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,18 +43,17 @@ def keep_gradients_local(state: object, bucket) -> torch.futures.Future[Tensor]:
     return done
 
 
-def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedDataParallel]:
+def find_ddp(parameters: Iterable[Tensor], group: Group) -> list[DistributedDataParallel]:
     """Find the objects that average gradients of these parameters over ranks of a group.
 
     Neither parameters nor modules refer to them, so all objects of the process are searched.
     """
     if group.world_size == 1 or not group.backend:
-        return WeakSet()
+        return []
     own = {id(each) for each in parameters}
-    kinds = list(_with_subclasses(DistributedDataParallel))
-    objects = gc.get_objects()
-    found = [each for kind in kinds for each in objects if type(each) is kind]
-    return WeakSet(
+    kinds = set(_with_subclasses(DistributedDataParallel))
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    return [
         ddp
         for ddp in found
         # without a reducer, its constructor has failed
@@ -65,7 +63,7 @@ def find_ddp(parameters: Iterable[Tensor], group: Group) -> WeakSet[DistributedD
             id(each) in own and name not in ddp.parameters_to_ignore
             for name, each in ddp.module.named_parameters()
         )
-    )
+    ]
 
 
 def _with_subclasses(

@@ -9,6 +9,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from ogb_programs import IMPORT_OGB
 
 from gcnzc import HeteroGraph, load, prepare
 from gcnzc.cli import main
@@ -18,23 +19,9 @@ pytestmark = pytest.mark.processes
 
 PARTS = ("train", "valid", "test")
 
-THEIRS = """
-import os, shutil, sys, types
-# else the import asks the network for a newer version
-sys.modules["outdated"] = types.ModuleType("outdated")
-sys.modules["outdated"].check_outdated = lambda *_: (False, None)
-import numpy as np
-import torch
-# the package loads arrays from its own files, without naming them as safe
-plain = torch.load
-torch.load = lambda *args, **how: plain(*args, **(how | {"weights_only": False}))
-from pathlib import Path
-from ogb.io import DatasetSaver
-from ogb.linkproppred import LinkPropPredDataset
-from ogb.nodeproppred import NodePropPredDataset
-
-here = Path(sys.argv[1])
-os.chdir(here)
+THEIRS = (
+    IMPORT_OGB
+    + """
 Path("mapping").mkdir()
 Path("mapping/README.md").write_text("Nodes.")
 random = np.random.default_rng(0)
@@ -131,6 +118,7 @@ for which in split.values():
 save("ogbn-typed", typed, split, "binary classification", "rocauc", labels, 2)
 save("ogbl-typed", typed, links("edges"), "link prediction", "mrr")
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from limits import HANG_S
+from ogb_programs import IMPORT_OGB
 
 from gcnzc.datasets import ogb_hetero_write
 from gcnzc.datasets.ogb_hetero import OgbHetero
@@ -126,22 +127,9 @@ def test_reverse_edge_types(tmp_path):
 
 # against the package
 
-THEIRS = """
-import json, os, sys, types
-# else the import asks the network for a newer version
-sys.modules["outdated"] = types.ModuleType("outdated")
-sys.modules["outdated"].check_outdated = lambda *_: (False, None)
-import numpy as np
-import torch
-# graphs are pickled, in the packages' own cache
-plain = torch.load
-torch.load = lambda *args, **how: plain(*args, **(how | {"weights_only": False}))
-from pathlib import Path
-from ogb.io import DatasetSaver
-from ogb.nodeproppred import NodePropPredDataset
-
-here = Path(sys.argv[1])
-os.chdir(here)
+THEIRS = (
+    IMPORT_OGB
+    + """
 for path in sorted(here.glob("ours-*")) + [here / "mag"]:
     read = NodePropPredDataset("x", meta_dict=json.loads((path / "meta_dict.json").read_text()))
     graph, labels = read[0]
@@ -173,6 +161,7 @@ saver.copy_mapping_dir("mapping")
 saver.save_task_info("multiclass classification", "acc", num_classes=6)
 saver.get_meta_dict()
 """
+)
 
 
 def write_mag(path, given):

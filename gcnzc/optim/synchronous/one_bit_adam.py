@@ -269,10 +269,7 @@ class OneBitAdam(Masked):
             self._update_moments(part, values, with_variance=with_variance)
         if is_frozen:
             self._refresh_variance(values)
-            if settling is not None:
-                settling.gradients = values[self.settling + flat_params.num_uncompressed]
-                self.average_settling(settling)
-                self.write_settling(settling)
+            self.update_settling(settling, values)
             self._reactivate(values)
             self._update_active()
         self._apply(values)

@@ -155,6 +155,13 @@ class Settling(AdamStep):
             rates = ((1 - beta2) / (1 - torch.pow(beta2, ages[here]))).to(gradients.dtype)
             settling.variances[here].lerp_(gradients.square(), rates)
 
+    def update_settling(self, settling: SettlingElements | None, means: Tensor) -> None:
+        """Update the settling elements, if any, with the mean gradients (n + k,) of all."""
+        if settling is not None:
+            settling.gradients = means[self.settling + self.flat_params.num_uncompressed]
+            self.average_settling(settling)
+            self.write_settling(settling)
+
     def write_settling(self, settling: SettlingElements) -> None:
         """Write momenta and variances of the settling elements back; `settling` is overwritten."""
         positions = self.settling + self.flat_params.num_uncompressed

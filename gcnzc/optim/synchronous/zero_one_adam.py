@@ -234,10 +234,7 @@ class ZeroOneAdam(Anchored):
         for part in flat_params.parts:
             with_variance = is_due or part.begin < flat_params.num_uncompressed
             self._update_moments(part, values, with_variance=with_variance)
-        if settling is not None:
-            settling.gradients = values[self.settling + flat_params.num_uncompressed]
-            self.average_settling(settling)
-            self.write_settling(settling)
+        self.update_settling(settling, values)
         if is_due or self.reactivate == "step":
             self._reactivate(values)
         if self.schedule.updates_variance(self.steps + 2) and not len(self.settling):
