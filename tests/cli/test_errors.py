@@ -410,7 +410,7 @@ def test_values_of_a_wrong_type_in_a_record_are_reported(run, tmp_path, capsys, 
     "damage",
     [
         *({"classes": value} for value in ("x", [], -1, ["a"], [1, 2, 3, 4])),
-        *({"num_classes": value} for value in (0, "4", True, None)),
+        *({"num_classes": value} for value in (-1, "4", True, None)),
         {"features": 3},
         {"num_tasks": -1},
     ],
