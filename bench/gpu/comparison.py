@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
+from bench.gpu.claims import Line, read
 from bench.gpu.published import Kind, of_kind
 from gcnzc.cli.reports.tables import align_columns
 from gcnzc.features.pcie_traffic import traffic
@@ -34,8 +35,6 @@ GIGA = 1e9
 # A published figure is compared with rows whose width is at most this many times larger or smaller
 # than that of its rows.
 NEAR = 1.25
-
-Line = dict[str, Any]
 
 
 def main() -> None:
@@ -54,13 +53,6 @@ def main() -> None:
         for line in lines:
             file.write(json.dumps(line | harness.machine()) + "\n")
     print(text, end="")
-
-
-def read(path: Path) -> list[Line]:
-    """Return the lines of a JSON lines file; [] if there is none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def compare(results: Path, kernels: Sequence[Line], budgets: Sequence[Line]) -> list[Line]:

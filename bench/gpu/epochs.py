@@ -5,11 +5,17 @@ columns and training nodes of ogbn-products and ogbn-papers100M, and with power-
 features are random bytes, because times do not depend on them. All methods train on the same
 minibatches with the same number of loading threads. They alternate: a round is some minibatches of
 an epoch with each method. The seconds of an epoch are the median time of a minibatch times their
-number.
+number. They are recorded after each round: the newest line of a case has all rounds so far.
 
 An epoch takes at least as long as the slowest of three stages, which are measured in the same
 rounds: `sampling`; `transfer`, zero-copy without a model; and `compute`, the model on a minibatch
 that is on the GPU.
+
+`--quick` measures SAGE on products and on a quarter of papers100M, with the same degrees, widths
+and minibatches. Prediction for 16 cores and an H200, in seconds: 30 to compile the sampler and the
+kernels of the model; products 5 for graph and features, papers100M 20, of which locking 14 GB at 2
+to 4 GB/s takes 4 to 7; and for each graph 35 for a warm-up, three rounds and the overlap, at 50
+minibatches for each of 7 methods, 15 ms each and 60 ms for `CPU index`. Together 125.
 """
 
 import statistics
@@ -17,10 +23,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,18 +35,27 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import gcnzc
+from bench.gpu.base import Bench, random_bytes
 from gcnzc.features.cache import cached
 from gcnzc.features.table import FeatureTable
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.transfer import Transfer
 from gcnzc.sampling.batch import Batch
-from gcnzc.system.spans import Span, Stage
+from gcnzc.system.spans import Stage
 from gcnzc.system.streams import CudaStreams, clock_of
 from gcnzc.train.tracing import overlap_share
-from gcnzc.tune import pcie_bench
 
 CLASSES = 47
 CACHED_SHARE = 0.2
+# the method whose time is divided by that of a line, by the name of the ratio
+RELATIVE = {
+    "sampling_share": "sampling",
+    "transfer_share": "transfer",
+    "compute_share": "compute",
+    "faster_than_cpu_gather": "CPU gather, page-locked copy",
+    "faster_than_cpu_index": "CPU index, pageable copy",
+    "share_of_all_on_gpu": "all features on the GPU",
+}
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 ROW_BYTES = (400, 512, 2408)
 
@@ -60,23 +74,16 @@ class Shape:
     batch_size: int = 1024
     fanouts: tuple[int, ...] = (15, 10, 5)
     hidden: int = 256
+    scale: float = 1.0  # of the graph
 
 
 PRODUCTS = Shape("ogbn-products", 2_449_029, 123_718_280, 100, 196_615)
 PAPERS = Shape("ogbn-papers100M", 111_059_956, 1_615_685_872, 128, 1_207_179)
-SHAPES = (PRODUCTS, PAPERS)
-SMALL = (Shape("small", 900, 9000, 12, 600, 2, 1, batch_size=20, fanouts=(3, 2), hidden=8),)
-
-
-class Bench(Protocol):
-    """The part of `bench.gpu.suite.Bench` that this module uses."""
-
-    where: pcie_bench.Gpu
-    device: torch.device
-    recorded: bool
-
-    def record(self, part: str, case: dict[str, object], **derived: object) -> None:
-        """Record one line of results."""
+QUARTER = replace(
+    PAPERS, num_nodes=27_764_989, num_edges=403_921_468, num_seeds=301_795, scale=0.25
+)
+SMALL = Shape("small", 900, 9000, 12, 600, 2, 1, batch_size=20, fanouts=(3, 2), hidden=8)
+SHAPES = {"full": (PRODUCTS, PAPERS), "quick": (PRODUCTS, QUARTER), "small": (SMALL,)}
 
 
 @numba.njit(parallel=True, cache=True)
@@ -134,6 +141,20 @@ class Work:
             **{"threads": num_threads()} | options,
         )
 
+    def case(self) -> dict[str, object]:
+        """Return the fields of a record that distinguish the graph, the model and minibatches."""
+        return {
+            "shape": self.shape.name,
+            "scale": self.shape.scale,
+            "num_nodes": self.shape.num_nodes,
+            "num_edges": self.graph.num_edges,
+            "num_columns": self.shape.num_columns,
+            "model": type(self.model).__name__,
+            "fanouts": list(self.shape.fanouts),
+            "threads": num_threads(),
+            "batches": self.shape.batches,
+        }
+
     def step(self, batch: Batch, x: Tensor) -> None:
         """Train on one minibatch."""
         assert batch.y is not None, "the loader has labels"
@@ -160,7 +181,7 @@ class Method:
             self.ahead = source.ahead + source.threads
             self.batches = chain.from_iterable(repeat(source))
 
-    def seconds(self, bench: Bench, number: int) -> float:
+    def seconds(self, number: int) -> float:
         """Measure the seconds per minibatch over a number of minibatches."""
         for batch in islice(self.batches, self.ahead):
             self.step(batch)
@@ -173,10 +194,17 @@ class Method:
 
 
 def methods_of(
-    bench: Bench, work: Work, tables: dict[str, FeatureTable], shares: tuple[float, ...]
-) -> dict[str, Method]:
-    """Return the methods that are compared, by name."""
-    exact = tables["float32"]
+    bench: Bench, work: Work, memory: Tensor, *, further: bool
+) -> dict[str, Callable[[], Method]]:
+    """Return functions that start the methods that are compared, by name.
+
+    Args:
+        bench: see `Bench`.
+        work: the model and its minibatches.
+        memory: page-locked, for float32 rows of all nodes.
+        further: add methods that transfer fewer bytes, use both engines, or do not overlap.
+    """
+    exact = table_of(work, memory, torch.float32)
 
     def train(batch: Batch) -> None:
         assert batch.x is not None, "the loader has a table"
@@ -194,177 +222,160 @@ def methods_of(
         torch.cuda.synchronize()
         work.step(batch, x)
 
-    def copied(name: str, share: float) -> Method:
-        return Method(work.loader(tables[name], copied_share=share), train)
+    def resident() -> Method:
+        [batch] = islice(work.loader(exact), 1)
+        return Method(batch, train)
 
-    [resident] = islice(work.loader(exact), 1)
-    methods = {
-        "sampling": Method(work.loader(None), nothing),
-        "transfer": Method(work.loader(exact), nothing),
-        "compute": Method(resident, train),
-        "CPU index, pageable copy": Method(work.loader(None), index),
-        "CPU gather, page-locked copy": copied("float32", 1.0),
-        "CPU gather, page-locked copy, float16": copied("float16", 1.0),
-        "zero-copy, blocking": Method(work.loader(None), block),
-        "zero-copy": copied("float32", 0.0),
-        "zero-copy, float16": copied("float16", 0.0),
-        "zero-copy, int8": copied("int8", 0.0),
-        f"zero-copy, {CACHED_SHARE:.0%} cached": copied("cached", 0.0),
+    def copied(table: FeatureTable, share: float) -> Method:
+        return Method(work.loader(table, copied_share=share), train)
+
+    def with_cache() -> Method:
+        # rows are ranked by how often they are sources
+        sources = work.graph.indices[: 1 << 27].long()
+        popularity = torch.bincount(sources, minlength=work.shape.num_nodes)
+        return copied(cached(exact, CACHED_SHARE, popularity, device=bench.device), 0.0)
+
+    methods: dict[str, Callable[[], Method]] = {
+        "zero-copy": lambda: copied(exact, 0.0),
+        "CPU gather, page-locked copy": lambda: copied(exact, 1.0),
+        "CPU index, pageable copy": lambda: Method(work.loader(None), index),
+        "all features on the GPU": lambda: copied(exact.to(bench.device), 0.0),
+        "sampling": lambda: Method(work.loader(None), nothing),
+        "transfer": lambda: Method(work.loader(exact), nothing),
+        "compute": resident,
     }
-    for share in shares:
-        methods[f"two engines, {share:.0%} by the copy engine"] = copied("float32", share)
-    if "device" in tables:
-        methods["all features on the GPU"] = copied("device", 0.0)
-    return methods
+    if not further:
+        return methods
+    half = table_of(work, memory, torch.float16)
+    codes = table_of(work, memory, torch.int8)
+    return methods | {
+        "CPU gather, page-locked copy, float16": lambda: copied(half, 1.0),
+        "zero-copy, blocking": lambda: Method(work.loader(None), block),
+        "zero-copy, float16": lambda: copied(half, 0.0),
+        "zero-copy, int8": lambda: copied(codes, 0.0),
+        f"zero-copy, {CACHED_SHARE:.0%} cached": with_cache,
+        "two engines, 20% by the copy engine": lambda: copied(exact, 0.2),
+        "two engines, 40% by the copy engine": lambda: copied(exact, 0.4),
+    }
 
 
-def tables_of(
-    bench: Bench, work: Work, memory: Tensor, *, fits: bool
-) -> Iterator[tuple[str, FeatureTable]]:
-    """Yield tables of each dtype in the same memory, one with a cache, and one on the GPU.
-
-    Args:
-        bench: see `Bench`.
-        work: the model and its minibatches.
-        memory: page-locked, for float32 rows of all nodes.
-        fits: whether the GPU has memory for all features.
-    """
+def table_of(work: Work, memory: Tensor, dtype: torch.dtype) -> FeatureTable:
+    """Return a table of a dtype, with scales if it is int8, at the start of the memory."""
     shape = work.shape
-    size = shape.num_nodes * shape.num_columns
-
-    def rows(dtype: torch.dtype) -> Tensor:
-        flat = memory[: size * dtype.itemsize].view(dtype)
-        return flat.view(shape.num_nodes, shape.num_columns)
-
-    exact = FeatureTable(rows(torch.float32))
-    yield "float32", exact
-    yield "float16", FeatureTable(rows(torch.float16))
-    yield "int8", FeatureTable(rows(torch.int8), torch.full((shape.num_nodes,), 0.01))
-    # rows are ranked by how often they are sources
-    popularity = torch.bincount(work.graph.indices[: 1 << 27].long(), minlength=shape.num_nodes)
-    yield "cached", cached(exact, CACHED_SHARE, popularity, device=bench.device)
-    if fits:
-        yield "device", exact.to(bench.device)
+    flat = memory[: shape.num_nodes * shape.num_columns * dtype.itemsize].view(dtype)
+    scales = torch.full((shape.num_nodes,), 0.01) if dtype == torch.int8 else None
+    return FeatureTable(flat.view(shape.num_nodes, shape.num_columns), scales)
 
 
-def measure_epochs(bench: Bench, locked: Callable[..., Any], shapes: tuple[Shape, ...]) -> None:
-    """Measure all methods on all shapes, for GraphSAGE and GAT.
-
-    Args:
-        bench: see `Bench`.
-        locked: `random_bytes` of bench/gpu/suite.py.
-        shapes: shapes of the graphs.
-    """
-    for shape in shapes:
-        graph = graph_of(shape)
-        with locked(shape.num_nodes * shape.num_columns * 4) as memory:
-            for model in ("SAGE", "GAT"):
-                work = Work(bench, shape, graph, model)
-                # the features of the larger graph do not fit into the memory of most GPUs
-                tables = dict(tables_of(bench, work, memory, fits=shape is not PAPERS))
-                methods = methods_of(bench, work, tables, (0.2, 0.4))
-                found: dict[str, list[float]] = {name: [] for name in methods}
-                for round_index in range(shape.rounds + 1):
-                    for name, method in methods.items():
-                        seconds = method.seconds(bench, shape.batches)
-                        # the first round compiles kernels and allocates memory
-                        if round_index > 0:
-                            found[name].append(seconds)
-                record_epochs(bench, work, model, found)
-                del methods, tables, work
+def measure_epochs(bench: Bench) -> None:
+    """Measure methods on the shapes of a scale, and the overlap of zero-copy."""
+    is_quick = bench.scale_name == "quick"
+    for shape in SHAPES[bench.scale_name]:
+        with bench.failures_recorded("epoch", {"shape": shape.name, "scale": shape.scale}):
+            graph = graph_of(shape)
+            with random_bytes(shape.num_nodes * shape.num_columns * 4) as memory:
+                for model in ("SAGE",) if is_quick else ("SAGE", "GAT"):
+                    work = Work(bench, shape, graph, model)
+                    measure_model(bench, work, memory, further=not is_quick)
+                # gathers of the last minibatches, whose loaders have ended, may still read it
+                torch.cuda.synchronize()
 
 
-def record_epochs(bench: Bench, work: Work, model: str, found: dict[str, list[float]]) -> None:
+def measure_model(bench: Bench, work: Work, memory: Tensor, *, further: bool) -> None:
+    """Measure methods for a model, and after the first round the overlap of zero-copy."""
+    case = work.case()
+    methods: dict[str, Method] = {}
+    for name, start in methods_of(bench, work, memory, further=further).items():
+        with bench.failures_recorded("epoch", {"method": name} | case):
+            method = start()
+            # compiles kernels and allocates memory
+            method.seconds(1)
+            methods[name] = method
+    found: dict[str, list[float]] = {name: [] for name in methods}
+    for round_index in range(work.shape.rounds):
+        for name, method in methods.items():
+            with bench.failures_recorded("epoch", {"method": name} | case):
+                found[name].append(method.seconds(work.shape.batches))
+        record_epochs(bench, work, case, found)
+        if round_index == 0:
+            with bench.failures_recorded("overlap", case):
+                record_overlap(bench, work, table_of(work, memory, torch.float32))
+
+
+def record_epochs(
+    bench: Bench, work: Work, case: dict[str, object], found: dict[str, list[float]]
+) -> None:
     """Record one line for each method, with its time relative to the slowest stage and others."""
-    shape, batches = work.shape, -(-work.shape.num_seeds // work.shape.batch_size)
-    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    longest = max(medians[name] for name in ("sampling", "transfer", "compute"))
-    baseline = medians["CPU index, pageable copy"]
-    case: dict[str, object] = {
-        "shape": shape.name,
-        "num_nodes": shape.num_nodes,
-        "num_edges": work.graph.num_edges,
-        "num_columns": shape.num_columns,
-        "model": model,
-        "fanouts": list(shape.fanouts),
-        "threads": num_threads(),
-        "batches": shape.batches,
-    }
+    batches = -(-work.shape.num_seeds // work.shape.batch_size)
+    medians = {name: statistics.median(seconds) for name, seconds in found.items() if seconds}
     for name, seconds in medians.items():
         bench.record(
             "epoch",
             {"method": name} | case,
             batch_s=seconds,
             spread_s=max(found[name]) - min(found[name]),
+            rounds=len(found[name]),
             epoch_s=seconds * batches,
-            times_longest_part=seconds / longest,
-            faster_than_cpu_index=baseline / seconds,
-            share_of_all_on_gpu=(
-                medians["all features on the GPU"] / seconds
-                if "all features on the GPU" in medians
-                else None
-            ),
+            # None if the other was not measured
+            **{
+                field: medians[other] / seconds if other in medians else None
+                for field, other in RELATIVE.items()
+            },
         )
 
 
-def measure_overlap(bench: Bench, locked: Callable[..., Any], shape: Shape) -> None:
+def measure_overlap(bench: Bench) -> None:
     """Measure how much of the gather overlaps with compute, by look-ahead and priority."""
+    shape = SHAPES[bench.scale_name][0]
     graph = graph_of(shape)
-    with locked(shape.num_nodes * shape.num_columns * 4) as memory:
+    with random_bytes(shape.num_nodes * shape.num_columns * 4) as memory:
         work = Work(bench, shape, graph, "SAGE")
-        [(_, table)] = islice(tables_of(bench, work, memory, fits=False), 1)
-        now = clock_of(bench.device)
+        table = table_of(work, memory, torch.float32)
         for ahead in (1, 2, 4, 8, 16):
             for priority in (0, -1):
-                stages: list[Stage] = []
-                spans: list[Span] = []
-
-                def step(
-                    batch: Batch, stages: list[Stage] = stages, spans: list[Span] = spans
-                ) -> None:
-                    begin = now()
-                    assert batch.x is not None, "the loader has a table"
-                    work.step(batch, batch.x)
-                    stages.extend([*batch.stages, Stage("compute", "model", begin, now())])
-                    spans.extend(batch.spans)
-
-                method = Method(work.loader(table, ahead=ahead, priority=priority), step)
-                method.seconds(bench, 1)
-                stages.clear()
-                spans.clear()
-                batch_s = method.seconds(bench, shape.batches)
-                spans += [stage.span() for stage in stages]
-                bench.record(
-                    "overlap",
-                    {"shape": shape.name, "ahead": ahead, "priority": priority},
-                    batch_s=batch_s,
-                    gather_under_compute=overlap_share(spans, "gather", "compute"),
-                    gather_s=sum(s.end_s - s.begin_s for s in spans if s.name == "gather"),
-                    compute_s=sum(s.end_s - s.begin_s for s in spans if s.name == "compute"),
-                )
+                record_overlap(bench, work, table, ahead=ahead, priority=priority)
+        torch.cuda.synchronize()
 
 
-def measure_two_engines(
-    bench: Bench,
-    memory: Tensor,
-    bounds: Callable[[Tensor], dict[str, tuple[int, Callable[[], object]]]],
-    payload_bytes: int,
-    batches: int,
-) -> None:
-    """Measure bytes per second of simultaneous reads and copies, by copied share.
+def record_overlap(bench: Bench, work: Work, table: FeatureTable, **options: int) -> None:
+    """Record the time of gathers by zero-copy, and how much of it is under compute."""
+    now = clock_of(bench.device)
+    stages: list[list[Stage]] = []  # of each minibatch
 
-    Args:
-        bench: see `Bench`.
-        memory: page-locked memory for the table.
-        bounds: `Bench.bounds` of bench/gpu/suite.py: dense reads, and a copy by the copy engine.
-        payload_bytes: bytes of the rows of one minibatch.
-        batches: minibatches of a round.
-    """
-    rates = pcie_bench.measure_rates(bounds(memory), bench.where.seconds, 5)
+    def step(batch: Batch) -> None:
+        begin = now()
+        assert batch.x is not None, "the loader has a table"
+        work.step(batch, batch.x)
+        stages.append([*batch.stages, Stage("compute", "model", begin, now())])
+
+    loader = work.loader(table, **options)
+    method = Method(loader, step)
+    method.seconds(1)
+    batch_s = method.seconds(work.shape.batches)
+    # not of minibatches that were prefetched while nothing was computed
+    spans = [stage.span() for stage in chain(*stages[-work.shape.batches :])]
+    bench.record(
+        "overlap",
+        work.case() | {"ahead": loader.ahead, "priority": loader.priority},
+        batch_s=batch_s,
+        gather_under_compute=overlap_share(spans, "gather", "compute"),
+        gather_s=sum(s.end_s - s.begin_s for s in spans if s.name == "gather"),
+        compute_s=sum(s.end_s - s.begin_s for s in spans if s.name == "compute"),
+    )
+
+
+def measure_two_engines(bench: Bench) -> None:
+    """Measure bytes per second of simultaneous reads and copies, by copied share."""
+    with random_bytes(bench.scale.table_bytes) as memory:
+        _measure_two_engines(bench, memory, 4 if bench.scale_name == "small" else 40)
+
+
+def _measure_two_engines(bench: Bench, memory: Tensor, batches: int) -> None:
+    rates = bench.rates(bench.bounds(memory))
     for row_bytes in ROW_BYTES:
         table = FeatureTable(memory[: len(memory) // row_bytes * row_bytes].view(-1, row_bytes))
         table = FeatureTable(table.rows.view(torch.float32))
-        num_ids = max(1, payload_bytes // row_bytes)
+        num_ids = max(1, bench.scale.payload_bytes // row_bytes)
         sampled = [torch.randint(table.num_rows, (num_ids,)) for _ in range(4)]
         for threads in (1, 4, 12):
             for share in SHARES:
@@ -410,19 +421,8 @@ def started_batches(
     transfer.close()
 
 
-def parts(locked: Callable[..., Any], *, small: bool) -> dict[str, Callable[[Any], None]]:
-    """Return the measurements of this module, for bench/gpu/suite.py."""
-    shapes = SMALL if small else SHAPES
-
-    def two_engines(bench: Any) -> None:
-        with locked(bench.scale.table_bytes) as memory:
-            measure_two_engines(
-                bench, memory, bench.bounds, bench.scale.payload_bytes, 4 if small else 40
-            )
-
-    return {
-        "two-engine": two_engines,
-        "overlap": lambda bench: measure_overlap(bench, locked, shapes[0]),
-        "epoch": partial(measure_epochs, locked=locked, shapes=shapes[:1]),
-        "epoch-large": partial(measure_epochs, locked=locked, shapes=shapes[1:]),
-    }
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "epoch": measure_epochs,
+    "overlap": measure_overlap,
+    "two-engine": measure_two_engines,
+}

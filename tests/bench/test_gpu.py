@@ -1,13 +1,17 @@
-"""The GPU benchmarks reject wrong rows, and record what a GPU does not support."""
+"""The GPU benchmarks reject wrong rows, and record failures and each finished round."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench.gpu import bulk, suite
+from bench import harness
+from bench.gpu import base, epochs, suite
+from bench.gpu.base import Bench
 from gcnzc.tune import pcie_bench
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +35,80 @@ def test_wrong_rows_are_rejected():
         suite.check_equal(wrong, rows, ids, "a wrong copy")
 
 
-def test_missing_support_for_bulk_copies_is_recorded(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert bulk.bulk_gather is suite.bulk_gather
+@pytest.fixture
+def bench(monkeypatch):
+    """A benchmark on the host, whose lines are collected."""
+    lines = []
+    monkeypatch.setattr(
+        harness,
+        "record",
+        lambda name, case, **derived: lines.append({"name": name} | case | derived),
+    )
     host = pcie_bench.Gpu(torch.device("cpu"), lambda work: 1.0, lambda busy: {})
-    suite.measure_bulk(suite.Bench(host, suite.SMALL, recorded=False))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert all("bulk copies need a GPU of compute capability 9.0" in line for line in lines)
+    found = Bench(host, "small", recorded=True)
+    found.lines = lines
+    return found
+
+
+def test_missing_support_for_bulk_copies_is_recorded_and_other_gathers_are_measured(
+    monkeypatch, bench
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    suite.measure_bulk(bench)
+    bulk = [line for line in bench.lines if line["method"] == "bulk"]
+    assert len(bulk) == 4
+    for line in bulk:
+        assert line["outcome"].startswith("RuntimeError: bulk copies need a GPU of compute cap")
+    threads = [line for line in bench.lines if line["method"] == "threads"]
+    assert [line["row_bytes"] for line in threads] == [400, 512, 1024, 4096]
+    assert all(line["share_of_copy_engine"] > 0 for line in threads)
+
+
+class Steps:
+    """A method of which each call takes another time, or fails."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = iter([1.0, *outcomes])  # the first is the warm-up
+
+    def seconds(self, number):
+        outcome = next(self.outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def test_epochs_are_recorded_after_each_round_also_if_a_method_fails(monkeypatch, bench):
+    def no_kernel():
+        raise RuntimeError("no kernel\nat all")
+
+    methods = {
+        "zero-copy": lambda: Steps(2.0, 4.0, 2.0),
+        "CPU index, pageable copy": lambda: Steps(6.0, RuntimeError("lost"), 8.0),
+        "sampling": no_kernel,
+    }
+    monkeypatch.setattr(epochs, "methods_of", lambda *_, **__: methods)
+    monkeypatch.setattr(epochs, "table_of", lambda *_: None)
+    overlap = lambda bench, *_: bench.record("overlap", {})  # noqa: E731
+    monkeypatch.setattr(epochs, "record_overlap", overlap)
+    shape = replace(epochs.SMALL, rounds=3, num_seeds=21)
+    work = SimpleNamespace(shape=shape, case=lambda: {"shape": "small"})
+    epochs.measure_model(bench, work, None, further=False)
+    assert bench.lines[0]["method"] == "sampling"
+    assert bench.lines[0]["outcome"] == "RuntimeError: no kernel"
+    found = [
+        (line.get("method"), line.get("rounds"), line.get("batch_s")) for line in bench.lines[1:]
+    ]
+    assert found == [
+        *(("zero-copy", 1, 2.0), ("CPU index, pageable copy", 1, 6.0), (None, None, None)),
+        ("CPU index, pageable copy", None, None),
+        *(("zero-copy", 2, 3.0), ("CPU index, pageable copy", 1, 6.0)),
+        *(("zero-copy", 3, 2.0), ("CPU index, pageable copy", 2, 7.0)),
+    ]
+    assert bench.lines[-2]["epoch_s"] == 4.0
+    assert bench.lines[-2]["faster_than_cpu_index"] == 3.5
+    assert bench.lines[-2]["share_of_all_on_gpu"] is None
+
+
+def test_small_pages_are_no_huge_pages():
+    with base.random_bytes(1 << 22, huge=False) as memory:
+        assert base.huge_pages_share(memory) == 0

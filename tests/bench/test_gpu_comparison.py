@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.gpu import claims
 from bench.gpu.comparison import compare, format_comparison
 from bench.gpu.published import PUBLISHED, of_kind
 from gcnzc.features.pcie_traffic import traffic
@@ -105,3 +106,103 @@ def test_a_session_without_measurements_has_no_comparison(tmp_path):
 def test_published_figures_have_sources():
     assert all(figure.source.startswith("https://github.com/") for figure in PUBLISHED)
     assert len(of_kind("dense read", None)) > len(of_kind("dense read", 4)) > 0
+
+
+CPU_GATHER, ON_GPU = "CPU gather, page-locked copy", "all features on the GPU"
+
+
+def write(folder, part, *lines):
+    (folder / f"gpu_{part}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def claim(lines, name):
+    [found] = [line for line in lines if line["claim"] == name]
+    return found["measured"], found["ratio"], found["verdict"]
+
+
+def test_claims_that_were_not_measured_are_in_the_table(tmp_path):
+    lines = claims.tabulate(tmp_path)
+    assert {line["verdict"] for line in lines} == {"not measured"}
+    # two shapes, gathers of two widths, three dtypes of five widths at two starts, and pages
+    assert len(lines) == 2 * 5 + 2 * 3 + 3 * 5 * 2 + 1
+    assert len(claims.format_claims(lines)) == len(lines) + 1
+
+
+def test_epochs_are_compared_by_their_newest_lines(tmp_path):
+    def epoch(method, batch_s, model="SAGE", **other):
+        case = {"shape": "ogbn-products", "scale": 1.0, "model": model, "method": method}
+        return (
+            case | {"batch_s": batch_s, "epoch_s": 100 * batch_s, "rounds": 2, "batches": 9} | other
+        )
+
+    write(
+        tmp_path,
+        "epoch",
+        epoch("zero-copy", 0.5),
+        epoch("zero-copy", 0.01),
+        epoch("zero-copy", 0.001, "GAT"),
+        epoch(CPU_GATHER, 0.02),
+        epoch(ON_GPU, 0.009),
+        epoch("sampling", 0.002),
+        epoch("transfer", 0.008),
+        {"shape": "ogbn-products", "model": "SAGE", "method": "CPU index, pageable copy"}
+        | {"outcome": "RuntimeError: lost"},
+        epoch("zero-copy", 0.03, shape="ogbn-papers100M", scale=0.25),
+        epoch(CPU_GATHER, 0.03, shape="ogbn-papers100M", scale=0.25),
+    )
+    share = {"gather_under_compute": 0.8, "gather_s": 0.1, "compute_s": 0.2}
+    write(tmp_path, "overlap", {"shape": "ogbn-products", "model": "SAGE"} | share)
+    lines = claims.tabulate(tmp_path)
+    about = "epoch of SAGE, ogbn-products: "
+    rounds = "2 x 9 minibatches"
+    assert claim(lines, f"{about}zero-copy to {CPU_GATHER}") == (
+        f"1 s and 2 s, {rounds}",
+        2,
+        "holds",
+    )
+    assert claim(lines, f"{about}zero-copy to {ON_GPU}")[1:] == (pytest.approx(0.9), "short by 5%")
+    missing = claim(lines, f"{about}zero-copy to CPU index, pageable copy")
+    assert missing == ("RuntimeError: lost", None, "not measured")
+    assert claim(lines, f"{about}zero-copy to transfer")[1:] == (pytest.approx(0.8), "no claim")
+    assert claim(lines, f"{about}share of gather under compute")[1:] == (0.8, "no claim")
+    papers = claim(lines, f"epoch of SAGE, ogbn-papers100M: zero-copy to {CPU_GATHER}")
+    assert papers == (f"3 s and 3 s, {rounds}, graph of scale 0.25", 1, "short by 39%")
+
+
+def test_gathers_are_compared_with_methods_the_copy_engine_and_other_pages(tmp_path):
+    def rate(method, rate, **case):
+        return {"method": method, "payload_bytes_per_s": rate} | case
+
+    methods = {"columns": 128, "num_ids": 1000}
+    write(
+        tmp_path, "methods", rate("zero-copy", 4e10, **methods), rate(CPU_GATHER, 1e10, **methods)
+    )
+    width = {"dtype": "int8", "columns": 1024}
+    shares = {"share_of_copy_engine": 0.8, "share_of_dense_read": 1.0}
+    write(
+        tmp_path,
+        "widths",
+        rate("copy engine", 5e10, **width),
+        rate("aligned", 4e10, model_efficiency=128 / 148, **shares, **width),
+        # half of the dense read, where the model predicts all of it
+        rate("one element off", 2e10, model_efficiency=128 / 148, **width)
+        | {"share_of_copy_engine": 0.4, "share_of_dense_read": 0.5},
+    )
+    pages = {"table_gib": 8, "huge_pages_share": 0.5}
+    write(
+        tmp_path,
+        "tlb",
+        rate("ids in random order", 4e10, table_pages="2 MiB", **pages),
+        rate("ids in random order", 2e10, table_pages="4 KiB", **pages),
+    )
+    lines = claims.tabulate(tmp_path)
+    name = f"gather, 128 columns: zero-copy to {CPU_GATHER}"
+    assert claim(lines, name) == ("40 GB/s and 10 GB/s, 1,000 rows", 4, "holds")
+    name = "gather, 1024 columns, int8, {}: to the copy engine"
+    assert claim(lines, name.format("aligned"))[1:] == (pytest.approx(0.8), "holds")
+    assert claim(lines, name.format("one element off"))[1:] == (pytest.approx(0.4), "short by 44%")
+    measured, ratio, verdict = claim(
+        lines, "gather, rows of 512 B from 8 GiB: pages of 4 KiB to 2 MiB"
+    )
+    assert measured == "20 GB/s and 40 GB/s, of which only 50% is in huge pages"
+    assert (ratio, verdict) == (0.5, "no claim")

@@ -177,10 +177,10 @@ def test_an_interrupted_session_shows_its_stages(monkeypatch, tmp_path, capsys):
 
 def check_measurements(folder):
     """Check that all parts of the benchmarks have recorded lines with the GPU and its clocks."""
-    found = {path.stem.removeprefix("gpu_"): read_lines(path) for path in folder.iterdir()}
+    found = {path.stem.removeprefix("gpu_"): read_lines(path) for path in folder.glob("*.jsonl")}
     assert found.keys() == {
-        *("link", "gather", "gather_beside", "gather_dtypes", "gather_programs"),
-        *("tlb", "cache", "codes", "bulk", "two_engines", "overlap", "epoch"),
+        *("link", "methods", "widths", "tlb", "gather", "gather_dtypes", "gather_programs"),
+        *("cache", "codes", "bulk", "two_engines", "overlap", "epoch"),
     }
     for line in (line for lines in found.values() for line in lines):
         assert (line["gpu"], line["gpu_state"]["max_sm_mhz"]) == ("fake GPU", 1980)
