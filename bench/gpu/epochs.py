@@ -272,8 +272,12 @@ def measure_epochs(bench: Bench) -> None:
     is_quick = bench.scale_name == "quick"
     for shape in SHAPES[bench.scale_name]:
         with bench.failures_recorded("epoch", {"shape": shape.name, "scale": shape.scale}):
+            began_s = time.perf_counter()
             graph = graph_of(shape)
+            graph_s = time.perf_counter() - began_s
             with random_bytes(shape.num_nodes * shape.num_columns * 4) as memory:
+                features_s = time.perf_counter() - began_s - graph_s
+                print(shape.name, f"graph {graph_s:.1f} s, features {features_s:.1f} s", flush=True)
                 for model in ("SAGE",) if is_quick else ("SAGE", "GAT"):
                     work = Work(bench, shape, graph, model)
                     measure_model(bench, work, memory, further=not is_quick)

@@ -279,7 +279,10 @@ def measure_widths(bench: Bench) -> None:
                     )
                     for name, begin in (("aligned", 0), ("one element off", dtype.itemsize))
                 }
-                case: dict[str, object] = {"dtype": str(dtype)[6:], "columns": columns}
+                case: dict[str, object] = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "columns": columns,
+                }
                 measure(bench, "widths", case | {"num_ids": num_ids}, memory, gathers)
 
 
