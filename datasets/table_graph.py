@@ -63,7 +63,7 @@ class TableGraph:
         options = read_options(path)
         self.path, self.name = path, name or options.name or path.stem
         edges = options.edges
-        self._bidirected = edges.undirected if edges.bidirected is None else edges.bidirected
+        self._bidirected = edges.bidirected
         self._edges = open_table(
             path.parent / edges.file, edges.separator, edges.header, edges.comment
         )

@@ -39,7 +39,7 @@ name = "people"
 
 [edges]
 file = "edges.csv"
-undirected = true
+bidirected = true
 
 [nodes]
 file = "nodes.csv"
@@ -136,16 +136,10 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     assert names_in(tmp_path / "again").classes == ["cat", "dog"]
 
 
-def test_bidirected_is_the_name_of_the_option_and_undirected_an_old_one(tmp_path):
-    options = OPTIONS.replace("undirected", "bidirected")
-    check_people(prepare(write(tmp_path / "in", options=options), tmp_path / "data"))
-    options = OPTIONS.replace("undirected = true", "undirected = false")
+def test_edges_may_be_kept_in_one_direction(tmp_path):
+    options = OPTIONS.replace("bidirected = true", "bidirected = false")
     assert prepare(write(tmp_path / "in", options=options), tmp_path / "one").graph.num_edges == 4
-    both = OPTIONS.replace("undirected = true", "undirected = true\nbidirected = true")
-    path = write(tmp_path / "in", options=both)
-    with pytest.raises(ValueError, match=r"line 5: undirected is an old name .*\n\nhint: keep bid"):
-        gcnzc.prepare(path, tmp_path / "both")
-    path = write(tmp_path / "in", options=OPTIONS.replace("undirected", "directed"))
+    path = write(tmp_path / "in", options=OPTIONS.replace("bidirected", "directed"))
     with pytest.raises(ValueError, match=r"no key named 'directed'(.|\n)*did you mean bidirected"):
         gcnzc.prepare(path, tmp_path / "no")
 
