@@ -135,8 +135,8 @@ class TableGraph:
             found = table.format.bidirected if isinstance(table, TextTable) else None
             if found is None:
                 return None
-            kind = "undirected" if found else "directed"
-            return EdgeDefaults(found, "keep", f"{table.path.name} declares that the graph is {kind}")
+            kind = "an undirected" if found else "a directed"
+            return EdgeDefaults(found, "keep", f"{table.path.name} declares {kind} graph")
         reason = f"bidirected is {str(self._bidirected).lower()} in {self.path.name}"
         return EdgeDefaults(self._bidirected, "keep", reason)
 
