@@ -3,6 +3,7 @@
 Notation: N nodes, T tasks.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,6 +21,8 @@ ID_NAMES = ("id", "node_id", "nodeid", "node", "nid")
 LABEL_NAMES = ("label", "labels", "y", "class")
 SPLIT_NAMES = ("split",)
 TRUE, FALSE = {"true", "t", "yes", "1", "1.0"}, {"false", "f", "no", "0", "0.0"}
+# names that pandas gives to an index that it reads from csv as a column
+_UNNAMED = re.compile(r"Unnamed: \d+(\.\d+)?")
 # texts that mean no label in a column of numbers
 NO_LABEL = {*MISSING, "-1", "-1.0"}
 
@@ -119,9 +122,10 @@ def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence
 
     An index of pandas is none of them, unless a pattern is its name.
     """
+    index = {*table.index, *filter(_UNNAMED.fullmatch, table.columns)}
     others = [name for name in table.columns if name not in roles]
     if wanted is None:
-        return [name for name in others if name not in table.index]
+        return [name for name in others if name not in index]
     if isinstance(wanted, str):
         return []
     found: dict[str, None] = {}
@@ -134,7 +138,7 @@ def _find_features(table: Table, wanted: str | list[str] | None, roles: Sequence
         names = [
             name
             for name in others
-            if name == pattern or (fnmatchcase(name, pattern) and name not in table.index)
+            if name == pattern or (fnmatchcase(name, pattern) and name not in index)
         ]
         if not names:
             table.find(pattern, "features in [nodes]")

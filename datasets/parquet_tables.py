@@ -118,24 +118,36 @@ class ParquetTable(Table):
 
     @cached_property
     def _schema(self) -> Any:
-        with _readable(self._parts[0]):
-            return import_parquet().read_schema(self._parts[0])
+        return self._footers[0][0]
 
     @cached_property
     def _range_name(self) -> str | None:
         """The column of an index that pandas stores as a range; None for the rows' numbers."""
-        count = self._ends[0]
-        name, values = _range_of(self._schema, count) or (None, range(count))
-        return name or (None if values == range(count) else "__index_level_0__")
+        first, are_own, are_joined = 0, True, True
+        for schema, count in self._footers:
+            name, values = _range_of(schema, count) or (None, range(first, first + count))
+            if name is not None:
+                return name
+            are_own = are_own and values == range(count)
+            are_joined = are_joined and values == range(first, first + count)
+            first += count
+        is_stored = "__index_level_0__" in self._schema.names
+        return None if are_own or are_joined or is_stored else "__index_level_0__"
+
+    @cached_property
+    def _footers(self) -> list[tuple[Any, int]]:
+        """The schema and the number of rows of each part."""
+        parquet, footers = import_parquet(), []
+        for part in self._parts:
+            with _readable(part):
+                found = parquet.read_metadata(part)
+                footers.append((found.schema.to_arrow_schema(), found.num_rows))
+        return footers
 
     @cached_property
     def _ends(self) -> list[int]:
         """The number of rows up to the end of each part."""
-        parquet, counts = import_parquet(), []
-        for part in self._parts:
-            with _readable(part):
-                counts.append(parquet.read_metadata(part).num_rows)
-        return list(accumulate(counts))
+        return list(accumulate(count for _, count in self._footers))
 
     def _folder_values(self, part: Path) -> dict[str, str | None]:
         """Return the columns that the folders `key=value` around a part add."""

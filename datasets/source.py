@@ -207,7 +207,7 @@ def clean_labels(raw: Array, num_nodes: int, num_classes: int | None, where: str
     if raw.dtype.kind not in "fiub":
         raise ValueError(
             f"{where}: the labels have the type {raw.dtype}\n\nhint: labels are integers; "
-            "`classes, labels = numpy.unique(labels, return_inverse=True)` numbers others"
+            "`labels, classes = pandas.Series(labels).factorize(sort=True)` numbers others"
         )
     if raw.ndim not in (1, 2) or len(raw) != num_nodes:
         raise ValueError(

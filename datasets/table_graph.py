@@ -63,7 +63,7 @@ class TableGraph:
         options = read_options(path)
         self.path, self.name = path, name or options.name or path.stem
         edges = options.edges
-        self._bidirected = edges.undirected if edges.bidirected is None else edges.bidirected
+        self._bidirected = edges.bidirected
         self._edges = open_table(
             path.parent / edges.file, edges.separator, edges.header, edges.comment
         )
@@ -129,9 +129,14 @@ class TableGraph:
         return about | {"unused_columns": {file: names for file, names in unused.items() if names}}
 
     def edge_defaults(self) -> EdgeDefaults | None:
-        """Return both directions if `bidirected` is true; None if it is not given."""
+        """Return what `bidirected` or else the file of edges declares; None if neither does."""
         if self._bidirected is None:
-            return None
+            table = self._edges
+            found = table.format.bidirected if isinstance(table, TextTable) else None
+            if found is None:
+                return None
+            kind = "an undirected" if found else "a directed"
+            return EdgeDefaults(found, "keep", f"{table.path.name} declares {kind} graph")
         reason = f"bidirected is {str(self._bidirected).lower()} in {self.path.name}"
         return EdgeDefaults(self._bidirected, "keep", reason)
 
@@ -273,6 +278,8 @@ def choose_ends(
     hint = f"source and target in {where} name them, or call them source and target"
     if len(table.columns) == 1:
         hint = f"separator in {where} is the character between the columns"
+    elif isinstance(table, TextTable):
+        hint += f"; if the first line is an edge, set header = false in {where}"
     raise ValueError(
         f"{table.path}: cannot determine the endpoint columns among {', '.join(table.columns)}\n\n"
         f"hint: {hint}"

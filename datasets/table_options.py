@@ -21,8 +21,7 @@
     # test = "is_test"
     missing = ["unknown", 255]       # texts of label and split that mean none
 
-`separator`, `header` and `comment` in either table are of its text file. `undirected` is an old
-name of `bidirected`.
+`separator`, `header` and `comment` in either table are of its text file.
 """
 
 import difflib
@@ -51,7 +50,6 @@ class EdgeTable:
     source: str | None = None
     target: str | None = None
     bidirected: bool | None = None
-    undirected: bool | None = None  # old name of `bidirected`
     separator: str | None = None
     header: bool | None = None
     comment: str | None = None
@@ -142,7 +140,6 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
         "source": _COLUMN,
         "target": _COLUMN,
         "bidirected": _BOOL,
-        "undirected": _BOOL,
         **_FILE,
     },
     "nodes": {
@@ -191,11 +188,6 @@ def read_options(path: Path) -> TableOptions:
         raise ValueError(
             f'{path} names no file of edges\n\nhint: write [edges], and below it file = "edges.csv"'
         )
-    if {"bidirected", "undirected"} <= values["edges"].keys():
-        raise ValueError(
-            f"{_place(path, text, 'edges', 'undirected')}: undirected is an old name of "
-            "bidirected, which is given as well\n\nhint: keep bidirected, and remove undirected"
-        )
     nodes = _build(NodeTable, values.get("nodes", {}))
     _check_nodes(path, text, nodes)
     return TableOptions(path, _build(EdgeTable, values["edges"]), nodes, **top)
@@ -207,8 +199,7 @@ def _check(path: Path, text: str, table: str, values: Mapping[str, Any]) -> None
     for key, value in values.items():
         where = _place(path, text, table, key)
         if key not in rules:
-            known = [name for name in rules if name != "undirected"]
-            known += [] if table else ["[edges]", "[nodes]"]
+            known = [*rules, *([] if table else ["[edges]", "[nodes]"])]
             near = difflib.get_close_matches(key, known, 1)
             suggestion = f"did you mean {near[0]}? " if near else ""
             raise ValueError(

@@ -26,7 +26,7 @@ SEPARATORS = ("\t", ",", ";", "|")
 # lines from which the separator is determined
 SAMPLE = 20
 _BANNER = "%%MatrixMarket"
-_BIPARTITE = re.compile(r"%\s*bip\b")
+_KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class TextFormat:
         may_be_rows: whether a comment with as many cells as a row is an error.
         num_rows: as the file says; None if it does not.
         num_nodes: as the file says, with ids from 1; None if it does not.
+        bidirected: whether the file declares that it has each undirected edge once; None if it
+            declares nothing.
         may_be_header: the first row has the numbers 0, 1, ..., which pandas may have written as
             names, and is taken as an edge.
         may_be_edge: the first row is taken as the names of two columns, but later rows have texts,
@@ -56,6 +58,7 @@ class TextFormat:
     may_be_rows: bool = False
     num_rows: int | None = None
     num_nodes: int | None = None
+    bidirected: bool | None = None
     may_be_header: bool = False
     may_be_edge: bool = False
 
@@ -105,7 +108,8 @@ def find_format(
     if not first:
         hint = 'comment = "" reads lines that begin with # or %' if kind else "was it written?"
         raise ValueError(f"{path} is empty{' but for comments' if kind else ''}\n\nhint: {hint}")
-    if _BIPARTITE.match(kind):
+    konect = _KONECT.match(kind)
+    if konect and konect[1] == "bip":
         raise _bipartite(path)
     if kind.startswith(_BANNER) or (path.name.endswith((".mtx", ".mtx.gz")) and marks):
         return _matrix_market(path, kind, first, lines, skipped)
@@ -114,8 +118,8 @@ def find_format(
     row, *later = [cells for cells in _reader(sample, separator) if cells]
     names = [name.strip() for name in row]
     are_numbers = all(map(is_number, names))
-    has_ends = any({*pair} <= {name.lower() for name in names} for pair in END_NAMES)
     is_given = has_header is not None
+    has_ends = _has_ends(names)
     if not (are_numbers or has_ends or len(names) == 1 or (is_given and comment is not None)):
         for text in heading:
             if len(next(_reader([text.lstrip("#% ")], separator), [])) == len(names):
@@ -139,16 +143,33 @@ def find_format(
     numbers = [str(number) for number in range(len(names))]
     rows = [cells for cells in later if not cells[0].startswith(marks)]
     has_texts = any(not is_number(cell) for cells in rows for cell in cells)
+    found = None
+    if heading and are_numbers and comment is None and not is_given:
+        found = _names_in(heading[-1], separator, len(names))
     return TextFormat(
         separator,
-        names if has_header else numbers,
+        names if has_header else found or numbers,
         has_header,
         skipped,
         marks,
         may_be_rows,
+        bidirected=None if konect is None else konect[1] == "sym",
         may_be_header=_has_suffix(path, ".csv") and names == numbers and not (kind or is_given),
         may_be_edge=has_header and not is_given and len(names) == 2 and has_texts,
     )
+
+
+def _has_ends(names: list[str]) -> bool:
+    return any({*pair} <= {name.lower() for name in names} for pair in END_NAMES)
+
+
+def _names_in(comment: str, separator: str, count: int) -> list[str] | None:
+    """Return the names of all columns in a comment; None unless both ends are among them."""
+    for each in (separator, BLANKS, ","):
+        names = [name.strip() for name in next(_reader([comment.lstrip("#% ")], each), [])]
+        if len(names) == count and _has_ends(names):
+            return names
+    return None
 
 
 def _find_separator(path: Path, sample: list[str]) -> str:
@@ -208,6 +229,8 @@ def _matrix_market(
         comments=COMMENTS,
         num_rows=int(cells[2]),
         num_nodes=int(cells[0]),
+        # of a skew-symmetric or Hermitian matrix, too, one half is stored
+        bidirected=banner.lower().endswith(("symmetric", "hermitian")) or None,
     )
 
 

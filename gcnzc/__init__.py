@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 # before torch is imported
 from gcnzc import _allocation as _allocation
-from gcnzc import _moved
 from gcnzc._lazy import lazy_attributes
 from gcnzc._version import VERSION as __version__
 
@@ -64,4 +63,3 @@ __getattr__, __dir__ = lazy_attributes(
         "gcnzc.train.inference": ("inference",),
     },
 )
-_moved.install()

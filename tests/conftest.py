@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     speed_up_interpreter(checks_overflow=config.getoption("--triton-cases") is None)
+    if not hasattr(config, "workerinput"):
+        # tests that are stopped at a limit of time show the failures that there were
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,7 +1,6 @@
 """Allowed imports between packages, and one adapter for each external system."""
 
 import ast
-import importlib
 import os
 import re
 import subprocess
@@ -10,8 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from gcnzc._moved import MOVED
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +38,7 @@ MAY_IMPORT = {
     "cli": {*NETWORK, *GRAPHS, "system", "kernels", "train"},
 }
 # modules that every package may import
-SHARED = {"_allocation", "_files", "_lazy", "_moved", "_version"}
+SHARED = {"_allocation", "_files", "_lazy", "_version"}
 # the packages at the root, and what they may import besides the standard library
 LIBRARIES = {
     "kernels": {"torch", "triton", "numba", "numpy", "llvmlite"},
@@ -306,49 +303,6 @@ def test_a_start_of_the_command_line_loads_no_library_that_only_some_commands_us
     unused = {"matplotlib", "networkx", "pandas", "scipy.sparse", "sklearn", "tensorboard", "dgl"}
     unused.add("gcnzc.testing")
     assert not loaded & {*unused, "torch_geometric", "lightning"}
-
-
-def test_old_paths_work_and_warn():
-    with pytest.warns(
-        DeprecationWarning, match=r"moved to gcnzc\.features\.pinning\.can_read_host"
-    ):
-        from gcnzc.table import can_read_host
-    from gcnzc.features import can_read_host as new
-
-    assert can_read_host is new
-    with pytest.warns(DeprecationWarning, match=r"moved to gcnzc\.tune\.profiles\.TuningProfile"):
-        from gcnzc.plan import Plan
-    assert Plan.__name__ == "TuningProfile"
-    for old, places in MOVED.items():
-        assert old not in MODULES, f"{old} is still there"
-        for place in places:
-            assert place in MODULES, f"{old} is not in {place}"
-
-
-@pytest.mark.parametrize(
-    ("package", "old", "new"),
-    [
-        ("exchange", "Begin", "Start"),
-        ("exchange", "End", "Wait"),
-        ("exchange", "Swap", "SendReceive"),
-        ("exchange", "Vote", "AllGatherScalar"),
-        ("exchange", "joined", "init_group"),
-        ("exchange", "present", "current_group"),
-        ("exchange", "tuned", "tune"),
-        ("optim", "Exchanging", "DistributedOptimizer"),
-        ("optim", "leave_local", "keep_gradients_local"),
-        ("optim", "resized", "resize_state"),
-        ("compress", "Place", "WorkerInfo"),
-        ("compress", "WORDS", "NAMES"),
-        ("features", "Counters", "CacheCounters"),
-    ],
-)
-def test_old_names_work_and_warn(package, old, new):
-    module = importlib.import_module(f"gcnzc.{package}")
-    with pytest.warns(DeprecationWarning, match=rf"gcnzc\.{package}\.{old} is now .*\.{new}"):
-        assert getattr(module, old) is getattr(module, new)
-    with pytest.raises(AttributeError, match=f"gcnzc.{package}"):
-        module.no_such_name  # noqa: B018
 
 
 @pytest.mark.parametrize("door", DOORS)

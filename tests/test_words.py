@@ -45,17 +45,7 @@ NAMES = {
     *("on_lines", "room_bytes", "slots_of", "programs_of", "count_into", "count_marked"),
     *("lanes_of", "check_apart", "measured_link", "measured_layouts", "modelled"),
 }
-# the few places where one of these names is not private: old names that work for one release
-NAME_EXCEPTIONS = {
-    ("gcnzc/features/table.py", "way"),
-    ("gcnzc/compress/blocks.py", "form"),
-}
 EXCEPTIONS = {
-    # old names, which work for one release
-    "gcnzc/_moved.py",
-    "gcnzc/train/old_names.py",
-    "gcnzc/exchange/__init__.py",
-    "gcnzc/compress/__init__.py",
     # history
     "docs/log.md",
 }
@@ -110,6 +100,6 @@ def test_retired_names_are_not_used():
         for path in SOURCES
         if relative(path) not in EXCEPTIONS
         for name, line in names(path)
-        if name.lstrip("_") in NAMES and (relative(path), name) not in NAME_EXCEPTIONS
+        if name.lstrip("_") in NAMES
     ]
     assert not found

@@ -74,6 +74,7 @@ class Bench:
     def __init__(self, where: pcie_bench.Gpu, scale: str, recorded: bool) -> None:
         self.where, self.device = where, where.device
         self.scale_name, self.scale, self.recorded = scale, SCALES[scale], recorded
+        self.failed: list[str] = []  # methods that raised an exception
 
     def record(self, part: str, case: dict[str, object], **derived: object) -> None:
         """Record one line of `results/gpu_<part>.jsonl`, or only print it."""
@@ -83,14 +84,15 @@ class Bench:
             print(part, case, derived, flush=True)
 
     @contextmanager
-    def failures_recorded(self, part: str, case: dict[str, object]) -> Iterator[None]:
-        """Record an exception as the `outcome` of a case, so that others are measured."""
+    def attempt(self, part: str, case: dict[str, object]) -> Iterator[None]:
+        """Record an exception in this context as the outcome of its case, and suppress it."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
-            first = (str(error).strip().splitlines() or [""])[0]
-            self.record(part, case, outcome=f"{type(error).__name__}: {first}")
+            self.failed.append(str(case.get("method", part)))
+            outcome = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.record(part, case, outcome=outcome)
 
     def rates(self, tasks: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
         """Measure the bytes per second of each task in interleaved rounds."""

@@ -1,9 +1,9 @@
 """Tabulate the headline claims, each with what was measured, from the results of a GPU session.
 
-    python -m bench.gpu.claims RESULTS
+    python -m bench.gpu.claims RESULTS --out claims.txt
 
-reads the newest lines of `python -m bench.gpu.suite claims epoch` in the folder RESULTS, of which
-any may be missing, prints the table, and writes it to `claims.txt` in that folder.
+reads the newest lines of `python -m bench.gpu.suite claims epoch epoch-large` in the folder
+RESULTS, of which any may be missing, and prints the table.
 
 A ratio is one of speeds, such as 1.8 if zero-copy is 1.8 times as fast as the other method. A claim
 holds if the ratio reaches the lower end of the claimed range; otherwise the verdict is how much of
@@ -52,10 +52,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("results", type=Path, help="folder with the lines of bench/gpu/suite.py")
+    parser.add_argument("--out", type=Path, help="file to which the table is written, too")
     options = parser.parse_args()
     text = "".join(f"{line}\n" for line in format_claims(tabulate(options.results)))
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "claims.txt").write_text(text)
+    if options.out is not None:
+        options.out.write_text(text)
     print(text, end="")
 
 

@@ -3,7 +3,7 @@
     python -m bench.gpu.suite all                       everything, recorded in results/gpu_*.jsonl
     python -m bench.gpu.suite gather --results FOLDER   one part, recorded elsewhere
     python -m bench.gpu.suite link gather --quick       fewer widths and rounds, in about a minute
-    python -m bench.gpu.suite claims epoch --quick      what bench/gpu/claims.py tabulates
+    python -m bench.gpu.suite claims epoch epoch-large --quick    what bench/gpu/claims.py tabulates
     python -m bench.gpu.suite all --small               tiny, recorded only with --results
 
 `python -m bench.gpu.session --dry-run` runs the suite on a fake device, without a GPU.
@@ -12,7 +12,7 @@
 offsets; `tlb` small and huge pages, of tables beyond the reach of the GPU's TLB; `claims` these
 three; `gather` layouts, dtypes, and numbers of programs; `cache` cached rows by their hit rate;
 `codes` quantized rows; `bulk` asynchronous bulk copies from host memory into shared memory;
-`epoch`, `overlap` and `two-engine` whole minibatches, see bench/gpu/epochs.py.
+`epoch`, `epoch-large`, `overlap` and `two-engine` whole minibatches, see bench/gpu/epochs.py.
 `claims --quick` is predicted to take 60 s, half of it for the compilation of 30 gathers.
 
 Each gather is first run once, and its rows are compared with the expected ones. Times are measured
@@ -127,11 +127,11 @@ def measure(
     """Check gathers, measure those that succeed beside `Bench.bounds`, and record all of them."""
     tasks = bench.bounds(memory)
     for name, each in gathers.items():
-        with bench.failures_recorded(part, {"method": name} | case):
+        with bench.attempt(part, {"method": name} | case):
             check_gather(each.run, each.out, each.rows, each.ids, name)
             tasks[name] = (each.num_bytes, each.run)
     models = {name: each.model for name, each in gathers.items()}
-    with bench.failures_recorded(part, case):
+    with bench.attempt(part, case):
         record_shares(bench, part, case, tasks, models)
 
 
@@ -296,7 +296,7 @@ def measure_tlb(bench: Bench) -> None:
         most = largest if huge else min(largest, 16)
         pages = "2 MiB" if huge else "4 KiB"
         with (
-            bench.failures_recorded("tlb", {"table_gib": most, "table_pages": pages}),
+            bench.attempt("tlb", {"table_gib": most, "table_pages": pages}),
             random_bytes(int(most * GIB), huge=huge) as memory,
         ):
             share = huge_pages_share(memory)
@@ -431,6 +431,8 @@ def main() -> None:
             began_s = time.perf_counter()
             part(bench)
             print(f"{name}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
+    if bench.failed:
+        sys.exit(f"error: these methods failed: {', '.join(bench.failed)}")
 
 
 if __name__ == "__main__":

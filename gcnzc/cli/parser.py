@@ -27,7 +27,6 @@ from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
 from gcnzc.train.given_options import copy_with_given, given_options, values_given
-from gcnzc.train.old_names import rename_command_line
 from gcnzc.train.options import check_picture, check_writable, config_from_dict, option_name
 from gcnzc.train.prediction_files import check_file_output, check_output
 from gcnzc.train.repeated_runs import read_runs
@@ -46,10 +45,6 @@ def parse(words: Sequence[str]) -> Any:
     Raises:
         UsageError: a command, an option or a value is not valid.
     """
-    try:
-        words = rename_command_line(words)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     default = _defaults(words)
     choices: Any = None
     is_help = not {"-h", "--help"}.isdisjoint(words)

@@ -1,6 +1,5 @@
 """Compression: reducers that compute the mean of a vector over the ranks."""
 
-from gcnzc._moved import renamed
 from gcnzc.compress.blocks import Blocks
 from gcnzc.compress.dense import Dense
 from gcnzc.compress.random_k import RandomBlock, RandomK
@@ -26,11 +25,3 @@ __all__ = [
     "WorkerInfo",
     "compression",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Place": "WorkerInfo",
-        "WORDS": "NAMES",
-    },
-)

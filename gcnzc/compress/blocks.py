@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.compress.rounded import Rounded
 from gcnzc.compress.two_stage import Codec
 from gcnzc.kernels.codec import blocks, number_formats
@@ -45,9 +44,6 @@ class Blocks(Codec):
     mean_format: str = "same"
     """number format of the mean in the second stage: "same" as `number_format`, "bfloat16",
     "float32" or one of `NUMBER_FORMATS`"""
-
-    form = renamed_attribute("form", "number_format")
-    second = renamed_attribute("second", "mean_format")
 
     def __post_init__(self) -> None:
         if self.number_format not in NUMBER_FORMATS:
@@ -119,8 +115,3 @@ class Blocks(Codec):
     def decode(self, rows: Tensor, layout: BlockLayout, active: Tensor | None, out: Tensor) -> None:
         """See `Codec`."""
         blocks.decode_blocks(rows, layout, active, out, self.number_format)
-
-
-Blocks.__init__ = renamed_arguments(  # type: ignore[method-assign]
-    {"form": "number_format", "second": "mean_format"}
-)(Blocks.__init__)

@@ -1,6 +1,5 @@
 """Distributed algorithms: their requests, the groups of ranks that execute them, a simulator."""
 
-from gcnzc._moved import renamed
 from gcnzc.exchange.agreement import RequestMismatch
 from gcnzc.exchange.choices import Choices
 from gcnzc.exchange.collectives import (
@@ -86,16 +85,3 @@ __all__ = [
     "run",
     "tune",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Begin": "Start",
-        "End": "Wait",
-        "Swap": "SendReceive",
-        "Vote": "AllGatherScalar",
-        "joined": "init_group",
-        "present": "current_group",
-        "tuned": "tune",
-    },
-)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gcnzc._moved import renamed_attribute
 from gcnzc.exchange import request_checks as check
 from gcnzc.exchange.agreement import CurrentWait, Need, RequestLog, StallMonitor, mismatch
 from gcnzc.exchange.choices import Choices
@@ -303,9 +302,6 @@ class Group:
     def num_staging_buffers(self) -> int:
         """The number of scratch and staging buffers that have been allocated."""
         return sum(channel.buffers.num_allocated for channel in self._channels.values())
-
-    # old name, until 0.3
-    staging_buffers = renamed_attribute("staging_buffers", "num_staging_buffers")
 
     def free_buffers(self) -> None:
         """Free the buffers that no request is using."""

@@ -1,6 +1,5 @@
 """Tables of features and of embeddings in host memory, and caches of rows in GPU memory."""
 
-from gcnzc._moved import renamed
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import CachedShare, CachedTable, cached, cached_share
 from gcnzc.features.cache_counters import CacheCounters
@@ -20,10 +19,3 @@ __all__ = [
     "can_read_host",
     "pinned",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Counters": "CacheCounters",
-    },
-)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features import peer_memory
 from gcnzc.features.access_counts import Presample, rank_by_score
 from gcnzc.features.cache_counters import CacheCounters, Tally
@@ -42,9 +41,6 @@ class CachedTable(FeatureTable):
     own_bits: Tensor | None = None  # like `cached_bits`, of the GPU's own rows; None if not sharded
     _tally: Tally = field(default_factory=Tally, repr=False)
     _peer_tally: Tally = field(default_factory=Tally, repr=False)
-
-    num_hot = renamed_attribute("num_hot", "num_cached")
-    hot_nbytes = renamed_attribute("hot_nbytes", "cache_nbytes")
 
     def __repr__(self) -> str:
         where = "not copied" if self.copies is None else f"copied to {self.copies.memory.device}"
@@ -248,8 +244,6 @@ class CachedShare:
     _choice: "_CacheChoice" = field(repr=False)
     _share: peer_memory.Share | None = field(repr=False)  # None if a CPU gathers
 
-    joined = renamed_attribute("joined", "join")
-
     def join(self, handles: Sequence[peer_memory.Handle]) -> CachedTable:
         """Return the table that reads cached rows from the shares of all processes.
 
@@ -269,7 +263,6 @@ class CachedShare:
         return _make_table(self._table, self._choice, copies, rank)
 
 
-@renamed_arguments({"number": "rank", "of": "world_size"})
 def cached_share(
     table: FeatureTable,
     size: float,

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features.registrations import copy_to
 from gcnzc.kernels.finite import are_finite
 from gcnzc.kernels.gather import gather
@@ -52,9 +51,6 @@ class FeatureTable:
     scales: Tensor | None = None
     scale_columns: int | None = None
     kernel_config: KernelConfig | None = None
-
-    # old name, until 0.3
-    way = renamed_attribute("way", "kernel_config")
 
     @classmethod
     def quantized(
@@ -313,11 +309,6 @@ class FeatureTable:
             return self
         scales = None if self.scales is None else self.scales.to(device)
         return replace(self, rows=rows, scales=scales)
-
-
-FeatureTable.__init__ = renamed_arguments(  # type: ignore[method-assign]
-    {"way": "kernel_config"}
-)(FeatureTable.__init__)
 
 
 def check_gather(ids: object, out: object, threads: object) -> None:

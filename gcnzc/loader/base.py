@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.loader.batches import UNTRACKED, Batches
 from gcnzc.loader.checks import check_threads
@@ -168,9 +167,6 @@ class MinibatchLoader(ABC, Generic[B]):
         progress, see `state_dict`.
         """
         return self._resume_at
-
-    # old name, until 0.3
-    position = renamed_attribute("position", "resume_step")
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, which determines its order and its neighbours.

@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc._moved import renamed_attribute
 from gcnzc.system.arguments import check_flag, check_integer
 
 
@@ -134,9 +133,6 @@ class Shares:
             return min(self.num_seeds, begin)
         # after resuming there may be fewer seeds than ranks, of which some then have none
         return min(begin, max(self.num_seeds - self.world_size, self.seeds_done))
-
-    # old name, until 0.3
-    weight = renamed_attribute("weight", "loss_weight")
 
     def loss_weight(self, step: int) -> float:
         """Return this rank's number of seeds in a step, divided by the mean over the ranks."""

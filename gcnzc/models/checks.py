@@ -1,8 +1,6 @@
 """Checks of the arguments of models."""
 
-import warnings
-
-from gcnzc.system.arguments import check_flag, check_number
+from gcnzc.system.arguments import check_number
 
 
 def check_compatible(
@@ -35,21 +33,6 @@ def check_compatible(
             f"jumping {jumping} needs output_linear: the outputs of hidden layers do not have as "
             "many columns as the logits\n\nhint: also pass output_linear=True"
         )
-
-
-def resolve_norm(norm: str, batch_norm: bool | None) -> str:
-    """Return the normalization, given also the old argument `batch_norm`."""
-    if batch_norm is None:
-        return norm
-    check_flag("batch_norm", batch_norm)
-    warnings.warn(
-        "batch_norm is now norm='batch'; the old name will be removed in 0.3",
-        DeprecationWarning,
-        3,
-    )
-    if batch_norm and norm not in ("none", "batch"):
-        raise ValueError(f"batch_norm=True contradicts norm={norm!r}\n\nhint: omit batch_norm")
-    return "batch" if batch_norm else norm
 
 
 def check_probability(name: str, p: float) -> float:

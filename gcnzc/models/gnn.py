@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from gcnzc.kernels.aggregate.dropout import elu_dropout_, relu_dropout_
-from gcnzc.models.checks import check_probability, resolve_norm
+from gcnzc.models.checks import check_probability
 from gcnzc.models.layers import (
     GATLayer,
     GATv2Layer,
@@ -45,7 +45,6 @@ class _ModelWithoutHeads(Model):
         activation: str = "relu",
         init: str = "pyg",
         self_loops: bool = False,
-        batch_norm: bool | None = None,
     ) -> None:
         hidden = check_integer("hidden", hidden, 1)
         layer_class = type(self).layer_class
@@ -65,7 +64,7 @@ class _ModelWithoutHeads(Model):
             make_activation(activation),
             dropout=dropout,
             input_dropout=input_dropout,
-            norm=resolve_norm(norm, batch_norm),
+            norm=norm,
             pre_norm=pre_norm,
             pre_activation=pre_activation,
             residual=residual,
@@ -103,7 +102,6 @@ class SAGE(_ModelWithoutHeads):
         self_loops: include a node in the mean of its in-neighbours, as if the graph had one more
             self loop at every node. With sampling, the mean is over the sampled in-neighbours and
             the node itself. Only for SAGE: the other models include it anyway.
-        batch_norm: old name of `norm="batch"`, until 0.3.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc._moved import renamed_arguments
-
 # metrics that order the nodes by one column of logits, and have no value for several classes
 RANKING = ("rocauc", "average_precision")
 
@@ -61,7 +59,6 @@ def compute_loss(
     return total / (len(labels) * known_per_seed)
 
 
-@renamed_arguments({"parts": "splits"})
 def score(
     logits: Tensor, labels: Tensor, splits: Mapping[str, Tensor], metric: str
 ) -> dict[str, dict[str, float]]:

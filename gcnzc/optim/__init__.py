@@ -1,6 +1,5 @@
 """Optimizers that exchange gradients or updates between ranks."""
 
-from gcnzc._moved import renamed
 from gcnzc.optim.base import DistributedOptimizer
 from gcnzc.optim.ddp import keep_gradients_local
 from gcnzc.optim.embedding.base import RowOptimizer
@@ -89,13 +88,3 @@ __all__ = [
     "selsync",
     "streaming_diloco",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Exchanging": "DistributedOptimizer",
-        "LocalUpdates": "Strategy",
-        "leave_local": "keep_gradients_local",
-        "resized": "resize_state",
-    },
-)

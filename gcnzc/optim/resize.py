@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc.optim.old_state_keys import rename_keys
 from gcnzc.system.arguments import describe
 
 # keys of a state dict: the state that is the same on all ranks, and the state of one rank
@@ -121,7 +120,7 @@ def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
 def unpack_state(
     optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
 ) -> dict[str, Any]:
-    """Extract the snapshot of a state dict; a snapshot, as older versions saved, is returned.
+    """Extract the snapshot of a state dict.
 
     Args:
         optimizer: the name of the optimizer type to restore; any if empty.
@@ -132,8 +131,6 @@ def unpack_state(
         ValueError: it is of another type of optimizer.
     """
     check_mapping(state_dict)
-    if "rank" in state_dict and "shared" in state_dict:
-        return rename_keys(state_dict)
     entries = state_dict.get("state", {}).values()
     holder = next((entry for entry in entries if COMMON in entry), None)
     if holder is None:
@@ -172,7 +169,7 @@ def unpack_state(
         )
     for group, other in zip(groups, others, strict=True):
         group.update({name: value for name, value in other.items() if name != "params"})
-    return rename_keys(snapshot)
+    return snapshot
 
 
 def _count_ranks(state_dict: Mapping[str, Any]) -> int:

@@ -25,7 +25,6 @@ from gcnzc.train.learning_options import (
     PrecisionOptions,
 )
 from gcnzc.train.model_options import ModelOptions
-from gcnzc.train.old_names import accept_old_options
 from gcnzc.train.optimizer_options import OptimizerOptions
 from gcnzc.train.option_groups import (
     DEFAULT_FANOUTS,
@@ -46,7 +45,6 @@ from gcnzc.train.strategy_checks import check_strategy
 
 
 # dataclasses order inherited fields from the last base to the first
-@accept_old_options("train")
 @remember_given
 @accept_preset
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ import tyro
 from gcnzc._files import check_regular
 from gcnzc.compress import compression
 from gcnzc.datasets.meta import FORMAT
-from gcnzc.train import old_names
 
 C = TypeVar("C")
 
@@ -194,7 +193,10 @@ def config_from_dict(kind: type[C], values: Mapping[str, Any], source: str) -> C
         ValueError: an option is unknown or given twice, or a value has the wrong type.
     """
     hints, given = get_type_hints(kind), {}
-    for name, value in old_names.rename_options(values, source).items():
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name in given:
+            raise ValueError(f"{source}: {name} is given twice")
         if name not in hints:
             raise ValueError(
                 f"{source}: no option named {name}\n\nhint: `gcnzc train --help` lists the options"

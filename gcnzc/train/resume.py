@@ -19,7 +19,6 @@ from gcnzc.train.epoch_stats import EpochStats, sum_stats
 from gcnzc.train.evaluation import BEST_KEYS
 from gcnzc.train.graph_files import check_files
 from gcnzc.train.mixed_seed import mixed_seed
-from gcnzc.train.old_names import rename_options
 from gcnzc.train.options import config_to_dict
 from gcnzc.train.output_files import format_moved_error
 from gcnzc.train.run_folder import (
@@ -144,7 +143,7 @@ def check_resumed_options(
         ValueError: an option differs that a resumed run keeps.
     """
     given = config_to_dict(config)
-    for name, value in rename_options(options or {}, str(folder)).items():
+    for name, value in (options or {}).items():
         if name in given and given[name] != value and name not in FREE_ON_RESUME:
             raise ValueError(
                 f"the run in {folder} has {name} {value!r}, not {given[name]!r}\n\n"

@@ -94,7 +94,7 @@ def test_epochs_are_recorded_after_each_round_also_if_a_method_fails(monkeypatch
     work = SimpleNamespace(shape=shape, case=lambda: {"shape": "small"})
     epochs.measure_model(bench, work, None, further=False)
     assert bench.lines[0]["method"] == "sampling"
-    assert bench.lines[0]["outcome"] == "RuntimeError: no kernel"
+    assert bench.lines[0]["outcome"] == "RuntimeError: no kernel at all"
     found = [
         (line.get("method"), line.get("rounds"), line.get("batch_s")) for line in bench.lines[1:]
     ]

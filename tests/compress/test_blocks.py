@@ -200,12 +200,3 @@ def test_sums_of_rounded_elements_are_not_rounded(dtype):
 def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         Blocks(**options)
-
-
-def test_the_old_names_of_the_number_formats_work_and_warn():
-    with pytest.warns(DeprecationWarning, match="argument (form|second) .* is now"):
-        codec = Blocks(form="int8", second="float32")
-    assert codec == Blocks("int8", mean_format="float32")
-    for old, new in (("form", "number_format"), ("second", "mean_format")):
-        with pytest.warns(DeprecationWarning, match=rf"Blocks\.{old} is now .*\.{new}"):
-            assert getattr(codec, old) == getattr(codec, new)

@@ -246,6 +246,19 @@ def test_parts_without_ids_are_in_the_order_of_their_numbers(tmp_path):
     assert data.features[:, 0].tolist() == list(range(24))
 
 
+def test_ranges_of_parts_that_do_not_follow_each_other_are_ids(tmp_path):
+    nodes = NODES.drop(columns="id")
+    (tmp_path / "nodes.parquet").mkdir()
+    for number, first in enumerate((0, 4, 2)):
+        path = tmp_path / "nodes.parquet" / f"part.{number}.parquet"
+        nodes[first : first + 2].to_parquet(path)
+    data = prepare(tmp_path, None, pd.DataFrame({"src": [0, 1], "dst": [5, 4]}))
+    assert data.features[:, 0].tolist() == NODES["age"].tolist()
+    nodes[4:].to_parquet(tmp_path / "nodes.parquet" / "part.3.parquet")
+    with pytest.raises(ValueError, match=r"part.3.parquet, row 0.*'__index_level_0__'.* '4'"):
+        prepare(tmp_path, None, None)
+
+
 def test_folders_of_key_and_value_are_columns(tmp_path):
     NODES.to_parquet(tmp_path / "nodes.parquet", partition_cols=["split", "level"], index=False)
     order = NODES.sort_values(["split", "level"])

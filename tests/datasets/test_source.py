@@ -69,7 +69,7 @@ def test_labels_that_are_no_classes_are_rejected(
     ("raw", "remedy"),
     [
         ([0, 0.5, 1], "gcnzc.Loader in a loop of your own"),
-        (["a", "b", "a"], "numpy.unique(labels, return_inverse=True)"),
+        (["a", "b", "a"], "pandas.Series(labels).factorize(sort=True)"),
         ([0, -2, 1], "NaN or -1 marks a node without a label"),
     ],
 )
@@ -79,6 +79,15 @@ def test_labels_that_are_no_classes_get_their_remedy(raw: list[Any], remedy: str
     hint = str(caught.value).partition("hint: ")[2]
     assert remedy in hint
     assert "number of classes" not in hint
+
+
+def test_the_remedy_for_names_of_classes_keeps_missing_labels() -> None:
+    labels = np.array(["b", None, "a"], object)
+    with pytest.raises(ValueError, match="here: ") as caught:
+        clean_labels(labels, 3, None, "here")
+    scope = {"pandas": pytest.importorskip("pandas"), "labels": labels}
+    exec(str(caught.value).split("`")[1], scope)
+    assert clean_labels(scope["labels"], 3, None, "here").tolist() == [1, -1, 0]
 
 
 @pytest.mark.parametrize(

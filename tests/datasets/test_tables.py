@@ -39,7 +39,7 @@ name = "people"
 
 [edges]
 file = "edges.csv"
-undirected = true
+bidirected = true
 
 [nodes]
 file = "nodes.csv"
@@ -136,16 +136,10 @@ def test_names_are_numbered_and_saved(tmp_path, capsys):
     assert names_in(tmp_path / "again").classes == ["cat", "dog"]
 
 
-def test_bidirected_is_the_name_of_the_option_and_undirected_an_old_one(tmp_path):
-    options = OPTIONS.replace("undirected", "bidirected")
-    check_people(prepare(write(tmp_path / "in", options=options), tmp_path / "data"))
-    options = OPTIONS.replace("undirected = true", "undirected = false")
+def test_edges_may_be_kept_in_one_direction(tmp_path):
+    options = OPTIONS.replace("bidirected = true", "bidirected = false")
     assert prepare(write(tmp_path / "in", options=options), tmp_path / "one").graph.num_edges == 4
-    both = OPTIONS.replace("undirected = true", "undirected = true\nbidirected = true")
-    path = write(tmp_path / "in", options=both)
-    with pytest.raises(ValueError, match=r"line 5: undirected is an old name .*\n\nhint: keep bid"):
-        gcnzc.prepare(path, tmp_path / "both")
-    path = write(tmp_path / "in", options=OPTIONS.replace("undirected", "directed"))
+    path = write(tmp_path / "in", options=OPTIONS.replace("bidirected", "directed"))
     with pytest.raises(ValueError, match=r"no key named 'directed'(.|\n)*did you mean bidirected"):
         gcnzc.prepare(path, tmp_path / "no")
 
@@ -353,6 +347,18 @@ def test_only_empty_cells_and_listed_texts_are_missing_among_texts(tmp_path):
     gcnzc.prepare(path, tmp_path / "listed", allow_nan=True)
     data = gcnzc.load(tmp_path / "listed", allow_nan=True)
     assert (data.names.classes, data.labels.tolist()) == (["-1", "EU", "NA"], [2, 1, -1, -1, -1, 0])
+
+
+def test_an_index_without_a_name_is_no_feature(tmp_path):
+    """As pandas names it after reading what it wrote, and writes it again."""
+    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
+    nodes = "Unnamed: 0.1,Unnamed: 0,id,x\n0,5,ann,0.5\n1,6,bob,1.5\n"
+    path = write(tmp_path / "in", options=options, nodes=nodes, edges="u,v\nann,bob\n")
+    gcnzc.prepare(path, tmp_path / "all")
+    path.write_text(options + 'features = ["*", "Unnamed: 0"]\n')
+    gcnzc.prepare(path, tmp_path / "named")
+    assert gcnzc.load(tmp_path / "all").names.features == ["x"]
+    assert gcnzc.load(tmp_path / "named").names.features == ["x", "Unnamed: 0"]
 
 
 def test_missing_numbers_among_labels_and_missing_words_of_a_split(tmp_path):

@@ -54,6 +54,11 @@ def edges(graph):
         ("soc.mtx", "% sizes\n3 3 3\n1 2\n1 3\n2 3\n", TRIANGLE),
         ("soc.mtx", "3 3 3\n\n1 2\n1 3\n2 3\n", TRIANGLE),
         ("soc.mtx", "3 3 3\n% the entries:\n1 2\n1 3\n2 3\n", TRIANGLE),
+        # the names of all columns are in the comment above the first row
+        ("a.txt", "# by hand\n#time source target\n7 1 2\n8 1 3\n9 2 3\n", TRIANGLE),
+        ("a.txt", "% Dst Time Src\n2\t7\t1\n3\t8\t1\n3\t9\t2\n", TRIANGLE),
+        ("a.txt", "# time, source, target\n7 1 2\n8 1 3\n9 2 3\n", TRIANGLE),
+        ("a.txt", "# from 1 to\n1 2\n1 3\n2 3\n", TRIANGLE),
         ("a.csv", "person,friend\n1,2\n1,3\n2,3\n", TRIANGLE),
         ("soc.txt", MATRIX.format("pattern") + "1 2\n1 3\n2 3\n", TRIANGLE),
         ("a.txt", "\ufeff\n # indented\n\n  1   2\n1 3\n\n 2 3\n", TRIANGLE),
@@ -97,6 +102,8 @@ def test_published_lists_of_edges(file, text, expected, tmp_path):
         ('header = false\nseparator = " "', "ann  bob\nbob\tcid\n", NAMES),
         ('comment = "#"', "# c\nsource,target\nann,bob\n#a,b\nbob,cid\n", NAMES),
         ("header = true", "0,1\n5,6\n", [("5", "6")]),
+        ('comment = "#"', "#w,source,target\n0,1,7\n1,2,8\n", [("0", "1"), ("1", "2")]),
+        ("header = false", "ann,bob,may\nbob,cid,may\n", NAMES),
         ("header = true", "a,b\nann,bob\nbob,cid\n", NAMES),
         ("header = false", "ann,bob\nbob,cid\n", NAMES),
         ('comment = ""\nsource = "#a"\ntarget = "b"', "#a,b\nann,bob\nbob,cid\n", NAMES),
@@ -118,6 +125,7 @@ def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
         ("a.csv", "#a,b\n# exported\nann,bob\n", "the comment '#a,b' may be a row"),
         ("a.el", "ann bob\nbob cid\n", "the first line, ann bob, may be an edge or the names"),
         ("a.csv", "ann,bob\n1,2\nbob,cid\n", "the first line, ann,bob, may be an edge"),
+        ("a.txt", "ann bob may\nbob cid may\n", "if the first line is an edge, set header = false"),
         ("a.csv", "# c\nsource,target\n#a,b\nc,d\n", "the line '#a,b' may be a row or a comment"),
         ("a.csv", "#a,b\n#c,d\n", r"is empty but for comments\n\nhint: comment = \"\" reads"),
         ("out.a", "% bip unweighted\n1 1\n1 2\n", "has edges between two kinds of nodes"),
@@ -140,6 +148,29 @@ def test_options_set_what_is_not_determined(options, text, expected, tmp_path):
 def test_what_could_be_read_wrongly_is_an_error(file, text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, text, file)
+
+
+@pytest.mark.parametrize(
+    ("file", "head", "bidirected"),
+    [
+        ("out.a", "% sym unweighted\n", True),
+        ("out.a", "% asym unweighted\n", False),
+        ("a.mtx", MATRIX.format("pattern"), True),
+        ("a.mtx", MATRIX.format("real").replace("symmetric", "skew-symmetric"), True),
+        # edges of any direction, which decides without a head
+        ("a.mtx", MATRIX.format("pattern").replace("symmetric", "general"), False),
+    ],
+)
+def test_a_file_says_whether_its_edges_have_directions(file, head, bidirected, tmp_path, caplog):
+    # all edges of a file that has directions, as those of citations, may go one way
+    text = "2 1\n3 1\n3 2\n" if "asym" in head else "1 2\n3 1\n2 3\n"
+    read(tmp_path, head + text, file)
+    gcnzc.prepare(tmp_path / "graph.toml", tmp_path / "data")
+    assert gcnzc.load(tmp_path / "data").graph.num_edges == (6 if bidirected else 3)
+    read(tmp_path, head + text, file, f"bidirected = {str(not bidirected).lower()}")
+    gcnzc.prepare(tmp_path / "graph.toml", tmp_path / "other")
+    assert gcnzc.load(tmp_path / "other").graph.num_edges == (3 if bidirected else 6)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("header", ["true", "false"])

@@ -528,24 +528,6 @@ def test_processes_shard_a_cache(world_size, small):
         shares[-1].join([other.handle, *sent[1:]])
 
 
-def test_old_names_of_arguments_and_attributes_work_and_warn():
-    table, scores = FeatureTable(torch.randn(50, 3)), torch.rand(50)
-    with pytest.warns(DeprecationWarning, match="of cached_share is now") as warned:
-        share = gcnzc.cached_share(table, 0.2, scores, number=0, of=1, device="cpu")
-    assert [str(each.message).partition(";")[0] for each in warned] == [
-        "argument number of cached_share is now rank",
-        "argument of of cached_share is now world_size",
-    ]
-    with pytest.warns(DeprecationWarning, match=r"CachedShare\.joined is now CachedShare\.join;"):
-        mine = share.joined([share.handle])
-    with pytest.warns(DeprecationWarning, match="num_hot is now CachedTable.num_cached"):
-        assert mine.num_hot == mine.num_cached == 10
-    with pytest.warns(DeprecationWarning, match="hot_nbytes is now CachedTable.cache_nbytes"):
-        assert mine.hot_nbytes == mine.cache_nbytes
-    with pytest.raises(TypeError, match=r"by two names(.|\n)*hint: use rank, world_size"):
-        gcnzc.cached_share(table, 0.2, scores, number=0, rank=0, world_size=1, device="cpu")
-
-
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_hits_are_balanced_over_the_gpus_of_a_sharded_cache(gpus, small):
     graph, seeds = small

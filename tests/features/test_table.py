@@ -142,15 +142,6 @@ def test_a_table_gathers_with_its_kernel_config(quantized, device, monkeypatch):
         assert told[-2:] == [kernel_config, None]
 
 
-def test_the_old_name_of_the_kernel_config_works_and_warns():
-    config = KernelConfig(warps=4)
-    with pytest.warns(DeprecationWarning, match="argument way .* is now kernel_config"):
-        table = FeatureTable(torch.zeros(2, 3), way=config)
-    assert table.kernel_config is config
-    with pytest.warns(DeprecationWarning, match=r"FeatureTable\.way is now .*\.kernel_config"):
-        assert table.way is config
-
-
 def listened(gather, told):
     """`gather`, which records the kernel configuration that it is called with."""
 

@@ -75,15 +75,6 @@ def check_data(graph, block, names=("feat", "label", "cube")):
     assert torch.equal(block.edata["weight"], graph.edata["weight"][block.edata[dgl.EID].long()])
 
 
-def test_the_old_name_of_the_library_that_samples_works_and_warns(graph):
-    sampler = loading.NeighborSampler([3])
-    with pytest.warns(DeprecationWarning, match="drawn_by of .* is now sampler_library"):
-        loader = DataLoader(graph, torch.arange(9), sampler, drawn_by="dgl")
-    assert loader.sampler_library == "dgl"
-    with pytest.warns(DeprecationWarning, match="drawn_by is now"):
-        assert loader.drawn_by == "dgl"
-
-
 def test_the_signature_begins_with_dgls():
     theirs = inspect.signature(loading.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters

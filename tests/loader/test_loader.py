@@ -227,10 +227,6 @@ def test_the_step_at_which_an_iteration_starts_is_not_its_position(graph):
     assert (loader.resume_step, state["position"]) == (0, 1)
     loader.load_state_dict(state)
     assert loader.resume_step == 1
-    with pytest.warns(DeprecationWarning, match="resume_step"):
-        assert loader.position == 1
-    with pytest.warns(DeprecationWarning, match="loss_weight"):
-        assert loader.shares.weight(0) == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

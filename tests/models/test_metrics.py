@@ -41,13 +41,6 @@ def test_accuracy_equals_ogb(evaluator):
         assert mine["accuracy"][name] == pytest.approx(evaluator("ogbn-arxiv").eval(given)["acc"])
 
 
-def test_the_old_name_of_the_splits_warns():
-    logits, labels, splits = torch.randn(9, 3), torch.randint(3, (9,)), {"valid": torch.arange(9)}
-    with pytest.warns(DeprecationWarning, match="argument parts of score is now splits"):
-        old = score(logits, labels, parts=splits, metric="accuracy")
-    assert old == score(logits, labels, splits=splits, metric="accuracy")
-
-
 def test_rocauc_of_many_label_columns_equals_ogb(evaluator):
     logits = torch.randn(300, 112)
     labels = torch.randint(2, (300, 112)).float()

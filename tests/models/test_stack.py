@@ -282,18 +282,6 @@ def test_gatv2_equals_pygs_convolution(concatenate, bias):
         torch.testing.assert_close(ours.grad, theirs.grad.view_as(ours))
 
 
-def test_the_old_name_of_batch_normalization_works_until_0_3():
-    with pytest.warns(DeprecationWarning, match="batch_norm is now norm='batch'") as warned:
-        model = gnn.SAGE(5, 4, 3, batch_norm=True)
-    assert warned[0].filename == __file__
-    assert [type(part) for part in model.norms] == [nn.BatchNorm1d] * 2
-    with (
-        pytest.warns(DeprecationWarning, match="batch_norm is now"),
-        pytest.raises(ValueError, match="contradicts norm"),
-    ):
-        gnn.SAGE(5, 4, 3, batch_norm=True, norm="layer")
-
-
 @pytest.mark.parametrize("kind", [gnn.GAT, gnn.GATv2])
 def test_output_heads_are_rejected_with_an_output_projection(kind):
     with pytest.raises(ValueError, match="output_heads has no effect with output_linear"):

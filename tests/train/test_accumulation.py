@@ -137,7 +137,7 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
         assert mine["seeds_checksum"] == its["seeds_checksum"]
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "local-sgd"}, {"precision": "bf16"}])
+@pytest.mark.parametrize("options", [{"strategy": "local-sgd"}, {"precision": "bf16"}])
 def test_other_optimizers_and_precisions_accumulate(options, config, tmp_path):
     config = replace(config, **options)
     result = train(config, tmp_path / "run")

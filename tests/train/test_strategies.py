@@ -1,4 +1,4 @@
-"""`--strategy` and its aliases, in commands, files, run folders and Python."""
+"""`--strategy`, in commands, files, run folders and Python."""
 
 import re
 from dataclasses import fields, replace
@@ -15,14 +15,12 @@ from gcnzc.compress import compression
 from gcnzc.exchange import Group
 from gcnzc.optim import DiLoCo, MuLoCo, Muon, StreamingDiLoCo
 from gcnzc.system import files
-from gcnzc.train import resume
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerName, StrategyName
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.options import config_from_dict, config_to_dict
-from gcnzc.train.run_folder import CONFIG, read_config
+from gcnzc.train.run_folder import CONFIG
 from gcnzc.train.strategies import STRATEGIES
-from gcnzc.train.strategy_aliases import STRATEGY_ALIASES
 from gcnzc.train.strategy_checks import format_one_worker_warning
 
 OPTION_NAMES = {field.name for field in fields(TrainConfig)}
@@ -44,7 +42,6 @@ def test_the_table_has_every_strategy():
     assert set(STRATEGIES) == set(get_args(StrategyName))
     names = {name for part in get_args(OptimizerName) for name in get_args(part) or (part,)}
     assert {*UPDATE_RULES, *ONE_BIT} == names
-    assert set(STRATEGY_ALIASES) < set(STRATEGIES)
     page = (Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md").read_text()
     missing = [
         name for name in STRATEGIES if not re.search(rf"^\| [^|]*`{name}`", page, re.MULTILINE)
@@ -81,48 +78,9 @@ def test_options_are_converted_to_arguments():
     assert build(strategy="streaming-diloco", delay="3").recipe.policy.requested_delay == 3
 
 
-@pytest.mark.parametrize("alias", STRATEGY_ALIASES)
-def test_optimizer_names_a_strategy_as_before(alias):
-    assert parsed(f"--optimizer {alias}") == (alias, "adam")
-    assert parsed(f"--optimizer={alias} --inner-optimizer=sgd") == (alias, "sgd")
-    assert parsed(f"--inner adamw --optimizer {alias}") == (alias, "adamw")
-    assert parsed(f"--strategy {alias} --inner_optimizer sgd") == (alias, "sgd")
-    assert parsed(f"--strategy {alias} --optimizer {alias}") == (alias, "adam")
-    # of each option, the last value counts
-    assert parsed(f"--optimizer {alias} --optimizer adamw") == ("average", "adamw")
-    given = {"optimizer": alias, "inner-optimizer": "sgd"}
-    assert choice(config_from_dict(TrainConfig, given, "a file")) == (alias, "sgd")
-    assert choice(TrainConfig(optimizer=alias)) == (alias, "adam")
-    assert choice(TrainConfig(optimizer=alias, inner_optimizer="adamw")) == (alias, "adamw")
-    assert choice(replace(TrainConfig(optimizer="sgd"), optimizer=alias)) == (alias, "adam")
-    copied = replace(TrainConfig(strategy=alias), inner_optimizer="sgd")
-    assert choice(copied) == (alias, "sgd")
-    assert choice(replace(copied, strategy="average")) == ("average", "sgd")
-
-
-def test_words_that_are_no_options_stay():
-    config = parse(["train", "graph", "--optimizer", "diloco", "--lr", "0.1"])
-    assert (config.data, config.lr, *choice(config)) == (Path("graph"), 0.1, "diloco", "adam")
-    assert parse(["train", "--inner-optimizer", "sgd"]) == TrainConfig(optimizer="sgd")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "--optimizer diloco --strategy co2",
-            "--optimizer diloco and --strategy co2 are different strategies\n\nhint: keep "
-            "--strategy, and give --optimizer an update rule",
-        ),
-        (
-            "--optimizer diloco --strategy average",
-            "--optimizer diloco and --strategy average are different strategies",
-        ),
-        (
-            "--optimizer adam --inner-optimizer sgd",
-            "--optimizer adam and --inner-optimizer sgd are different update rules\n\nhint: keep "
-            "--optimizer, and omit --inner-optimizer",
-        ),
         ("--strategy adamw", "invalid choice 'adamw' for argument '--strategy'"),
         ("--optimizer average", "invalid choice 'average' for argument '--optimizer'"),
         (
@@ -130,7 +88,6 @@ def test_words_that_are_no_options_stay():
             "invalid choice 'star' for argument '--topology'. Expected one of complete, "
             "exponential, ring\n",
         ),
-        ("--inner-optimizer", "Missing value for argument '--optimizer'"),
         ("--optimizer --lr 3", "Missing value for argument '--optimizer'"),
     ],
 )
@@ -139,17 +96,6 @@ def test_contradictions_on_the_command_line(words, message):
         parse(["train", *words.split()])
     assert message in str(error.value)
     assert "\n\nhint: " in str(error.value)
-
-
-def test_contradictions_in_files_and_in_python():
-    given = {"optimizer": "diloco", "strategy": "co2"}
-    with pytest.raises(ValueError, match=r"f\.toml: optimizer diloco and strategy co2 are diff"):
-        config_from_dict(TrainConfig, given, "f.toml")
-    with pytest.raises(ValueError, match="TrainConfig: optimizer diloco and strategy co2 are"):
-        TrainConfig(**given)
-    given = {"optimizer": "adam", "inner_optimizer": "sgd"}
-    with pytest.raises(ValueError, match=r"f\.toml: optimizer adam and inner_optimizer sgd are"):
-        config_from_dict(TrainConfig, given, "f.toml")
 
 
 @pytest.mark.parametrize(
@@ -204,51 +150,21 @@ def test_an_optimizer_with_an_exchange_of_its_own_has_no_strategy(optimizer, tmp
     assert choice(parse(words)) == ("diloco", "adamw")
 
 
-def test_the_command_line_overrides_a_file_with_aliases(tmp_path):
+def test_the_command_line_overrides_a_file(tmp_path):
     file = tmp_path / "options.toml"
-    file.write_text('optimizer = "diloco"\ninner-optimizer = "sgd"\n')
+    file.write_text('strategy = "diloco"\noptimizer = "sgd"\n')
     words = ["train", "--config", str(file)]
     assert choice(parse(words)) == ("diloco", "sgd")
-    assert choice(parse([*words, "--optimizer", "co2"])) == ("co2", "sgd")
+    assert choice(parse([*words, "--strategy", "co2"])) == ("co2", "sgd")
     assert choice(parse([*words, "--optimizer", "adamw"])) == ("diloco", "adamw")
     assert choice(parse([*words, "--strategy", "average"])) == ("average", "sgd")
 
 
 def test_a_preset_is_the_update_rule_of_a_strategy():
-    words = ["train", "--preset", "ogb/ogbn_arxiv-sage", "--optimizer", "diloco"]
+    words = ["train", "--preset", "ogb/ogbn_arxiv-sage", "--strategy", "diloco"]
     assert choice(parse(words)) == ("diloco", "adam")
-    config = TrainConfig(preset="heterophilous/tolokers-gat", optimizer="diloco")
+    config = TrainConfig(preset="heterophilous/tolokers-gat", strategy="diloco")
     assert choice(config) == ("diloco", "adamw")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "inner", "expected"),
-    [
-        ("diloco", "sgd", ("diloco", "sgd")),
-        ("adamw", "adam", ("average", "adamw")),
-        # an option without an effect
-        ("adamw", "sgd", ("average", "adamw")),
-        ("onebit-adam", "adam", ("average", "onebit-adam")),
-    ],
-)
-def test_run_folders_of_older_versions_are_read(optimizer, inner, expected, tmp_path):
-    saved = config_to_dict(TrainConfig(data="graph", out=tmp_path))
-    assert "inner_optimizer" not in saved
-    del saved["strategy"]
-    saved |= {"optimizer": optimizer, "inner_optimizer": inner}
-    files.write_json(tmp_path / CONFIG, saved)
-    config = read_config(tmp_path)
-    assert choice(config) == expected
-    assert choice(parse(["train", "--resume", str(tmp_path)])) == expected
-    assert choice(parse(["train", "--config", str(tmp_path / CONFIG)])) == expected
-    # and the options in a checkpoint
-    resume.check_resumed_options(config, saved, tmp_path)
-    other = replace(config, strategy="co2", optimizer="adam")
-    with pytest.raises(ValueError, match=r"has (strategy|optimizer) '.*', not "):
-        resume.check_resumed_options(other, saved, tmp_path)
-    # and a run folder of this version
-    files.write_json(tmp_path / CONFIG, config_to_dict(config))
-    assert read_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def as_labels(name: str, value: Any, count: int) -> Tensor:
     if labels.dtype.kind not in "fiub":
         raise ValueError(
             f"{name} has type {labels.dtype}\n\nhint: labels are numbers; "
-            "`classes, labels = numpy.unique(labels, return_inverse=True)` maps other values to "
+            "`labels, classes = pandas.Series(labels).factorize(sort=True)` maps other values to "
             "classes"
         )
     check_classes(name, labels)

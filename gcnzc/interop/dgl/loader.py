@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.features.table import FeatureTable
 from gcnzc.interop.column import Column
 from gcnzc.interop.dgl.arguments import check_graph, check_sampler, is_typed
@@ -94,8 +93,6 @@ class DataLoader(DropInLoader):
     """
 
     _library = _Dgl()
-    # old name, until 0.3
-    drawn_by = renamed_attribute("drawn_by", "sampler_library")
 
     def __init__(
         self,
@@ -375,11 +372,6 @@ class DataLoader(DropInLoader):
                     f"hint: graph.{where}[{name!r}] = ..."
                 )
         return found
-
-
-DataLoader.__init__ = renamed_arguments(  # type: ignore[method-assign]
-    {"drawn_by": "sampler_library"}
-)(DataLoader.__init__)
 
 
 def NodeDataLoader(

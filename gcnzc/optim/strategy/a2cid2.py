@@ -18,7 +18,6 @@ constants of the graph and its rates; see `gcnzc.exchange.topology`.
 from collections.abc import Sequence
 from functools import partial
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.defaults import MAX_GOSSIP_RATE
 from gcnzc.optim.strategy.gossip_graph import GossipGraph, as_edges
@@ -30,7 +29,6 @@ from gcnzc.optim.strategy.two_variables import TwoVariables
 from gcnzc.optim.validation import check_above_zero, check_at_least_zero, check_count
 
 
-@renamed_arguments({"graph": "topology", "rate": "gossip_rate"})
 def a2cid2(
     topology: str | Sequence[Edge] = "ring",
     gossip_rate: float = 1.0,

@@ -25,7 +25,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm, Receive, Send, Start, Wait
 from gcnzc.exchange.topology import Edge
 from gcnzc.optim.finite_gradients import delete_nonfinite_state
@@ -34,7 +33,6 @@ from gcnzc.optim.strategy.parameter_mean import ParameterMean
 from gcnzc.optim.strategy.recipe import Exchange, Recipe
 
 
-@renamed_arguments({"graph": "topology"})
 def backup_workers(
     topology: str | Iterable[Edge] = "ring",
     *,

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Blocks, Compression
 from gcnzc.exchange import Algorithm
 from gcnzc.optim.state_layout import SavedTensor, check_value
@@ -46,7 +45,6 @@ QUANTIZED = Blocks("int8", stochastic=True)
 """the default compression, which is unbiased, as the paper's analysis requires"""
 
 
-@renamed_arguments({"beta": "round_weight"})
 def fedglomo(
     local_steps: int | str = 8,
     round_weight: float = 0.5,

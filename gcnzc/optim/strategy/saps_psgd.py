@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.exchange import Algorithm
 from gcnzc.exchange.bandwidth import measure_bandwidths
 from gcnzc.exchange.topology import (
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from gcnzc.optim.strategy.strategy import Strategy
 
 
-@renamed_arguments({"keep": "density"})
 def saps(
     density: float = 0.01,
     bandwidth: Tensor | NDArray[Any] | Sequence[Sequence[float]] | None = None,

@@ -20,7 +20,6 @@ Notation: n elements, the first d of them in groups with `compress=False`, c = n
 P parameters, s settling elements, k extras. A gradient step exchanges gradients, not momenta.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gcnzc._moved import renamed_attribute
 from gcnzc.compress import Compression, Dense
 from gcnzc.compress.reducer import DAMAGED_HINT
 from gcnzc.exchange import Algorithm
@@ -51,15 +49,8 @@ NEIGHBOUR_SHARE = 0.01
 # gradients are much smaller than those of a warm-up, whereas compression errors are not.
 LATE_VARIANCE_FLOOR = 0.2
 
-# values of the option `reactivate`, and its values until 0.3
+# values of the option `reactivate`
 REACTIVATE_CHOICES = ("step", "refresh")
-OLD_CHOICES = {"join": "step", "stay": "refresh"}
-# old and present names of arguments of the subclasses
-OLD_ARGUMENTS = {
-    "dense": "gradient_compression",
-    "floor": "variance_floor",
-    "wake": "reactivate",
-}
 
 
 class Masked(Settling):
@@ -88,10 +79,6 @@ class Masked(Settling):
     compress: Compression
     """of the exchanged momenta or updates"""
 
-    wake = renamed_attribute("wake", "reactivate")
-    floor = renamed_attribute("floor", "variance_floor")
-    dense = renamed_attribute("dense", "gradient_compression")
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -102,15 +89,6 @@ class Masked(Settling):
         gradient_compression: Compression | None,
         **options: Any,
     ) -> None:
-        if isinstance(reactivate, str) and reactivate in OLD_CHOICES:
-            present = OLD_CHOICES[reactivate]
-            warnings.warn(
-                f"{reactivate!r} is now reactivate={present!r}; the old value will be removed in "
-                "0.3",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            reactivate = present
         if not isinstance(reactivate, str) or reactivate not in REACTIVATE_CHOICES:
             raise ValueError(
                 f"reactivate is {reactivate!r}\n\nhint: give {' or '.join(REACTIVATE_CHOICES)}"

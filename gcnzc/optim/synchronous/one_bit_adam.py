@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Reducer, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group
@@ -33,7 +32,7 @@ from gcnzc.optim.defaults import REFRESH, WARMUP
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.state_layout import check_numbers, check_value
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
-from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS, Masked
+from gcnzc.optim.synchronous.masked import Masked
 from gcnzc.optim.validation import check_count, check_fraction, check_pair, check_unsupported
 from gcnzc.system.scalars import read_scalars
 
@@ -94,7 +93,6 @@ class OneBitAdam(Masked):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
-    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],

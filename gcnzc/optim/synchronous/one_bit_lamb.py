@@ -33,12 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression
 from gcnzc.exchange import Group
 from gcnzc.optim.flat_parameters import GroupSlice
 from gcnzc.optim.state_layout import SavedTensor, check_tensor
-from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.one_bit_adam import OneBitAdam
 from gcnzc.optim.validation import check_above_zero, check_fraction, check_pair, check_unsupported
 
@@ -96,7 +94,6 @@ class OneBitLamb(OneBitAdam):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
-    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],

@@ -33,14 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gcnzc._moved import renamed_arguments
 from gcnzc.compress import Compression, Sign
 from gcnzc.compress.registry import check_compression
 from gcnzc.exchange import Algorithm, Group, run
 from gcnzc.kernels.finite import are_finite
 from gcnzc.optim.state_layout import SavedTensor, check_numbers, check_tensor, check_value
 from gcnzc.optim.synchronous.anchored import Anchored
-from gcnzc.optim.synchronous.masked import OLD_ARGUMENTS
 from gcnzc.optim.synchronous.zero_one_schedule import Exchange, ZeroOneSchedule
 from gcnzc.optim.validation import check_unsupported
 from gcnzc.system.arguments import check_kind
@@ -91,7 +89,6 @@ class ZeroOneAdam(Anchored):
             `foreach`, `fused`, `capturable`, `differentiable`.
     """
 
-    @renamed_arguments(OLD_ARGUMENTS)
     def __init__(
         self,
         params: Iterable[Any],

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gcnzc._moved import renamed_arguments, renamed_attribute
 from gcnzc.optim.defaults import WARMUP, ZERO_ONE
 from gcnzc.optim.validation import check_count
 from gcnzc.system.arguments import check_callable, check_flag
@@ -41,10 +40,6 @@ class ZeroOneSchedule:
     interval doubles each time the learning rate halves, and `local_doubling` has no effect."""
     updates_variance_after_warmup: bool = False
     """whether the variance is also updated after the warm-up"""
-
-    refreshes = renamed_attribute("refreshes", "updates_variance")
-    longest = renamed_attribute("longest", "max_local_interval")
-    goes_on = renamed_attribute("goes_on", "updates_variance_after_warmup")
 
     def __post_init__(self) -> None:
         if self.warmup is not None:
@@ -131,8 +126,3 @@ class ZeroOneSchedule:
             f"warm-up {self.warmup}, variance updates after it "
             f"{self.updates_variance_after_warmup}, intervals {seen}"
         )
-
-
-ZeroOneSchedule.__init__ = renamed_arguments(  # type: ignore[method-assign]
-    {"longest": "max_local_interval", "goes_on": "updates_variance_after_warmup"}
-)(ZeroOneSchedule.__init__)
