@@ -17,16 +17,16 @@ starts whether a stage passed or failed. A stage's limit is at most what is left
     driver      read the driver's attributes, and find out how it treats registered host memory
     claims      measure the PCIe bus, and gathers beside the alternatives, by width and dtype
     epochs      measure epochs on the shapes of ogbn-products and ogbn-papers100M, the same
-    comparison  compare the measurements with the claims, the model of PCIe traffic, and published
-                figures, see bench/gpu/comparison.py
+    comparison  tabulate the claims, each with its ratio, see bench/gpu/claims.py; compare the
+                measurements with the model of PCIe traffic and published figures
     tests       tests that need a GPU
     sanitizer   the gathers again, under compute-sanitizer
     train       two epochs of training, with a trace
     kernels     tests of Triton kernels
     locking     tests of the driver's calls, page-locking and tables
 
-FOLDER gets two files, which are replaced after each stage: `session.txt`, a table of the stages and
-the comparison, and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a line for each stage
+FOLDER gets two files, which are replaced after each stage: `session.txt`, a table of the stages, the
+claims and the comparison, and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a line for each stage
 with its status, the GPU and its clocks; STAGE.log, the output of each; and `results`, whose lines
 are those of `bench/results`. On a machine without git, set GCNZC_COMMIT to the commit.
 
@@ -185,6 +185,7 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
     suite = [*_module("bench.gpu.suite", options), "--results", results]
     suite += ["--small" if dry else "--quick"]
     comparison = [*_module("bench.gpu.comparison", options), work, "--results", results]
+    table = [*_module("bench.gpu.claims", options), results, "--out", work / "claims.txt"]
     gcnzc, graph = _module("gcnzc", options), work / "graph"
     size = ["--nodes", "500", "--edges", "3000"] if dry else []
     train = [*gcnzc, "train", graph, "--epochs", "2", "--trace", "20", "--device", "cuda"]
@@ -196,7 +197,7 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
         Stage("driver", 25, [[*checks, "driver", "--out", work / "driver.json"]]),
         Stage("claims", 100, [[*suite, "link", "claims"]]),
         Stage("epochs", 170, [[*suite, "epoch", "epoch-large"]]),
-        Stage("comparison", 20, [comparison]),
+        Stage("comparison", 30, [table, comparison]),
         _tests(options, "tests", 90, "gpu", _files_with_gpu_tests()),
         Stage(
             "sanitizer",
@@ -340,9 +341,9 @@ def save(out: Path, work: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         lines: of the stages.
     """
     text = "\n".join(table_of(lines)) + "\n"
-    comparison = work / "comparison.txt"
-    if comparison.exists():
-        text += comparison.read_text()
+    for path in (work / "claims.txt", work / "comparison.txt"):
+        if path.exists():
+            text += "\n" + path.read_text()
     _replace(out / TABLE, text.encode())
     packed, size = io.BytesIO(), 0
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

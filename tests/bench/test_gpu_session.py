@@ -181,7 +181,7 @@ def test_an_archive_is_at_most_16_mib_and_keeps_the_ends_of_logs(tmp_path):
     assert {"results/gpu_link.jsonl", "comparison.txt", "stage00.log"} <= found
     assert "graph/features.npy" not in found
     assert (tmp_path / "unpacked" / "stage00.log").read_bytes().endswith(b"end")
-    assert (out / TABLE).read_text() == "\n".join([*table_of([line]), "the comparison\n"])
+    assert (out / TABLE).read_text() == "\n".join([*table_of([line]), "", "the comparison\n"])
     assert {path.name for path in out.iterdir()} == {ARCHIVE, TABLE}
 
 
