@@ -25,10 +25,11 @@ starts whether a stage passed or failed. A stage's limit is at most what is left
     kernels     tests of Triton kernels
     locking     tests of the driver's calls, page-locking and tables
 
-FOLDER gets two files, which are replaced after each stage: `session.txt`, a table of the stages, the
-claims and the comparison, and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a line for each stage
-with its status, the GPU and its clocks; STAGE.log, the output of each; and `results`, whose lines
-are those of `bench/results`. On a machine without git, set GCNZC_COMMIT to the commit.
+FOLDER gets two files, which are replaced after each stage: `session.txt`, with tables of the stages
+and of the claims, and the comparison; and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a
+line for each stage with its status, the GPU and its clocks; STAGE.log, the output of each; and
+`results`, whose lines are those of `bench/results`. On a machine without git, set GCNZC_COMMIT to
+the commit.
 
 The exit status is 0 if no stage failed, 1 if one failed or timed out, and 2 without a CUDA device.
 
