@@ -394,7 +394,8 @@ def gather_rows(
     # a single column may have any stride, which `view` with another dtype rejects
     out_words = out.as_strided(out.shape, (out.stride(0), 1))
     out_words = out_words if converts else out_words.view(word)
-    ids = ids.contiguous()
+    # if the kernel checks several passes of ids that it converts, Triton 3.6 does not compile it
+    ids = (ids.long() if checked else ids).contiguous()
     invalid_position = ids
     if checked:
         invalid_position = torch.full((1,), -1, dtype=torch.int64, device=ids.device)
