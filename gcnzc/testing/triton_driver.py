@@ -27,7 +27,7 @@ from gcnzc.testing.executor import Executor
 from gcnzc.testing.global_memory import GlobalMemory
 from gcnzc.testing.threads import WARP_LANES
 
-SUPPORTED_VERSIONS = ((3, 7),)
+SUPPORTED_VERSIONS = ((3, 6), (3, 7))
 # that Triton 3.7 compiles for
 ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 # types of Triton's signatures that have other names in PTX
