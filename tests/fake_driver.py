@@ -1,7 +1,6 @@
 """Fake CUDA drivers for tests of page-locking and of peer memory."""
 
 import contextlib
-import ctypes
 import threading
 import time
 import weakref
@@ -221,11 +220,11 @@ def _is_cuda(device):
 class FakePeers:
     """A CUDA driver of which only the memory is there that GPUs open to others.
 
-    It lies on the host, so that Triton's interpreter reads it, for processes that are one: tests
-    set `process` to the one that calls. A process that opens a handle again is given the same
-    address, and closes it as often. Memory must not be freed while another process has it open.
-    (cuda.h, cuIpcOpenMemHandle and cuIpcCloseMemHandle.) The process that exported a handle cannot
-    open it (https://github.com/openucx/ucx/pull/11603).
+    It lies on the GPU if there is one, and else on the host, where Triton's interpreter reads it.
+    The processes are one: tests set `process` to the one that calls. A process that opens a handle
+    again is given the same address, and closes it as often. Memory must not be freed while another
+    process has it open. (cuda.h, cuIpcOpenMemHandle and cuIpcCloseMemHandle.) The process that
+    exported a handle cannot open it (https://github.com/openucx/ucx/pull/11603).
 
     Args:
         codes: what calls answer, by their names; others do what they are asked for.
@@ -236,7 +235,8 @@ class FakePeers:
         self.codes, self.lies = codes or {}, lies
         self.calls = []
         self.process = 0
-        # bytes of what is allocated, and the processes that exported it, by address
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # what is allocated, as bytes and storage, and the processes that exported it, by address
         self.given, self.exporters = {}, {}
         # by address: what is opened, the process, the address of its owner, and how often
         self.opened = {}
@@ -251,13 +251,12 @@ class FakePeers:
         code = self._answer("allocate", device)
         if code != 0:
             return code, None
-        # only the tensor's storage refers to the owner
-        owner = ctypes.create_string_buffer(num_bytes + 7)
         # of any values, and on no line
-        memory = torch.frombuffer(owner, dtype=torch.int8)[7:].random_(-128, 127)
-        address = memory.data_ptr()
-        self.given[address] = num_bytes
-        weakref.finalize(owner, self._free, address).atexit = False
+        memory = torch.empty(num_bytes + 7, dtype=torch.int8, device=self.device)[7:]
+        memory.random_(-128, 127)
+        address, storage = memory.data_ptr(), memory.untyped_storage()
+        self.given[address] = num_bytes, weakref.ref(storage)
+        weakref.finalize(storage, self._free, address).atexit = False
         return 0, memory
 
     def _free(self, address):
@@ -288,10 +287,11 @@ class FakePeers:
             if (process, its_begin) == (self.process, begin):
                 self.opened[address] = seen, process, begin, count + 1
                 return 0, address
-        num_bytes = self.given[begin]
-        memory = torch.frombuffer((ctypes.c_char * num_bytes).from_address(begin), dtype=torch.int8)
+        num_bytes, storage = self.given[begin]
+        memory = torch.empty(0, dtype=torch.int8, device=self.device)
+        memory.set_(storage(), 7, (num_bytes,))
         # where the reader sees it is not where its owner does; it lies as far behind a line
-        room = torch.empty(num_bytes + 128, dtype=torch.int8)
+        room = torch.empty(num_bytes + 128, dtype=torch.int8, device=self.device)
         first = (begin - room.data_ptr()) % 128
         seen = room[first : first + num_bytes].copy_(memory)
         if self.lies:

@@ -468,14 +468,14 @@ def test_a_cache_on_one_gpu_is_not_sharded():
 
 
 @pytest.mark.triton
-def test_gathers_on_several_gpus_read_the_copies(monkeypatch):
-    """GPUs whose memories lie on the host, where the interpreter is the first of them."""
+def test_gathers_on_several_gpus_read_the_copies(device, monkeypatch):
+    """All of them are one device, which is the host under Triton's interpreter."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
-    table, scores = FeatureTable(torch.randn(200, 30)), torch.rand(200)
+    rows = torch.randn(200, 30, pin_memory=device.type == "cuda")
+    table, scores = FeatureTable(rows), torch.rand(200)
     mine = gcnzc.cached(table, 0.3, scores, devices=["cpu"] * 3)
-    places = [torch.device("cpu")] * 3
     copies = peer_memory.make_sharded_rows(
-        table.rows, access_counts.rank_by_score(scores)[:60], places, FakePeers()
+        table.rows, access_counts.rank_by_score(scores)[:60], [device] * 3, FakePeers()
     )
     before, ids = table.rows.clone(), torch.randint(200, (500,))
     table.rows[mine.cached_ids] = 0
@@ -487,7 +487,7 @@ def test_gathers_on_several_gpus_read_the_copies(monkeypatch):
         )
         again.reset_counters()
         assert again.cache_nbytes == first.nbytes == cache.cache_bytes(table, 60, 3)
-        assert torch.equal(again.gather(ids), before[ids])
+        assert torch.equal(again.gather(ids.to(device)).cpu(), before[ids])
         own = access_counts.rank_by_score(scores)[number:60:3]
         hits = int(torch.isin(ids, mine.cached_ids).sum())
         peer_hits = hits - int(torch.isin(ids, own).sum())

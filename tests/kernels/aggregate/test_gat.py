@@ -315,13 +315,15 @@ def test_triton_equals_numba(shape, dtype, error, device):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", ["rows apart", "parts apart", "columns apart"])
-def test_reads_strided_rows(layout):
+def test_reads_strided_rows(layout, device):
     indptr, indices = random_block(70, 50, 9)
-    x = {
-        "rows apart": torch.randn(140, 2, 5)[::2],
-        "parts apart": torch.randn(70, 4, 9)[:, 1:3, 2:7],
-        "columns apart": torch.randn(70, 5, 2).transpose(1, 2),
+    # a strided tensor is contiguous after a copy to a GPU, so the view is made there
+    rows, view = {
+        "rows apart": (torch.randn(140, 2, 5), lambda rows: rows[::2]),
+        "parts apart": (torch.randn(70, 4, 9), lambda rows: rows[:, 1:3, 2:7]),
+        "columns apart": (torch.randn(70, 5, 2), lambda rows: rows.transpose(1, 2)),
     }[layout]
+    x = view(rows)
     weight, y = torch.randn(len(indices), 2), torch.randn(50, 2, 5)
     whole = x.contiguous()
     assert torch.equal(
@@ -329,9 +331,10 @@ def test_reads_strided_rows(layout):
     )
     products = sddmm_numba(indptr, indices, whole, y)
     assert torch.equal(sddmm_numba(indptr, indices, x, y), products)
+    block = indptr.to(device), indices.to(device), None, weight.to(device)
     assert torch.equal(
-        weighted_spmm_triton(indptr, indices, None, weight, x, 2),
-        weighted_spmm_triton(indptr, indices, None, weight, whole, 2),
+        weighted_spmm_triton(*block, view(rows.to(device)), 2),
+        weighted_spmm_triton(*block, whole.to(device), 2),
     )
 
 
