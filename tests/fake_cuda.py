@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import torch
 from fake_driver import FakeDriver, FakeGpu
+from fast_interpreter import accept_new_numpy
 
 NAME = "fake GPU"
 ATTRIBUTES = {16: 1, 19: 1, 40: 2, 41: 1, 88: 0, 91: 1, 99: 1, 100: 0, 113: 0}
@@ -197,6 +198,7 @@ def installed():
         "memory_allocated": 1 << 20,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "can_device_access_peer": False,
+        "is_current_stream_capturing": False,
         **dict.fromkeys(
             ("init", "synchronize", "set_device", "set_rng_state", "empty_cache", "manual_seed")
         ),
@@ -239,6 +241,7 @@ def main():
     with installed():
         from gcnzc.tune import pcie_bench
 
+        accept_new_numpy()
         # interpreted kernels are slow
         pcie_bench.ROOF_BYTES, pcie_bench.ROOF_ROUNDS = 1 << 16, 1
         pcie_bench.PROGRAMS, pcie_bench.ROUNDS, pcie_bench.CHASE_STEPS = (2, 3), 2, 16

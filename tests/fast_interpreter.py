@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter in tests, with the same results.
+"""Speed up Triton's interpreter in tests, with the same results, and let it accept new numpy.
 
 Three features take more than half of the interpreter's time in gcnzc's kernels, and the tests do
 not need them:
@@ -75,3 +75,17 @@ def speed_up_interpreter(*, checks_overflow: bool) -> None:
         )
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _cache_by_name(interpreter._get_np_dtype)
+
+
+def accept_new_numpy() -> None:
+    """Let the interpreter of Triton before 3.7 convert scalars, such as the bounds of loops.
+
+    Its scalars are arrays of one dimension, which numpy 2.4 and later do not convert to integers.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_and_convert(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_and_convert

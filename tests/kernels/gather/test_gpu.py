@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import KernelConfig, gather_rows
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 
+ROOT = Path(__file__).parents[3]
 # rows of 16 B and more begin on a multiple of one of these; the last is a line
 UNITS = [1, 2, 4, 8, 16, 32, 128]
 DTYPES = [torch.int8, torch.float16, torch.float32, torch.float64]
@@ -305,7 +307,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import ctypes, mmap, torch
 from gcnzc.kernels.gather.gpu import gather_rows
+from tests.fast_interpreter import accept_new_numpy
 
+accept_new_numpy()
 # pages that may be read, between two that may not: one vector too many ends this process
 page = mmap.PAGESIZE
 memory = mmap.mmap(-1, 6 * page)
@@ -329,7 +333,7 @@ print("read all")
 
 
 def test_reads_no_page_before_or_after_the_table():
-    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout == "read all\n", run.stderr
 
 
