@@ -174,7 +174,7 @@ def compare_kernels(kernels: Sequence[Line], budgets: Sequence[Line]) -> list[Li
     keys = ("launch", "kernel", "arch")
     newest = {tuple(line[key] for key in keys): line for line in budgets if "launch" in line}
     lines = []
-    for kernel in kernels:
+    for kernel in (line for line in kernels if "outcome" not in line):  # the others failed
         budget = newest.get(tuple(kernel[key] for key in keys))
         figures = {name: kernel[name] for name in ("registers", "shared_bytes")}
         lines.append(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,13 @@ def compile_kernels(options: argparse.Namespace) -> None:
     """Compile the gathers of `COLUMNS` as their launches do, without a launch.
 
     Triton's cache has the same keys on a machine without a GPU as on one with it, if the versions
-    of Triton are equal. The registers, spills and shared memory of each kernel are written to the
-    file `out`, one JSON line each.
+    of Triton are equal. The registers, spills and shared memory of each kernel, or the error of its
+    compilation, are written to the file `out`, one JSON line each.
+
+    Raises:
+        RuntimeError: a gather was not compiled; the others were.
     """
-    launch, compiled = JITFunction.run, []
+    launch, compiled, failed = JITFunction.run, [], []
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
         compiled.append(launch(kernel, *args, grid=grid, warmup=True, **how))
@@ -98,15 +102,22 @@ def compile_kernels(options: argparse.Namespace) -> None:
             device_ids = ids.to(DEVICE)
             # a pointer to pageable memory is valid here: nothing is launched
             out = torch.empty(len(ids), rows.shape[1], dtype=rows.dtype, device=DEVICE)
-            # ids are checked in the check `gathers`, and not in training
-            for checked in (True, False):
-                gather_rows(rows, device_ids, out, layout=layout, checked=checked)
-            line = _resources(compiled[-1]) | {"launch": name}
+            line = {"launch": name}
+            try:
+                # ids are checked in the check `gathers`, and not in training
+                for checked in (True, False):
+                    gather_rows(rows, device_ids, out, layout=layout, checked=checked)
+                line |= _resources(compiled[-1])
+            except (RuntimeError, triton.TritonError) as error:
+                line["outcome"] = _message(error)
+                failed.append(name)
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             print(line, flush=True)
     JITFunction.run = launch
+    if failed:
+        raise RuntimeError(f"not compiled: {', '.join(failed)}")
 
 
 def _resources(kernel: Any) -> dict[str, Any]:
@@ -132,15 +143,22 @@ def gather_wide_rows(options: argparse.Namespace) -> None:
     """Gather rows of `COLUMNS` columns from page-locked memory, and compare them with torch's.
 
     Raises:
-        RuntimeError: the rows differ.
+        RuntimeError: a gather raised an exception, or its rows differ; the others ran.
     """
     num_rows, num_ids = (50, 9) if options.small else (20_000, 5000)
+    failed = []
     for name, rows, ids, layout in _gathers(num_rows, num_ids):
-        with pinned(rows) as table:
-            found = gather_rows(table.rows, ids.to(DEVICE), layout=layout, checked=True).cpu()
-        if not torch.equal(found, rows[ids]):
-            raise RuntimeError(f"{name} returned wrong rows")
-        print(name, "passed", flush=True)
+        outcome = _outcome(partial(_is_gathered, rows, ids, layout), "passed", "wrong rows")
+        print(name, outcome, flush=True)
+        failed += [name] if outcome != "passed" else []
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def _is_gathered(rows: Tensor, ids: Tensor, layout: Layout) -> bool:
+    with pinned(rows) as table:
+        found = gather_rows(table.rows, ids.to(DEVICE), layout=layout, checked=True).cpu()
+    return torch.equal(found, rows[ids])
 
 
 def _gathers(num_rows: int, num_ids: int) -> Iterator[tuple[str, Tensor, Tensor, Layout]]:
@@ -250,11 +268,17 @@ def _read_only_rules(driver: Any, page: int) -> dict[str, Any]:
     return found
 
 
-def _outcome(compare: Callable[[], bool]) -> str:
+def _outcome(
+    compare: Callable[[], bool], right: str = "correct", wrong: str = "wrong bytes"
+) -> str:
     try:
-        return "correct" if compare() else "wrong bytes"
-    except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return right if compare() else wrong
+    except (RuntimeError, triton.TritonError) as error:
+        return _message(error)
+
+
+def _message(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {

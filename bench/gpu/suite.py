@@ -186,17 +186,18 @@ def measure_dtypes(bench: Bench, memory: Tensor, columns: int) -> None:
     """Measure gathers by stored dtype, unchanged and converted to float16."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e5m2]
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
+    case: dict[str, object] = {"columns": columns, "num_ids": num_ids}
     tasks = bench.bounds(memory)
     for dtype in dtypes:
         rows = rows_of(memory, columns * dtype.itemsize, columns * dtype.itemsize, dtype)
         ids = torch.randint(len(rows), (num_ids,), device=bench.device)
         for target in dict.fromkeys((dtype, torch.float16)):
             out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
-
-            gather = partial(gather_rows, rows, ids, out)
-            check_gather(gather, out, rows, ids, f"{dtype} to {target}")
-            tasks[f"{dtype} to {target}"] = (num_ids * columns * dtype.itemsize, gather)
-    record_shares(bench, "gather_dtypes", {"columns": columns, "num_ids": num_ids}, tasks)
+            name, gather = f"{dtype} to {target}", partial(gather_rows, rows, ids, out)
+            with bench.attempt("gather_dtypes", {"method": name} | case):
+                check_gather(gather, out, rows, ids, name)
+                tasks[name] = (num_ids * columns * dtype.itemsize, gather)
+    record_shares(bench, "gather_dtypes", case, tasks)
 
 
 def record_shares(
@@ -344,6 +345,7 @@ def measure_codes(bench: Bench) -> None:
     """Measure gathers of quantized rows to float32 and float16, compared with unquantized rows."""
     columns = 128
     num_ids = max(1, bench.scale.payload_bytes // (4 * columns))
+    case: dict[str, object] = {"columns": columns, "num_ids": num_ids}
     with random_bytes(bench.scale.table_bytes) as memory:
         tasks = bench.bounds(memory)
         plain = rows_of(memory, 4 * columns, 4 * columns, torch.float32)
@@ -359,12 +361,14 @@ def measure_codes(bench: Bench) -> None:
             for target in (torch.float32, torch.float16):
                 out = torch.empty(num_ids, columns, dtype=target, device=bench.device)
                 gather = partial(gather_rows, codes, ids, out, scales=scales)
-                out.fill_(7)
-                gather()
-                check_dequantized(out, codes, scales, ids)
-                tasks[f"{dtype} as {target}"] = (num_ids * columns, gather)
+                name = f"{dtype} as {target}"
+                with bench.attempt("codes", {"method": name} | case):
+                    out.fill_(7)
+                    gather()
+                    check_dequantized(out, codes, scales, ids)
+                    tasks[name] = (num_ids * columns, gather)
         # rates count the bytes of codes, which are transferred over the bus
-        record_shares(bench, "codes", {"columns": columns, "num_ids": num_ids}, tasks)
+        record_shares(bench, "codes", case, tasks)
 
 
 def check_dequantized(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -> None:
