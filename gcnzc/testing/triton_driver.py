@@ -28,7 +28,7 @@ from gcnzc.testing.global_memory import GlobalMemory
 from gcnzc.testing.threads import WARP_LANES
 
 SUPPORTED_VERSIONS = ((3, 6), (3, 7))
-# that Triton 3.7 compiles for
+# that they compile for
 ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 # types of Triton's signatures that have other names in PTX
 _TYPES = {"i1": "u8", "u1": "u8", "fp16": "f16", "fp32": "f32", "fp64": "f64"}

@@ -15,7 +15,7 @@ from gcnzc.train.options import Fanouts, at_least, check_options
 from gcnzc.train.progress import Reporter
 from gcnzc.tune import pcie_bench, table_shapes
 
-# architectures that Triton 3.7 compiles for
+# architectures that Triton 3.6 and 3.7 compile for
 ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)
 
 
@@ -40,7 +40,7 @@ class PcieConfig:
     """size of the page-locked memory that the GPU reads"""
     compile_for: Fanouts = ()
     """architectures of GPUs, such as 80,90,100: compile the gather kernel for each, execute it on
-    the CPU, and compare its requests with the prediction; needs Triton 3.7 and no GPU"""
+    the CPU, and compare its requests with the prediction; needs Triton 3.6 or 3.7 and no GPU"""
 
     def __post_init__(self) -> None:
         check_options(self)
