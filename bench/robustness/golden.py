@@ -1,12 +1,13 @@
 """Compare what gcnzc computes with recorded checksums, to see that a change does not change it.
 
-    python -m bench.robustness.golden record FILE
+    python -m bench.robustness.golden record FILE [--only NAME ...]
     python -m bench.robustness.golden check FILE [--only NAME ...]
 
 `record` writes the checksums of all entries, with the commit and the machine; the project's own are
 in `bench/results/golden.json`. `check` computes the entries of FILE again, prints whether each of
 them is equal, and exits with status 1 if one differs or fails. `--only` selects names by their
-beginnings. An entry that needs a graph of `../shared/data` is skipped if the graph is missing.
+beginnings; `record` then keeps the others. Without the graphs of `../shared/data`, `check` skips
+their entries, and `record` fails.
 
 An entry is compared exactly: it is a checksum of the bytes of integers and of copied numbers, or of
 floating-point results that are rounded to 5 decimals first. If its name ends in `(rounded)`, it has
@@ -288,20 +289,24 @@ def work_folder() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def record(file: Path) -> int:
-    """Record all entries; return the exit status, which is 1 if an entry failed."""
+def record(file: Path, only: tuple[str, ...]) -> int:
+    """Record entries; return the exit status, which is 1 if one of them failed."""
     if file.parent == harness.OWN_RESULTS:
         harness.check_code_is_committed()
+    old = json.loads(file.read_text()) if file.exists() else {}
     results: dict[str, Any] = {"seed": SEED, "machine": harness.machine()}
     status = 0
     with work_folder():
         for name in NAMES:
+            if not name.startswith(only):
+                results |= {name: old[name]} if name in old else {}
+                continue
             try:
                 results[name] = compute(name)
-                print(f"{name}: recorded", flush=True)
+                print(f"recorded {name}", flush=True)
             except Exception as error:
-                print(f"{name}: {describe(error)}", flush=True)
-                status |= not isinstance(error, Skipped)
+                print(f"failed   {name}: {describe(error)}", flush=True)
+                status = 1
     lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in results.items())
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return status
@@ -332,19 +337,18 @@ def describe(error: Exception) -> str:
 def main(words: list[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record", help="record the checksums").add_argument("file", type=Path)
-    checker = commands.add_parser("check", help="compare with recorded checksums")
-    checker.add_argument("file", type=Path)
-    checker.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="names begin so")
+    parser.add_argument("command", choices=["record", "check"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="names begin so")
     options = parser.parse_args(words)
+    only = tuple(options.only)
     if options.command == "record":
-        return record(options.file.resolve())
+        return record(options.file.resolve(), only)
     recorded = json.loads(options.file.read_text())
     chosen = {
         name: value
         for name, value in recorded.items()
-        if name not in ABOUT and name.startswith(tuple(options.only))
+        if name not in ABOUT and name.startswith(only)
     }
     if not chosen:
         parser.error(f"no name in {options.file} begins with {', '.join(options.only)}")
