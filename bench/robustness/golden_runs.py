@@ -58,7 +58,7 @@ RUNS: Mapping[str, tuple[str, str]] = {
         "--average swa --metric f1_macro",
     ),
     "muon and local seeds": ("nodes", "--optimizer muon --seed-order local --evaluate sampled"),
-    "full batch": ("nodes", "--batch-size all --fanouts -1,-1 --precision bf16"),
+    "full batch": ("nodes", "--batch-size all --fanouts -1,-1"),
     "links": ("links", "--task link"),
     "links, in-batch": ("links", "--task link --negatives in-batch --decoder dot --model gat"),
     **{model: ("typed", f"--model {model}") for model in ("rgcn", "rgat", "hgt", "hetero-sage")},
