@@ -69,6 +69,8 @@ def checksum(values: Iterable[Any]) -> str:
             array = np.round(array.astype(np.float64), 5) + 0.0
         elif array.dtype.kind in "iub":
             array = array.astype(np.int64)
+        elif array.dtype.kind in "OT":  # texts, of which there are only pointers
+            array = array.astype(str)
         found.update(str(array.shape).encode())
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:16]
