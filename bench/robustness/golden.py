@@ -148,7 +148,7 @@ def pyg_typed(**options: Any) -> Iterator[Any]:
         own.edge_index, own.edge_attr = torch.stack(ends), torch.arange(9000)
     if "time_attr" in options:
         options["input_time"] = data["user"].time
-    made = LinkNeighborLoader if "neg_sampling" in options else NeighborLoader
+    made: Any = LinkNeighborLoader if "neg_sampling" in options else NeighborLoader
     torch.manual_seed(SEED)
     for batch in made(data, {key: [4, 3] for key in data.edge_types}, **options):
         for store in batch.stores:
@@ -163,7 +163,7 @@ def dgl_nodes() -> Iterator[Any]:
     made.ndata["x"], made.edata["w"] = features, torch.arange(ends.shape[1])
     torch.manual_seed(SEED)
     sampler = dgl.dataloading.NeighborSampler([6, 4])
-    options = {"batch_size": 200, "shuffle": True, "drop_last": False}
+    options: dict[str, Any] = {"batch_size": 200, "shuffle": True, "drop_last": False}
     for inputs, outputs, blocks in DataLoader(made, torch.arange(0, 3000, 3), sampler, **options):
         yield from (inputs, outputs, blocks[0].srcdata["x"])
         for block in blocks:
