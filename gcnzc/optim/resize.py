@@ -120,7 +120,7 @@ def check_mapping(state_dict: Mapping[str, Any], *keys: str) -> None:
 def unpack_state(
     optimizer: str, state_dict: Mapping[str, Any], rank: int | None = None
 ) -> dict[str, Any]:
-    """Extract the snapshot of a state dict.
+    """Extract the snapshot of a state dict; a copy of it if it is a snapshot.
 
     Args:
         optimizer: the name of the optimizer type to restore; any if empty.
@@ -131,6 +131,8 @@ def unpack_state(
         ValueError: it is of another type of optimizer.
     """
     check_mapping(state_dict)
+    if "rank" in state_dict and "shared" in state_dict:
+        return dict(state_dict)
     entries = state_dict.get("state", {}).values()
     holder = next((entry for entry in entries if COMMON in entry), None)
     if holder is None:
