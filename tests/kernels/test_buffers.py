@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import mmap
 import threading
 
 import pytest
@@ -23,6 +24,12 @@ def test_allocates_the_requested_shape_and_dtype():
             assert not tensor._is_view()
             if tensor.nbytes >= SMALL_BYTES:
                 assert tensor.data_ptr() % 64 == 0
+
+
+def test_a_kernel_without_huge_pages_has_memory(monkeypatch):
+    # madvise(2) fails, as MADV_HUGEPAGE does in a kernel that is built without it
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 999)
+    assert Pool().empty(1 << 20).fill_(1).sum() == 1 << 20
 
 
 def test_freed_memory_is_reused():
