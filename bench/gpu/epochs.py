@@ -153,7 +153,7 @@ class Work:
             "num_columns": self.shape.num_columns,
             "model": type(self.model).__name__,
             "fanouts": list(self.shape.fanouts),
-            "threads": num_threads(),
+            "loader_threads": num_threads(),
             "batches": self.shape.batches,
         }
 
@@ -398,7 +398,7 @@ def _measure_two_engines(bench: Bench, memory: Tensor, batches: int) -> None:
                 rate = batches * num_ids * row_bytes / seconds
                 bench.record(
                     "two_engines",
-                    {"row_bytes": row_bytes, "copied_share": share, "threads": threads},
+                    {"row_bytes": row_bytes, "copied_share": share, "loader_threads": threads},
                     payload_bytes_per_s=rate,
                     share_of_copy_engine=rate / rates["copy engine"],
                     share_of_dense_read=rate / rates["dense read"],
