@@ -4,7 +4,7 @@ import mmap
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,8 @@ class Bench:
 def random_bytes(num_bytes: int, *, huge: bool = True) -> Iterator[Tensor]:
     """Page-locked random bytes on the host, beginning on a page."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.int8)
     # a random pattern is repeated; no row's stride divides its length, so that rows differ
     random = np.random.default_rng(0).integers(0, 256, min(num_bytes, 99_991_111), np.uint8)

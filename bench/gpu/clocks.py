@@ -26,7 +26,7 @@ def gpu_state(uuid: str, path: str | None = None) -> dict[str, float | None]:
 
     Returns:
         A value for each name in `FIELDS`, None if the GPU does not report it; empty without
-        nvidia-smi.
+        nvidia-smi, or if it fails.
     """
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
@@ -36,9 +36,11 @@ def gpu_state(uuid: str, path: str | None = None) -> dict[str, float | None]:
         command.append(f"--id=GPU-{uuid}")
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except subprocess.SubprocessError:
+    except (OSError, subprocess.SubprocessError):
         return {}
-    values = run.stdout.splitlines()[0].split(",")
+    values = run.stdout.partition("\n")[0].split(",")
+    if len(values) != len(FIELDS):
+        return {}
     return {name: _number(text) for name, text in zip(FIELDS.values(), values, strict=True)}
 
 

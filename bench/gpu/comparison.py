@@ -64,11 +64,14 @@ def compare(results: Path, kernels: Sequence[Line], budgets: Sequence[Line]) -> 
         budgets: lines of `bench/results/budgets.jsonl`.
     """
     lines: list[Line] = []
-    links = read(results / "gpu_link.jsonl")
+    links, gathers = (
+        [line for line in read(results / f"gpu_{part}.jsonl") if "outcome" not in line]
+        for part in ("link", "gather")
+    )
     if links:
         link = links[-1]
         lines += compare_bus(link)
-        lines += compare_gathers(link, read(results / "gpu_gather.jsonl"))
+        lines += compare_gathers(link, gathers)
         lines += compare_bytes_in_flight(link, budgets)
     return lines + compare_kernels(kernels, budgets)
 

@@ -153,7 +153,7 @@ def identify(options: argparse.Namespace, environment: Mapping[str, str]) -> dic
             raise NoGpuError
         if code == 0:
             found.seek(0)
-            return json.load(found)
+            return json.loads(found.read().splitlines()[-1])
         errors.seek(0)
         print(errors.read(), file=sys.stderr)
     if code is None:

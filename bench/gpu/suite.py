@@ -433,7 +433,8 @@ def main() -> None:
     for name, part in (PARTS | epochs.PARTS).items():
         if name in chosen or "all" in chosen:
             began_s = time.perf_counter()
-            part(bench)
+            with bench.attempt(name, {}):
+                part(bench)
             print(f"{name}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
     if bench.failed:
         sys.exit(f"error: these methods failed: {', '.join(bench.failed)}")

@@ -16,3 +16,8 @@ def test_the_state_of_a_gpu_is_read():
 def test_a_failing_or_missing_nvidia_smi_gives_no_state(tmp_path):
     assert gpu_state("of no GPU", str(TOOLS)) == {}
     assert gpu_state("fake", str(tmp_path)) == {}
+    program = tmp_path / "nvidia-smi"
+    for text in ("#!/bin/sh\n", "#!/bin/sh\necho 345, 1980\n", "#!/no/interpreter\n"):
+        program.write_text(text)
+        program.chmod(0o755)
+        assert gpu_state("fake", str(tmp_path)) == {}

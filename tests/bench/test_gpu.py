@@ -1,6 +1,7 @@
 """The GPU benchmarks reject wrong rows, and record failures and each finished round."""
 
 import argparse
+import mmap
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from bench.gpu.base import Bench
 from gcnzc.tune import pcie_bench
 
 ROOT = Path(__file__).parents[2]
+NO_ADVICE = 999  # madvise(2) fails, as MADV_HUGEPAGE does in a kernel that is built without it
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -64,6 +66,22 @@ def test_missing_support_for_bulk_copies_is_recorded_and_other_gathers_are_measu
     threads = [line for line in bench.lines if line["method"] == "threads"]
     assert [line["row_bytes"] for line in threads] == [400, 512, 1024, 4096]
     assert all(line["share_of_copy_engine"] > 0 for line in threads)
+
+
+def test_a_part_that_fails_does_not_end_the_others(monkeypatch, bench):
+    def no_link(bench):
+        raise OSError("no mapping")
+
+    parts = {"link": no_link, "tlb": lambda bench: bench.record("tlb", {"method": "a"})}
+    monkeypatch.setattr(suite, "PARTS", parts)
+    monkeypatch.setattr(pcie_bench, "current_gpu", lambda: bench.where)
+    monkeypatch.setattr(sys, "argv", ["suite", "link", "tlb"])
+    with pytest.raises(SystemExit, match="these methods failed: link"):
+        suite.main()
+    assert bench.lines == [
+        {"name": "gpu_link", "outcome": "OSError: no mapping"},
+        {"name": "gpu_tlb", "method": "a"},
+    ]
 
 
 class Steps:
@@ -114,6 +132,12 @@ def test_epochs_are_recorded_after_each_round_also_if_a_method_fails(monkeypatch
 def test_small_pages_are_no_huge_pages():
     with base.random_bytes(1 << 22, huge=False) as memory:
         assert base.huge_pages_share(memory) == 0
+
+
+def test_a_kernel_without_huge_pages_gives_random_bytes(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", NO_ADVICE)
+    with base.random_bytes(1 << 22) as memory:
+        assert len(memory.unique()) == 256
 
 
 def test_a_dtype_that_does_not_compile_is_recorded_and_the_others_are_measured(monkeypatch, bench):

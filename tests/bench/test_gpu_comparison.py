@@ -27,13 +27,15 @@ def results(tmp_path):
     def write(name, *lines):
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    write("gpu_link.jsonl", {"dense_bytes_per_s": 1}, LINK | {"gpu_state": {"pcie_generation": 5}})
+    newest = LINK | {"gpu_state": {"pcie_generation": 5}}
+    write("gpu_link.jsonl", {"dense_bytes_per_s": 1}, newest, {"outcome": "OSError: no mapping"})
     write(
         "gpu_gather.jsonl",
         gather("dense read", 2408, 40e9),
         gather("vector", 2408, 1e9),
         gather("vector", 2408, 20e9),
         gather("shifted", 1408, 30e9),
+        {"method": "shifted", "row_bytes": 1408, "num_ids": 1000, "outcome": "wrong rows"},
     )
     return tmp_path
 
