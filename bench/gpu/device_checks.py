@@ -219,6 +219,8 @@ def registration_rules(driver: Any) -> dict[str, Any]:
     # both begin and end within a page, and they are adjacent within one
     first, second = (64, 3 * page + 160), (3 * page + 160, 6 * page + 32)
     rules: dict[str, Any] = {"page_bytes": page}
+    # if so, `pinned` would not register it
+    rules["unregistered memory is reported"] = driver.locked_range(base) is not None
     rules["register a range"] = driver.lock(base + first[0], first[1] - first[0])
     rules["exact range is reported"] = driver.locked_range(base + 64) == (
         base + 64,

@@ -196,7 +196,7 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
         Stage("gathers", 60, [gathers]),
         Stage("compile", 60, [compilation], {"TRITON_INTERPRET": "0"}),
         Stage("driver", 25, [[*checks, "driver", "--out", work / "driver.json"]]),
-        Stage("claims", 100, [[*suite, "link", "claims"]]),
+        Stage("claims", 120, [[*suite, "link", "claims"]]),
         Stage("epochs", 170, [[*suite, "epoch", "epoch-large"]]),
         Stage("comparison", 30, [table, comparison]),
         _tests(options, "tests", 90, "gpu", _files_with_gpu_tests()),

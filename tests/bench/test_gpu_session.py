@@ -324,6 +324,7 @@ def test_a_whole_dry_run_passes_in_a_bare_checkout_without_git_and_network(tmp_p
     driver = json.loads((found / "driver.json").read_text())
     assert driver["attributes"]["host_register_supported"] == 1
     rules = driver["rules"]
+    assert rules["unregistered memory is reported"] is False
     assert rules["copy a range"] == "correct"
     assert rules["copy memory before a range, on its page"] == "correct"
     for name in (
