@@ -22,8 +22,8 @@ starts whether a stage passed or failed. A stage's limit is at most what is left
     tests       tests that need a GPU
     sanitizer   the gathers again, under compute-sanitizer
     train       two epochs of training, with a trace
-    kernels     tests of Triton kernels
     locking     tests of the driver's calls, page-locking and tables
+    kernels     a few cases of each test of Triton kernels
 
 FOLDER gets two files, which are replaced after each stage: `session.txt`, with tables of the stages
 and of the claims, and the comparison; and `session.tar.gz`, at most 16 MiB, with `session.jsonl`, a
@@ -207,8 +207,8 @@ def stages_of(options: argparse.Namespace, work: Path, path: str) -> list[Stage]
             skipped="" if sanitizer else f"{SANITIZER} is not installed",
         ),
         Stage("train", 60, [[*gcnzc, "make", graph, *size], [*train, "--out", work / "run"]]),
-        _tests(options, "kernels", 100, "triton", ["kernels", "features"]),
         _tests(options, "locking", 60, "", locking),
+        _tests(options, "kernels", 100, "triton", ["kernels", "features"]),
     ]
 
 
@@ -228,6 +228,7 @@ def _tests(
     # new versions of packages warn
     command += ["-W", "default"]
     command += ["-m", " and ".join(filter(None, (marker, "not slow")))]
+    command += ["--triton-cases", "2"] if marker == "triton" else []
     command += ["--collect-only"] if options.dry_run else ["-n", "8", "--maxprocesses", "8"]
     return Stage(name, limit_s, [[*command, *(ROOT / "tests" / file for file in files)]])
 

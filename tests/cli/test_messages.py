@@ -142,11 +142,6 @@ def test_debug_is_in_the_help(capsys):
     assert "the option --debug" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_dtype_of_features_is_auto_by_default_also_by_its_old_name():
-    for words in ([], ["--feature-dtype", "auto"], ["--feature-dtype", "as-is"]):
-        assert parse(["prepare", "a.npz", "b", *words]).feature_dtype == "auto"
-
-
 def test_the_help_names_positional_arguments_and_types_of_optional_values(capsys):
     positional = {
         "train": "[DATA]",
