@@ -202,7 +202,7 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
         ),
         (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
-        (["cost", graph, "--picture", tmp_path / "x"], "does not end in an image format"),
+        (["cost", graph, "--out", tmp_path / "x"], "does not end in an image format"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 
