@@ -19,9 +19,11 @@ def summary() -> str:
     loaders = best_loaders()
     ours = loaders["ours"]["seeds_per_s"]
     gains = {name: ours / loaders[name]["seeds_per_s"] for name in ("dgl", "graphbolt", "pyg")}
+    has_pyg_lib = loaders["pyg"].get("rival_pyg_lib", "none") != "none"
+    pyg = f"PyG with {'pyg-lib' if has_pyg_lib else 'torch-sparse'}"
     faster = ", ".join(
         f"{gains[name]:.1f} times {library}"
-        for name, library in (("dgl", "DGL"), ("graphbolt", "GraphBolt"), ("pyg", "PyG"))
+        for name, library in (("dgl", "DGL"), ("graphbolt", "GraphBolt"), ("pyg", pyg))
     )
     rows = [
         row(
