@@ -73,6 +73,19 @@ TABLE, ARCHIVE = "session.txt", "session.tar.gz"
 ARCHIVED = ("*.jsonl", "*.json", "*.txt", "results/*.jsonl", "*.log")  # in this order
 ARCHIVE_BYTES = 15 << 20  # before compression, which never adds a MiB
 FILE_BYTES = 2 << 20  # of longer files the end is kept
+# of `bench.gpu.device_checks identify`, in each line of a session
+IDENTITY = (
+    "gpu",
+    "driver",
+    "commit",
+    "cpu",
+    "cores",
+    "python",
+    "torch",
+    "triton",
+    "numba",
+    "numpy",
+)
 # prints what a reader of the measurements asks about the machine
 MACHINE = "nvidia-smi -q; nvidia-smi topo -m; lscpu; free -g; ulimit -l; uname -a"
 
@@ -266,7 +279,7 @@ def run_stages(
             "seconds": round(time.monotonic() - began_s, 2),
             "limit_s": round(max(limit, 0.0), 2),
         }
-        line |= {name: about[name] for name in ("gpu", "driver", "commit") if name in about}
+        line |= {name: about[name] for name in IDENTITY if name in about}
         if "uuid" in about:
             line["gpu_state"] = gpu_state(about["uuid"], environment["PATH"])
         with (work / "session.jsonl").open("a") as file:

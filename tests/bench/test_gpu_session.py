@@ -298,6 +298,8 @@ def test_a_whole_dry_run_passes_in_a_bare_checkout_without_git_and_network(tmp_p
     for name in ("sh", "env", "lscpu", "free", "uname"):
         if path := shutil.which(name):
             (programs / name).symlink_to(path)
+    # of the fake nvidia-smi
+    (programs / "python3").symlink_to(sys.executable)
     environment = {
         "PATH": str(programs),
         "HOME": str(tmp_path / "home"),
