@@ -108,7 +108,11 @@ def compile_kernels(options: argparse.Namespace) -> None:
                 for checked in (True, False):
                     gather_rows(rows, device_ids, out, layout=layout, checked=checked)
                 line |= _resources(compiled[-1])
-            except (RuntimeError, triton.TritonError) as error:
+            # the last two: of cuobjdump
+            except (
+                *(RuntimeError, triton.TritonError),
+                *(OSError, subprocess.SubprocessError),
+            ) as error:
                 line["outcome"] = _message(error)
                 failed.append(name)
             if options.out is not None:

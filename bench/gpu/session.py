@@ -143,7 +143,7 @@ def _session(options: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]
     about = identify(options, environment)
     save(options.out, work, [])
     stages = [
-        replace(stage, limit_s=options.stage_limit_s or factor * stage.limit_s)
+        replace(stage, limit_s=factor * stage.limit_s)
         for stage in stages_of(options, work, environment["PATH"])
         if options.stages is None or stage.name in options.stages
     ]
@@ -419,7 +419,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the two results")
     parser.add_argument("--limit-s", type=_seconds, help=f"limit of the session; {LIMIT_S:g}")
-    parser.add_argument("--stage-limit-s", type=_seconds, help="limit of each stage")
     parser.add_argument("--stages", nargs="+", metavar="STAGE", help="default: all")
     parser.add_argument("--cache", type=Path, help="folder of Triton's cache")
     parser.add_argument("--dry-run", action="store_true", help="run on fakes, without a GPU")
