@@ -82,17 +82,7 @@ DOORS = {
         *(
             f"gcnzc/cli/commands/{name}.py"
             for name in (
-                *(
-                    "check",
-                    "data",
-                    "cache_forecast",
-                    "cost",
-                    "embed_nodes",
-                    "export",
-                    "pcie",
-                    "plot",
-                ),
-                *("predict", "presets"),
+                *("check", "data", "embed_nodes", "export", "pcie", "plot", "predict", "presets"),
             )
         ),
     },

@@ -91,55 +91,6 @@ def validation() -> str:
 
 
 @table
-def step_time() -> str:
-    """Return the table of predicted and measured times of a step."""
-    lines = newest(
-        [line for line in read("plan") if "counted_steps" in line], "workers", "mbit_per_s"
-    )
-    rows = []
-    for (workers, rate), line in sorted(lines.items()):
-        seconds = ("predicted_exchange_s", "predicted_step_s", "measured_step_s")
-        shown = (f"{line[name]:.3f} s" for name in seconds)
-        rows.append([workers, f"{rate:g}", *shown, f"{line['predicted_over_measured']:.2f}"])
-    heads = [
-        "workers",
-        "Mbit/s",
-        "predicted exchange",
-        "predicted step",
-        "measured step",
-        "predicted / measured",
-    ]
-    return with_caption(
-        markdown(heads, rows),
-        lines.values(),
-        "python -m bench.network.cost amazon_photo --workers 2 4",
-    )
-
-
-@table
-def step_time_of_methods() -> str:
-    """Return the table of the ratio of predicted to measured times of a step, by method."""
-    lines = newest(
-        [line for line in read("strategies") if "predicted_step_s" in line],
-        "case",
-        "method",
-        "mbit_per_s",
-    )
-    rows = []
-    for case, method in dict.fromkeys((case, method) for case, method, _ in lines):
-        cells = [lines.get((case, method, rate)) for rate in RATES]
-        shown = [
-            None if line is None else f"{line['predicted_step_s'] / line['measured_step_s']:.2f}"
-            for line in cells
-        ]
-        rows.append([MODELS[case], METHODS[method], *shown])
-    heads = ["model", "method", *(f"{rate:g} Mbit/s" for rate in RATES)]
-    return with_caption(
-        markdown(heads, rows), lines.values(), "python -m bench.network.strategies speed"
-    )
-
-
-@table
 def workers() -> str:
     """Return the tables of throughput and accuracy by number of workers."""
     speeds = newest(

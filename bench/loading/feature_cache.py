@@ -10,6 +10,7 @@ counting hits.
 """
 
 import argparse
+import itertools
 import random
 import tempfile
 import time
@@ -21,14 +22,13 @@ from torch import Tensor
 
 from bench import harness
 from gcnzc.datasets.generate import Shape, make
-from gcnzc.features import access_counts
 from gcnzc.features import cache as features_cache
+from gcnzc.features.access_counts import compute_hit_rates, rank_by_score
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load
 from gcnzc.graph.graph import Graph
 from gcnzc.loader import presampling
 from gcnzc.loader.loader import Loader
-from gcnzc.tune import cache_forecast
 from gcnzc.tune.search import interleave
 
 ROOT = Path(__file__).parents[2]
@@ -78,29 +78,42 @@ def compare(
     """Record a line for each ranking, cache size and number of presampled minibatches."""
     loader = Loader(graph, None, seeds, fanouts, batch_size)
     measured = max(len(loader), LEAST_MEASURED)
-    fresh, degrees = presampling.count_accesses(loader, measured), graph.in_degrees()
-    # hit rates do not depend on the features
-    table = FeatureTable(torch.empty(graph.num_nodes, 1))
+    fresh, degrees = count_accesses(loader, measured), graph.in_degrees()
+    sizes = [round(share * graph.num_nodes) for share in SHARES]
     setting = {"graph": name, "fanouts": ",".join(map(str, fanouts)), "batch_size": batch_size}
     for batches in (*COUNTED, presampling.BATCHES):
         begin = time.perf_counter()
         counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
         seconds = time.perf_counter() - begin
-        found = cache_forecast.forecast(counted, table, degrees, fresh, SHARES)
-        for line in found["sizes"]:
-            for ranking in access_counts.RANKINGS:
-                figures = line[ranking]
-                rates = {key: figures[f"{key}_hit_rate"] for key in ("predicted", "measured")}
+        by_degree = rank_by_score(degrees)
+        predicted = {
+            "in-degree": compute_hit_rates(by_degree, sum(counted.halves), sizes),
+            "presampled": counted.hit_rates(sizes),
+        }
+        rankings = {"in-degree": by_degree, "presampled": rank_by_score(counted.scores)}
+        for name_of_ranking, ranking in rankings.items():
+            rates = predicted[name_of_ranking], compute_hit_rates(ranking, fresh, sizes)
+            for share, one, other in zip(SHARES, *rates, strict=True):
                 harness.record(
                     "hot",
-                    setting | {"counted": batches, "ranking": ranking, "share": line["share"]},
-                    **rates,
-                    difference=rates["predicted"] - rates["measured"],
+                    setting | {"counted": batches, "ranking": name_of_ranking, "share": share},
+                    predicted=one,
+                    measured=other,
+                    difference=one - other,
                     count_s=seconds,
                     measured_batches=measured,
                     nodes=graph.num_nodes,
                     nodes_per_batch=counted.nodes_per_batch,
                 )
+
+
+def count_accesses(loader: Loader, batches: int) -> Tensor:
+    """Return how many of the next minibatches of a loader contain each node, (N,) int32."""
+    counts = torch.zeros(loader.graph.num_nodes, dtype=torch.int32)
+    epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
+    for batch in itertools.islice(epochs, batches):
+        counts[batch.nodes] += 1
+    return counts
 
 
 def measure_cost() -> None:

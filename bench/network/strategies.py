@@ -15,8 +15,7 @@ bench/network/cluster.py (which needs root), over links of each rate. The method
 the other in each round. The first epoch, in which kernels are compiled, is not counted. For
 methods with a warm-up, throughput is computed for a run that takes 15 % of its steps at the
 throughput of `adamw`, and the rest at that of the method's own later epochs. `none` does not
-exchange before the end of the run. It is the baseline, and the compute time from which
-`gcnzc cost` predicts the step time of the methods that it supports.
+exchange before the end of the run: it is the baseline.
 
 bench/docs/plot.py combines both: accuracy by epoch from `accuracy`, with epoch times from `speed`.
 """
@@ -37,11 +36,6 @@ from typing import Any
 from bench import harness
 from bench.network.cluster import Cluster
 from gcnzc import cli
-from gcnzc.cli.commands import cost
-from gcnzc.cli.commands.cost import CostConfig
-from gcnzc.cli.reports import network as reports_network
-from gcnzc.graph import load
-from gcnzc.optim import cost as optim_cost
 from gcnzc.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +68,6 @@ TIMED = ("streaming-diloco auto", "streaming-diloco fp4 auto", "co2 auto")
 # methods with a warm-up, and the share of a run's steps in which they average whole gradients
 WARM, WARMUP = ("onebit-adam", "onebit-lamb"), float(TrainConfig.warmup)
 NONE = "none"
-# methods that `gcnzc cost` predicts; `adamw` is its "averaged"
-PREDICTED = ("adamw", *WARM, "local-sgd", "diloco", "streaming-diloco", "co2")
 # local steps without synchronization
 NO_EXCHANGE = "--optimizer adamw --strategy local-sgd --local-steps 1000000000"
 
@@ -90,20 +82,6 @@ class Case:
     """of an accuracy run"""
     evaluate_every: int = 1
     """epochs between evaluations of an accuracy run"""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The options that are fields of `CostConfig`."""
-        words = self.options.split()
-        given = dict(zip(words[::2], words[1::2], strict=True))
-        fanouts = tuple(map(int, given["--fanouts"].split(",")))
-        numbers = {name: int(given[f"--{name}"]) for name in ("layers", "hidden", "batch-size")}
-        return {"fanouts": fanouts, **{n.replace("-", "_"): each for n, each in numbers.items()}}
-
-    @property
-    def seeds_of_a_step(self) -> int:
-        """Seeds of a step, of all workers."""
-        return WORKERS * self.config["batch_size"]
 
 
 CASES = {
@@ -254,10 +232,6 @@ def speed(
             for other in ("adamw", NONE)
             if other in later_rates
         }
-        if method in PREDICTED and NONE in later_rates:
-            step_s = predicted_step_s(case, graph, method, mbit_per_s, later_rates[NONE])
-            measured_s = case.seeds_of_a_step / rate
-            against |= {"predicted_step_s": step_s, "measured_step_s": measured_s}
         harness.record(
             "strategies",
             {"part": "speed", "case": name, "method": method, "workers": WORKERS}
@@ -273,27 +247,6 @@ def speed(
             rounds=rounds,
             options=f"{case.options} {METHODS.get(method, NO_EXCHANGE)}",
         )
-
-
-def predicted_step_s(
-    case: Case, graph: Path, method: str, mbit_per_s: float, seeds_per_s: float
-) -> float:
-    """Return the step time in seconds that `gcnzc cost` predicts.
-
-    Args:
-        case: the model and graph.
-        graph: prepared folder.
-        method: one of `PREDICTED`.
-        mbit_per_s: of every link.
-        seeds_per_s: throughput without exchange, of all workers.
-    """
-    config = CostConfig(data=graph, workers=(WORKERS,), threads=1, device="cpu", **case.config)
-    model = cost.build_model(config, load.load(graph))
-    network = optim_cost.Network(mbit_per_s, 0.0, config.message_us / 1e6)
-    name = optim_cost.default_method(model, WORKERS) if method == "adamw" else method
-    predicted = optim_cost.step_cost(model, WORKERS, network, name)
-    computed = optim_cost.Computed(case.seeds_of_a_step / seeds_per_s)
-    return reports_network.line_of(predicted, computed, network)["step_s"]
 
 
 def prepared(folder: Path, name: str) -> Path:

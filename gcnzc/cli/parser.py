@@ -14,8 +14,6 @@ from typing import Annotated, Any
 import tyro
 
 from gcnzc.cli.commands import COMMANDS
-from gcnzc.cli.commands.cache_forecast import CacheForecastConfig
-from gcnzc.cli.commands.cost import CostConfig
 from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig
 from gcnzc.cli.commands.export import ExportConfig
 from gcnzc.cli.commands.pcie import PcieConfig
@@ -171,14 +169,14 @@ def check_outputs(config: Any) -> None:
             check_file_output("out", config.out, ".npy", "`numpy.load` reads it")
         elif isinstance(config, ExportConfig):
             check_file_output("out", config.out, ".pt2", "`torch.export.load` reads it")
-        elif isinstance(config, CostConfig | PcieConfig | CacheForecastConfig | PlotConfig):
+        elif isinstance(config, PcieConfig | PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def _name(kind: type) -> str:
-    """Return the subcommand of a config class: `cache-forecast` for `CacheForecastConfig`."""
+    """Return the subcommand of a config class: `embed-nodes` for `EmbedNodesConfig`."""
     return re.sub("(?<=.)([A-Z])", r"-\1", kind.__name__.removesuffix("Config")).lower()
 
 

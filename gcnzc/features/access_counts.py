@@ -11,8 +11,6 @@ from torch import Tensor
 
 from gcnzc.features import peer_memory
 
-RANKINGS = ("in-degree", "presampled")
-
 
 @dataclass(frozen=True, eq=False)
 class Presample:
@@ -58,25 +56,6 @@ class Presample:
         return self._cross_validate(
             lambda ranking, counts: compute_own_hit_rates(ranking, counts, sizes, gpus)
         )
-
-    def hit_rates_by(self, scores: Tensor, sizes: Sequence[int]) -> list[float]:
-        """Predict the hit rates of caches ranked by scores that do not depend on these minibatches.
-
-        Args:
-            scores: (N,), such as `graph.in_degrees()`.
-            sizes: numbers of cached rows.
-        """
-        return compute_hit_rates(rank_by_score(scores), self.halves[0] + self.halves[1], sizes)
-
-    def own_hit_rates_by(
-        self, scores: Tensor, sizes: Sequence[int], gpus: int
-    ) -> list[list[float]]:
-        """Predict the hit rate of each GPU's own memory, for caches ranked by `scores`.
-
-        The rates of all GPUs add up to `hit_rates_by(scores, sizes)`.
-        """
-        counts = self.halves[0] + self.halves[1]
-        return compute_own_hit_rates(rank_by_score(scores), counts, sizes, gpus)
 
     def _cross_validate(self, rates: Callable[[Tensor, Tensor], list[Any]]) -> list[Any]:
         """Return the mean of `rates(ranking, counts)`: one half ranks, the other one counts."""

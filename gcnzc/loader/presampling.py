@@ -13,7 +13,6 @@ from torch import Tensor
 from gcnzc.features.access_counts import Presample
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather.cached import add_counts
-from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import epoch_order
 from gcnzc.loader.threads import default_threads
 from gcnzc.sampling.neighbor import Sampler, check_graph, check_seeds
@@ -92,26 +91,6 @@ def presample(
         if progress is not None:
             progress(number + 1, batches)
     return Presample((halves[0], halves[1]), batches_per_half, _bin_nodes(graph, seeds))
-
-
-def count_accesses(loader: Loader, batches: int, progress: Progress | None = None) -> Tensor:
-    """Return how many of the next minibatches of a loader contain each node.
-
-    Args:
-        loader: starts with its current epoch.
-        batches: number of minibatches, from as many epochs as needed.
-        progress: called with (done, total), in minibatches.
-
-    Returns:
-        (N,) int32 on the host.
-    """
-    counts = torch.zeros(loader.graph.num_nodes, dtype=torch.int32)
-    endless = chain.from_iterable(iter(loader) for _ in count())
-    for number, batch in enumerate(islice(endless, batches)):
-        add_counts(counts, batch.nodes)
-        if progress is not None:
-            progress(number + 1, batches)
-    return counts
 
 
 def _batches_of(seeds: Tensor, batch_size: int, key: int, first_order: int) -> Iterator[Tensor]:

@@ -38,7 +38,6 @@ from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
 from gcnzc.loader.presampling import presample
 from gcnzc.loader.threads import default_threads
 from gcnzc.tune import pcie_bench, profiles
-from gcnzc.tune.cache_forecast import SHARES
 from gcnzc.tune.machine import Bench, Case, LoaderSettings, Machine
 from gcnzc.tune.profiles import Setting, TuningProfile
 from gcnzc.tune.search import WITHIN, Progress, S, cheapest, measure_in_rounds, medians, spread
@@ -60,6 +59,9 @@ IDEAL_STEP = 0.2  # step of the copied shares that are measured, relative to the
 
 
 IDEAL_FACTORS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+
+
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # reported cache sizes, as fractions of the rows
 
 
 NUM_CACHE_SIZES = 200  # candidates for the cache size, if the model's compute time is known

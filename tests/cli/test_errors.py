@@ -104,9 +104,6 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
         assert re.search(r"at least [\d.,]+ .B, but this machine has [\d.,]+ .B", text)
         assert re.search(r"[\d.,]+ .B for weights, gradients and the optimizer's state", text)
     assert not (tmp_path / "run").exists()
-    assert "not enough memory" in answer_of(
-        capsys, ["cost", graph, *SMALL[2:6], "--hidden", hidden], 1
-    )
 
 
 def test_features_without_columns_are_rejected(graph, tmp_path, capsys):
@@ -200,9 +197,7 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
             ["embed-nodes", run, "--out", names],
             f"is a file of the prepared graph {names.parents[3]}",
         ),
-        (["cache-forecast", graph, "--out", tmp_path], "is a folder"),
         (["pcie", "--out", missing / "x.png"], "there is no folder"),
-        (["cost", graph, "--out", tmp_path / "x"], "does not end in an image format"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 
@@ -233,7 +228,6 @@ def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
 
 
 def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
-    plan = ["--workers", "2", "--step-s", "0.01", *SMALL[2:-2]]
     commands_run = set()
     for words in (
         ["train", graph, *SMALL, "--out", tmp_path / "r"],
@@ -252,8 +246,6 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["check", graph, "--megabytes", 1],
         ["pcie", graph, "--megabytes", 16],
         ["pcie", "--megabytes", 16],
-        ["cost", graph, *plan],
-        ["cache-forecast", graph, "--fanouts", "3,3", "--batches", 4, "--batch-size", 64],
     ):
         capsys.readouterr()
         assert main([str(word) for word in words]) == 0, words

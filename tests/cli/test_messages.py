@@ -26,7 +26,6 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
     [
         (["train", "--lr", "abc"], "--lr: 'abc' is not a number", "`gcnzc train --help`"),
         (["train", "--epochs", "1.5"], "--epochs: '1.5' is not a whole number", ""),
-        (["cost", "--step-s", "x"], "--step-s: 'x' is not a number", "`gcnzc cost --help`"),
         (["train", "--fanouts", "a"], "--fanouts: 'a' is not a list of whole numbers", ""),
         (["train", "--model", "sag"], "'sag' for argument '--model'", ""),
         (["trian", "x"], "there is no command 'trian'", "did you mean train?"),
@@ -35,7 +34,6 @@ TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1
         (["train", "--no-skpi"], "--no-skpi", "did you mean --no-skip?"),
         (["train", "x", "--fanouts", "10", "5"], "5", "commas and no spaces"),
         (["train", "--resume", "r", "--out", "x"], "--out x with --resume r", "omit --out"),
-        (["cache-forecast", "x", "--batches", "5"], "--batches must be even, got 5", "two equal"),
         (["quux"], "there is no command 'quux'", "`gcnzc --help` lists the commands"),
         (["--epochs", "3", "train", "x"], "--epochs is before the command", "gcnzc train --epochs"),
     ],
@@ -123,7 +121,7 @@ def test_the_help_of_a_negative_flag_describes_its_effect(capsys):
 
 def test_lines_of_the_help_end_at_the_margin_and_not_where_those_of_the_source_do(capsys):
     checked = 0
-    for command in ("train", "prepare", "cost", "check"):
+    for command in ("train", "prepare", "check"):
         assert parse([command, "--help"]) is None
         # the frame depends on the terminal
         lines = capsys.readouterr().out.replace("│", " ").splitlines()

@@ -16,7 +16,6 @@ from gcnzc.train.options import option_name
 LISTS = {
     "fanouts": ((), (0,), (-2,), (2**31,), (10**30,)),
     "evaluate_fanouts": ((0,), (-2,), (2**31,), (10**30,)),
-    "workers": ((), (-1,), (0,), (10**6,)),
     "compile_for": ((-1,), (0,), (91,), (90, 10**30)),
 }
 HUGE = "9" * 400
@@ -82,9 +81,8 @@ def test_every_command_with_numbers_has_cases():
         "EmbedNodes",
         "Check",
         "Pcie",
-        "Cost",
     }
-    assert names == expected | {"CacheForecast"}
+    assert names == expected
     assert len(CASES) > 60
 
 
@@ -104,7 +102,6 @@ def test_a_number_out_of_bounds_is_rejected(kind, name, values):
 def test_the_command_line_rejects_numbers_out_of_bounds(capsys):
     for words in (
         ["embed", "x", "y", "--dims", "-3"],
-        ["cache-forecast", "x", "--batches", "99999999999999999999"],
         ["pcie", "--megabytes", "9999999999999"],
         ["prepare", "x", "y", "--pitch-bytes", "-1"],
     ):

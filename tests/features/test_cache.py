@@ -1,6 +1,5 @@
 """Feature caches: predicted hit rates are correct, and cached tables gather the same rows."""
 
-import json
 import pickle
 import threading
 import time
@@ -12,12 +11,9 @@ import pytest
 import torch
 from cli.test_cli import said
 from fake_driver import FakePeers
-from PIL import Image
-from tiny_graph import tiny
 
 import gcnzc
-from gcnzc.cli import main
-from gcnzc.cli.reports import cache as reports_cache
+from bench.loading.feature_cache import count_accesses
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.features import access_counts, cache, cache_counters, peer_memory
 from gcnzc.features.pinning import pinned
@@ -32,7 +28,6 @@ from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.options import parse_cache_size
 from gcnzc.train.run import train
-from gcnzc.tune import cache_forecast
 
 SHARES = [0.01, 0.05, 0.2]
 REAL = ["amazon_computers", "tolokers", "ogbn_arxiv_structure"]
@@ -74,9 +69,9 @@ def sizes_of(graph):
 def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
     """By both rankings, at every size; what is measured is what a run's table counts."""
     counted = presampling.presample(graph, seeds, fanouts, batch_size, batches=batches)
-    sizes, degrees = sizes_of(graph), graph.in_degrees()
+    sizes, by_degree = sizes_of(graph), access_counts.rank_by_score(graph.in_degrees())
     loader = Loader(graph, None, seeds, fanouts, batch_size)
-    fresh = presampling.count_accesses(loader, max(20, len(loader)))
+    fresh = count_accesses(loader, max(20, len(loader)))
     found = {
         "presampled": (
             counted.hit_rates(sizes),
@@ -85,8 +80,8 @@ def check_prediction(graph, seeds, fanouts, batch_size, batches=100):
             ),
         ),
         "in-degree": (
-            counted.hit_rates_by(degrees, sizes),
-            access_counts.compute_hit_rates(access_counts.rank_by_score(degrees), fresh, sizes),
+            access_counts.compute_hit_rates(by_degree, sum(counted.halves), sizes),
+            access_counts.compute_hit_rates(by_degree, fresh, sizes),
         ),
     }
     for name, (predicted, measured) in found.items():
@@ -131,7 +126,7 @@ def test_few_minibatches_do_not_overestimate_the_hit_rate(kind, graphs):
 def test_few_minibatches_do_not_rank_by_chance(graphs):
     graph, seeds = graphs("rmat")
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=4)
-    fresh = presampling.count_accesses(Loader(graph, None, seeds, [5, 5], 64), 100)
+    fresh = count_accesses(Loader(graph, None, seeds, [5, 5], 64), 100)
     counts = counted.halves[0] + counted.halves[1]
     plain, mine, degree = (
         access_counts.compute_hit_rates(access_counts.rank_by_score(scores), fresh, [12_000])[0]
@@ -156,7 +151,6 @@ def test_many_minibatches_rank_better_than_degrees():
     # four seeds and ten neighbours
     assert counted.nodes_per_batch == 14
     assert counted.hit_rates([10]) == [10 / 14]
-    assert counted.hit_rates_by(graph.in_degrees(), [10]) == [0.0]
     # seeds are in one minibatch of ten
     assert counted.scores[90:] == pytest.approx(1.0, abs=0.02)
     assert counted.scores[seeds] == pytest.approx(0.1, abs=0.02)
@@ -200,7 +194,7 @@ def test_a_presampled_epoch_covers_all_training_nodes(small):
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
     assert all((half[seeds] == 3).all() for half in counted.halves)
-    fresh = presampling.count_accesses(Loader(graph, None, seeds, [2], len(seeds)), 3)
+    fresh = count_accesses(Loader(graph, None, seeds, [2], len(seeds)), 3)
     assert (fresh[seeds] == 3).all()
     (predicted,) = counted.hit_rates([len(seeds)])
     (measured,) = access_counts.compute_hit_rates(
@@ -351,7 +345,7 @@ def test_a_loader_with_a_cache_counts_hits(threads, small):
     assert (counters.rows, counters.hits) == (rows, hits)
     assert abs(counters.hit_rate - mine.predicted_hit_rate) < 0.03
     # what the counts of minibatches say is what the table saw
-    fresh = presampling.count_accesses(
+    fresh = count_accesses(
         Loader(graph, None, seeds, **options), len(Loader(graph, None, seeds, **options))
     )
     assert access_counts.compute_hit_rates(
@@ -533,10 +527,9 @@ def test_hits_are_balanced_over_the_gpus_of_a_sharded_cache(gpus, small):
     graph, seeds = small
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
     sizes, degrees = [600, 6000], graph.in_degrees()
-    fresh = presampling.count_accesses(Loader(graph, None, seeds, [5, 5], 64), 60)
+    fresh = count_accesses(Loader(graph, None, seeds, [5, 5], 64), 60)
     for rates, own in (
         (counted.hit_rates(sizes), counted.own_hit_rates(sizes, gpus)),
-        (counted.hit_rates_by(degrees, sizes), counted.own_hit_rates_by(degrees, sizes, gpus)),
         (
             access_counts.compute_hit_rates(access_counts.rank_by_score(degrees), fresh, sizes),
             access_counts.compute_own_hit_rates(
@@ -682,7 +675,7 @@ def test_training_reports_the_hit_rate(cache_policy, folder, tmp_path):
     hits = rows = 0
     for told in lines:
         loader.set_epoch(told["epoch"])
-        counts = presampling.count_accesses(loader, len(loader))
+        counts = count_accesses(loader, len(loader))
         mine = int(counts[access_counts.rank_by_score(ranking)[:300]].sum())
         assert told["hit_rate"] == mine / int(counts.sum())
         assert told["bytes_saved"] == mine * 48
@@ -707,96 +700,9 @@ def test_the_counters_of_a_resumed_epoch_continue():
     assert other.hits == 0
 
 
-def test_cache_forecast_predicts_hit_rates(folder, tmp_path, capsys):
-    out = tmp_path / "hot.png"
-    words = ["cache-forecast", str(folder), "--fanouts", "3,3", "--batch-size", "128"]
-    words += ["--batches", "40", "--seed", "1"]
-    assert main(words) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*words, "--measure", "--out", str(out)]) == 0
-    told, talk = capsys.readouterr()
-    found = json.loads(told)
-    assert told.count("\n") == 1
-    assert (found["data"], found["fanouts"], found["batches"]) == ("raw", [3, 3], 40)
-    assert [line["share"] for line in found["sizes"]] == list(cache_forecast.SHARES)
-    assert [line["rows"] for line in found["sizes"]] == [15, 30, 60, 150, 300, 600, 1500]
-    assert found["row_bytes"] == 48
-    assert found["bytes_per_batch"] == round(48 * found["nodes_per_batch"])
-    data = gcnzc.load(folder)
-    counted = presampling.presample(
-        data.graph, data.split["train"], [3, 3], 128, seed=1, batches=40
-    )
-    for line, before in zip(found["sizes"], plain["sizes"], strict=True):
-        assert line["memory_bytes"] == 4 * 3000 + 256 * line["rows"]
-        # rows of 48 B side by side begin on any multiple of 16 B, and may lie in two lines
-        for name in access_counts.RANKINGS:
-            figures = line[name]
-            rate = figures["predicted_hit_rate"]
-            assert abs(rate - figures.pop("measured_hit_rate")) < 0.03
-            assert figures == before[name]
-            left = 48 * found["nodes_per_batch"] * (1 - rate)
-            assert abs(figures["bytes_per_batch"] - left) <= 0.5
-        assert line["presampled"]["predicted_hit_rate"] == counted.hit_rates([line["rows"]])[0]
-    assert "cached rows" in talk
-    assert "measured" in talk
-    assert "20.0%" in talk
-    with Image.open(out) as picture:
-        # both policies are drawn, in matplotlib's first two colours
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(31, 119, 180), (255, 127, 14)} <= colours
-
-
-def test_cache_forecast_predicts_sharded_caches(folder):
-    data = gcnzc.load(folder)
-    seeds, degrees = data.split["train"], data.graph.in_degrees()
-    counted = presampling.presample(data.graph, seeds, [3, 3], 128, batches=40)
-    fresh = presampling.count_accesses(Loader(data.graph, None, seeds, [3, 3], 128), 40)
-    one = cache_forecast.forecast(counted, data.table, degrees, fresh)
-    found = cache_forecast.forecast(counted, data.table, degrees, fresh, gpus=4)
-    assert (one["gpus"], found["gpus"]) == (1, 4)
-    for line, alone in zip(found["sizes"], one["sizes"], strict=True):
-        assert line["memory_bytes"] == cache.cache_bytes(data.table, -(-line["rows"] // 4))
-        for name in access_counts.RANKINGS:
-            figures = line[name]
-            for how in ("predicted", "measured"):
-                rate, own = figures[f"{how}_hit_rate"], figures.pop(f"{how}_own_hit_rates")
-                peer = figures.pop(f"{how}_peer_hit_rate")
-                assert len(own) == 4
-                assert peer == pytest.approx(rate * 3 / 4, rel=1e-9)
-                assert sum(own) == pytest.approx(rate, rel=1e-9)
-            # what comes from the host is the same
-            assert figures == alone[name]
-        own = counted.own_hit_rates([line["rows"]], 4)[0]
-        assert sum(own) == pytest.approx(line["presampled"]["predicted_hit_rate"], rel=1e-9)
-    found = cache_forecast.forecast(counted, data.table, degrees, gpus=4)
-    assert json.loads(json.dumps(found)) == found
-    told = reports_cache.format_forecast(found)
-    assert "a feature cache sharded over 4 GPUs" in told[0]
-    assert "memory per GPU" in told[1]
-    assert told[1].count("peer GPUs") == 2
-    peer = found["sizes"][-1]["presampled"]["predicted_peer_hit_rate"]
-    assert told[-1].split()[-2] == f"{peer:.1%}"
-    # one GPU has no peers
-    assert "peer" not in "".join(reports_cache.format_forecast(one))
-
-
-def test_cache_forecast_rejects_a_graph_without_features(tmp_path, capsys):
-    tiny().but(features=None).write(tmp_path / "raw")
-    error, hint = said(capsys, ["cache-forecast", tmp_path / "raw"], 1)
-    assert "has no features to cache" in error
-    assert "gcnzc embed" in hint
-
-
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["cache-forecast"], "folder of a graph", "gcnzc cache-forecast --help"),
-        (
-            ["cache-forecast", "x", "--batches", "3"],
-            "--batches must be at least 4, got 3",
-            "for the default",
-        ),
-        (["cache-forecast", "x", "--fanouts", "0"], "a fanout must be at least 1", "--fanouts"),
         (["train", "--cache-size", "20"], "--cache-size must be a fraction of the rows", "2GB"),
         (["train", "--features", "cashed"], "cashed", "gcnzc train --help"),
     ],

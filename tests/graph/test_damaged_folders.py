@@ -100,9 +100,6 @@ COMMANDS = {
     "predict test": lambda data, run, out: [
         *("predict", run, data, "--nodes", "test", "--out", f"{out}.csv")
     ],
-    "cache-forecast": lambda data, run, out: [
-        *("cache-forecast", data, FANOUTS, "--batches", "8", "--batch-size", "64")
-    ],
     "prepare": lambda data, run, out: ["prepare", data, out],
 }
 CASES = [

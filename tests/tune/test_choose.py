@@ -25,7 +25,7 @@ from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.loader import loader as loader_loader
 from gcnzc.loader.presampling import presample
-from gcnzc.tune import cache_forecast, choose, machine, pcie_bench, profiles, search
+from gcnzc.tune import choose, machine, pcie_bench, profiles, search
 from gcnzc.tune.choose import CacheMemory
 from gcnzc.tune.machine import Case, LoaderSettings
 
@@ -360,7 +360,7 @@ def test_without_a_real_graph_the_cache_size_is_default():
     mine = case()
     nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), None, quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
-    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in cache_forecast.SHARES}
+    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in choose.SHARES}
     made_up = choose.choose_cache_size(case(is_real=False), CacheMemory(10**9, "x"), None, quiet)
     assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
 

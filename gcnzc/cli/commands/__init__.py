@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from gcnzc.cli.commands.cache_forecast import CacheForecastConfig, cache_forecast_command
 from gcnzc.cli.commands.check import CheckConfig, check_command
-from gcnzc.cli.commands.cost import CostConfig, cost_command
 from gcnzc.cli.commands.data import (
     EmbedConfig,
     InfoConfig,
@@ -39,8 +37,6 @@ COMMANDS: dict[type, Callable[[Any, Reporter], None]] = {
     ExportConfig: export_command,
     CheckConfig: check_command,
     PcieConfig: pcie_command,
-    CacheForecastConfig: cache_forecast_command,
-    CostConfig: cost_command,
     PlotConfig: plot_command,
     PresetsConfig: presets_command,
 }
