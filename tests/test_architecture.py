@@ -2,7 +2,7 @@
 
 from bench.docs import architecture, data_path
 
-LIMIT = 500  # lines of a module
+LIMIT = 900  # lines of a module
 FILES = [
     path
     for folder in ("gcnzc", "kernels")
@@ -26,7 +26,7 @@ def test_the_diagram_is_current_and_names_existing_files():
             assert (data_path.ROOT / file).exists(), file
 
 
-def test_modules_have_at_most_500_lines_and_a_first_sentence():
+def test_modules_have_at_most_900_lines_and_a_first_sentence():
     wrong = []
     for path in FILES:
         name = path.relative_to(architecture.ROOT).as_posix()
