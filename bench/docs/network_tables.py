@@ -1,365 +1,15 @@
-"""Compute the documentation's tables about networks and optimizers.
-
-They are registered in `bench/docs/result_tables.py`.
-"""
+"""Tables of collectives, networks and optimizers."""
 
 import statistics
+from collections.abc import Iterator, Sequence
 
-from bench.docs.result_tables import (
-    Line,
-    markdown,
-    newest,
-    read,
-    significant,
-    spread,
-    table,
-    with_caption,
-)
+from bench.docs.table import Cells, Line, Row, Table, by_key, in_bytes, read, significant, spread
 from gcnzc.exchange.algorithms import default_algorithm
 from gcnzc.exchange.collectives import COLLECTIVES
 from gcnzc.exchange.collectives.broadcast import CHAIN, PIECE_BYTES
 from gcnzc.exchange.requests import BUILTIN
 
-
-@table
-def emulated_links() -> str:
-    """Return the table of measured rates and delays of emulated links."""
-    lines = newest(
-        [
-            line | {"pairs": tuple(line["links"].items())}
-            for line in read("cluster")
-            if "link" in line
-        ],
-        "mbit_per_s",
-        "delay_ms",
-        "pairs",
-        "link",
-    )
-    rows = []
-    for line in lines.values():
-        rate = line["mbit_per_s"]
-        requested = [] if rate is None else [f"{rate:g} Mbit/s"]
-        requested += [f"{line['delay_ms']:g} ms"] if line["delay_ms"] else []
-        requested += [
-            f"{mbit:g} Mbit/s for {'this' if pair == line['link'] else 'another'} pair"
-            for pair, mbit in line["links"].items()
-        ]
-        shown = (significant(line[f"measured_{key}"]) for key in ("round_trip_ms", "mbit_per_s"))
-        rows.append([", ".join(requested) or "no limit", *shown])
-    heads = ["requested", "round trip, ms", "payload of one TCP stream, Mbit/s"]
-    command = "python -m bench.network.cluster --workers 8 --measure --record"
-    return with_caption(markdown(heads, rows), lines.values(), command)
-
-
-@table
-def validation() -> str:
-    """Return the table of collectives over emulated machines and in the simulator."""
-    lines = newest(
-        read("validation"), "workers", "mbit_per_s", "delay_ms", "kind", "algorithm", "num_bytes"
-    )
-    rows = []
-    for line in lines.values():
-        rows.append(
-            [
-                line["workers"],
-                f"{line['mbit_per_s']:g} Mbit/s",
-                f"`{line['kind']}`",
-                line["algorithm"],
-                f"{line['num_bytes']:,}",
-                *(significant(1e3 * line[name]) for name in ("measured_s", "least_s", "tcp_s")),
-                f"{line['measured_of_tcp']:.2f}",
-                f"{line['least_s'] / line['tcp_s']:.2f}",
-                f"{line['measured_of_ideal']:.2f}",
-                significant(1e3 * line["machine_s"]),
-            ]
-        )
-    heads = [
-        "workers",
-        "links",
-        "collective",
-        "algorithm",
-        "bytes",
-        "measured, ms",
-        "least, ms",
-        "simulated, ms",
-        "measured / simulated",
-        "least / simulated",
-        "measured / simulated, ideal links",
-        "without limits, ms",
-    ]
-    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.network.validate")
-
-
-@table
-def workers() -> str:
-    """Return the tables of throughput and accuracy by number of workers."""
-    speeds = newest(
-        [line for line in read("workers") if line["part"] == "speed"], "workers", "nodes"
-    )
-    rows = [
-        [
-            count,
-            f"{nodes:,}",
-            f"{line['seeds_per_s']:,.0f}",
-            f"{line['seeds_per_s_without_exchange']:,.0f}",
-        ]
-        for (count, nodes), line in sorted(speeds.items())
-    ]
-    heads = ["workers", "nodes of the graph", "seed nodes/s", "seed nodes/s without exchange"]
-    first = with_caption(
-        markdown(heads, rows), speeds.values(), "python -m bench.training.workers speed"
-    )
-    scores = newest(
-        [line for line in read("workers") if line["part"] == "accuracy"], "graph", "workers"
-    )
-    rows = [
-        [graph, count, line["total_batch"], spread(line)]
-        for (graph, count), line in sorted(scores.items())
-    ]
-    heads = ["graph", "workers", "seeds of a step, all workers", "test, %"]
-    return (
-        first
-        + "\n"
-        + with_caption(
-            markdown(heads, rows), scores.values(), "python -m bench.training.workers accuracy"
-        )
-    )
-
-
 LINKS = {"delay": "1 ms of delay", "slow": "100 Mbit/s", "unlimited": "no limit"}
-
-
-def timed_collectives() -> dict[tuple[str, int, str, int], Line]:
-    """Return the newest times by link, number of workers, collective and size.
-
-    Times of local processes (`--links here`) are excluded.
-    """
-    lines = [
-        line for line in read("collectives") if line["part"] == "times" and line["link"] in LINKS
-    ]
-    return newest(lines, "link", "workers", "kind", "num_bytes")
-
-
-@table
-def collectives() -> str:
-    """Return the table of the speed-ups of tuned algorithms over gloo's."""
-    lines = timed_collectives()
-    rows = []
-    for link, count, kind in sorted({key[:3] for key in lines}):
-        selected = {key[3]: line for key, line in lines.items() if key[:3] == (link, count, kind)}
-        gains = {
-            num_bytes: (1 / line["tuned_of_builtin"], line["tuned"])
-            for num_bytes, line in selected.items()
-        }
-        low, high = (
-            min(gains, key=lambda size: gains[size][0]),
-            max(gains, key=lambda size: gains[size][0]),
-        )
-        shown = (
-            f"{gains[size][0]:.2f} ({gains[size][1]}, {in_bytes(size)})" for size in (high, low)
-        )
-        middle = sorted(gain for gain, _ in gains.values())[len(gains) // 2]
-        rows.append(
-            [
-                LINKS[link],
-                count,
-                f"`{kind}`",
-                f"{in_bytes(min(selected))} to {in_bytes(max(selected))}",
-                *shown,
-                f"{middle:.2f}",
-            ]
-        )
-    heads = [
-        "network",
-        "workers",
-        "collective",
-        "sizes",
-        "largest speed-up",
-        "smallest speed-up",
-        "median speed-up",
-    ]
-    return with_caption(
-        markdown(heads, rows), lines.values(), "python -m bench.network.collectives"
-    )
-
-
-@table
-def default_collectives() -> str:
-    """Return the table of the default algorithms, relative to the fastest ones and to gloo's."""
-    lines = timed_collectives()
-    rows, used = [], []
-    for link, count, kind in sorted({key[:3] for key in lines}):
-        if not COLLECTIVES[kind].critical_paths(1, count):
-            continue
-        of_fastest, of_builtin = {}, {}
-        for (*group, num_bytes), line in lines.items():
-            seconds = {name: times["least_s"] for name, times in line["ways"].items()}
-            name = default_algorithm(kind, num_bytes, count)
-            name = f"{CHAIN}:{PIECE_BYTES}" if name == CHAIN else name
-            if group == [link, count, kind] and name in seconds:
-                of_fastest[num_bytes] = seconds[name] / min(seconds.values())
-                of_builtin[num_bytes] = seconds[BUILTIN] / seconds[name]
-                used.append(line)
-        slowest = max(of_fastest, key=of_fastest.__getitem__)
-        name = default_algorithm(kind, slowest, count)
-        rows.append(
-            [
-                LINKS[link],
-                count,
-                f"`{kind}`",
-                f"{in_bytes(min(of_fastest))} to {in_bytes(max(of_fastest))}",
-                f"{statistics.median(of_builtin.values()):.2f}",
-                f"{min(of_builtin.values()):.2f} to {max(of_builtin.values()):.2f}",
-                f"{statistics.median(of_fastest.values()):.2f}",
-                f"{of_fastest[slowest]:.2f} ({name}, {in_bytes(slowest)})",
-            ]
-        )
-    heads = [
-        "network",
-        "workers",
-        "collective",
-        "sizes",
-        "median speed-up over gloo's",
-        "range",
-        "median time, relative to the fastest",
-        "largest",
-    ]
-    return with_caption(markdown(heads, rows), used, "python -m bench.network.collectives")
-
-
-@table
-def sums_with_delay() -> str:
-    """Return the table of times of an all-reduce of 8 workers with delay."""
-    return times_by_size("delay", "Sum", ["builtin", "doubling", "halving", "ring"])
-
-
-@table
-def small_sums() -> str:
-    """Return the table of small all-reduces of 8 workers with delay, in the last three runs."""
-    runs: dict[int, list[Line]] = {}
-    for line in read("collectives"):
-        case = line["part"], line.get("link"), line.get("workers"), line.get("kind")
-        if case == ("times", "delay", 8, "Sum") and 64 <= line["num_bytes"] <= 4096:
-            runs.setdefault(line["num_bytes"], []).append(line)
-    rows, shown = [], []
-    for num_bytes, lines in sorted(runs.items()):
-        last = lines[-3:]
-        shown += last
-        medians = [
-            [line["ways"][name]["median_s"] for line in last] for name in ("builtin", "doubling")
-        ]
-        ratios = [one / other for one, other in zip(*medians, strict=True)]
-        rows.append(
-            [
-                in_bytes(num_bytes),
-                *(significant(1e3 * statistics.median(each)) for each in medians),
-                " / ".join(f"{each:.2f}" for each in ratios),
-                f"{statistics.median(ratios):.2f}",
-            ]
-        )
-    heads = ["size", "builtin, ms", "doubling, ms", "ratio in each run", "median"]
-    sizes = "--least-bytes 64 --most-bytes 4096"
-    command = f"python -m bench.network.collectives --workers 8 --links delay --kinds Sum {sizes}"
-    return with_caption(markdown(heads, rows), shown, command)
-
-
-@table
-def message_cpu() -> str:
-    """Return the table of the CPU time of a message, before and after a change."""
-    lines = [line for line in read("collectives") if line["part"] == "cpu"]
-    rows = []
-    for commit in dict.fromkeys(line["gcnzc_commit"].removesuffix("-dirty") for line in lines):
-        for num_bytes in sorted({line["num_bytes"] for line in lines}):
-            found = [
-                line
-                for line in lines
-                if line["num_bytes"] == num_bytes and line["gcnzc_commit"].startswith(commit)
-            ]
-            shown = [
-                significant(statistics.median(line[key] for line in found))
-                for key in ("torch_us", "gcnzc_us", "share_us", "least_share_us")
-            ]
-            rows.append([f"`{commit}`", in_bytes(num_bytes), len(found), *shown])
-    heads = [
-        *("gcnzc", "size", "runs", "torch, µs", "gcnzc, µs", "difference, µs"),
-        "difference of least times, µs",
-    ]
-    command = "python -m bench.network.message_cpu --workers 4 --before FOLDER"
-    return with_caption(markdown(heads, rows), lines, command)
-
-
-@table
-def slow_broadcasts() -> str:
-    """Return the table of times of a broadcast to 8 workers over slow links."""
-    return times_by_size(
-        "slow", "Broadcast", ["builtin", "binomial", "chain:8192", "chain:16384", "chain:32768"]
-    )
-
-
-def times_by_size(link: str, kind: str, algorithms: list[str]) -> str:
-    """Return the least and median milliseconds of a collective, by size and algorithm."""
-    found = {
-        key[3]: line for key, line in timed_collectives().items() if key[:3] == (link, 8, kind)
-    }
-    rows = []
-    for num_bytes, line in sorted(found.items()):
-        cells: list[object] = [in_bytes(num_bytes)]
-        for algorithm in algorithms:
-            times = line["ways"].get(algorithm)
-            cells.append(
-                times
-                and " / ".join(significant(1e3 * times[name]) for name in ("least_s", "median_s"))
-            )
-        rows.append([*cells, line["tuned"]])
-    text = markdown(["size", *algorithms, "tuned choice"], rows)
-    command = f"python -m bench.network.collectives --workers 8 --links {link} --kinds {kind}"
-    return with_caption(text, found.values(), command)
-
-
-@table
-def counted_bytes() -> str:
-    """Return the table of bytes sent, counted by the ledger and by network interfaces."""
-    lines = newest(
-        [line for line in read("collectives") if line["part"] == "bytes" and line["workers"] == 8],
-        "request",
-        "algorithm",
-    )
-    rows = [
-        [
-            f"`{RENAMED.get(request, request)}`",
-            algorithm,
-            f"{line['ledger_bytes']:,.0f}",
-            "yes"
-            if line["ledger_bytes"] == line["formula_bytes"] and line["same_on_each"]
-            else "no",
-            f"{100 * (line['wire_of_ledger'] - 1):+.1f} %",
-            f"{100 * (line['tcp_payload_of_ledger'] - 1):+.2f} %",
-        ]
-        for (request, algorithm), line in lines.items()
-    ]
-    heads = [
-        "request",
-        "algorithm",
-        "ledger, bytes",
-        "equal to the formula",
-        "interfaces",
-        "without frame headers",
-    ]
-    return with_caption(
-        markdown(heads, rows), lines.values(), "python -m bench.network.collectives --bytes"
-    )
-
-
-def in_bytes(number: int) -> str:
-    """Format a size with a binary unit."""
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:g} {unit}"
-    return f"{number} B"
-
-
-# requests whose names have changed since they were recorded
-RENAMED = {"Swap": "SendReceive", "Vote": "AllGatherScalar"}
 RATES = (10.0, 100.0, 1000.0)
 METHODS = {
     "none": "no exchange until the end",
@@ -384,188 +34,417 @@ MODELS = {
     "planted": "19 k parameters, planted",
     "wide": "5.1 M parameters, amazon_photo",
 }
+# tasks of the runs with default options
+TASKS = {
+    "digits": "digits, %",
+    "characters": "characters, bits (lower is better)",
+    "planted": "planted, %",
+}
+EXCHANGES = {
+    "stage": "a step after the warm-up, compared with float32 gradients",
+    "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
+    "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
+}
+# requests whose names have changed since they were recorded
+RENAMED = {"Swap": "SendReceive", "Vote": "AllGatherScalar"}
 
 
-@table
-def optimizer_speed() -> str:
-    """Return the tables of the throughput of each method over links of three rates."""
-    lines = [line for line in read("strategies") if line["part"] == "speed"]
-    found = newest(lines, "case", "method", "mbit_per_s")
-    parts = []
-    for case, title in MODELS.items():
-        rows = []
-        for method, name in METHODS.items():
-            cells = [found.get((case, method, rate)) for rate in RATES]
-            if any(cells):
-                rows.append(
-                    [name, *(line and significant(line["seeds_per_s"], 4) for line in cells)]
-                )
-        heads = [f"seed nodes/s, {title}", *(f"{rate:g} Mbit/s" for rate in RATES)]
-        parts.append(markdown(heads, rows))
-    return with_caption(
-        "\n".join(parts), found.values(), "python -m bench.network.strategies speed"
-    )
+def timed(line: Line) -> bool:
+    """Return whether a line has times of a collective; those of local processes are excluded."""
+    return line.part == "times" and line.link in LINKS
 
 
-@table
-def optimizer_accuracy() -> str:
-    """Return the table of the test accuracy of each method, and the bytes that a worker sent."""
-    found = newest(
-        [line for line in read("strategies") if line["part"] == "accuracy"], "case", "method"
-    )
-    rows = []
-    for method, name in METHODS.items():
-        cells: list[object] = []
-        for case in MODELS:
-            line = found.get((case, method))
-            cells += (
-                [None, None]
-                if line is None
-                else [spread(line), significant(line["bytes_sent"][-1] / 1e6)]
-            )
-        if any(cells):
-            rows.append([name, *cells])
-    heads = ["method"]
-    for title in MODELS.values():
-        heads += [f"{title}: test, %", "MB sent by a worker"]
-    return with_caption(
-        markdown(heads, rows), found.values(), "python -m bench.network.strategies accuracy"
-    )
-
-
-@table
-def defaults() -> str:
-    """Return the table of short runs with the default options."""
-    lines = newest(read("defaults"), "task", "method", "defaults")
-    tasks = {
-        "digits": "digits, %",
-        "characters": "characters, bits (lower is better)",
-        "planted": "planted, %",
+def collective(row: Row) -> dict[str, object]:
+    """Return the columns that identify a collective."""
+    sizes = row.of("num_bytes")
+    return {
+        "network": LINKS[row.link],
+        "workers": row.workers,
+        "collective": f"`{row.kind}`",
+        "sizes": f"{in_bytes(min(sizes))} to {in_bytes(max(sizes))}",
     }
-    rows = []
-    for method in dict.fromkeys(method for _, method, _ in lines):
-        for options, title in (("now", "not given"), ("now, length given", "given")):
-            cells = [lines.get((task, method, options)) for task in tasks]
-            if None in cells:
-                continue
-            shares = []
-            for task, line in zip(tasks, cells, strict=True):
-                of_adamw = lines[task, "adamw", "now"]["last_bytes_sent"]
-                shares.append(f"{100 * (line or {})['last_bytes_sent'] / of_adamw:.0f}")
-            shown = (spread(line or {}, "score", "spread") for line in cells)
-            rows.append([METHODS[method].split(",")[0], title, *shown, " / ".join(shares)])
-    first = next(iter(lines.values()))
-    heads = [
-        "method",
-        "`total_steps`",
-        *tasks.values(),
-        f"bytes in the last {first['last_steps']} steps, % of AdamW's",
-    ]
-    return with_caption(markdown(heads, rows), lines.values(), first["command"])
 
 
-@table
-def traffic() -> str:
-    """Return the table of the factors by which methods reduce the bytes sent."""
-    titles = {
-        "stage": "a step after the warm-up, compared with float32 gradients",
-        "run": "100 steps, 15 of them warm-up in float16, compared with float16 gradients",
-        "streaming": "100 local steps, float4_e3m0, compared with bfloat16 gradients",
+@Table(
+    "collectives",
+    "link workers kind",
+    "bench.network.collectives",
+    among="num_bytes",
+    where=timed,
+    sort=by_key,
+)
+def collectives(x: Row) -> Cells:
+    """Speed-ups of tuned algorithms over gloo's."""
+    lines = [Line(line, gain=1 / line.tuned_of_builtin) for line in x.lines]
+    extremes = {
+        f"{name} speed-up": choose(lines, key=lambda line: line.gain)
+        for name, choose in {"largest": max, "smallest": min}.items()
     }
-    lines = [
-        line for line in read("traffic") if line["times_fewer"] != 1 and line["part"] != "methods"
-    ]
-    sizes = sorted({line["elements"] for line in lines})
-    for line in lines:
-        line["fragments"] = line.get("fragments")
-    found = newest(lines, "part", "way", "fragments", "elements")
-    rows = []
-    for part, method, fragments in dict.fromkeys(key[:3] for key in found):
-        cells = [found.get((part, method, fragments, size)) for size in sizes]
-        shown = [
-            line and f"{line['times_fewer']:.3g} ({line['times_fewer_by_ledger']:.3g})"
-            for line in cells
-        ]
-        more = f", {fragments} fragment{'s' * (fragments > 1)}" if fragments else ""
-        rows.append([method, titles[part] + more, *shown])
-    heads = ["method", "exchange", *(f"{size:,} parameters" for size in sizes)]
-    return with_caption(markdown(heads, rows), found.values(), "python -m bench.network.traffic")
+    return {
+        **collective(x),
+        **{
+            head: f"{line.gain:.2f} ({line.tuned}, {in_bytes(line.num_bytes)})"
+            for head, line in extremes.items()
+        },
+        "median speed-up": f"{sorted(line.gain for line in lines)[len(lines) // 2]:.2f}",
+    }
 
 
-@table
-def bytes_of_methods() -> str:
-    """Return the table of the bytes of all methods, by their ledgers and their interfaces."""
-    lines = [line for line in read("traffic") if line["part"] == "methods"]
-    found = newest(lines, "way")
-    rows = [
-        [
-            method,
-            significant(line["ledger_bytes"] / line["steps"] / line["workers"] / 1e3),
-            significant(line["wire_bytes_per_step"] / 1e3),
-            f"{line['wire_of_ledger']:.2f}",
-            significant(line["times_fewer_by_ledger"]),
-            significant(line["times_fewer"]),
-        ]
-        for method, line in found.items()
-    ]
-    heads = [
-        "method",
-        "kB per step, ledger",
-        "kB per step, interface",
-        "interface / ledger",
-        "times fewer than average, ledger",
-        "times fewer, interface",
-    ]
-    command = "python -m bench.network.traffic --parts methods --elements 50000"
-    return with_caption(markdown(heads, rows), found.values(), command)
+def default_lines() -> Iterator[Line]:
+    """Yield times of default algorithms, relative to the fastest ones and to gloo's."""
+    for line in filter(timed, read("collectives")):
+        if COLLECTIVES[line.kind].critical_paths(1, line.workers):
+            name = default_algorithm(line.kind, line.num_bytes, line.workers)
+            seconds = {each: times.least_s for each, times in line.ways.items()}
+            own = seconds.get(f"{CHAIN}:{PIECE_BYTES}" if name == CHAIN else name)
+            if own is not None:
+                of_fastest, of_builtin = own / min(seconds.values()), seconds[BUILTIN] / own
+                yield Line(line, default=name, of_fastest=of_fastest, of_builtin=of_builtin)
 
 
-@table
-def packing() -> str:
-    """Return the table of times of operations on packed signs, in units of the time of a copy."""
-    lines = newest(read("pack"), "way", "n", "block")
-    sizes = sorted({n for _, n, _ in lines})
-    rows = []
-    for operation, block in dict.fromkeys((operation, block) for operation, _, block in lines):
-        cells = [lines.get((operation, n, block)) for n in sizes]
-        if operation != "copy":
-            rows.append(
-                [
-                    operation.replace("settle", "update the error"),
-                    block,
-                    *(line and f"{line['copies']:.2f}" for line in cells),
-                ]
-            )
-    heads = [
-        "operation",
-        "elements per scale",
-        *(f"{n / 2**20:g} Mi elements, copies" for n in sizes),
-    ]
-    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.network.pack")
+@Table(
+    default_lines,
+    "link workers kind",
+    "bench.network.collectives",
+    among="num_bytes",
+    sort=by_key,
+)
+def default_collectives(x: Row) -> Cells:
+    """Default algorithms, relative to the fastest ones and to gloo's."""
+    gains = x.of("of_builtin")
+    slowest = max(x.lines, key=lambda line: line.of_fastest)
+    size = in_bytes(slowest.num_bytes)
+    return {
+        **collective(x),
+        "median speed-up over gloo's": f"{statistics.median(gains):.2f}",
+        "range": f"{min(gains):.2f} to {max(gains):.2f}",
+        "median time, relative to the fastest": f"{x.median('of_fastest'):.2f}",
+        "largest": f"{slowest.of_fastest:.2f} ({slowest.default}, {size})",
+    }
 
 
-@table
-def deepspeed() -> str:
-    """Return the table of differences from DeepSpeed's optimizers."""
-    lines = newest(read("deepspeed_peer"), "optimizer", "seed")
-    rows = [
-        [
-            f"`{name}`",
-            seed,
-            f"{line['equal_steps']} of {line['steps']}",
-            f"{line['largest_difference']:.2g}",
-        ]
-        for (name, seed), line in sorted(lines.items())
+def least_and_median(x: Row, algorithms: Sequence[str]) -> dict[str, object]:
+    """Return the least and median milliseconds of a collective by algorithm."""
+    times = {name: x.ways.get(name) for name in algorithms}
+    return {
+        "size": in_bytes(x.num_bytes),
+        **{
+            name: each and f"{significant(1e3 * each.least_s)} / {significant(1e3 * each.median_s)}"
+            for name, each in times.items()
+        },
+        "tuned choice": x.tuned,
+    }
+
+
+@Table(
+    "collectives",
+    "num_bytes",
+    "bench.network.collectives --workers 8 --links delay --kinds Sum",
+    where=lambda x: timed(x) and (x.link, x.workers, x.kind) == ("delay", 8, "Sum"),
+    sort=by_key,
+)
+def sums_with_delay(x: Row) -> Cells:
+    """Times of an all-reduce of 8 workers with delay."""
+    return least_and_median(x, ("builtin", "doubling", "halving", "ring"))
+
+
+@Table(
+    "collectives",
+    "num_bytes",
+    "bench.network.collectives --workers 8 --links slow --kinds Broadcast",
+    where=lambda x: timed(x) and (x.link, x.workers, x.kind) == ("slow", 8, "Broadcast"),
+    sort=by_key,
+)
+def slow_broadcasts(x: Row) -> Cells:
+    """Times of a broadcast to 8 workers over slow links."""
+    chains = (f"chain:{size}" for size in (8192, 16384, 32768))
+    return least_and_median(x, ("builtin", "binomial", *chains))
+
+
+def small_sum_lines() -> Iterator[Line]:
+    """Yield the times of small all-reduces with delay, in the last three runs of each size."""
+    runs: dict[int, list[Line]] = {}
+    for line in filter(timed, read("collectives")):
+        case = line.link, line.workers, line.kind
+        if case == ("delay", 8, "Sum") and 64 <= line.num_bytes <= 4096:
+            builtin, doubling = (line.ways[name].median_s for name in ("builtin", "doubling"))
+            line.update(builtin=builtin, doubling=doubling, ratio=builtin / doubling)
+            runs.setdefault(line.num_bytes, []).append(line)
+    for lines in runs.values():
+        yield from (Line(line, run=number) for number, line in enumerate(lines[-3:]))
+
+
+@Table(
+    small_sum_lines,
+    "num_bytes",
+    "bench.network.collectives --workers 8 --links delay --kinds Sum "
+    "--least-bytes 64 --most-bytes 4096",
+    among="run",
+    sort=by_key,
+)
+def small_sums(x: Row) -> Cells:
+    """Small all-reduces of 8 workers with delay, in the last three runs."""
+    return {
+        "size": in_bytes(x.num_bytes),
+        "builtin, ms": significant(x.median("builtin", 1e3)),
+        "doubling, ms": significant(x.median("doubling", 1e3)),
+        "ratio in each run": " / ".join(f"{each:.2f}" for each in x.of("ratio")),
+        "median": f"{x.median('ratio'):.2f}",
+    }
+
+
+def cpu_lines() -> Iterator[Line]:
+    """Yield the CPU times of messages."""
+    for run, line in enumerate(read("collectives")):
+        if line.part == "cpu":
+            yield Line(line, run=run, version=line.gcnzc_commit.removesuffix("-dirty"))
+
+
+@Table(
+    cpu_lines,
+    "version num_bytes",
+    "bench.network.message_cpu --workers 4 --before FOLDER",
+    among="run",
+)
+def message_cpu(x: Row) -> Cells:
+    """CPU time of a message, before and after a change."""
+    names = {
+        "torch, µs": "torch_us",
+        "gcnzc, µs": "gcnzc_us",
+        "difference, µs": "share_us",
+        "difference of least times, µs": "least_share_us",
+    }
+    return {
+        "gcnzc": f"`{x.version}`",
+        "size": in_bytes(x.num_bytes),
+        "runs": len(x.lines),
+        **{head: significant(x.median(name)) for head, name in names.items()},
+    }
+
+
+@Table(
+    "collectives",
+    "request algorithm",
+    "bench.network.collectives --bytes",
+    where=lambda x: x.part == "bytes" and x.workers == 8,
+)
+def counted_bytes(x: Row) -> Cells:
+    """Bytes sent, counted by the ledger and by network interfaces."""
+    is_equal = x.ledger_bytes == x.formula_bytes and x.same_on_each
+    return {
+        "request": f"`{RENAMED.get(x.request, x.request)}`",
+        "algorithm": x.algorithm,
+        "ledger, bytes": f"{x.ledger_bytes:,.0f}",
+        "equal to the formula": "yes" if is_equal else "no",
+        "interfaces": f"{100 * (x.wire_of_ledger - 1):+.1f} %",
+        "without frame headers": f"{100 * (x.tcp_payload_of_ledger - 1):+.2f} %",
+    }
+
+
+@Table(
+    lambda: [Line(x, pairs=tuple(x.links.items())) for x in read("cluster") if "link" in x],
+    "mbit_per_s delay_ms pairs link",
+    "bench.network.cluster --workers 8 --measure --record",
+)
+def emulated_links(x: Row) -> Cells:
+    """Measured rates and delays of emulated links."""
+    requested = [] if x.mbit_per_s is None else [f"{x.mbit_per_s:g} Mbit/s"]
+    requested += [f"{x.delay_ms:g} ms"] if x.delay_ms else []
+    requested += [
+        f"{mbit:g} Mbit/s for {'this' if pair == x.link else 'another'} pair"
+        for pair, mbit in x.pairs
     ]
-    versions = ", ".join(sorted({line["deepspeed"] for line in lines.values()}))
-    heads = [
-        f"optimizer of DeepSpeed {versions}",
-        "seed",
-        "bit-identical steps",
-        "largest difference of a parameter",
-    ]
-    return with_caption(
-        markdown(heads, rows),
-        lines.values(),
-        "python -m bench.network.deepspeed_peer --peer FOLDER",
-    )
+    return {
+        "requested": ", ".join(requested) or "no limit",
+        "round trip, ms": significant(x.measured_round_trip_ms),
+        "payload of one TCP stream, Mbit/s": significant(x.measured_mbit_per_s),
+    }
+
+
+@Table(
+    "validation",
+    "workers mbit_per_s delay_ms kind algorithm num_bytes",
+    "bench.network.validate",
+)
+def validation(x: Row) -> Cells:
+    """Collectives over emulated machines and in the simulator."""
+    return {
+        "workers": x.workers,
+        "links": f"{x.mbit_per_s:g} Mbit/s",
+        "collective": f"`{x.kind}`",
+        "algorithm": x.algorithm,
+        "bytes": f"{x.num_bytes:,}",
+        "measured, ms": significant(1e3 * x.measured_s),
+        "least, ms": significant(1e3 * x.least_s),
+        "simulated, ms": significant(1e3 * x.tcp_s),
+        "measured / simulated": f"{x.measured_of_tcp:.2f}",
+        "least / simulated": f"{x.least_s / x.tcp_s:.2f}",
+        "measured / simulated, ideal links": f"{x.measured_of_ideal:.2f}",
+        "without limits, ms": significant(1e3 * x.machine_s),
+    }
+
+
+@Table(
+    "workers",
+    "workers nodes",
+    "bench.training.workers speed",
+    where=lambda x: x.part == "speed",
+    sort=by_key,
+)
+def workers_speed(x: Row) -> Cells:
+    """Throughput by number of workers."""
+    return {
+        "workers": x.workers,
+        "nodes of the graph": f"{x.nodes:,}",
+        "seed nodes/s": f"{x.seeds_per_s:,.0f}",
+        "seed nodes/s without exchange": f"{x.seeds_per_s_without_exchange:,.0f}",
+    }
+
+
+@Table(
+    "workers",
+    "graph workers",
+    "bench.training.workers accuracy",
+    where=lambda x: x.part == "accuracy",
+    sort=by_key,
+)
+def workers_accuracy(x: Row) -> Cells:
+    """Accuracy by number of workers."""
+    return {
+        "graph": x.graph,
+        "workers": x.workers,
+        "seeds of a step, all workers": x.total_batch,
+        "test, %": spread(x.lines[0]),
+    }
+
+
+@Table(
+    "strategies",
+    "case method",
+    "bench.network.strategies speed",
+    among="mbit_per_s",
+    where=lambda x: x.part == "speed",
+    rows={(case, method): name for case in MODELS for method, name in METHODS.items()},
+)
+def optimizer_speed(x: Row) -> Cells:
+    """Throughput of each method over links of three rates."""
+    return {
+        "model": MODELS[x.case],
+        "method": x.title,
+        **x.across(
+            "mbit_per_s",
+            "seed nodes/s at {:g} Mbit/s",
+            lambda x: significant(x.seeds_per_s, 4),
+            RATES,
+        ),
+    }
+
+
+@Table(
+    "strategies",
+    "method",
+    "bench.network.strategies accuracy",
+    among="case",
+    where=lambda x: x.part == "accuracy",
+    rows=METHODS,
+)
+def optimizer_accuracy(x: Row) -> Cells:
+    """Test accuracy of each method, and the bytes that a worker sent."""
+    cells: dict[str, object] = {"method": x.title}
+    for case, model in MODELS.items():
+        line = x.at(case=case)
+        cells[f"{model}: test, %"] = line and spread(line)
+        cells[f"{model}: MB sent by a worker"] = line and significant(line.bytes_sent[-1] / 1e6)
+    return cells
+
+
+@Table(
+    "defaults",
+    "method defaults",
+    "bench.network.defaults --seeds 2 --steps 300",
+    among="task",
+    rows={
+        (method, options): title
+        for method in METHODS
+        for options, title in {"now": "not given", "now, length given": "given"}.items()
+    },
+)
+def defaults(x: Row) -> Cells:
+    """Short runs with the default options."""
+    if {line.task for line in x.lines} < {*TASKS}:
+        return None
+    adamw = {line.task: line for line in x.all if (line.method, line.defaults) == ("adamw", "now")}
+    own = {line.task: line.last_bytes_sent for line in x.lines}
+    shares = (f"{100 * own[task] / adamw[task].last_bytes_sent:.0f}" for task in TASKS)
+    return {
+        "method": METHODS[x.method].split(",")[0],
+        "`total_steps`": x.title,
+        **x.across("task", TASKS, lambda x: spread(x, "score", "spread")),
+        f"bytes in the last {x.last_steps} steps, % of AdamW's": " / ".join(shares),
+    }
+
+
+@Table(
+    lambda: [Line(line, fragments=line.get("fragments")) for line in read("traffic")],
+    "part way fragments",
+    "bench.network.traffic",
+    among="elements",
+    where=lambda x: x.times_fewer != 1 and x.part != "methods",
+)
+def traffic(x: Row) -> Cells:
+    """Factors by which methods reduce the bytes sent."""
+    parts = f", {x.fragments} fragment{'s' * (x.fragments > 1)}" if x.fragments else ""
+    return {
+        "method": x.way,
+        "exchange": EXCHANGES[x.part] + parts,
+        **x.across(
+            "elements",
+            "{:,} parameters",
+            lambda x: f"{x.times_fewer:.3g} ({x.times_fewer_by_ledger:.3g})",
+        ),
+    }
+
+
+@Table(
+    "traffic",
+    "way",
+    "bench.network.traffic --parts methods --elements 50000",
+    where=lambda x: x.part == "methods",
+)
+def bytes_of_methods(x: Row) -> Cells:
+    """Bytes of all methods, by their ledgers and their interfaces."""
+    return {
+        "method": x.way,
+        "kB per step, ledger": significant(x.ledger_bytes / x.steps / x.workers / 1e3),
+        "kB per step, interface": significant(x.wire_bytes_per_step / 1e3),
+        "interface / ledger": f"{x.wire_of_ledger:.2f}",
+        "times fewer than average, ledger": significant(x.times_fewer_by_ledger),
+        "times fewer, interface": significant(x.times_fewer),
+    }
+
+
+@Table("pack", "way block", "bench.network.pack", among="n", where=lambda x: x.way != "copy")
+def packing(x: Row) -> Cells:
+    """Times of operations on packed signs, in units of the time of a copy."""
+    sizes = {n * 2**20: f"{n} Mi elements, copies" for n in (4, 16, 64)}
+    return {
+        "operation": x.way.replace("settle", "update the error"),
+        "elements per scale": x.block,
+        **x.across("n", sizes, lambda x: f"{x.copies:.2f}"),
+    }
+
+
+@Table(
+    "deepspeed_peer",
+    "optimizer seed",
+    "bench.network.deepspeed_peer --peer FOLDER",
+    sort=by_key,
+)
+def deepspeed(x: Row) -> Cells:
+    """Differences from DeepSpeed's optimizers."""
+    return {
+        f"optimizer of DeepSpeed {x.deepspeed}": f"`{x.optimizer}`",
+        "seed": x.seed,
+        "bit-identical steps": f"{x.equal_steps} of {x.steps}",
+        "largest difference of a parameter": f"{x.largest_difference:.2g}",
+    }

@@ -12,18 +12,13 @@ import sys
 from pathlib import Path
 
 from bench.docs import (
-    bus_tables,  # noqa: F401, which registers its tables
-    drop_compute_tables,  # noqa: F401
-    embedding_tables,  # noqa: F401
-    hetero_tables,  # noqa: F401
+    loading_tables,  # noqa: F401, which registers its tables
     network_tables,  # noqa: F401
-    resource_tables,  # noqa: F401
     robustness_tables,  # noqa: F401
     strategy_tables,  # noqa: F401
-    summary_tables,  # noqa: F401
     training_tables,  # noqa: F401
 )
-from bench.docs.result_tables import TABLES
+from bench.docs.table import TABLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -47,7 +42,7 @@ def main() -> int:
 
 def with_tables(text: str) -> str:
     """Return a page's text with its tables recomputed."""
-    return PATTERN.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+    return PATTERN.sub(lambda found: f"{found[1]}\n{TABLES[found[2]].render()}\n{found[3]}", text)
 
 
 def tables_of(text: str) -> list[str]:

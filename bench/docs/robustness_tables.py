@@ -1,146 +1,204 @@
-"""Compute the tables about faults, invalid inputs, the tests of PyG and DGL, and versions."""
+"""Tables of faults, invalid inputs, the tests of PyG and DGL, and versions; and the summary."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.docs.result_tables import markdown, newest, read, table, with_caption
+from bench.docs.network_tables import timed
+from bench.docs.table import (
+    TABLES,
+    Cells,
+    Line,
+    Row,
+    Table,
+    by_key,
+    find,
+    newest,
+    read,
+    significant,
+    spread,
+    uncaptioned,
+)
 
 # of a chi-square statistic, below which two distributions differ
 PYG_SAMPLER_LEAST_P = 1e-5
+OUTCOMES = {"rejected": "rejected", "accepted correctly": "accepted", "failed": "failed"}
 
 
-@table
-def fuzz() -> str:
-    """Return the table of damaged files and invalid options."""
-    line = read("fuzz")[-1]
-    return with_caption(outcomes_of(line["kinds"]), [line], "python -m bench.robustness.fuzz")
-
-
-def outcomes_of(kinds: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a table of the outcomes of each kind of input."""
+def fuzz_lines() -> Iterator[Line]:
+    """Yield the outcomes of each kind of input of the newest run, and of all."""
+    run = read("fuzz")[-1]
     total: Counter[str] = Counter()
-    for counts in kinds.values():
+    for kind, counts in run.kinds.items():
         total.update(counts)
-    rows = [
-        [kind, sum(counts.values()), *(counts[name] for name in ("rejected", "accepted", "failed"))]
-        for kind, counts in [*kinds.items(), ("all", total)]
-    ]
-    return markdown(["inputs", "cases", "rejected", "accepted correctly", "failed"], rows)
+        yield Line(run, kind=kind, counts=Counter(counts))
+    yield Line(run, kind="all", counts=total)
 
 
-@table
-def faults() -> str:
-    """Return the table of runs with a fault at a random time."""
-    lines = read("faults")
-    rows = []
-    for fault in sorted({line["fault"] for line in lines}):
-        selected = [line for line in lines if line["fault"] == fault]
-        failed = [number for number, line in enumerate(selected) if not line["passed"]]
-        since = len(selected) - failed[-1] - 1 if failed else len(selected)
-        last = f"`{selected[failed[-1]]['commit']}`" if failed else None
-        rows.append([fault, len(selected), len(failed), last, since])
-    heads = ["fault", "runs of 4 workers", "failed", "last failure at", "runs since"]
-    return with_caption(markdown(heads, rows), lines, "python -m bench.robustness.faults")
+@Table(fuzz_lines, "kind", "bench.robustness.fuzz")
+def fuzz(x: Row) -> Cells:
+    """Damaged files and invalid options."""
+    counts = {head: x.counts[name] for head, name in OUTCOMES.items()}
+    return {"inputs": x.kind, "cases": x.counts.total(), **counts}
 
 
-@table
-def peer_tests() -> str:
-    """Return the table of PyG's and DGL's tests of their own loaders."""
-    lines = newest(read("peer_tests"), "peer", "file", "loaders")
-    rows, rejected = [], {}
-    for (peer, file, loaders), line in lines.items():
-        if loaders != "gcnzc":
-            continue
-        own = lines.get((peer, file, "own"), {"passed": "not run"})
-        counts = (line[name] for name in ("passed", "rejected", "failed", "skipped"))
-        rows.append([f"{peer} {line['version']}, `{Path(file).name}`", *counts, own["passed"]])
-        rejected.setdefault(peer, Counter()).update(line["reasons"].get("rejected", {}))
-    heads = [
-        "tests of",
-        "passed",
-        "rejected as unsupported",
-        "failed",
-        "skipped",
-        "passed with its own loaders",
-    ]
-    text = markdown(heads, rows)
-    for peer, reasons in rejected.items():
-        features = (f"{feature} ({count})" for feature, count in sorted(reasons.items()))
-        text += f"\nUnsupported features in {peer}'s tests: {'; '.join(features) or 'none'}.\n"
-    return with_caption(
-        text, lines.values(), "python -m bench.robustness.peer_tests --pyg FOLDER --dgl FOLDER"
-    )
+@Table(
+    lambda: [Line(line, run=run) for run, line in enumerate(read("faults"))],
+    "fault",
+    "bench.robustness.faults",
+    among="run",
+    sort=by_key,
+)
+def faults(x: Row) -> Cells:
+    """Runs with a fault at a random time."""
+    failed = [number for number, line in enumerate(x.lines) if not line.passed]
+    return {
+        "fault": x.fault,
+        "runs of 4 workers": len(x.lines),
+        "failed": len(failed),
+        "last failure at": f"`{x.lines[failed[-1]].commit}`" if failed else None,
+        "runs since": len(x.lines) - (failed[-1] + 1 if failed else 0),
+    }
 
 
-@table
-def pyg_sampler() -> str:
-    """Return the table of minibatches compared with those of PyG's own sampler."""
-    lines = newest(read("pyg_sampler"), "case", "library")
-    rows = []
-    for library in dict.fromkeys(library for _, library in lines):
-        own = [line for (_, other), line in lines.items() if other == library]
-        exact = [line for line in own if "different" in line]
-        sampled = [line for line in own if "p_values" in line]
-        tests = [p for line in sampled for by in line["p_values"].values() for p in by.values()]
-        name = f"{library} {own[0]['versions'][library.replace('-', '_')]}"
-        rows += [
-            [
-                name,
-                "nothing is random: every field is equal",
-                len(exact),
-                sum(line["minibatches"] for line in exact),
-                sum(bool(line["different"]) for line in exact),
-                None,
-            ],
-            [
-                name,
-                f"fan-outs: {len(tests)} chi-square statistics",
-                len(sampled),
-                None,
-                sum(p < PYG_SAMPLER_LEAST_P for p in tests),
-                f"{min(tests):.2g}",
-            ],
-        ]
-    heads = ["PyG samples with", "compared", "cases", "minibatches", "different", "least p-value"]
-    return with_caption(
-        markdown(heads, rows),
-        lines.values(),
-        "python -m bench.interop.pyg_sampler --rivals FOLDER",
-    )
-
-
-@table
-def versions() -> str:
-    """Return the table of versions that were tested together."""
-    lines = [line for line in read("matrix") if "passed" in line]
+def unsupported(lines: Sequence[Line]) -> str:
+    """Return the features that tests of other libraries need and gcnzc lacks."""
+    counts: dict[str, Counter[str]] = {}
     for line in lines:
-        line["with"] = bool(line["libraries"])
-    found = newest(lines, "python", "torch", "others", "with")
-    rows = []
-    for python, torch, others in sorted({key[:3] for key in found}):
-        pair = [found.get((python, torch, others, kind)) for kind in (True, False)]
-        one = pair[0] or pair[1] or {}
-        counts = [
-            line and f"{line['passed']}, {line['failed']}, {line['skipped']}" for line in pair
-        ]
-        rows.append(
-            [
-                python,
-                torch.split("+")[0],
-                *(one[name] for name in ("triton", "numba", "numpy")),
-                *counts,
-            ]
-        )
-    heads = [
-        "Python",
-        "torch",
-        "Triton",
-        "numba",
-        "numpy",
-        "with DGL, PyG, Lightning: passed, failed, skipped",
-        "without them",
+        if line.loaders == "gcnzc":
+            counts.setdefault(line.peer, Counter()).update(line.reasons.get("rejected", {}))
+    text = ""
+    for peer, features in counts.items():
+        found = (f"{feature} ({count})" for feature, count in sorted(features.items()))
+        text += f"\nUnsupported features in {peer}'s tests: {'; '.join(found) or 'none'}.\n"
+    return text
+
+
+@Table(
+    "peer_tests",
+    "peer file",
+    "bench.robustness.peer_tests --pyg FOLDER --dgl FOLDER",
+    among="loaders",
+    notes=unsupported,
+)
+def peer_tests(x: Row) -> Cells:
+    """PyG's and DGL's tests of their own loaders."""
+    line, own = x.at(loaders="gcnzc"), x.at(loaders="own")
+    if line is None:
+        return None
+    return {
+        "tests of": f"{x.peer} {line.version}, `{Path(x.file).name}`",
+        "passed": line.passed,
+        "rejected as unsupported": line.rejected,
+        "failed": line.failed,
+        "skipped": line.skipped,
+        "passed with its own loaders": own.passed if own else "not run",
+    }
+
+
+def sampler_lines() -> Iterator[Line]:
+    """Yield the cases of PyG's sampler with the differences or p-values that they found."""
+    for line in read("pyg_sampler"):
+        if "different" in line:
+            yield Line(line, p_values=None)
+        elif "p_values" in line:
+            values = [p for by in line.p_values.values() for p in by.values()]
+            yield Line(line, p_values=values)
+
+
+@Table(
+    lambda: [Line(line, exact=line.p_values is None) for line in sampler_lines()],
+    "library exact",
+    "bench.interop.pyg_sampler --rivals FOLDER",
+    among="case",
+)
+def pyg_sampler(x: Row) -> Cells:
+    """Minibatches compared with those of PyG's own sampler."""
+    cells = {"PyG samples with": f"{x.library} {x.versions[x.library.replace('-', '_')]}"}
+    if x.exact:
+        return cells | {
+            "compared": "nothing is random: every field is equal",
+            "cases": len(x.lines),
+            "minibatches": sum(x.of("minibatches")),
+            "different": sum(map(bool, x.of("different"))),
+            "least p-value": None,
+        }
+    values = [p for line in x.lines for p in line.p_values]
+    return cells | {
+        "compared": f"fan-outs: {len(values)} chi-square statistics",
+        "cases": len(x.lines),
+        "minibatches": None,
+        "different": sum(p < PYG_SAMPLER_LEAST_P for p in values),
+        "least p-value": f"{min(values):.2g}",
+    }
+
+
+@Table(
+    lambda: [Line(x, peers=bool(x.libraries)) for x in read("matrix") if "passed" in x],
+    "python torch others",
+    "bench.robustness.matrix FOLDER",
+    among="peers",
+    sort=by_key,
+)
+def versions(x: Row) -> Cells:
+    """Versions that were tested together."""
+    heads = {True: "with DGL, PyG, Lightning: passed, failed, skipped", False: "without them"}
+    return {
+        "Python": x.python,
+        "torch": x.torch.split("+")[0],
+        "Triton": x.triton,
+        "numba": x.numba,
+        "numpy": x.numpy,
+        **x.across("peers", heads, lambda x: f"{x.passed}, {x.failed}, {x.skipped}"),
+    }
+
+
+def main_results() -> Iterator[Line]:
+    """Yield the main results, each with its line."""
+    ours, *others = (row.lines[0] for row in TABLES["loader"].grouped())
+    names = {"dgl": "DGL", "graphbolt": "GraphBolt", "pyg": "PyG with torch-sparse"}
+    if others[-1].get("rival_pyg_lib", "none") != "none":
+        names["pyg"] = "PyG with pyg-lib"
+    gains = [
+        f"{ours.seeds_per_s / each.seeds_per_s:.1f} times {names[each.system]}" for each in others
     ]
-    return with_caption(
-        markdown(heads, rows), found.values(), "python -m bench.robustness.matrix FOLDER"
-    )
+    measurement = "loading: seed nodes per second, compared with other libraries"
+    yield Line(ours, measurement=measurement, result=", ".join(gains))
+
+    line = newest(read("memory"), "command")["train"]
+    measurement = "memory of a training run, not counting its 4 GB of memory-mapped features"
+    result = f"{line.unshared_peak_bytes / 1e9:.2f} GB"
+    yield Line(line, measurement=measurement, result=result)
+
+    lines = [line for line in read("accuracy") if "test_percent" in line]
+    case = {"graph": "ogbn_arxiv_structure", "model": "sage, label inputs", "sampler": "gcnzc"}
+    line = find(lines, **case) or Line()
+    measurement = "test accuracy of GraphSAGE on ogbn-arxiv, with labels of training nodes and "
+    measurement += "features computed from the edges instead of the dataset's"
+    yield Line(line, measurement=measurement, result=f"{spread(line)} %")
+
+    # runs that also measured AdamW
+    lines = [line for line in read("strategies") if "of_adamw" in line]
+    names = {"onebit-adam": "1-bit Adam", "streaming-diloco fp4": "Streaming DiLoCo with 4 bits"}
+    for method, name in names.items():
+        line = find(lines, case="amazon_photo", method=method, mbit_per_s=10.0) or Line()
+        measurement = f"4 workers at 10 Mbit/s: {name}, compared with AdamW on averaged gradients"
+        result = f"{significant(line.of_adamw, 2)} times the seed nodes/s"
+        yield Line(line, measurement=measurement, result=result)
+
+    lines = list(filter(timed, read("collectives")))
+    line = find(lines, link="delay", workers=8, kind="Sum", num_bytes=64) or Line()
+    measurement = "all-reduce of 64 bytes, 8 workers, 1 ms of delay, compared with gloo"
+    result = f"{1 / line.tuned_of_builtin:.1f} times faster"
+    yield Line(line, measurement=measurement, result=result)
+
+
+@Table(main_results, "measurement", "", caption=uncaptioned)
+def summary(x: Row) -> Cells:
+    """The main results, each with its machine and commit."""
+    cpu = x.cpu.replace("(R)", "").replace(" Processor", "")
+    return {
+        "measurement": x.measurement,
+        "result": x.result,
+        "machine, commit": f"{x.cores} cores, {cpu}, `{x.commit}`",
+    }

@@ -1,195 +1,239 @@
-"""Compute the tables of published recipes, and of training steps."""
+"""Tables of accuracy and of training."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from bench.docs.result_tables import (
-    Line,
-    markdown,
-    newest,
-    read,
-    spread,
-    table,
-    title_of,
-    with_caption,
-    with_source,
-)
+from bench.docs.loading_tables import title_of
+from bench.docs.table import Cells, Line, Row, Table, by_key, newest, read, spread
 from bench.rivals.steps import KEPT
 
-KINDS = {"sage": "GraphSAGE", "gcn": "GCN", "gat": "GAT"}
+MODELS = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN", "gat": "GAT", "gatv2": "GATv2"}
+MODELS["sage, label inputs"] = "GraphSAGE with `--label-inputs`"
 LAYER_KINDS = {
     "plain": "without residuals",
     "linear": "`--residual`",
     "pre-activation": "`--pre-activation --residual`",
 }
+FORMATS = ("float16", "bfloat16", "int8", "int8-columns", "float8_e4m3fn", "float8_e5m2")
+LINK_METHODS = {
+    "gcnzc": "`gcnzc train --task link`",
+    "gcnzc, as PyG": "`gcnzc train --task link`, with PyG's negatives and exclusions",
+    "pyg": "PyG's `LinkNeighborLoader` and layers",
+    "pyg, drawn": "PyG, with batch normalization over fewer nodes",
+    "gcnzc, chance": "`gcnzc train --task link`, on random edges",
+}
+SHOP_METHODS = {
+    "popularity": "the most popular items",
+    "own items": "the latest items of the user",
+    "gcnzc": "PyG's `SAGEConv` with gcnzc's `LinkNeighborLoader`",
+    "pyg": "the same with PyG's `LinkNeighborLoader`",
+}
 
 
-@table
-def presets() -> str:
-    """Return the table of the scores of presets, beside the published ones."""
-    lines = newest(read("presets"), "preset")
-    rows = []
-    for name, line in sorted(lines.items()):
-        metric = " (ROC AUC)" if line["metric"] == "rocauc" else ""
-        epochs = f"{max(line['epochs'])}"
-        gap = line["test_percent"] - line["published_percent"]
-        published = f"{line['published_percent']:.2f}"
-        rows.append(
-            [
-                f"`{name}`{metric}",
-                line["split"],
-                spread(line),
-                published,
-                f"{gap:+.2f}",
-                len(line["tests_percent"]),
-                epochs,
-                f"{line['epoch_s']:.3g}",
-            ]
-        )
-    heads = ["preset", "split", "test, %", "published, %", "difference", "runs", "epochs"]
-    heads.append("seconds per epoch")
-    command = "python -m bench.training.presets PRESET"
-    return with_caption(markdown(heads, rows), lines.values(), command)
+def roc_auc(row: Row) -> str:
+    """Return a note on scores that are not accuracies."""
+    return " (ROC AUC)" if {line["metric"] for line in row.lines} == {"rocauc"} else ""
 
 
-@table
-def precision() -> str:
-    """Return the table of scores and epochs in mixed precision, compared with float32."""
-    lines = newest(read("precision"), "case", "precision")
-    rows = []
-    for (case, name), line in lines.items():
-        low, high = line["interval_points"]
-        rows.append(
-            [
-                f"`{case}`",
-                f"`{name}`",
-                f"{line['float32_percent']:.2f}",
-                f"{line['test_percent']:.2f}",
-                f"{line['difference_points']:+.2f} ({low:+.2f} to {high:+.2f})",
-                line["seeds"],
-                max(line["epochs"]),
-                f"{line['speedup']:.2f}",
-            ]
-        )
-    heads = ["preset", "precision", "float32, %", "mixed, %", "difference, points (95 % interval)"]
-    heads += ["runs", "epochs", "speed-up of an epoch"]
-    command = "python -m bench.training.precision PRESET"
-    return with_caption(markdown(heads, rows), lines.values(), command)
+@Table(
+    "accuracy",
+    "graph model",
+    "bench.training.accuracy",
+    among="sampler",
+    where=lambda x: "test_percent" in x,
+    sort=by_key,
+)
+def accuracy(x: Row) -> Cells:
+    """Test accuracies with gcnzc's sampler, DGL's, and the whole graph."""
+    sampled, whole = x.at(sampler="gcnzc") or x.at(sampler="dgl"), x.at(sampler="none")
+    return {
+        "graph": x.graph + roc_auc(x),
+        "model": MODELS[x.model],
+        **x.across("sampler", {"gcnzc": "sampled, %", "dgl": "with DGL's sampler, %"}, spread),
+        "target, %": sampled and f"{sampled.target_percent:g}",
+        "full batch, %": whole and spread(whole),
+        "target of full batch, %": whole and f"{whole.target_percent:g}",
+    }
 
 
-@table
-def depth() -> str:
-    """Return the table of scores, memory and time of models by their number of layers."""
-    lines = newest(read("depth"), "kind", "layers")
-    rows = []
-    for layers in sorted({layers for _, layers in lines}):
-        scores = [spread(lines[kind, layers]) for kind in LAYER_KINDS]
-        deep = lines["pre-activation", layers]
-        memory = f"{deep['peak_memory_bytes'] / 2**20:,.0f}"
-        rows.append([layers, *scores, memory, f"{deep['epoch_s']:.2g}"])
-    heads = ["layers", *(f"{name}, %" for name in LAYER_KINDS.values())]
-    heads += ["peak memory, MiB", "seconds per epoch"]
-    return with_caption(markdown(heads, rows), lines.values(), "python -m bench.training.depth")
+@Table("presets", "preset", "bench.training.presets PRESET", sort=by_key)
+def presets(x: Row) -> Cells:
+    """Scores of presets, beside the published ones."""
+    return {
+        "preset": f"`{x.preset}`{roc_auc(x)}",
+        "split": x.split,
+        "test, %": spread(x.lines[0]),
+        "published, %": f"{x.published_percent:.2f}",
+        "difference": f"{x.test_percent - x.published_percent:+.2f}",
+        "runs": len(x.tests_percent),
+        "epochs": max(x.epochs),
+        "seconds per epoch": f"{x.epoch_s:.3g}",
+    }
 
 
-def best_steps(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
-    """Return the fastest configuration of each kind of model and system.
+@Table("precision", "case precision", "bench.training.precision PRESET")
+def precision(x: Row) -> Cells:
+    """Scores and epochs in mixed precision, compared with float32."""
+    low, high = x.interval_points
+    return {
+        "preset": f"`{x.case}`",
+        "precision": f"`{x.precision}`",
+        "float32, %": f"{x.float32_percent:.2f}",
+        "mixed, %": f"{x.test_percent:.2f}",
+        "difference, points (95 % interval)": (
+            f"{x.difference_points:+.2f} ({low:+.2f} to {high:+.2f})"
+        ),
+        "runs": x.seeds,
+        "epochs": max(x.epochs),
+        "speed-up of an epoch": f"{x.speedup:.2f}",
+    }
+
+
+@Table("depth", "layers", "bench.training.depth", among="kind", sort=by_key)
+def depth(x: Row) -> Cells:
+    """Scores, memory and time of models by their number of layers."""
+    deep = x.at(kind="pre-activation") or Line()
+    return {
+        "layers": x.layers,
+        **x.across("kind", {kind: f"{name}, %" for kind, name in LAYER_KINDS.items()}, spread),
+        "peak memory, MiB": f"{deep.peak_memory_bytes / 2**20:,.0f}",
+        "seconds per epoch": f"{deep.epoch_s:.2g}",
+    }
+
+
+@Table("quantize", "graph model", "bench.data.quantize GRAPH", among="form", sort=by_key)
+def quantize(x: Row) -> Cells:
+    """Test accuracies with quantized features, as differences to float32."""
+
+    def difference(line: Line) -> str | None:
+        if line.difference_percent is None:
+            return None
+        return f"{line.difference_percent:+.2f} ± {line.difference_spread_percent:.2f}"
+
+    return {
+        "graph": x.graph,
+        "model": MODELS[x.model],
+        **x.across("form", {"float32": "float32, %"}, spread),
+        **x.across("form", "`{}`", difference, FORMATS),
+    }
+
+
+@Table(
+    "linkpred",
+    "way",
+    "bench.training.link_prediction --rivals FOLDER",
+    among="seed",
+    where=lambda x: "test_auc" in x,
+    rows=LINK_METHODS,
+)
+def link_prediction(x: Row) -> Cells:
+    """Test AUCs of link prediction."""
+    return {"method": x.title, "test AUC, %": x.spread("test_auc", 100), "runs": len(x.lines)}
+
+
+def hetero_scores() -> Iterator[Line]:
+    """Yield the accuracy on each graph with types, and what it is compared with."""
+    words = newest(read("hetero_words"), "graph", "model")
+    for graph in dict.fromkeys(graph for graph, _ in words):
+        ours, gcn = words[graph, "rgcn"], words[graph, "gcn"]
+        name = f"{graph}, words as nodes, {len(ours.tests_percent)} seeds"
+        other = f"`GCN` with the words as features: {spread(gcn)}"
+        yield Line(ours, name=name, model="`RGCN`", score=spread(ours), other=other)
+    lines = list(newest([line for line in read("typed") if line.times], "seed").values())
+    row = Row((), lines, lines)
+    yield Line(
+        lines[-1],
+        name=f"`gcnzc make --kind typed`, {len(lines)} seeds",
+        model="PyG's `HeteroConv` of `SAGEConv`, gcnzc's `NeighborLoader`",
+        score=row.spread("accuracy", 100),
+        other=f"best possible: {row.mean('best_accuracy', 100):.2f}",
+    )
+
+
+@Table(
+    hetero_scores,
+    "name",
+    "bench.training.hetero` and `python -m bench.accuracy.typed",
+)
+def hetero_accuracy(x: Row) -> Cells:
+    """Accuracies on heterogeneous graphs with a known reference."""
+    return {
+        "graph": x.name,
+        "model": x.model,
+        "test accuracy, %": x.score,
+        "compared with, %": x.other,
+    }
+
+
+@Table(
+    lambda: [Line(line, seed=line.get("seed")) for line in read("ecomm")],
+    "method",
+    "bench.accuracy.ecomm",
+    among="seed",
+    where=lambda x: x.get("epochs", 1) == 1,
+    rows=SHOP_METHODS,
+)
+def shop_links(x: Row) -> Cells:
+    """Link prediction on ecomm_temporal."""
+    recall, mrr = x.spread("recall_at_20", digits=4), x.spread("mrr", digits=4)
+    return {"method": x.title, "recall@20": recall, "MRR": mrr}
+
+
+def step_lines() -> list[Line]:
+    """Return the lines of training steps.
 
     Configurations of DGL in which freed memory is kept are those of the system "dgl, kept".
     """
-    best: dict[tuple[str, str], Line] = {}
-    for line in newest(lines, "kind", "system", "way").values():
-        kept = ", kept" if line["way"].endswith(KEPT) else ""
-        key = line["kind"], line["system"] + kept
-        if key not in best or line["median_s"] < best[key]["median_s"]:
-            best[key] = line
-    return best
-
-
-@table
-def steps() -> str:
-    """Return the table of the times of training steps, compared with DGL and PyG."""
-    best = best_steps(read("steps"))
-    rows = []
-    for (kind, _), line in sorted(best.items(), key=lambda case: list(KINDS).index(case[0][0])):
-        way = line["way"].partition(", ")[2].replace("1 workers", "1 worker")
-        rows.append(
-            [
-                KINDS[kind],
-                title_of(line["system"], line) + (f", {way}" if way else ""),
-                f"{1e3 * line['median_s']:.0f}",
-                f"{line['median_s'] / best[kind, 'ours']['median_s']:.2f}",
-            ]
-        )
-    heads = ["model", "system", "step, ms", "gcnzc is faster by a factor of"]
-    command = "python -m bench.training.steps --rivals FOLDER"
-    return with_caption(markdown(heads, rows), best.values(), command)
-
-
-@table
-def steps_floor() -> str:
-    """Return the table of the floors of training steps."""
-    lines = newest(read("steps"), "floor_of")
-    rows = [
-        [
-            KINDS[kind],
-            f"{line['gemm_ms']:.0f}",
-            f"{line['rows_ms']:.0f}",
-            f"{line['step_ms']:.0f}",
-            f"{100 * line['share_of_floor']:.0f} %",
-        ]
-        for kind, line in lines.items()
+    return [
+        Line(line, measured=line.system + ", kept" * line.way.endswith(KEPT))
+        for line in read("steps")
+        if "way" in line
     ]
-    heads = ["model", "matrix products, ms", "moving rows, ms", "step, ms", "floor / step"]
-    command = "python -m bench.training.steps --rivals FOLDER"
-    return with_caption(markdown(heads, rows), lines.values(), command)
 
 
-@table
-def large_graph() -> str:
-    """Return the table of runs on a large graph within a limit of memory."""
-    lines = newest(read("large_graph"), "graph", "scale", "feature_dtype", "limit_gib")
-    rows = [
-        [
-            f"{line['graph']}, scale {line['scale']:g}",
-            f"{line['num_nodes']:,}",
-            f"{line['num_edges']:,}",
-            f"{line['feature_dtype']}",
-            f"{line['graph_bytes'] / 2**30:.1f}",
-            f"{line['limit_gib']:g}",
-            f"{line['epoch_s']:.0f}",
-            f"{line['evaluate_s']:.0f} ({line['evaluation']})",
-            f"{100 * line['test_accuracy']:.2f} of {100 * line['best_possible_accuracy']:.2f}",
-        ]
-        for line in lines.values()
-    ]
-    heads = ["graph", "nodes", "edges", "features", "files, GiB", "limit, GiB", "epoch, s"]
-    heads += ["evaluation, s", "test accuracy, %"]
-    command = "python -m bench.training.large_graph FOLDER"
-    return with_caption(markdown(heads, rows), lines.values(), command)
+@Table(
+    step_lines,
+    "kind measured",
+    "bench.training.steps --rivals FOLDER",
+    among="way",
+    pick=lambda lines: min(lines, key=lambda line: line.median_s),
+    sort=lambda x: list(MODELS).index(x.kind),
+)
+def steps(x: Row) -> Cells:
+    """Times of training steps, compared with DGL and PyG."""
+    ours = next(line for line in x.all if (line.kind, line.system) == (x.kind, "ours"))
+    way = x.way.partition(", ")[2].replace("1 workers", "1 worker")
+    return {
+        "model": MODELS[x.kind],
+        "system": title_of(x.lines[0]) + (f", {way}" if way else ""),
+        "step, ms": f"{1e3 * x.median_s:.0f}",
+        "gcnzc is faster by a factor of": f"{x.median_s / ours.median_s:.2f}",
+    }
 
 
-@table
-def partition() -> str:
-    """Return the edges between the parts of workers, and the nodes that a worker reads."""
-    lines = newest(read("partition"), "graph", "workers")
-    workers = sorted({key[1] for key in lines})
-    most, rows = workers[-1], []
-    for graph in sorted({key[0] for key in lines}):
-        cuts = [
-            " / ".join(f"{lines[graph, number][name]:.0f} %" for number in workers)
-            for name in ("cut_percent", "random_cut_percent")
-        ]
-        last = lines[graph, most]
-        read_percents = (last["read_percent"], last["shuffled_read_percent"])
-        rows.append([graph, *cuts, *(f"{percent:.0f} %" for percent in read_percents)])
-    shown = " / ".join(map(str, workers))
-    heads = [
-        "graph",
-        f"edges between parts, {shown} workers",
-        "with random parts",
-        f"nodes that one of {most} workers reads in an epoch, `local`",
-        "`shuffled`",
-    ]
-    return with_source(
-        markdown(heads, rows), lines.values(), "python -m bench.loading.partition GRAPH.npz ..."
-    )
+@Table("steps", "floor_of", "bench.training.steps --rivals FOLDER")
+def steps_floor(x: Row) -> Cells:
+    """Floors of training steps."""
+    return {
+        "model": MODELS[x.floor_of],
+        "matrix products, ms": f"{x.gemm_ms:.0f}",
+        "moving rows, ms": f"{x.rows_ms:.0f}",
+        "step, ms": f"{x.step_ms:.0f}",
+        "floor / step": f"{100 * x.share_of_floor:.0f} %",
+    }
+
+
+@Table("large_graph", "graph scale feature_dtype limit_gib", "bench.training.large_graph FOLDER")
+def large_graph(x: Row) -> Cells:
+    """Runs on a large graph within a limit of memory."""
+    best = x.best_possible_accuracy
+    return {
+        "graph": f"{x.graph}, scale {x.scale:g}",
+        "nodes": f"{x.num_nodes:,}",
+        "edges": f"{x.num_edges:,}",
+        "features": x.feature_dtype,
+        "files, GiB": f"{x.graph_bytes / 2**30:.1f}",
+        "limit, GiB": f"{x.limit_gib:g}",
+        "epoch, s": f"{x.epoch_s:.0f}",
+        "evaluation, s": f"{x.evaluate_s:.0f} ({x.evaluation})",
+        "test accuracy, %": f"{100 * x.test_accuracy:.2f} of {100 * best:.2f}",
+    }

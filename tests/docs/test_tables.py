@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench.docs import pages
-from bench.docs.result_tables import TABLES, with_caption
+from bench.docs.table import measured
 
 PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.PAGES}
 # figures that a measurement gives, with their unit
@@ -21,7 +21,7 @@ def test_a_page_has_the_tables_of_the_recorded_lines(name):
 
 def test_every_table_is_on_a_page():
     shown = [table for text in PAGES.values() for table in pages.tables_of(text)]
-    assert sorted(set(shown)) == sorted(TABLES)
+    assert sorted(set(shown)) == sorted(pages.TABLES)
 
 
 # the log keeps figures of trials that no file has
@@ -34,8 +34,8 @@ def test_no_measured_figure_is_typed_outside_of_a_table():
 def test_a_caption_names_machine_date_commits_and_command():
     line = {"time": "2026-11-20T10:00:00Z", "cpu": "A", "cores": 2, "torch": "2.13.0+cpu"}
     line |= {"commit": "abc", "gpu": "none"}
-    text = with_caption("", [line, line | {"commit": "def-dirty", "gpu": "H"}], "python x.py")
-    assert text.strip() == (
+    text = measured([line, line | {"commit": "def-dirty", "gpu": "H"}], "python x.py")
+    assert text == (
         "A and H, 2 cores, torch 2.13.0, 2026-11-20, commits `abc`, `def-dirty`. "
         "Measured by `python x.py`."
     )

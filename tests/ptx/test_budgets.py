@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.docs.result_tables import newest, read
+from bench.docs.table import newest, read
 from bench.gpu import budgets
 from gcnzc.testing import record_resources
 from gcnzc.tune.choose import SHAPES
