@@ -1,14 +1,12 @@
-"""Write the tables of files and the diagram of docs/architecture.md.
+"""Write the tables of files of docs/architecture.md.
 
     python -m bench.docs.architecture
 
-The tables have the first paragraphs of the modules' docstrings. `data_path.py` draws the diagram.
+The tables have the first paragraphs of the modules' docstrings.
 """
 
 import ast
 from pathlib import Path
-
-from bench.docs import data_path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -36,8 +34,7 @@ PACKAGES = (
 
 
 def main() -> None:
-    """Write the tables into the page, and the diagram."""
-    data_path.PICTURE.write_text(data_path.svg())
+    """Write the tables into the page."""
     text = PAGE.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)

@@ -48,7 +48,6 @@ import numpy as np
 import torch
 
 from bench import harness
-from bench.docs.robustness_tables import outcomes_of
 from gcnzc import cli
 from gcnzc.cli.errors import UNKNOWN_REMEDY
 from gcnzc.datasets import ogb
@@ -786,7 +785,8 @@ def main() -> int:
     kinds = {
         kind: {outcome: found[outcome] for outcome in OUTCOMES} for kind, found in counts.items()
     }
-    print(outcomes_of(kinds))
+    for kind, found in kinds.items():
+        print(f"{kind:12}" + ", ".join(f"{count} {name}" for name, count in found.items()))
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(kinds))
     elif not arguments.no_record:

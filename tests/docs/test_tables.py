@@ -34,8 +34,8 @@ def test_no_measured_figure_is_typed_outside_of_a_table():
 def test_a_caption_names_machine_date_commits_and_command():
     line = {"time": "2026-11-20T10:00:00Z", "cpu": "A", "cores": 2, "torch": "2.13.0+cpu"}
     line |= {"commit": "abc", "gpu": "none"}
-    text = measured([line, line | {"commit": "def-dirty", "gpu": "H"}], "python x.py")
+    text = measured([line, line | {"commit": "def-dirty", "gpu": "H"}], "x")
     assert text == (
         "A and H, 2 cores, torch 2.13.0, 2026-11-20, commits `abc`, `def-dirty`. "
-        "Measured by `python x.py`."
+        "Measured by `python -m x`."
     )
