@@ -12,16 +12,14 @@ set size (Pss of /proc/PID/smaps_rollup), in which a page shared by several proc
 
 import argparse
 import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from bench.harness import record
+from bench.network.tasks import run_here
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, init_group, run
 from gcnzc.exchange.sync import all_gather_scalar
@@ -69,31 +67,8 @@ def main() -> None:
 
 def measure(workers: int, *folders: Path) -> dict[str, int]:
     """Start workers, and return the sums of the memory that they measured."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.data.shared_memory", "--work", *map(str, folders)],
-            env=os.environ
-            | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "LOCAL_WORLD_SIZE": str(workers),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(workers)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    if any(codes):
-        raise SystemExit(f"error: the workers exited with {codes}")
-    return dict(json.loads(outputs[0]))
+    words = [sys.executable, "-m", "bench.data.shared_memory", "--work", *map(str, folders)]
+    return next(run_here(workers, words))
 
 
 def work(small: Path, folder: Path) -> None:

@@ -107,7 +107,7 @@ def uneven_clocks(x: Row) -> Cells:
 @Table(
     "saps",
     "pairs window",
-    "bench.strategies.saps pairs",
+    "bench.strategies.saps",
     among="keep",
     where=lambda x: x.part == "pairs",
 )

@@ -6,25 +6,44 @@
 
 The ranks run on the emulated machines of bench/network/cluster.py, which needs root; with `--links
 here` they are local processes, whose times do not show the effect of slow links. Each kind of
-request is tuned; then all algorithms are timed in turns, and compared with their formulas.
+request is tuned; then all algorithms are timed in turns.
 `--bytes` instead counts the bytes of each kind of request by the ledger, the formula and the
 network interfaces.
 """
 
 import argparse
-import json
-import os
-import socket
-import subprocess
-import sys
+import hashlib
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.harness import record
-from bench.network.cluster import Cluster
-from gcnzc.exchange.tuner import KINDS
+import torch
 
-WORKER = "bench.network.collectives_worker"
+from bench.harness import record
+from bench.network import tasks
+from bench.network.cluster import Cluster
+from bench.network.tasks import Line
+from gcnzc.exchange import (
+    AllGather,
+    AllGatherScalar,
+    AllToAll,
+    Broadcast,
+    Choices,
+    Group,
+    Mean,
+    ReduceScatter,
+    SendReceive,
+    Sum,
+    tune,
+)
+from gcnzc.exchange.ledger import Entry
+from gcnzc.exchange.measure import make_request, time_algorithms
+from gcnzc.exchange.requests import BUILTIN, Collective, yield_request
+from gcnzc.exchange.tuner import KINDS, candidates
+
+MODULE = "bench.network.collectives"
 # bandwidth in Mbit/s, and latency between two machines in ms
 LINKS: dict[str, tuple[float | None, float]] = {
     "delay": (None, 1.0),
@@ -32,7 +51,17 @@ LINKS: dict[str, tuple[float | None, float]] = {
     "unlimited": (None, 0.0),
 }
 HERE = "here"
-Line = dict[str, Any]
+MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 3, 40, 1.0
+# up to this size, measure also the algorithms that the tuner left out
+SMALL_BYTES = 1 << 20
+# scalar all-gathers before measuring
+WARM_UP = 200
+# size and number of requests whose bytes are counted, so that acknowledgements are negligible
+COUNTED_BYTES, COUNTED, COUNTED_SCALARS = 1 << 20, 4, 200
+# headers of Ethernet, IP, and TCP with time stamps
+HEADER_BYTES = 14 + 20 + 32
+# time until the last acknowledgements have arrived
+SETTLE_S = 0.1
 
 
 def main() -> None:
@@ -46,10 +75,10 @@ def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
     """Measure, and yield each case with its results."""
     for link in options.links:
         for workers in options.workers:
-            tasks = [json.dumps(task) for task in _tasks(options, workers)]
+            own = list(_tasks(options, workers))
             case: Line = {"link": link, "workers": workers}
             if link == HERE:
-                for line in run_here(workers, [sys.executable, "-m", WORKER, *tasks]):
+                for line in tasks.run_here(workers, tasks.command(MODULE, own)):
                     yield case, line
                 continue
             mbit_per_s, delay_ms = LINKS[link]
@@ -62,11 +91,8 @@ def results(options: argparse.Namespace) -> Iterator[tuple[Line, Line]]:
                     "measured_round_trip_ms": measured.round_trip_ms,
                     "measured_mbit_per_s": measured.mbit_per_s,
                 }
-                ran = cluster.run(lambda _: [sys.executable, "-m", WORKER, *tasks])  # noqa: B023
-            if any(ran.codes):
-                raise SystemExit(f"error: the workers exited with {ran.codes}")
-            for text in ran.output[0].splitlines():
-                yield case, json.loads(text)
+                for line in tasks.run_on(cluster, MODULE, own):
+                    yield case, line
 
 
 def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
@@ -82,39 +108,6 @@ def _tasks(options: argparse.Namespace, workers: int) -> Iterator[Line]:
             sizes.append(size)
             size *= options.step
         yield {"part": "times", "kind": kind, "sizes": sizes, "budget_s": options.budget_s}
-
-
-def run_here(workers: int, command: Sequence[str]) -> Iterator[Line]:
-    """Run the ranks as processes on this machine, and yield the lines of rank 0.
-
-    Args:
-        workers: the number of ranks.
-        command: the command of each rank; rank 0 prints JSON lines.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ
-            | {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(workers)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    if any(codes):
-        raise SystemExit(f"error: the workers exited with {codes}")
-    for text in outputs[0].splitlines():
-        yield json.loads(text)
 
 
 def _options() -> argparse.Namespace:
@@ -137,5 +130,153 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def measure_task(group: Group, task: Line) -> Iterator[Line]:
+    """Run a task, and yield its results."""
+    if task["part"] == "bytes":
+        for line in count_bytes(group):
+            yield {"part": "bytes"} | line
+        return
+    kind, sizes = task["kind"], task["sizes"]
+    with tempfile.TemporaryDirectory() as folder:
+        tuning = tune(group, Path(folder), {kind: sizes}, budget_s=task["budget_s"])
+    choices = tuning.choices
+    for size in sizes:
+        chosen = choices.find_for_size(kind, size, group.world_size)
+        tried = tuning.times[kind][size]
+        names = {*(candidates(kind, size, group.world_size) if size <= SMALL_BYTES else tried)}
+        names = sorted({*names, chosen, BUILTIN})
+        rounds = choose_rounds(sum(tried.values()))
+        algorithms = time_all(group, kind, size, names, rounds)
+        share = algorithms[chosen]["least_s"] / algorithms[BUILTIN]["least_s"]
+        case = {
+            "part": "times",
+            "kind": kind,
+            "num_bytes": size,
+            "rounds": rounds,
+            "ways": algorithms,
+        }
+        yield case | {"tuned": chosen, "tuned_of_builtin": share}
+
+
+def choose_rounds(round_s: float) -> int:
+    """Return the number of rounds that take ROUNDS_S; the least if the time is unknown."""
+    wanted = ROUNDS_S / round_s if round_s else 0
+    return int(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS))
+
+
+def time_all(
+    group: Group, kind: str, size: int, names: Sequence[str], rounds: int
+) -> dict[str, Line]:
+    """Return the times of each algorithm, measured in turns."""
+    seconds = time_algorithms(group, kind, size, names, rounds)
+    least, median = seconds.amin(0).tolist(), seconds.quantile(0.5, 0).tolist()
+    return {
+        name: {
+            "least_s": least[i],
+            "median_s": median[i],
+            "equal": is_equal(group, kind, size, name),
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def is_equal(group: Group, kind: str, size: int, name: str) -> bool:
+    """Return whether the results are correct.
+
+    The result of an all-to-all must be the values that were sent to the rank; the results of other
+    collectives must be bit-identical on all ranks.
+    """
+    request = make_request(kind, size, group.rank, group.world_size)
+    generator = torch.Generator().manual_seed(group.rank)
+    if isinstance(request, AllToAll):
+        for part in request.parts:
+            part.random_(generator=generator)
+        sent = sum(_hash(part, group.rank, to) for to, part in enumerate(request.parts))
+        parts = _run(group, request, name)
+        received = sum(_hash(part, source, group.rank) for source, part in enumerate(parts))
+        return sum(group.run(yield_request(AllGatherScalar(sent - received)))) == 0
+    if isinstance(request, Sum):
+        request.values.normal_(generator=generator)
+    else:
+        request.values.random_(generator=generator)
+    own = _hash(_run(group, request, name))
+    return len(set(group.run(yield_request(AllGatherScalar(own))))) == 1
+
+
+def count_bytes(group: Group) -> Iterator[Line]:
+    """Count the bytes of each request and algorithm: by ledger, formula and network interface."""
+    if group.monitor is not None:
+        group.monitor.stop()  # the interface would count its heartbeats, too
+    for request in make_requests(group.rank, group.world_size):
+        for name in request.algorithms:
+            times = COUNTED_SCALARS if isinstance(request, AllGatherScalar) else COUNTED
+            before = _counters(group, request)
+            for _ in range(times):
+                _run(group, request, name)
+            after = _counters(group, request)
+            formula = times * request.sent_bytes(name, group.rank, group.world_size)
+            own = [*(b - a for a, b in zip(before, after, strict=True)), formula]
+            gathered = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
+            sent, messages, wire, packets, formula = gathered.sum(0).tolist()
+            yield {
+                "request": type(request).__name__,
+                "algorithm": name,
+                "requests": times,
+                "num_bytes": request.num_bytes,
+                "ledger_bytes": sent,
+                "formula_bytes": formula,
+                "same_on_each": bool((gathered[:, 0] == gathered[:, 4]).all()),
+                "messages": messages,
+                "wire_bytes": wire,
+                "packets": packets,
+                "wire_of_ledger": wire / sent,
+                "tcp_payload_of_ledger": (wire - HEADER_BYTES * packets) / sent,
+            }
+
+
+def make_requests(rank: int, world_size: int) -> list[Collective]:
+    """Return a request of each kind, of about COUNTED_BYTES except the scalar."""
+    count = COUNTED_BYTES // 4 // world_size * world_size
+    parts = torch.zeros(count).tensor_split(world_size)
+    return [
+        Sum(torch.zeros(count)),
+        Mean(torch.zeros(count)),
+        AllGather(torch.zeros(count // world_size)),
+        ReduceScatter(torch.zeros(count)),
+        AllToAll(parts, [len(parts[rank])] * world_size),
+        Broadcast(torch.zeros(count)),
+        SendReceive(torch.zeros(count), rank ^ 1),
+        AllGatherScalar(rank),
+    ]
+
+
+def _run(group: Group, request: Collective, name: str) -> Any:
+    """Run a request by an algorithm, and return its result."""
+    default = group.choices
+    group.choices = Choices.always(**{request.kind: name})
+    result = group.run(yield_request(request))
+    group.choices = default
+    return result
+
+
+def _hash(values: torch.Tensor, *labels: int) -> int:
+    data = hashlib.sha256(memoryview(values.view(-1).view(torch.uint8).numpy()))
+    data.update(repr(labels).encode())
+    return int.from_bytes(data.digest()[:4], "big")
+
+
+def _counters(group: Group, request: Collective) -> list[float]:
+    """Return bytes and messages by the ledger, and bytes and packets by the network interface."""
+    # a barrier by a kind of request that is not being counted
+    is_scalar = isinstance(request, AllGatherScalar)
+    group.run(yield_request(AllGather(torch.zeros(1)) if is_scalar else AllGatherScalar(0)))
+    time.sleep(SETTLE_S)
+    entry = group.ledger.entries.get(type(request).__name__, Entry())
+    return [entry.bytes_sent, entry.messages, *tasks.interface_counts()]
+
+
 if __name__ == "__main__":
-    main()
+    if tasks.is_worker():
+        tasks.serve(measure_task, warm_up=WARM_UP)
+    else:
+        main()

@@ -1,4 +1,4 @@
-"""Compare the previous and the current defaults of each optimizer in short runs.
+"""Measure the default options of each optimizer in short runs.
 
     python -m bench.network.defaults [--tasks TASK ...] [--methods METHOD ...]
                                    [--seeds N] [--steps N]
@@ -41,11 +41,8 @@ from gcnzc.optim import (
     LocalSGD,
     OneBitAdam,
     OneBitLamb,
-    Replicated,
-    Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
-    ZeroOneSchedule,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -54,48 +51,6 @@ LAST = 100  # number of last steps of a run, whose bytes are also recorded separ
 ADAM = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb, "zero-one-adam": ZeroOneAdam}
 LOCAL = {"local-sgd": LocalSGD, "diloco": DiLoCo, "streaming-diloco": StreamingDiLoCo, "co2": CO2}
 METHODS = ("adamw", *ADAM, *LOCAL)
-
-
-def option_sets(method: str, steps: int) -> dict[str, dict[str, Any] | None]:
-    """Return the options of each compared set of defaults.
-
-    Args:
-        method: one of `METHODS`.
-        steps: number of steps of the run.
-
-    Returns:
-        The options by the name of the set; None if the class had no default.
-    """
-    if method == "adamw":
-        return {"now": {}}
-    warmup = round(0.15 * steps)
-    length = {"warmup": warmup, "total_steps": steps}
-    before: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-        # no limits of the warm-up, since they exceed the length of the run
-        "onebit-adam": ({"warmup": None, "warmup_range": (0, 10**9)}, length),
-        "onebit-lamb": ({"warmup": None, "warmup_range": (0, 10**9)}, length),
-        "zero-one-adam": (
-            {"schedule": ZeroOneSchedule(None, 16, 32_678, 16)},
-            {"schedule": ZeroOneSchedule(warmup, 16, steps // 4, 4)},
-        ),
-        "local-sgd": (None, {"local_steps": 8}),
-        "diloco": (
-            {"local_steps": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
-            {"local_steps": 12, "outer_lr": 0.4, "outer_momentum": 0.9},
-        ),
-        "streaming-diloco": (
-            {"local_steps": 100, "fragments": 8, "outer_lr": 0.4, "outer_momentum": 0.9},
-            {"local_steps": 12, "fragments": 4, "outer_lr": 0.4, "outer_momentum": 0.9},
-        ),
-        "co2": (
-            {"local_steps": 48, "outer_lr": 1.0, "outer_momentum": 0.2, "eager": 0.0}
-            | {"gap": "gap_aware"},
-            {"local_steps": 8, "outer_lr": 0.4, "outer_momentum": 0.7, "eager": 0.5, "gap": "none"},
-        ),
-    }
-    of_class, of_command_line = before[method]
-    sets = {"class before": of_class, "command line before": of_command_line, "now": {}}
-    return sets | {"now, length given": {"total_steps": steps}}
 
 
 @dataclass
@@ -259,13 +214,6 @@ def build(
     return LOCAL[method](inner, group, **options)
 
 
-def describe(optimizer: DistributedOptimizer) -> str:
-    """Return the options of an optimizer as text, which is equal on all ranks."""
-    if isinstance(optimizer, Strategy):
-        return optimizer.describe_options()
-    return "; ".join(optimizer.layout_lines()) if isinstance(optimizer, Replicated) else ""
-
-
 @dataclass(frozen=True)
 class Run:
     """The score of a run, and the bytes that rank 0 sent in all steps and in the last steps."""
@@ -302,19 +250,15 @@ def train(task: Task, method: str, options: Mapping[str, Any], steps: int, seed:
         return Run(task.score(models[0].eval()), sum(sent), sent[1])
 
 
-def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
-    """Train by each method with each set of defaults, and record the scores."""
+def measure(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
+    """Train by each method, without and with the number of steps, and record the scores."""
     task = TASKS[name]()
     for method in methods:
-        # sets with equal options train only once
-        trained: dict[str, list[Run]] = {}
-        for defaults, options in option_sets(method, steps).items():
-            if options is None:
-                continue
-            key = describe(build(method, task.model(), task.lr, Group(0, WORLD_SIZE), options))
-            if key not in trained:
-                trained[key] = [train(task, method, options, steps, seed) for seed in range(seeds)]
-            runs = trained[key]
+        sets: dict[str, dict[str, Any]] = {"now": {}}
+        if method != "adamw":
+            sets["now, length given"] = {"total_steps": steps}
+        for defaults, options in sets.items():
+            runs = [train(task, method, options, steps, seed) for seed in range(seeds)]
             scores = [run.score for run in runs]
             harness.record(
                 "defaults",
@@ -333,7 +277,7 @@ def compare(name: str, methods: Sequence[str], seeds: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Compare the tasks and methods of the command line."""
+    """Measure the tasks and methods of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -342,7 +286,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.tasks:
-        compare(name, arguments.methods, arguments.seeds, arguments.steps)
+        measure(name, arguments.methods, arguments.seeds, arguments.steps)
 
 
 if __name__ == "__main__":

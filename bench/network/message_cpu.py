@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import commit, record
-from bench.network.collectives import Line, run_here
+from bench.network.tasks import Line, run_here
 from gcnzc.exchange import Choices, Group, Sum, init_group
 from gcnzc.exchange.requests import yield_request
 

@@ -11,20 +11,30 @@ time that the processes take on the shared cores. All workers run with a high pr
 """
 
 import argparse
-import json
-import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from bench.harness import record
-from bench.network.cluster import Cluster
-from bench.network.validate_worker import timed
-from gcnzc.exchange import Choices, Link, lockstep
+import torch
 
-WORKER = "bench.network.validate_worker"
+from bench.harness import record
+from bench.network import tasks
+from bench.network.cluster import Cluster
+from gcnzc.exchange import (
+    Algorithm,
+    AllGather,
+    AllGatherScalar,
+    Choices,
+    Compute,
+    Group,
+    Link,
+    Now,
+    lockstep,
+)
+from gcnzc.exchange.measure import make_request
+from gcnzc.exchange.requests import yield_request
+
+MODULE = "bench.network.validate"
 CASES = (
     ("Sum", "ring"),
     ("Sum", "halving"),
@@ -35,24 +45,21 @@ CASES = (
     ("Broadcast", "binomial"),
     ("AllToAll", "direct"),
 )
-PRIORITY = -15
-LIMIT_S = 900.0
+LIMIT_S, TIMEOUT_S, WARM_UP = 900.0, 300.0, 100
+SETTLE_S = 0.3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and simulate the cases of the command line, and record them."""
     options = _options(argv)
-    with suppress(PermissionError):
-        # the workers share the cores with other programs, which would delay their messages
-        os.nice(PRIORITY)
     for workers in options.workers:
-        tasks = make_tasks(options, workers)
+        own = make_tasks(options, workers)
         machine_s = {
             _key(line): statistics.median(line["seconds"])
-            for line in measure(workers, None, 0.0, tasks)
+            for line in measure(workers, None, 0.0, own)
         }
         for mbit_per_s in options.mbit_per_s:
-            for line in measure(workers, mbit_per_s, options.delay_ms, tasks):
+            for line in measure(workers, mbit_per_s, options.delay_ms, own):
                 seconds = sorted(line.pop("seconds"))
                 case = {"workers": workers, "mbit_per_s": mbit_per_s, "delay_ms": options.delay_ms}
                 record(
@@ -82,16 +89,11 @@ def make_tasks(options: argparse.Namespace, workers: int) -> list[dict[str, Any]
 
 
 def measure(
-    workers: int, mbit_per_s: float | None, delay_ms: float, tasks: Sequence[Mapping[str, Any]]
+    workers: int, mbit_per_s: float | None, delay_ms: float, own: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Run the tasks on a cluster, and yield their lines with the seconds of each round."""
-    words = [json.dumps(task) for task in tasks]
+    """Run tasks on a cluster, and yield their lines with the seconds of each round."""
     with Cluster(workers, mbit_per_s, delay_ms) as cluster:
-        ran = cluster.run(lambda _: [sys.executable, "-m", WORKER, *words], limit_s=LIMIT_S)
-    if any(ran.codes):
-        raise SystemExit(f"error: the workers exited with {ran.codes}")
-    for text in ran.output[0].splitlines():
-        yield json.loads(text)
+        yield from tasks.run_on(cluster, MODULE, own, LIMIT_S)
 
 
 def compare(
@@ -136,5 +138,33 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def time_task(group: Group, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Time the rounds of a task, and yield the seconds of each on the slowest rank."""
+    before = group.choices
+    group.choices = Choices.always(**{task["kind"]: task["algorithm"]})
+    case = task["kind"], task["num_bytes"], group.rank, group.world_size
+    try:
+        own = [group.run(timed(*case)) for _ in range(1 + task["rounds"])][1:]
+    finally:
+        group.choices = before
+    seconds = group.run(yield_request(AllGather(torch.tensor(own, dtype=torch.float64))))
+    yield task | {"seconds": seconds.amax(0).tolist()}
+
+
+def timed(kind: str, num_bytes: int, rank: int, world_size: int) -> Algorithm[float]:
+    """Return the seconds of a collective, which the ranks start at about the same time."""
+    request = make_request(kind, num_bytes, rank, world_size)
+    # bytes of the round before may still be in send buffers
+    yield Compute(SETTLE_S)
+    yield AllGatherScalar(0)
+    begin = yield Now()
+    yield request
+    end = yield Now()
+    return float(end - begin)
+
+
 if __name__ == "__main__":
-    main()
+    if tasks.is_worker():
+        tasks.serve(time_task, timeout_s=TIMEOUT_S, warm_up=WARM_UP, heartbeats=False)
+    else:
+        main()

@@ -1,7 +1,7 @@
 """Compare link prediction on a real graph with PyG's loader and model, over several seeds.
 
     python -m bench.training.link_prediction [--way METHOD ...] [--seeds SEED ...] [--epochs N]
-                             [--rivals FOLDER] [--archive FILE.npz] [--summary]
+                             [--rivals FOLDER] [--archive FILE.npz]
 
 `gcnzc prepare --task link` splits the edges, with one seed for all methods and runs. Each run
 trains a two-layer GraphSAGE model with batch normalization and an MLP decoder on the product of two
@@ -17,19 +17,11 @@ embeddings, keeps the model with the best validation AUC, and tests it with all 
     pyg, drawn      as `pyg`, with batch normalization only over the nodes whose neighbours were
                     sampled, as in block-based layers, instead of over all nodes
 
-Each run is recorded as a line. With --summary, nothing is trained: the recorded runs with the same
-hyperparameters are summarized, in a line per method and a line for each difference between gcnzc
-and PyG, compared with the spread over the seeds. Its exit status is 1 if the mean AUC of `gcnzc` is
-below the target, if PyG is better than gcnzc by more than the spread, or if the AUC on random edges
-is above 0.5 by more than three standard deviations of an AUC without signal.
+Each run is recorded as a line.
 """
 
 import argparse
-import contextlib
-import io
-import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,12 +33,11 @@ from typing import Any
 import numpy as np
 
 from bench import harness
-from gcnzc import cli
+from bench.training.accuracy import gcnzc
 
 ROOT = Path(__file__).parents[3]
 ARCHIVE = ROOT / "shared" / "data" / "amazon_photo" / "amazon_photo.npz"
 RIVAL = Path(__file__).parents[1] / "rivals" / "pyg_link.py"
-TARGET = 0.95
 SIZES = {"hidden": 64, "fanouts": [5, 5], "batch_size": 2048, "lr": 0.003}
 OURS = "train GRAPH --task link --model sage --layers 2 --norm batch --dropout 0"
 METHODS = {
@@ -67,13 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--rivals", type=Path, help="folder of make_environments.sh")
     parser.add_argument("--archive", type=Path, default=ARCHIVE)
-    parser.add_argument("--summary", action="store_true", help="summarize the recorded runs")
     options = parser.parse_args(argv)
-    if RIVALS.intersection(options.way) and not (options.rivals or options.summary):
+    if RIVALS.intersection(options.way) and not options.rivals:
         parser.error("PyG needs --rivals FOLDER; or name other methods with --way")
     case = {"graph": options.archive.stem, "model": "sage", "epochs": options.epochs, **SIZES}
-    if options.summary:
-        return summary(case)
     with tempfile.TemporaryDirectory() as folder:
         graphs = {method: Path(folder) / "graph" for method in options.way}
         if "gcnzc, chance" in graphs:
@@ -129,73 +117,6 @@ def run_pyg(graph: Path, rivals: Path, norm_over: str, epochs: int, seed: int) -
         [python, RIVAL, graph, options], check=True, stdout=subprocess.PIPE, text=True
     )
     return json.loads(ran.stdout.splitlines()[-1])
-
-
-def summary(case: dict[str, Any]) -> int:
-    """Record the mean of each method and their differences, and return the exit status."""
-    path = harness.RESULTS / "linkpred.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    runs = {
-        method: {
-            line["seed"]: line
-            for line in lines
-            if line["way"] == method
-            and "seed" in line
-            and all(line[key] == value for key, value in case.items())
-        }
-        for method in METHODS
-    }
-    means = {}
-    for method, by_seed in runs.items():
-        values = [line["test_auc"] for line in by_seed.values()]
-        if len(values) < 2 or method == "gcnzc, chance":
-            continue
-        means[method] = statistics.mean(values), statistics.stdev(values)
-        harness.record(
-            "linkpred",
-            {**case, "way": f"mean of {method}"},
-            test_auc=means[method][0],
-            spread=means[method][1],
-            seeds=sorted(by_seed),
-            target=TARGET,
-            reached=means[method][0] >= TARGET,
-        )
-    good = "gcnzc" in means and means["gcnzc"][0] >= TARGET
-    for seed, line in runs["gcnzc, chance"].items():
-        allowed = 3 * (1 / (6 * line["judged"])) ** 0.5
-        above = line["test_auc"] - 0.5
-        harness.record(
-            "linkpred",
-            {**case, "way": "gcnzc, chance - 0.5", "of_seed": seed},
-            difference=above,
-            allowed=allowed,
-            within=abs(above) <= allowed,
-        )
-        good = good and above <= allowed
-    for mine, theirs in itertools.product(("gcnzc", "gcnzc, as PyG"), sorted(RIVALS)):
-        if mine in means and theirs in means:
-            difference = means[mine][0] - means[theirs][0]
-            spread = (means[mine][1] ** 2 + means[theirs][1] ** 2) ** 0.5
-            harness.record(
-                "linkpred",
-                {**case, "way": f"{mine} - {theirs}"},
-                difference=difference,
-                spread=spread,
-                within_spread=abs(difference) <= spread,
-            )
-            good = good and difference >= -spread
-    return int(not good)
-
-
-def gcnzc(words: Sequence[str]) -> str:
-    """Run a command and return its stdout; its messages are shown only if it fails."""
-    out, talk = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
-        status = cli.main(words)
-    if status:
-        print(f"gcnzc {' '.join(words)}\n{talk.getvalue()}", file=sys.stderr)
-        raise SystemExit(status)
-    return out.getvalue()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Defaults of the optimizers' options, for their classes and for the command line.
 
-They were chosen for runs of a few hundred steps or more; `bench/network/defaults.py` compares
-alternatives.
+They were chosen for runs of a few hundred steps or more, such as those of
+`bench/network/defaults.py`.
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from bench.network import uneven, uneven_strategies, validate
 from bench.network.cluster import Cluster
 from bench.network.links import Network
 from bench.network.namespaces import can_make
-from bench.network.uneven_worker import Task, read_task
+from bench.network.uneven_strategies import Task, read_task
 from gcnzc.exchange import Link
 
 # machine 0 sends 100 KB to machine 1, and prints the seconds at which each frame leaves it
@@ -186,7 +186,7 @@ def test_workers_leave_and_join(tmp_path, monkeypatch):
 
 def test_a_task_is_the_same_after_json():
     task = Task("DiLoCo", 4, 8, 0.1, {3: 3.0})
-    assert read_task(json.dumps(task.__dict__)) == task
+    assert read_task(json.loads(json.dumps(task.__dict__))) == task
 
 
 def test_the_simulated_time_of_a_task_is_that_of_its_bytes():
