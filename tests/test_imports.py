@@ -73,7 +73,7 @@ DOORS = {
         "gcnzc/features/cache_counters.py",
         "gcnzc/tune/pcie_bench.py",
     },
-    "matplotlib": {"gcnzc/train/plots.py", "gcnzc/cli/plots.py"},
+    "matplotlib": {"gcnzc/train/plots.py"},
     "pyarrow": {"datasets/parquet_tables.py"},
     "rich": {"gcnzc/train/progress.py"},
     "tyro": {

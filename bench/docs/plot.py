@@ -6,6 +6,7 @@ If a case was measured more than once, its newest line is drawn.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from bench.docs.table import TABLES, Line, newest, read
 from bench.docs.training_tables import LAYER_KINDS, MODELS
-from gcnzc.cli.plots import Efficiencies, efficiencies
-from gcnzc.tune.table_shapes import roofs, sweep
+from gcnzc.features.pcie_traffic import HEADER_BYTES, traffic
+from gcnzc.kernels.gather.lanes import LAYOUTS
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 SYSTEMS = {"ours": "gcnzc", "dgl": "DGL", "pyg": "PyG", "graphbolt": "GraphBolt"}
@@ -46,10 +47,35 @@ FAMILIES = {
 def main() -> None:
     """Draw every figure."""
     PICTURES.mkdir(parents=True, exist_ok=True)
-    efficiencies(Efficiencies("float32", sweep("float32"), {}, roofs()), PICTURES / "pcie.png")
     for name, draw in FIGURES.items():
         draw().savefig(PICTURES / f"{name}.png", dpi=100)
         print(PICTURES / f"{name}.png")
+
+
+def bus_efficiency() -> Figure:
+    """Draw the predicted efficiency of gathers by the width of float32 rows, a panel per layout."""
+    figure = Figure(figsize=(9, 6.3), layout="constrained")
+    figure.suptitle("Efficiency of feature gathers on the PCIe bus, by layout (predicted)")
+    *panels, legend = figure.subplots(2, 3, sharex=True, sharey=True).flatten()
+    for axis, layout in zip(panels, LAYOUTS, strict=True):
+        for unit, colour in ((16, "C0"), (8, "C2"), (4, "C1")):
+            widths = [width for width in range(4, 8193, 4) if gcd(width, 16) == unit]
+            shares = [float(traffic(width, layout=layout).efficiency) for width in widths]
+            label = f"row a multiple of {unit} B"
+            axis.plot(widths, shares, ".", color=colour, markersize=2.5, label=label)
+        for size in (128, 32):
+            share = size / (size + HEADER_BYTES)
+            axis.axhline(share, color="grey", linewidth=1, linestyle="--")
+            axis.text(4, share, f"requests of {size} B", fontsize="x-small", va="bottom")
+        axis.set_title(layout, fontsize="medium")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(0, 1)
+        axis.grid(alpha=0.3)
+    figure.supxlabel("bytes per row", fontsize="medium")
+    figure.supylabel("bytes of rows per byte on the bus", fontsize="medium")
+    legend.set_axis_off()
+    legend.legend(*panels[0].get_legend_handles_labels(), loc="center", markerscale=3)
+    return figure
 
 
 def new_figure(title: str, lines: Sequence[Line], width: float, height: float) -> Figure:
@@ -412,6 +438,7 @@ def strategy_comparison() -> Figure:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
+    "pcie": bus_efficiency,
     "loader": loader,
     "gather_cpu": gather_cpu,
     "aggregate_cpu": aggregate_cpu,

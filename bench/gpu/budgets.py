@@ -19,7 +19,7 @@ import triton
 
 from bench import harness
 from bench.gpu.kernel_launches import COLUMNS, launches
-from gcnzc.kernels.gather.lanes import LINE_BYTES, assign_lanes
+from gcnzc.kernels.gather.lanes import LINE_BYTES, assign_lanes, default_layout
 from gcnzc.testing import KernelResources
 from gcnzc.testing.resources import resources_of
 from gcnzc.testing.triton_driver import compile_launches
@@ -63,7 +63,7 @@ def main() -> None:
             harness.record("budgets", case, **figures_of(resources), ptxas=ptxas_version(arch))
     for arch in ARCHS:
         for columns in COLUMNS:
-            layout = default_layout(columns)
+            layout = default_layout(4 * columns)
             gather = found[f"gather {columns} float32, {layout}", "_gather_rows", arch]
             in_flight = gather.threads * gather.load_bytes_in_flight * lane_share(columns)
             for link in LINKS:
@@ -122,11 +122,6 @@ def ptxas_version(arch: int) -> str:
     """Return the version of the assembler that Triton uses for an architecture."""
     tools = triton.knobs.nvidia
     return str((tools.ptxas_blackwell if arch >= 100 else tools.ptxas).version)
-
-
-def default_layout(columns: int) -> str:
-    """Return the layout of contiguous float32 rows in a table that begins on a line."""
-    return "shifted" if 4 * columns % LINE_BYTES else "pitched"
 
 
 def lane_share(columns: int) -> float:

@@ -75,10 +75,9 @@ def zero_copy(
     out = torch.empty(num_ids, rows.shape[1], dtype=rows.dtype, device=device)
     size = rows.element_size()
     stride_bytes = rows.stride(0) * size
-    is_aligned = (rows.data_ptr() | stride_bytes) % LINE_BYTES == 0
     model = traffic(
         rows.shape[1] * size,
-        layout=layout or ("pitched" if is_aligned else "shifted"),
+        layout=layout,
         item_bytes=size,
         stride_bytes=stride_bytes,
         base=rows.data_ptr() % LINE_BYTES,

@@ -9,11 +9,13 @@ layouts that read unpadded rows.
 """
 
 import argparse
+from itertools import product
 
 from bench.harness import record
 from bench.loading.pcie import SETS
-from gcnzc.tune.compiled_traffic import compare_layouts
-from gcnzc.tune.table_shapes import Shape
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.tune.compiled_traffic import compare
+from gcnzc.tune.pcie_bench import Shape
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 
@@ -23,15 +25,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100])
     options = parser.parse_args()
-    shapes = [
-        Shape(name, 0, num_columns, dtype, num_columns * ITEM_BYTES[dtype])
-        for name, (num_columns, *dtypes) in SETS.items()
-        for dtype in dtypes
-    ]
-    for shape in shapes:
-        # one at a time: long rows take minutes, and what is recorded stays
-        (layouts,) = compare_layouts([shape], options.archs, advance=lambda *_: None)
-        for layout, figures in layouts.items():
+    for name, (num_columns, *dtypes) in SETS.items():
+        for dtype, layout in product(dtypes, LAYOUTS):
+            row_bytes = num_columns * ITEM_BYTES[dtype]
+            padding = -row_bytes % LINE_BYTES if layout == "pitched" else 0
+            shape = Shape(name, 0, num_columns, dtype, row_bytes + padding)
+            figures = compare(shape, options.archs, layout=layout)
             for arch in options.archs:
                 counted = figures[f"sm_{arch}"]
                 record(
@@ -39,7 +38,7 @@ def main() -> None:
                     {
                         "name": shape.name,
                         "dtype": shape.dtype,
-                        "row_bytes": shape.row_bytes,
+                        "row_bytes": row_bytes,
                         "layout": layout,
                         "arch": arch,
                     },

@@ -3,18 +3,16 @@
     python -m bench.loading.pcie
 
 The figures are computed by the model in `gcnzc.features.pcie_traffic`. Nothing is measured, so they
-are the same on every machine. They are recorded in `bench/results/wire.jsonl` and printed as
-Markdown tables.
+are the same on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from bench.harness import record
-from gcnzc.features.pcie_traffic import ceiling, traffic
-from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
+from gcnzc.features.pcie_traffic import choose_pitch, traffic
+from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout, default_layout
 from gcnzc.system.nvml import LANE_BYTES_PER_S
-from gcnzc.tune.table_shapes import Shape, predict_traffic
 
 # columns and dtypes; MAG240M is stored as float16 (Hu et al., OGB-LSC, 2021); IGB is from Khatua et
 # al. (2023) and PubMed from Sen et al. (2008); the others are in datasets/catalog.py
@@ -56,78 +54,54 @@ ROWS = {
 
 
 def main() -> None:
-    """Record every figure, and print the tables."""
-    for table in tables():
-        for layout, figures in table["layouts"].items():
-            case = {key: table[key] for key in ("name", "dtype", "row_bytes")} | {"layout": layout}
-            chosen = layout == table["prepared_layout"]
-            record("wire", case, **figures, chosen=chosen, pitch_bytes=table["pitch_bytes"])
-    for line in limits():
+    """Record every figure."""
+    for line in (*requests(), *limits()):
         record("wire", line)
-    for text in (set_table(), limit_table()):
-        print("", *text, sep="\n")
 
 
-def tables() -> Iterator[dict[str, Any]]:
-    """Return the predictions for every dataset and dtype, with packed rows."""
+def requests() -> Iterator[dict[str, Any]]:
+    """Yield the traffic of a row of each dataset, dtype and layout; padded if it is `pitched`."""
     for name, (num_columns, *dtypes) in SETS.items():
         for dtype in dtypes:
             item_bytes = {"float32": 4, "float16": 2, "int8": 1}[dtype]
-            shape = Shape(name, 0, num_columns, dtype, num_columns * item_bytes)
-            yield predict_traffic(shape)
+            row_bytes = num_columns * item_bytes
+            pitch_bytes, _ = choose_pitch(row_bytes, item_bytes)
+            for layout in LAYOUTS:
+                padding = -row_bytes % LINE_BYTES if layout == "pitched" else 0
+                found = traffic(row_bytes, layout=layout, item_bytes=item_bytes)
+                yield {
+                    "name": name,
+                    "dtype": dtype,
+                    "row_bytes": row_bytes,
+                    "layout": layout,
+                    "requests_per_row": float(found.requests_per_row),
+                    "wire_bytes_per_row": float(found.wire_bytes),
+                    "efficiency": float(found.efficiency),
+                    "memory": padding / row_bytes,
+                    "pitch_bytes": pitch_bytes,
+                    "chosen": layout == default_layout(pitch_bytes),
+                }
 
 
 def limits() -> Iterator[dict[str, Any]]:
-    """Return both limits of the bandwidth of rows, for several buses."""
+    """Yield both limits of the bandwidth of rows, for several buses."""
     for name, layout in LIMITED:
         row_bytes, item_bytes = ROWS[name]
         row = traffic(row_bytes, layout=layout, item_bytes=item_bytes)
         for generation, link_bytes_per_s in LINKS.items():
             for tags in TAGS:
-                found = ceiling(link_bytes_per_s, LATENCY_S, tags, row)
+                by_wire = link_bytes_per_s * float(row.efficiency)
+                by_tags = tags / LATENCY_S / float(row.requests_per_row) * row_bytes
                 yield {
                     "rows": name,
                     "layout": layout,
                     "pcie_generation": generation,
                     "tags": tags,
                     "latency_s": LATENCY_S,
-                    "by_wire_bytes_per_s": found.by_wire_bytes_per_s,
-                    "by_tags_bytes_per_s": found.by_tags_bytes_per_s,
-                    "binds": found.binds,
+                    "by_wire_bytes_per_s": by_wire,
+                    "by_tags_bytes_per_s": by_tags,
+                    "binds": "tags" if by_tags < by_wire else "wire",
                 }
-
-
-def set_table() -> list[str]:
-    """Format the requests per row and the efficiency of each dataset as a Markdown table."""
-    heads = ["set", "type", "row B", *LAYOUTS, "memory for lines", "stored, read as"]
-    rows = []
-    for table in tables():
-        layouts = table["layouts"]
-        cells = [table["name"], table["dtype"], str(table["row_bytes"])]
-        for figures in layouts.values():
-            cells.append(f"{figures['requests_per_row']:.2f}, {figures['efficiency']:.1%}")
-        cells.append(f"{layouts['pitched']['memory']:+.1%}")
-        cells.append(f"{table['pitch_bytes']} B apart, {table['prepared_layout']}")
-        rows.append(cells)
-    return markdown(heads, rows)
-
-
-def limit_table() -> list[str]:
-    """Format the lower limit in GB/s of rows as a Markdown table."""
-    cases = [(generation, tags) for generation in LINKS for tags in TAGS]
-    heads = ["rows", "layout", *(f"PCIe {g}, {tags} tags" for g, tags in cases)]
-    rows: dict[tuple[str, str], list[str]] = {}
-    for line in limits():
-        least = min(line["by_wire_bytes_per_s"], line["by_tags_bytes_per_s"])
-        cells = rows.setdefault((line["rows"], line["layout"]), [line["rows"], line["layout"]])
-        cells.append(f"{least / 1e9:.1f}, {line['binds']}")
-    return markdown(heads, list(rows.values()))
-
-
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format a Markdown table with a line for each of `rows`."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import tyro
 from gcnzc.cli.commands import COMMANDS
 from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig
 from gcnzc.cli.commands.export import ExportConfig
-from gcnzc.cli.commands.pcie import PcieConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.commands.predict import PredictConfig
 from gcnzc.cli.errors import UsageError
@@ -169,7 +168,7 @@ def check_outputs(config: Any) -> None:
             check_file_output("out", config.out, ".npy", "`numpy.load` reads it")
         elif isinstance(config, ExportConfig):
             check_file_output("out", config.out, ".pt2", "`torch.export.load` reads it")
-        elif isinstance(config, PcieConfig | PlotConfig):
+        elif isinstance(config, PlotConfig):
             check_picture("out", config.out)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -14,7 +14,7 @@ assumptions:
 - A request is answered by one packet, or with `split_bytes` by several: some root complexes are
   reported to split answers at multiples of 64 B.
 - Only packets from the host are counted. Requests have the opposite direction, and take
-  `REQUEST_BYTES` each.
+  24 B each: a header of 16 B, framing and checksum.
 
 Notation: S starts of rows within a line, P passes of lanes over a row.
 """
@@ -23,12 +23,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from gcnzc.kernels.gather.lanes import LINE_BYTES, Lanes, Layout, assign_lanes
+from gcnzc.kernels.gather.lanes import (
+    LINE_BYTES,
+    Lanes,
+    Layout,
+    assign_lanes,
+    default_layout,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -41,10 +47,6 @@ SECTOR_BYTES = 32
 
 # of a completion packet: header 12 B, framing 4 B and checksum 4 B (PCI Express 3.0)
 HEADER_BYTES = 20
-
-
-# of a read request for an address above 4 GB: header 16 B, framing and checksum 8 B
-REQUEST_BYTES = 24
 
 
 SIZES = (32, 64, 96, 128)
@@ -95,7 +97,7 @@ class HasRows(Protocol):
 def traffic(
     row_bytes: int,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     item_bytes: int = 4,
     stride_bytes: int | None = None,
     base: int = 0,
@@ -105,7 +107,7 @@ def traffic(
 
     Args:
         row_bytes: bytes of one row.
-        layout: of lanes over rows; see `gcnzc.kernels.gather.lanes.Lanes`.
+        layout: of lanes over rows, see `gcnzc.kernels.gather.lanes.Lanes`; that of gathers if None.
         item_bytes: bytes of one element, a power of two that divides the other sizes.
         stride_bytes: from the start of a row to the next. Default: rows are contiguous, or for
             `pitched` padded to lines.
@@ -122,6 +124,7 @@ def traffic(
     _check(row_bytes, item_bytes, stride_bytes, base, split_bytes)
     period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
     starts = (base + np.arange(period) * stride_bytes) % LINE_BYTES
+    layout = layout or default_layout(stride_bytes, base)
     lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
     return _traffic(lanes, starts, np.ones_like(starts), split_bytes)
 
@@ -130,7 +133,7 @@ def table_traffic(
     table: Tensor | HasRows,
     ids: Tensor | None = None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     split_bytes: int | None = None,
 ) -> Traffic:
     """Return the traffic of a row, averaged over the rows of a table or some of them.
@@ -170,14 +173,9 @@ def table_traffic(
             )
         counts = np.bincount(chosen % period, minlength=period)
     starts = (base + residues * stride_bytes) % LINE_BYTES
+    layout = layout or default_layout(stride_bytes, base)
     lanes = assign_lanes(layout, row_bytes, stride_bytes, base, item_bytes)
     return _traffic(lanes, starts, counts, split_bytes)
-
-
-def choose_layout(stride_bytes: int, base: int = 0) -> Layout:
-    """Return the default layout of a gather, which requests no line of a row twice."""
-    is_aligned = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
-    return "pitched" if is_aligned else "shifted"
 
 
 def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
@@ -205,40 +203,6 @@ def choose_pitch(row_bytes: int, item_bytes: int) -> tuple[int, str]:
     if memory > MAX_MEMORY:
         return row_bytes, f"{reason}: too much"
     return pitch_bytes, reason
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """The highest rate of a gather over a PCIe link, by each of two limits, in bytes of rows."""
-
-    by_wire_bytes_per_s: float  # limited by the bytes on the wire, headers included
-    by_tags_bytes_per_s: float  # limited by the number of outstanding requests
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The lower of both limits."""
-        return min(self.by_wire_bytes_per_s, self.by_tags_bytes_per_s)
-
-    @property
-    def binds(self) -> Literal["wire", "tags"]:
-        """Which limit is the lower one."""
-        return "tags" if self.by_tags_bytes_per_s < self.by_wire_bytes_per_s else "wire"
-
-
-def ceiling(link_bytes_per_s: float, latency_s: float, tags: int, row_traffic: Traffic) -> Ceiling:
-    """Return an upper bound of the rate at which rows can be gathered.
-
-    Args:
-        link_bytes_per_s: bandwidth of the link in one direction, headers included.
-        latency_s: from a request to its answer.
-        tags: maximum number of outstanding requests: 256 with the 8-bit tags of PCI Express up to
-            version 3, 768 with 10-bit tags. The number of tags of GPUs is not published.
-        row_traffic: traffic of one row.
-    """
-    rows_per_s = tags / latency_s / float(row_traffic.requests_per_row)
-    return Ceiling(
-        link_bytes_per_s * float(row_traffic.efficiency), rows_per_s * row_traffic.row_bytes
-    )
 
 
 def _check(

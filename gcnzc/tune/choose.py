@@ -3,15 +3,15 @@
 All times come from a `Bench`: this machine, or in tests a simulated one. The values of a setting
 are measured in interleaved rounds, and the fastest is the one with the least median. Values within
 `WITHIN` of it, in the median or in enough of the rounds, count as equally fast; the cheapest of
-them is chosen: fewest PCIe requests, warps, threads, prefetched minibatches, or threads and then
+them is chosen: fewest warps, threads, prefetched minibatches, or threads and then
 rows for the CPU to gather. Thus measurement noise does not decide, and no resources are wasted. If
 the noise of the measurements of threads, prefetched minibatches or copied rows exceeds `NOISY`,
 because other programs are running, the default of that setting is kept.
 
-Settings are chosen in sequence, each with the previous ones fixed: layout; programs with warps and
-vectors; threads; prefetched minibatches; fraction of rows for the copy engine, which may also
-increase the threads and the prefetched minibatches; cache size. Without a GPU, a model predicts the
-layout, and the other settings of the GPU keep their defaults.
+Settings are chosen in sequence, each with the previous ones fixed: programs with warps and vectors;
+threads; prefetched minibatches; fraction of rows for the copy engine, which may also
+increase the threads and the prefetched minibatches; cache size. Without a GPU, the
+settings of the GPU keep their defaults.
 
 In saved profiles "ahead" is the number of prefetched minibatches, and "hot" the fraction of rows in
 the feature cache.
@@ -29,11 +29,9 @@ import torch
 
 from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import DEFAULT_CACHED_FRACTION, cache_bytes, num_rows_to_cache
-from gcnzc.features.pcie_traffic import choose_layout, table_traffic
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather.gpu import VECTORS, WARPS, KernelConfig
-from gcnzc.kernels.gather.lanes import LAYOUTS, Layout
 from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS
 from gcnzc.loader.presampling import presample
 from gcnzc.loader.threads import default_threads
@@ -117,10 +115,10 @@ def tune_on(
     bench: Bench, case: Case, device: torch.device, limit: CacheMemory, progress: Progress
 ) -> TuningProfile:
     """Choose the settings for a workload by the measurements of `bench`."""
-    choices = choose_kernel_config(bench, case.table, device, progress)
+    choices = choose_kernel_config(bench, device, progress)
     kernel_config = None
     if bench.has_gpu:
-        kernel_config = KernelConfig(**{name: choice.value for name, choice in choices.items()})  # type: ignore[arg-type]
+        kernel_config = KernelConfig(*(int(choice.value) for choice in choices.values()))
     choices |= choose_loader_settings(bench, kernel_config, progress)
     threads, ahead = int(choices["threads"].value), int(choices["ahead"].value)
     loading = LoaderSettings(threads, ahead, 0.0, kernel_config)
@@ -138,75 +136,38 @@ def tune_on(
 
 
 def choose_kernel_config(
-    bench: Bench, table: FeatureTable, device: torch.device, progress: Progress
+    bench: Bench, device: torch.device, progress: Progress
 ) -> dict[str, Setting]:
-    """Choose layout, programs, warps and vectors of the GPU's gather kernel."""
-    requests = _requests(table)
-    default = _default_layout(table)
-    figures: dict[str, Any] = {"requests_per_row": requests}
+    """Choose programs, warps and vectors of the GPU's gather kernel."""
     if not bench.has_gpu:
-        why = "fewest PCIe requests for the rows' alignment; used on GPUs only"
-        if not requests:
-            why = "no GPU, and a table that GPUs do not read"
-        choices = {"layout": Setting(default, why, "predicted" if requests else "default", figures)}
         missing = f"not measured: {_why_not_measured(device)}"
-        for name, value, more in (
-            ("programs", DEFAULT_PROGRAMS, "at most two per multiprocessor"),
-            ("warps", WARPS, "per program"),
-            ("vectors", VECTORS, "16 B vectors in flight per lane"),
-        ):
-            choices[name] = Setting(value, f"{missing}; {more}", "default", {})
-        return choices
-    layouts = measure_in_rounds(
-        [layout for layout in LAYOUTS if layout in requests],
-        lambda layout: bench.gather_s(KernelConfig(layout=layout)),
-        "layout",
-        progress,
+        return {
+            name: Setting(value, f"{missing}; {more}", "default", {})
+            for name, value, more in (
+                ("programs", DEFAULT_PROGRAMS, "at most two per multiprocessor"),
+                ("warps", WARPS, "per program"),
+                ("vectors", VECTORS, "16 B vectors in flight per lane"),
+            )
+        }
+    candidates = [(programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)]
+    times = measure_in_rounds(
+        candidates, lambda one: bench.gather_s(KernelConfig(*one)), "programs", progress
     )
-    layout: Layout = cheapest(layouts, lambda name: (requests[name], name != default))
-    figures["gather_s"] = medians(layouts)
-    choices = {
-        "layout": Setting(
-            layout,
-            f"{_describe_lead(layouts, layout)}; of the layouts about as fast, the one with the "
-            "fewest PCIe requests per row",
-            "measured",
-            figures,
-        )
-    }
-    configs = [
-        KernelConfig(layout, programs, *shape) for shape, programs in product(SHAPES, PROGRAMS)
-    ]
-    times = measure_in_rounds(configs, bench.gather_s, "programs", progress)
     # registers of resident warps are not available to the model's kernels
-    kernel_config = cheapest(times, lambda one: (_warps(one), one.programs, one.vectors))
-    median_s = medians(times)
-    best_by_shape = {
-        f"{warps} x {vectors}": min(
-            s for w, s in median_s.items() if (w.warps, w.vectors) == (warps, vectors)
-        )
-        for warps, vectors in SHAPES
-    }
-    by_programs = {
-        str(w.programs): s
-        for w, s in median_s.items()
-        if (w.warps, w.vectors) == (kernel_config.warps, kernel_config.vectors)
-    }
-    assert kernel_config.programs is not None, "every candidate sets it"
-    assert kernel_config.warps is not None, "every candidate sets it"
-    assert kernel_config.vectors is not None, "every candidate sets it"
-    lead = _describe_lead(times, kernel_config)
+    chosen = cheapest(times, lambda one: (one[0] * one[1], one[0], one[2]))
+    programs, warps, vectors = chosen
     why = (
-        f"{lead} of {len(configs)} candidates; of those about as fast, the one with the fewest "
-        "resident warps"
+        f"{_describe_lead(times, chosen)} of {len(candidates)} candidates; of those about as fast, "
+        "the one with the fewest resident warps"
     )
-    shape_figures = {"best_gather_s": best_by_shape}
-    return choices | {
-        "programs": Setting(kernel_config.programs, why, "measured", {"gather_s": by_programs}),
-        "warps": Setting(kernel_config.warps, "goes with the programs", "measured", shape_figures),
-        "vectors": Setting(
-            kernel_config.vectors, "goes with the programs", "measured", shape_figures
-        ),
+    median_s = medians(times)
+    by_programs = {str(count): median_s[count, warps, vectors] for count in PROGRAMS}
+    by_shape = {f"{w} x {v}": min(median_s[count, w, v] for count in PROGRAMS) for w, v in SHAPES}
+    figures = {"best_gather_s": by_shape}
+    return {
+        "programs": Setting(programs, why, "measured", {"gather_s": by_programs}),
+        "warps": Setting(warps, "goes with the programs", "measured", figures),
+        "vectors": Setting(vectors, "goes with the programs", "measured", figures),
     }
 
 
@@ -411,26 +372,6 @@ def _smallest_cache(
     return max_rows, None
 
 
-def _requests(table: FeatureTable) -> dict[Layout, float]:
-    """Return the predicted PCIe requests per row for each layout that the table supports."""
-    if table.is_sparse or table.rows.numel() == 0:
-        return {}
-    default = _default_layout(table)
-    return {
-        layout: float(table_traffic(table, layout=layout).requests_per_row)
-        for layout in LAYOUTS
-        if layout != "pitched" or default == "pitched"
-    }
-
-
-def _default_layout(table: FeatureTable) -> Layout:
-    if table.is_sparse:
-        return "shifted"
-    rows = table.rows
-    stride = rows.stride(0) * rows.element_size() if len(table) > 1 else table.row_bytes
-    return choose_layout(stride, rows.data_ptr())
-
-
 def _keep_default(choice: Setting, default: float, noise: float) -> Setting:
     """Replace a noisy setting by its default."""
     why = f"rounds of one setting differ by {noise:.0%}: stop other programs and tune again"
@@ -450,10 +391,6 @@ def _why_not_measured(device: torch.device) -> str:
     if device.type != "cuda":
         return "no GPU"
     return "this GPU cannot read host memory"
-
-
-def _warps(kernel_config: KernelConfig) -> int:
-    return (kernel_config.programs or 0) * (kernel_config.warps or 0)
 
 
 def _describe_lead(taken_s: Mapping[S, Sequence[float]], chosen: S) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +17,11 @@ from torch import Tensor
 from gcnzc.features.pcie_traffic import HEADER_BYTES, SIZES, Traffic, table_traffic
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
-from gcnzc.system.progress import ProgressCallback
+from gcnzc.kernels.gather.lanes import LINE_BYTES, Layout
 from gcnzc.testing.counters import AccessCounters
 from gcnzc.testing.executor import Executor
 from gcnzc.testing.triton_driver import execute_on_cpu
-from gcnzc.tune.table_shapes import Figures, Shape
+from gcnzc.tune.pcie_bench import Figures, Shape, traffic_figures
 
 # fewest rows of a sample; it has more if rows of the table begin at more offsets within a line
 MIN_ROWS = 32
@@ -47,13 +45,13 @@ class Sample:
     scale_columns: int | None
 
 
-def sample_rows(shape: Shape, layout: Layout) -> Sample:
-    """Return a sample of rows as `layout` reads them.
+def sample_rows(shape: Shape) -> Sample:
+    """Return a sample of the rows of a table.
 
     The sample has rows at every offset within a line that occurs in the table, equally often,
     unless `SAMPLE_BYTES` limits it to fewer rows.
     """
-    stride_bytes, base = shape.stride_and_base(layout)
+    stride_bytes, base = shape.stride_bytes, shape.base
     period = LINE_BYTES // gcd(stride_bytes, LINE_BYTES)
     num_ids = min(max(MIN_ROWS, period), max(1, SAMPLE_BYTES // stride_bytes))
     # at least a line between rows; odd, so that all offsets of rows within a line occur
@@ -78,15 +76,15 @@ def sample_rows(shape: Shape, layout: Layout) -> Sample:
 
 
 def count_requests(
-    sample: Sample, layout: Layout, arch: int, split_bytes: int | None = None
+    sample: Sample, arch: int, split_bytes: int | None = None, *, layout: Layout | None = None
 ) -> Traffic:
     """Return the traffic of a row, averaged over a sample, by executing the compiled kernel.
 
     Args:
         sample: the rows to gather.
-        layout: see `gcnzc.kernels.gather.lanes.Lanes`.
         arch: compute capability of a GPU, such as 90 for sm_90.
         split_bytes: 64 or 128, see `gcnzc.features.pcie_traffic`.
+        layout: see `gcnzc.kernels.gather.gpu.gather_rows`.
 
     Raises:
         RuntimeError: this version of Triton is not supported, its interpreter is in use, or the
@@ -106,7 +104,7 @@ def count_requests(
     if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
         raise RuntimeError(
             f"the gather kernel that is compiled for sm_{arch} returned wrong rows of "
-            f"{sample.rows.dtype} and shape {tuple(sample.rows.shape)} with the layout {layout}\n\n"
+            f"{sample.rows.dtype} and shape {tuple(sample.rows.shape)}\n\n"
             "hint: report this with the version of Triton, "
             "https://github.com/triton-lang/triton/releases lists others"
         )
@@ -124,66 +122,32 @@ def _traffic(
     return Traffic(row_bytes, requests, read_bytes + Fraction(packets * HEADER_BYTES, num_rows))
 
 
-def compare_layouts(
-    shapes: Sequence[Shape],
+def compare(
+    shape: Shape,
     archs: Sequence[int],
     split_bytes: int | None = None,
     *,
-    advance: ProgressCallback,
-) -> list[dict[Layout, Figures]]:
-    """Count the requests of all layouts of some tables, and predict them for the same rows.
+    layout: Layout | None = None,
+) -> Figures:
+    """Count the requests of gathers of a table's rows, and predict them for the same rows.
 
     Args:
-        shapes: shapes of the tables; equal ones are executed once.
+        shape: shape of the table.
         archs: see `count_requests`.
         split_bytes: see `count_requests`.
-        advance: called with the progress.
+        layout: see `count_requests`.
 
     Returns:
-        For each table and layout JSON values: `sampled_rows`; `model`, the predicted traffic of the
-        sample; and for each architecture, such as `sm_90`, the counted traffic, and whether it
-        `equals_model`.
+        JSON values: `sampled_rows`; `model`, the predicted traffic of the sample; and for each
+        architecture, such as `sm_90`, the counted traffic, and whether it `equals_model`.
 
     Raises:
         RuntimeError, Fault: see `count_requests`.
     """
-    known: dict[Any, Figures] = {}
-    results = []
-    for number, shape in enumerate(shapes):
-        table: dict[Layout, Figures] = {}
-        for position, layout in enumerate(LAYOUTS):
-            advance(
-                number * len(LAYOUTS) + position,
-                len(shapes) * len(LAYOUTS),
-                f"{shape.name} {shape.dtype} {layout}",
-            )
-            memory = shape.stride_and_base(layout)
-            scales = shape.has_scales, shape.scale_columns
-            key = (layout, memory, shape.num_columns, shape.dtype, scales)
-            if key not in known:
-                known[key] = _compare(shape, layout, archs, split_bytes)
-            table[layout] = known[key]
-        results.append(table)
-    advance(len(shapes) * len(LAYOUTS), len(shapes) * len(LAYOUTS))
-    return results
-
-
-def _compare(
-    shape: Shape, layout: Layout, archs: Sequence[int], split_bytes: int | None
-) -> Figures:
-    sample = sample_rows(shape, layout)
+    sample = sample_rows(shape)
     model = table_traffic(sample.rows, sample.ids, layout=layout, split_bytes=split_bytes)
-    found: Figures = {"sampled_rows": len(sample.ids), "model": _figures(model)}
+    found: Figures = {"sampled_rows": len(sample.ids), "model": traffic_figures(model)}
     for arch in archs:
-        counted = count_requests(sample, layout, arch, split_bytes)
-        found[f"sm_{arch}"] = {**_figures(counted), "equals_model": counted == model}
+        counted = count_requests(sample, arch, split_bytes, layout=layout)
+        found[f"sm_{arch}"] = {**traffic_figures(counted), "equals_model": counted == model}
     return found
-
-
-def _figures(traffic: Traffic) -> Figures:
-    return {
-        "requests_per_row": float(traffic.requests_per_row),
-        "requests": {str(size): float(count) for size, count in traffic.requests.items()},
-        "read_bytes_per_row": float(traffic.read_bytes),
-        "wire_bytes_per_row": float(traffic.wire_bytes),
-    }

@@ -1,4 +1,4 @@
-"""Measure how efficiently a GPU's gathers use the PCIe bus, and compare with predictions.
+"""Measure the PCIe bus and how efficiently gathers of a table use it; compare with predictions.
 
 The predictions are those of `gcnzc.features.pcie_traffic`, which needs no GPU. Measured rates are
 compared with two others: the rate of a large copy by the copy engine, and the rate of a dense read,
@@ -11,21 +11,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gcnzc.features.pcie_traffic import Traffic, choose_pitch, traffic
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.registrations import copy_into
+from gcnzc.graph import load
 from gcnzc.kernels.gather.bench_reads import chase_pointers, read_dense
 from gcnzc.kernels.gather.gpu import gather_rows
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES, Layout
+from gcnzc.kernels.gather.lanes import LINE_BYTES, default_layout
 from gcnzc.kernels.gpu_launch import default_programs
 from gcnzc.system import nvml
-from gcnzc.system.progress import ProgressCallback
 from gcnzc.tune.search import interleave, medians
-from gcnzc.tune.table_shapes import Figures, Shape, predict_traffic
 
 ROUNDS = 9
 
@@ -58,6 +59,112 @@ _ITEMS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Seconds: TypeAlias = Callable[[Callable[[], object]], float]
+
+
+Figures: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size and alignment of a feature table, which determine its PCIe traffic."""
+
+    name: str
+    num_rows: int
+    num_columns: int
+    dtype: str  # name of a torch dtype
+    stride_bytes: int  # from one row to the next
+    base: int = 0  # offset of the first row in its 128 B line
+    has_scales: bool = False  # rows are quantized codes
+    scale_columns: int | None = None  # number of columns that share a scale; None: those of a row
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.num_columns * self.item_bytes
+
+
+def shape_of(path: Path) -> Shape:
+    """Return the shape of a folder's feature table; rows of a raw folder are contiguous.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files is missing.
+        ValueError: it has no features, or stores them sparse, which GPUs do not read.
+    """
+    found = load.info(path)
+    about, name = found["features"], str(found["name"])
+    if about is None or about["columns"] == 0:
+        raise ValueError(
+            f"{path} has no features to read\n\n"
+            f"hint: `gcnzc embed {path} DEST` computes features from its edges"
+        )
+    if found["kind"] != "prepared":
+        columns, dtype = about["columns"], about["dtype"]
+        stride_bytes = columns * int(getattr(torch, dtype).itemsize)
+        return Shape(name, found["num_nodes"], columns, dtype, stride_bytes)
+    if about["kind"] == "sparse":
+        raise ValueError(
+            f"{path} has sparse features, but a GPU reads dense rows\n\n"
+            f"hint: convert them with `gcnzc prepare {path} DEST`"
+        )
+    table = load.load(path, allow_nan=True).table
+    assert table is not None, "meta.json lists features"
+    rows = table.rows
+    return Shape(
+        name,
+        rows.shape[0],
+        rows.shape[1],
+        about["dtype"],
+        rows.stride(0) * rows.element_size(),
+        rows.data_ptr() % LINE_BYTES,
+        has_scales=table.scales is not None,
+        scale_columns=table.scale_columns,
+    )
+
+
+def predict_traffic(shape: Shape, split_bytes: int | None = None) -> Figures:
+    """Predict a table's PCIe traffic.
+
+    Returns:
+        JSON values: sizes; `layout`, see `gcnzc.kernels.gather.lanes.Lanes`; the traffic of a row;
+        `pitch_bytes`, the row pitch at which `gcnzc prepare` stores such rows, and `why`.
+    """
+    found = traffic(
+        shape.row_bytes,
+        item_bytes=shape.item_bytes,
+        stride_bytes=shape.stride_bytes,
+        base=shape.base,
+        split_bytes=split_bytes,
+    )
+    pitch_bytes, why = choose_pitch(shape.row_bytes, shape.item_bytes)
+    return {
+        "name": shape.name,
+        "rows": shape.num_rows,
+        "columns": shape.num_columns,
+        "dtype": shape.dtype,
+        "row_bytes": shape.row_bytes,
+        "stride_bytes": shape.stride_bytes,
+        "base": shape.base,
+        "layout": default_layout(shape.stride_bytes, shape.base),
+        **traffic_figures(found),
+        "efficiency": float(found.efficiency),
+        "pitch_bytes": pitch_bytes,
+        "why": why,
+    }
+
+
+def traffic_figures(found: Traffic) -> Figures:
+    """Return the traffic of a row as JSON values."""
+    return {
+        "requests_per_row": float(found.requests_per_row),
+        "requests": {str(size): float(count) for size, count in found.requests.items()},
+        "read_bytes_per_row": float(found.read_bytes),
+        "wire_bytes_per_row": float(found.wire_bytes),
+    }
 
 
 @dataclass(frozen=True)
@@ -145,8 +252,8 @@ def measure_bus(gpu: Gpu, memory: Tensor) -> Figures:
     return found
 
 
-def measure_layouts(gpu: Gpu, memory: Tensor, shape: Shape) -> dict[Layout, float]:
-    """Measure the bytes of random rows per second that each layout gathers.
+def measure_gather(gpu: Gpu, memory: Tensor, shape: Shape) -> float:
+    """Measure the bytes of random rows per second that the GPU gathers.
 
     Args:
         gpu: the GPU.
@@ -159,91 +266,58 @@ def measure_layouts(gpu: Gpu, memory: Tensor, shape: Shape) -> dict[Layout, floa
         ValueError: the memory is smaller than a row.
     """
     num_ids = min(MAX_IDS, -(-min(GATHER_BYTES, len(memory)) // shape.row_bytes))
-    tasks: dict[str, tuple[int, Callable[[], object]]] = {}
-    for layout in LAYOUTS:
-        rows = _lay_rows(memory, shape, *shape.stride_and_base(layout))
-        generator = torch.Generator().manual_seed(0)
-        chosen = torch.randint(len(rows), (num_ids,), generator=generator)
-        ids = chosen.to(gpu.device)
-        out = torch.empty(num_ids, shape.num_columns, dtype=rows.dtype, device=gpu.device)
-
-        def work(
-            rows: Tensor = rows, ids: Tensor = ids, out: Tensor = out, layout: Layout = layout
-        ) -> None:
-            gather_rows(rows, ids, out, layout=layout)
-
-        work()
-        if not torch.equal(out[:CHECKED_IDS].cpu(), rows[chosen[:CHECKED_IDS]]):
-            raise RuntimeError(
-                f"a {layout} gather of rows of {shape.row_bytes} bytes returned wrong rows on "
-                f"{gpu.device}\n\nhint: run `pytest -m gpu` to find the kernel that fails"
-            )
-        tasks[layout] = (num_ids * shape.row_bytes, work)
-    rates = measure_rates(tasks, gpu.seconds)
-    return {layout: rates[layout] for layout in LAYOUTS}
+    rows = _lay_rows(memory, shape)
+    chosen = torch.randint(len(rows), (num_ids,), generator=torch.Generator().manual_seed(0))
+    ids = chosen.to(gpu.device)
+    out = torch.empty(num_ids, shape.num_columns, dtype=rows.dtype, device=gpu.device)
+    gather_rows(rows, ids, out)
+    if not torch.equal(out[:CHECKED_IDS].cpu(), rows[chosen[:CHECKED_IDS]]):
+        raise RuntimeError(
+            f"a gather of rows of {shape.row_bytes} bytes returned wrong rows on {gpu.device}\n\n"
+            "hint: run `pytest -m gpu` to find the kernel that fails"
+        )
+    task = num_ids * shape.row_bytes, lambda: gather_rows(rows, ids, out)
+    return measure_rates({"gather": task}, gpu.seconds)["gather"]
 
 
 def report(
-    shapes: Sequence[Shape],
-    gpu: Gpu | None,
-    *,
-    num_bytes: int,
-    split_bytes: int | None = None,
-    widths: Sequence[int] = (),
-    advance: ProgressCallback,
+    shape: Shape | None, gpu: Gpu | None, *, num_bytes: int, split_bytes: int | None = None
 ) -> Figures:
-    """Return the predicted PCIe traffic of some tables, and with a GPU the measured rates.
+    """Return the predicted PCIe traffic of a table, and with a GPU the measured rates.
 
     Args:
-        shapes: shapes of the tables. If there are several, only float32 ones are measured, and
-            equal ones once, since each shape compiles five kernels.
+        shape: shape of the table; None to measure only the bus.
         gpu: the GPU; None for predictions only.
         num_bytes: size of the page-locked memory that is read.
         split_bytes: see `gcnzc.features.pcie_traffic`.
-        widths: bytes of float32 rows, for which traffic is predicted too.
-        advance: called with the progress of the measurement.
 
     Returns:
-        JSON values: `tables`, each with the values of `predict_traffic` and, with a GPU, for each
-        layout `payload_bytes_per_s` and its ratio to the dense read, the copy and the bus's
-        capacity; `link`, the values of `measure_bus` or None; and `widths`.
+        JSON values: `table`, the values of `predict_traffic` and, with a GPU, `payload_bytes_per_s`
+        and its ratio to the dense read, the copy and the bus's capacity, or None; and `link`, the
+        values of `measure_bus` or None.
     """
-    tables = [predict_traffic(shape, split_bytes) for shape in shapes]
-    rows = [Shape(f"{width} B", 0, width // 4, "float32", width) for width in widths]
-    found: Figures = {
-        "split_bytes": split_bytes,
-        "link": None,
-        "tables": tables,
-        "widths": [predict_traffic(row, split_bytes) for row in rows],
-    }
+    table = None if shape is None else predict_traffic(shape, split_bytes)
+    found: Figures = {"split_bytes": split_bytes, "link": None, "table": table}
     if gpu is None:
         return found
     with _page_locked(num_bytes) as memory:
-        link = measure_bus(gpu, memory)
-        words = memory[: len(memory) // 4 * 4].view(torch.int32)
-        torch.arange(len(words), dtype=torch.int32, out=words)
-        rates: dict[tuple[int, ...], dict[Layout, float]] = {}
-        for number, (shape, table) in enumerate(zip(shapes, tables, strict=True)):
-            advance(number, len(shapes), f"{shape.name} {shape.dtype}")
-            if len(shapes) > 1 and shape.dtype != "float32":
-                continue
-            key = (shape.row_bytes, shape.item_bytes, shape.stride_bytes, shape.base)
-            if key not in rates:
-                rates[key] = measure_layouts(gpu, memory, shape)
-            for layout, rate in rates[key].items():
-                table["layouts"][layout] |= _relative_rates(rate, table["layouts"][layout], link)
-        advance(len(shapes), len(shapes))
-    return found | {"link": link}
+        link = found["link"] = measure_bus(gpu, memory)
+        if shape is not None and table is not None:
+            words = memory[: len(memory) // 4 * 4].view(torch.int32)
+            torch.arange(len(words), dtype=torch.int32, out=words)
+            rate = measure_gather(gpu, memory, shape)
+            table |= _relative_rates(rate, table["efficiency"], link)
+    return found
 
 
-def _relative_rates(rate: float, figures: Mapping[str, Any], link: Mapping[str, Any]) -> Figures:
+def _relative_rates(rate: float, efficiency: float, link: Mapping[str, Any]) -> Figures:
     whole = link.get("pcie_bytes_per_s")
     return {
         "payload_bytes_per_s": rate,
         "share_of_dense": rate / link["dense_bytes_per_s"],
         "share_of_copy": rate / link["copy_bytes_per_s"],
         # bytes on the bus, including packet headers
-        "share_of_link": None if whole is None else rate / figures["efficiency"] / whole,
+        "share_of_link": None if whole is None else rate / efficiency / whole,
     }
 
 
@@ -300,8 +374,8 @@ def _dense_reads(
     return {str(count): (len(memory), read(count)) for count in dict.fromkeys(programs)}
 
 
-def _lay_rows(memory: Tensor, shape: Shape, stride_bytes: int, base: int) -> Tensor:
-    item_bytes = shape.item_bytes
+def _lay_rows(memory: Tensor, shape: Shape) -> Tensor:
+    item_bytes, stride_bytes, base = shape.item_bytes, shape.stride_bytes, shape.base
     num_rows = (len(memory) - base - shape.row_bytes) // stride_bytes + 1
     if num_rows < 1:
         raise ValueError(

@@ -25,7 +25,7 @@ from gcnzc._version import VERSION
 from gcnzc.features.table import FeatureTable
 from gcnzc.kernels.gather import gpu, lanes
 from gcnzc.kernels.gather.gpu import KernelConfig
-from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
+from gcnzc.kernels.gather.lanes import LINE_BYTES
 from gcnzc.system import files, nvml
 from gcnzc.system import machine as system_machine
 
@@ -41,9 +41,8 @@ MAX_PROFILES = 100  # in the file; the oldest are removed
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-# how a setting was chosen; training ignores settings with the basis "default". Older profiles have
-# "modelled" for predicted layouts
-Basis: TypeAlias = Literal["measured", "modelled", "predicted", "default"]
+# how a setting was chosen; training ignores settings with the basis "default"
+Basis: TypeAlias = Literal["measured", "predicted", "default"]
 
 
 Key: TypeAlias = dict[str, dict[str, Any]]
@@ -55,7 +54,6 @@ Warn: TypeAlias = Callable[[str], object]
 # names of settings, and predicates for valid values; "ahead" is the number of prefetched
 # minibatches, "hot" the fraction of rows in the feature cache
 SETTINGS: dict[str, Callable[[Any], bool]] = {
-    "layout": lambda value: value in LAYOUTS,
     "programs": lambda value: _is_count(value, 1 << 16),
     "warps": lambda value: value in (1, 2, 4, 8, 16, 32),
     "vectors": lambda value: value in (1, 2, 4, 8, 16, 32),
@@ -104,9 +102,7 @@ class TuningProfile:
         """Launch configuration of the GPU's gather kernel; None for a profile of a CPU."""
         if self.key["device"]["kind"] != "cuda":
             return None
-        return KernelConfig(
-            **{name: self.value(name) for name in ("layout", "programs", "warps", "vectors")}
-        )
+        return KernelConfig(*map(self.value, ("programs", "warps", "vectors")))
 
     def cache_share(self, num_rows: int) -> float | None:
         """Return the fraction of rows to cache on the GPU; None for a table of another length."""
@@ -116,9 +112,8 @@ class TuningProfile:
     def summary(self) -> str:
         """Describe the settings that are not defaults, in one line."""
         words = []
-        if self.kernel_config is not None:
-            programs = self.kernel_config.programs or "default"
-            words.append(f"{self.kernel_config.layout or 'default'} gather by {programs} programs")
+        if self.kernel_config is not None and self.kernel_config.programs is not None:
+            words.append(f"gathers by {self.kernel_config.programs} programs")
         for name, one, more in (
             ("threads", "thread", "threads"),
             ("ahead", "prefetched batch", "prefetched batches"),

@@ -24,12 +24,12 @@ from torch import Tensor
 from gcnzc.kernels.gather.aligned_bytes import aligned_bytes
 from gcnzc.kernels.gather.cached_rows import CachedRows
 from gcnzc.kernels.gather.lanes import (
-    LAYOUTS,
     LINE_BYTES,
     VECTOR_BYTES,
     Lanes,
     Layout,
     assign_lanes,
+    default_layout,
 )
 from gcnzc.kernels.gpu_launch import default_programs, on_device
 
@@ -50,15 +50,13 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 class KernelConfig:
     """Launch configuration of the gather kernel, which affects its speed but not its result.
 
-    Defaults of fields that are None: `layout` is `pitched` for rows that begin on lines and
-    otherwise `shifted`, `programs` is `default_programs(device)`, `warps` is `WARPS`, and `vectors`
-    is `VECTORS`.
+    Defaults of fields that are None: `programs` is `default_programs(device)`, `warps` is `WARPS`,
+    and `vectors` is `VECTORS`.
 
     Raises:
-        ValueError: the layout is unknown, or a number is out of range or not a power of two.
+        ValueError: a number is out of range or not a power of two.
     """
 
-    layout: Layout | None = None  # see `Lanes`; ignored if a table does not support it
     programs: int | None = None  # number of programs
     warps: int | None = None  # warps of a program, a power of two, at most 32
     vectors: int | None = None  # vectors in flight per lane, a power of two
@@ -66,13 +64,12 @@ class KernelConfig:
     def __post_init__(self) -> None:
         sizes = [size for size in (self.warps, self.vectors) if size is not None]
         are_powers = all(size > 0 and size & (size - 1) == 0 for size in sizes)
-        is_known = self.layout is None or self.layout in LAYOUTS
         has_programs = self.programs is None or self.programs > 0
-        if not (is_known and are_powers and has_programs and (self.warps or 1) <= 32):
+        if not (are_powers and has_programs and (self.warps or 1) <= 32):
             raise ValueError(
                 f"{self} is not a valid configuration\n\n"
-                f"hint: use a layout of {', '.join(LAYOUTS)}; at least one program; warps must be "
-                "a power of two up to 32; vectors, a power of two"
+                "hint: use at least one program; warps must be a power of two up to 32; vectors, a "
+                "power of two"
             )
 
 
@@ -339,8 +336,8 @@ def gather_rows(
             bounds.
         out: (B, D) of `dtype` on the device of `ids`, each row contiguous, written; a new tensor
             if None.
-        layout: see `Lanes`. If None, that of `config`; if that is None, too, `pitched` if rows
-            begin on lines, and otherwise `shifted`.
+        layout: see `Lanes`; benchmarks set it. By default `pitched` if rows begin on lines, and
+            otherwise `shifted`. With `cached`, only these are supported.
         dtype: of the result, to which elements are converted as by `Tensor.to`. If None, that of
             `out` or of the table; float32 for a table of codes.
         order: (B,) int32 or int64 on the device of `ids`: the order in which rows are read, such as
@@ -352,16 +349,15 @@ def gather_rows(
             each row, or one for each block of columns. See `gcnzc.kernels.gather.quantize`.
         scale_columns: columns of a block; None for a scale per row.
         programs: number of programs; that of `config`, or `default_programs(device)`, if None.
-        config: defaults for `layout` and `programs`, and the numbers of warps and vectors. Its
-            layout is ignored if the table, or `cached`, does not support it.
+        config: the default of `programs`, and the numbers of warps and vectors.
         checked: check ids in the kernel, and synchronize; no id then reads out of bounds.
 
     Returns:
         (B, D), computed on the current stream.
 
     Raises:
-        ValueError: the layout is `pitched`, and rows do not begin on lines; the layout does not
-            support cached rows; or `out` has another shape or dtype.
+        ValueError: the layout is `pitched`, and rows do not begin on lines; or `out` has another
+            shape or dtype.
         triton.CompilationError: the device does not support the conversion.
         IndexError: `checked`, and an id is outside [0, N).
     """
@@ -383,8 +379,7 @@ def gather_rows(
     stride_bytes = table.stride(0) * table.element_size() if table.shape[0] > 1 else row_bytes
     config = config or DEFAULT_CONFIG
     if layout is None:
-        is_aligned = stride_bytes % LINE_BYTES == 0 and table.data_ptr() % LINE_BYTES == 0
-        layout = _choose_layout(config, is_aligned, cached is not None)
+        layout = default_layout(stride_bytes, table.data_ptr())
     lanes = assign_lanes(layout, row_bytes, stride_bytes, table.data_ptr(), table.element_size())
     word = table.dtype if converts else _word_dtype(lanes, out)
     exponent_bits = 0
@@ -403,11 +398,6 @@ def gather_rows(
     num_programs = min(triton.cdiv(len(ids), _rows_per_tile(lanes, config)), programs)
     slots, cached_words, slot_vectors, num_peers = ids, words, 0, 1
     if cached is not None and (cached.num_rows > 0 or cached.peers is not None):
-        if layout not in ("shifted", "pitched"):
-            raise ValueError(
-                f"cached rows are read with the layout shifted or pitched, not {layout}\n\n"
-                "hint: omit the layout"
-            )
         slots, cached_words = cached.slots, cached.memory.view(-1).view(word)
         slot_vectors = cached.memory.shape[1] // VECTOR_BYTES
         if cached.peers is not None:
@@ -445,14 +435,6 @@ def gather_rows(
             "hint: is the table that of another graph?"
         )
     return out
-
-
-def _choose_layout(config: KernelConfig, is_aligned: bool, has_cache: bool) -> Layout:
-    default: Layout = "pitched" if is_aligned else "shifted"
-    is_rejected = (config.layout == "pitched" and not is_aligned) or (
-        has_cache and config.layout not in ("shifted", "pitched")
-    )
-    return default if config.layout is None or is_rejected else config.layout
 
 
 def constants(

@@ -26,9 +26,23 @@ Layout: TypeAlias = Literal["scalar", "vector", "wrapped", "shifted", "pitched"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
+def default_layout(stride_bytes: int, base: int = 0) -> Layout:
+    """Return the layout with which rows are read, which requests no line of a row twice.
+
+    Args:
+        stride_bytes: from the start of a row to the next.
+        base: address of the first row.
+    """
+    is_aligned = stride_bytes % LINE_BYTES == 0 and base % LINE_BYTES == 0
+    return "pitched" if is_aligned else "shifted"
+
+
 @dataclass(frozen=True)
 class Lanes:
     """The assignment of a table's rows to lanes.
+
+    Gathers use `pitched` if rows begin on lines, and otherwise `shifted`. The others are baselines
+    of benchmarks.
 
     - `scalar`: the first lane loads the row's first element, the next lane the next element.
     - `vector`: the same with as many elements per lane as the alignment of all rows allows.

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,6 @@ from gcnzc.train import run as train_run
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_to_dict
 from gcnzc.tune import choose, machine, search
-from gcnzc.tune.table_shapes import sweep
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
 SMALL += ["--batch-size", "32", "--lr", "0.01"]
@@ -138,7 +136,7 @@ def test_a_tuning_profile_is_measured_saved_shown_and_used(graph, tmp_path, monk
     assert made["key"]["table"]["row_bytes"] == 64
     # 20,000 bytes less 4 a row, in lines of 128 B
     assert made["choices"]["hot"]["value"] == (20_000 - 4 * 1500) // 128 / 1500
-    for setting in ("layout", "programs", "threads", "ahead", "copied_share", "hot"):
+    for setting in ("programs", "threads", "ahead", "copied_share", "hot"):
         assert any(line.startswith(f"{setting} ") for line in err.splitlines()), setting
     # for the machine, or for this graph; not for another
     for more in ([], [str(graph)]):
@@ -282,37 +280,26 @@ def test_check_measures_the_machine(capsys, monkeypatch):
     assert line["gather_bytes_per_s"] == line["copy_bytes_per_s"]
 
 
-def test_pcie_reports_the_layouts_of_a_graph(graph, tmp_path, capsys, monkeypatch):
+def test_pcie_reports_the_traffic_of_a_graph(graph, capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
-    # the picture of some of the row sizes
-    monkeypatch.setattr("gcnzc.cli.reports.pcie.sweep", partial(sweep, max_row_bytes=2048))
     capsys.readouterr()
-    out = tmp_path / "link.png"
-    assert main(["pcie", str(graph), "--out", str(out), "--split-bytes", "64"]) == 0
-    told, talk = capsys.readouterr()
-    line = json.loads(told)
-    assert told.count("\n") == 1
-    assert (line["split_bytes"], line["link"], line["widths"]) == (64, None, [])
-    (table,) = line["tables"]
+    assert main(["pcie", str(graph), "--split-bytes", "64"]) == 0
+    out, err = capsys.readouterr()
+    line = json.loads(out)
+    assert out.count("\n") == 1
+    assert (line["split_bytes"], line["link"]) == (64, None)
+    table = line["table"]
     assert (table["rows"], table["columns"], table["row_bytes"]) == (1500, 16, 64)
     # half of the rows of 64 B begin in the middle of a line, and none lies in two
-    assert table["layouts"]["shifted"]["requests"] == {"32": 0, "64": 1, "96": 0, "128": 0}
-    assert "requests per row" in talk
-    assert "because" in talk
-    assert out.stat().st_size > 10_000
+    assert table["requests"] == {"32": 0, "64": 1, "96": 0, "128": 0}
+    assert "1.00 requests per row" in err
 
 
-def test_pcie_reports_public_graphs(capsys, monkeypatch):
+def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
-    capsys.readouterr()
-    assert main(["pcie"]) == 0
-    told, talk = capsys.readouterr()
-    line = json.loads(told)
-    reddit = next(table for table in line["tables"] if table["name"] == "reddit")
-    assert reddit["layouts"]["shifted"]["requests_per_row"] == 19.75
-    widths = [row["row_bytes"] for row in line["widths"]]
-    assert (widths[0], widths[-1]) == (4, 8192)
-    assert talk.count("\n") == len(line["tables"]) + 2
+    error, hint = said(capsys, ["pcie"], 1)
+    assert "no CUDA device" in error
+    assert "`gcnzc pcie DATA`" in hint
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["make", "--help"]])

@@ -11,7 +11,6 @@ from tiny_graph import tiny
 
 from gcnzc.cli import main
 from gcnzc.graph import prepare
-from gcnzc.kernels.gather.lanes import LAYOUTS
 
 IS_SUPPORTED = tuple(int(part) for part in triton.__version__.split(".")[:2]) == (3, 7)
 
@@ -33,14 +32,12 @@ def test_the_requests_of_a_folder_s_rows_are_counted(codes, tmp_path):
     command += ["--compile-for", "80", "--split-bytes", "64"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.splitlines()[-1].endswith("predicts, with every layout, for sm_80")
-    (table,) = json.loads(run.stdout)["tables"]
-    for layout in LAYOUTS:
-        figures = table["layouts"][layout]
-        found = figures["compiled"]["sm_80"]
-        assert found["equals_model"]
-        for name in ("requests_per_row", "read_bytes_per_row", "wire_bytes_per_row"):
-            assert found[name] == pytest.approx(figures[name])
+    assert run.stderr.splitlines()[-1].endswith("on the bus, as predicted")
+    table = json.loads(run.stdout)["table"]
+    found = table["compiled"]["sm_80"]
+    assert found["equals_model"]
+    for name in ("requests_per_row", "read_bytes_per_row", "wire_bytes_per_row"):
+        assert found[name] == pytest.approx(table[name])
 
 
 @pytest.mark.skipif(
@@ -61,3 +58,5 @@ def test_unknown_architectures_are_rejected(capsys):
     error = capsys.readouterr().err
     assert "error: --compile-for: sm_91 is not an architecture that Triton compiles for" in error
     assert "hint: use some of 75,80" in error
+    assert main(["pcie", "--compile-for", "80"]) == 2
+    assert "error: --compile-for needs the features of a graph" in capsys.readouterr().err

@@ -197,7 +197,6 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
             ["embed-nodes", run, "--out", names],
             f"is a file of the prepared graph {names.parents[3]}",
         ),
-        (["pcie", "--out", missing / "x.png"], "there is no folder"),
     ):
         assert wrong in answer_of(capsys, words, 2), words
 
@@ -245,7 +244,6 @@ def test_every_command_prints_one_json_line(run, graph, tmp_path, capsys):
         ["check", "--megabytes", 1],
         ["check", graph, "--megabytes", 1],
         ["pcie", graph, "--megabytes", 16],
-        ["pcie", "--megabytes", 16],
     ):
         capsys.readouterr()
         assert main([str(word) for word in words]) == 0, words

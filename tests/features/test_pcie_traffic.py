@@ -10,14 +10,12 @@ import torch
 
 from gcnzc.features.pcie_traffic import (
     Traffic,
-    ceiling,
-    choose_layout,
     choose_pitch,
     table_traffic,
     traffic,
 )
 from gcnzc.features.table import FeatureTable
-from gcnzc.kernels.gather.lanes import LAYOUTS, assign_lanes
+from gcnzc.kernels.gather.lanes import LAYOUTS, assign_lanes, default_layout
 
 REAL = [(512, 4), (256, 2), (400, 4), (200, 2), (2408, 4), (1204, 2), (5732, 4), (14812, 4)]
 REAL += [(2000, 4), (3068, 4), (2980, 4), (27220, 4), (132, 1), (1536, 2), (4096, 4), (40, 4)]
@@ -283,21 +281,8 @@ def test_a_chosen_pitch_has_the_documented_properties():
     assert pitched > 100
 
 
-def test_choose_layout():
-    assert choose_layout(512) == choose_layout(512, 256) == "pitched"
-    assert choose_layout(400) == choose_layout(512, 64) == "shifted"
-
-
-def test_the_ceiling_is_the_lower_of_wire_rate_and_request_rate():
-    lines = traffic(512, layout="pitched")
-    found = ceiling(63e9, 0.94e-6, 256, lines)
-    assert found.by_wire_bytes_per_s == pytest.approx(63e9 * 128 / 148)
-    assert found.by_tags_bytes_per_s == pytest.approx(256 * 128 / 0.94e-6)
-    assert found.binds == "tags"
-    assert found.bytes_per_s == found.by_tags_bytes_per_s
-    found = ceiling(63e9, 0.94e-6, 768, lines)
-    assert found.binds == "wire"
-    assert found.bytes_per_s == found.by_wire_bytes_per_s
-    # requests that are not full carry less each
-    sectors = traffic(4, layout="scalar", stride_bytes=128)
-    assert ceiling(63e9, 1e-6, 256, sectors).by_tags_bytes_per_s == pytest.approx(256 * 4 / 1e-6)
+def test_the_layout_of_gathers_is_the_default():
+    assert default_layout(512) == default_layout(512, 256) == "pitched"
+    assert default_layout(400) == default_layout(512, 64) == "shifted"
+    assert traffic(512) == traffic(512, layout="pitched")
+    assert traffic(512, base=64) == traffic(512, base=64, layout="shifted")

@@ -94,7 +94,7 @@ class Listener(NullReporter):
 def planned(graph, monkeypatch, folder, **values):
     """Keep a plan for this machine and the features of `graph`."""
     monkeypatch.setenv("GCNZC_CACHE", str(folder))
-    usual = {"layout": "vector", "programs": 5, "warps": 4, "vectors": 2, "hot": 0.3}
+    usual = {"programs": 5, "warps": 4, "vectors": 2, "hot": 0.3}
     usual |= {"threads": 3, "ahead": 7, "copied_share": 0.5} | values
     choices = {name: profiles.Setting(value, "", "measured", {}) for name, value in usual.items()}
     table = load(graph).table
@@ -144,7 +144,7 @@ def test_a_tuning_profile_is_used_and_changes_no_result(config, tmp_path, monkey
 def test_minibatches_are_the_same_bits_with_any_profile(config, threads, ahead, loaders, tmp_path):
     train(replace(config, epochs=1, device="cpu"), tmp_path / "run")
     (usual,) = loaders
-    kernel_config = KernelConfig("wrapped", programs=1, warps=2, vectors=1)
+    kernel_config = KernelConfig(programs=1, warps=2, vectors=1)
     planned = gcnzc.Loader(
         usual.graph,
         replace(usual.table, kernel_config=kernel_config),

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +22,6 @@ from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
 from gcnzc.kernels.gather import gpu
 from gcnzc.kernels.gather.gpu import KernelConfig
-from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.loader import loader as loader_loader
 from gcnzc.loader.presampling import presample
 from gcnzc.tune import choose, machine, pcie_bench, profiles, search
@@ -64,7 +63,6 @@ class Device:
     noise: float = 0.01
     seed: int = 0
     batch_bytes: int = 1 << 26
-    slower: dict = field(default_factory=lambda: {"scalar": 2, "vector": 1.3, "wrapped": 1.1})
     has_gpu: bool = True
 
     def __post_init__(self):
@@ -78,10 +76,7 @@ class Device:
 
     def true_gather_s(self, way):
         in_flight = way.programs * way.warps * 32 * way.vectors * 16
-        rate = min(
-            self.read_bytes_per_s / self.slower.get(way.layout, 1), in_flight / self.latency_s
-        )
-        return self.batch_bytes / rate
+        return self.batch_bytes / min(self.read_bytes_per_s, in_flight / self.latency_s)
 
     def true_batch_s(self, loading):
         share = loading.copied_share
@@ -92,8 +87,7 @@ class Device:
         return max(made_s, read_s, copy_s, self.batch_bytes / self.both_bytes_per_s)
 
     def gather_s(self, way):
-        usual = KernelConfig(way.layout, way.programs or 132, way.warps or 8, way.vectors or 4)
-        return self.noisy(self.true_gather_s(usual))
+        return self.noisy(self.true_gather_s(way))
 
     def copy_s(self):
         return self.noisy(self.batch_bytes / self.copy_bytes_per_s)
@@ -143,22 +137,17 @@ DEVICES = {
 def test_the_chosen_settings_are_nearly_the_fastest(name, seed):
     device = Device(**({"seed": seed} | DEVICES[name]))
     near = 1.04 + 2 * device.noise
-    mine = case()
-    choices = choose.choose_kernel_config(device, mine.table, CPU, quiet)
+    choices = choose.choose_kernel_config(device, CPU, quiet)
     way = KernelConfig(**{part: choice.value for part, choice in choices.items()})
-    # one that is as good, and of the fewest requests
-    assert way.layout == "pitched"
     ways = [
-        KernelConfig(way.layout, programs, *shape)
-        for shape in choose.SHAPES
-        for programs in choose.PROGRAMS
+        KernelConfig(programs, *shape) for shape in choose.SHAPES for programs in choose.PROGRAMS
     ]
     best_s = min(map(device.true_gather_s, ways))
     assert device.true_gather_s(way) <= near * best_s
     # and no more warps than what is surely as good needs
     as_good = [one for one in ways if device.true_gather_s(one) <= best_s * 1.001]
     if device.noise < search.WITHIN:
-        assert choose._warps(way) <= min(map(choose._warps, as_good))
+        assert way.programs * way.warps <= min(one.programs * one.warps for one in as_good)
 
     choices = choose.choose_loader_settings(device, way, quiet)
     loading = LoaderSettings(choices["threads"].value, choices["ahead"].value, 0.0, way)
@@ -190,7 +179,7 @@ def test_both_engines_are_used_if_that_is_faster():
     gains = {}
     for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
         device = Device(**DEVICES[name])
-        loading = LoaderSettings(1, 2, 0.0, KernelConfig("pitched", 132, 8, 4))
+        loading = LoaderSettings(1, 2, 0.0, KernelConfig(132, 8, 4))
         chosen, _, _ = choose.choose_copied_share(device, loading, CPU, quiet)
         gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
     assert gains["copies faster than reads"] > 1.5
@@ -202,7 +191,7 @@ def test_earlier_settings_are_fixed_for_later_ones():
     device = Device(**DEVICES["two engines add up"])
     found = choose.tune_on(device, case(), CPU, CacheMemory(None, "no"), quiet)
     values = {name: choice.value for name, choice in found.choices.items()}
-    way = KernelConfig(*(values[name] for name in ("layout", "programs", "warps", "vectors")))
+    way = KernelConfig(*(values[name] for name in ("programs", "warps", "vectors")))
     assert {loading.kernel_config for loading in device.asked} == {way}
     shares = [loading for loading in device.asked if loading.copied_share]
     assert (values["threads"], values["ahead"], values["copied_share"]) in {
@@ -293,23 +282,14 @@ def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
     assert {len(values) for values in taken.values()} == {20}
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "layouts"), [(512, set(LAYOUTS)), (100, set(LAYOUTS) - {"pitched"})]
-)
-def test_without_a_gpu_the_layout_is_predicted_and_the_rest_is_default(row_bytes, layouts):
-    bench = machine.Machine(case(row_bytes), CPU, None)
-    choices = choose.choose_kernel_config(bench, case(row_bytes).table, CPU, quiet)
-    assert choices["layout"].basis == "predicted"
-    requests = choices["layout"].figures["requests_per_row"]
-    assert requests.keys() == layouts
-    assert requests[choices["layout"].value] == min(requests.values())
+def test_without_a_gpu_its_settings_are_default():
+    bench = machine.Machine(case(), CPU, None)
+    choices = choose.choose_kernel_config(bench, CPU, quiet)
     same, share, transfer_s = choose.choose_copied_share(bench, LoaderSettings(1, 2), CPU, quiet)
     assert (same, transfer_s) == (LoaderSettings(1, 2), None)
-    # the report shows the basis before the reason
-    assert choices["layout"].why.startswith("fewest PCIe requests for the rows' alignment;")
-    usual = [*(choices[name] for name in ("programs", "warps", "vectors")), share]
-    assert {choice.basis for choice in usual} == {"default"}
-    assert all(choice.why.startswith("not measured: no GPU") for choice in usual)
+    for choice in (*choices.values(), share):
+        assert choice.basis == "default"
+        assert choice.why.startswith("not measured: no GPU")
 
 
 def known(num_rows=2000):
@@ -445,7 +425,7 @@ def test_gpu_measurements_run_in_tritons_interpreter(quantized, loaders, monkeyp
         bench.out.fill_(7)
         bench.gather_s(way)
         assert torch.equal(bench.out[: len(ids)], mine.table.gather(ids)), way
-    assert len(bench._checked) == 4 + 4
+    assert len(bench._checked) == 4
     bench.staging.zero_()
     bench.host_s(2)
     bench.copy_s()

@@ -2,31 +2,27 @@
 
 import json
 import sys
-from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, FakeGpu
-from PIL import Image
 from tiny_graph import tiny
 
+from bench.docs.table import read
 from bench.loading import pcie as bench_pcie
-from gcnzc.cli.plots import Efficiencies, efficiencies
-from gcnzc.cli.reports import pcie as reports_pcie
-from gcnzc.datasets import catalog
+from gcnzc.cli.commands.pcie import format_report
 from gcnzc.features import registrations
 from gcnzc.features.pcie_traffic import table_traffic, traffic
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load, prepare
-from gcnzc.kernels.gather.lanes import LAYOUTS
 from gcnzc.kernels.gather.quantize import SCALE_COLUMNS
 from gcnzc.system import nvml
 from gcnzc.system.host_memory import PAGE_BYTES as PAGE
 from gcnzc.system.page_lock import PageLocks
-from gcnzc.tune import pcie_bench, table_shapes
+from gcnzc.tune import pcie_bench
+from gcnzc.tune.pcie_bench import Shape
 
 UNTOLD = {
     "pcie_generation": None,
@@ -36,11 +32,7 @@ UNTOLD = {
     "pcie_sent_bytes_per_s": None,
     "pcie_replays": None,
 }
-REDDIT = table_shapes.Shape("reddit", 232_965, 602, "float32", 2408)
-
-
-def quiet(done, total, figures=""):
-    pass
+REDDIT = Shape("reddit", 232_965, 602, "float32", 2408)
 
 
 class Machine:
@@ -50,7 +42,7 @@ class Machine:
         self.took_s = 0.0
         self.told = dict(pcie)
         self.busy = 0
-        self.layouts = []
+        self.places = []
         self.chased = []
 
     @property
@@ -73,14 +65,11 @@ class Machine:
         # the more the better, up to 64; 64 take a microsecond for each kilobyte
         self.took_s = len(source) * 1e-9 * (1 + abs(programs - 64) / 64)
 
-    def gather_rows(self, table, ids, out, *, layout):
+    def gather_rows(self, table, ids, out):
         assert out.is_contiguous()
         out.copy_(table[ids])
-        self.layouts.append(
-            (layout, table.stride(0) * table.element_size(), table.data_ptr() % 128)
-        )
-        slower = {"scalar": 4, "vector": 3, "wrapped": 2, "shifted": 1.25, "pitched": 1}
-        self.took_s = out.nbytes * 1e-9 * slower[layout]
+        self.places.append((table.stride(0) * table.element_size(), table.data_ptr() % 128))
+        self.took_s = out.nbytes * 1.25e-9
 
     def chase_pointers(self, table, begin, steps, out):
         places, place, seen = table.tolist(), begin, []
@@ -161,31 +150,27 @@ def test_a_pointer_chase_reads_no_line_twice(machine):
     assert np.mean(np.abs(jumps) > 16) > 0.9
 
 
-def test_the_layouts_of_a_table_are_measured(machine):
-    shape = table_shapes.Shape("x", 10, 25, "float32", 104, 20)
+def test_the_gather_of_a_table_is_measured(machine):
+    shape = Shape("x", 10, 25, "float32", 104, 20)
     with pcie_bench._page_locked(1 << 18) as memory:
         memory.view(torch.int32).copy_(torch.arange(1 << 16))
-        rates = pcie_bench.measure_layouts(machine.gpu, memory, shape)
-    assert rates == {
-        layout: pytest.approx(1e9 / slower)
-        for layout, slower in zip(LAYOUTS, (4, 3, 2, 1.25, 1), strict=True)
-    }
-    places = {layout: (stride, base) for layout, stride, base in machine.layouts}
-    assert places == dict.fromkeys(LAYOUTS, (104, 20)) | {"pitched": (128, 0)}
+        rate = pcie_bench.measure_gather(machine.gpu, memory, shape)
+    assert rate == pytest.approx(0.8e9)
+    # checked once, then in rounds
+    assert machine.places == [(104, 20)] * (pcie_bench.ROUNDS + 2)
 
 
 def test_wrong_rows_are_reported(machine, monkeypatch):
-    def wrong(table, ids, out, *, layout):
+    def wrong(table, ids, out):
         out.copy_(table[ids])
-        if layout == "wrapped":
-            out[3, 7] += 1
+        out[3, 7] += 1
 
     monkeypatch.setattr(pcie_bench, "gather_rows", wrong)
     with (
         pcie_bench._page_locked(1 << 16) as memory,
-        pytest.raises(RuntimeError, match=r"(?s)wrapped gather of rows of 2408.*hint: "),
+        pytest.raises(RuntimeError, match=r"(?s)a gather of rows of 2408.*hint: "),
     ):
-        pcie_bench.measure_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measure_gather(machine.gpu, memory, REDDIT)
 
 
 def test_memory_too_small_for_a_row_is_rejected(machine):
@@ -193,93 +178,52 @@ def test_memory_too_small_for_a_row_is_rejected(machine):
         pcie_bench._page_locked(1024) as memory,
         pytest.raises(ValueError, match=r"(?s)1024 bytes of memory.*hint: increase --megabytes"),
     ):
-        pcie_bench.measure_layouts(machine.gpu, memory, REDDIT)
+        pcie_bench.measure_gather(machine.gpu, memory, REDDIT)
 
 
 def test_a_report_has_predictions_and_measurements(machine):
-    found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
+    found = pcie_bench.report(REDDIT, machine.gpu, num_bytes=1 << 17)
     assert json.loads(json.dumps(found)) == found
-    (table,) = found["tables"]
-    figures = table["layouts"]["shifted"]
-    assert figures["payload_bytes_per_s"] == pytest.approx(0.8e9)
-    assert figures["share_of_dense"] == pytest.approx(0.8)
-    assert figures["share_of_copy"] == pytest.approx(0.8e9 / found["link"]["copy_bytes_per_s"])
+    table = found["table"]
+    assert table["payload_bytes_per_s"] == pytest.approx(0.8e9)
+    assert table["share_of_dense"] == pytest.approx(0.8)
+    assert table["share_of_copy"] == pytest.approx(0.8e9 / found["link"]["copy_bytes_per_s"])
     # headers count
-    assert figures["share_of_link"] == pytest.approx(0.8e9 / 2e9 / figures["efficiency"])
-    told = reports_pcie.format_report(found)
-    assert "PCIe 5 with 16 lanes carries 2.0 GB/s" in told[0]
-    assert "a load takes 2.00 us, so 16 requests" in told[0]
-    shown = next(line for line in told if line.startswith("shifted"))
-    assert "19.75" in shown
-    assert "80.0%" in shown
-    assert len({len(line) for line in told[2:8]}) == 1  # columns
+    assert table["share_of_link"] == pytest.approx(0.8e9 / 2e9 / table["efficiency"])
+    bus, _, predicted, measured, pitch = format_report(found)
+    assert "PCIe 5 with 16 lanes carries 2.0 GB/s" in bus
+    assert "a load takes 2.00 us, so 16 requests" in bus
+    assert "19.75 requests per row" in predicted
+    assert "0.80 GB/s of rows, 80.0% of the dense read" in measured
+    assert pitch.endswith("with a pitch of 2408 B: " + table["why"])
 
 
-def sweep_to_2_kib(*arguments):
-    """The predictions for some of the row sizes."""
-    return table_shapes.sweep(*arguments, max_row_bytes=2048)
-
-
-def test_a_single_table_of_any_dtype_is_measured(machine, monkeypatch):
-    monkeypatch.setattr(reports_pcie, "sweep", sweep_to_2_kib)
-    half = table_shapes.Shape("half", 5, 602, "float16", 1204)
-    found = pcie_bench.report([half], machine.gpu, num_bytes=1 << 17, advance=quiet)
-    assert found["tables"][0]["layouts"]["shifted"]["share_of_dense"] == pytest.approx(0.8)
-    shares = reports_pcie.efficiency_points(found)
-    assert shares.dtype == "float16"
-    assert len(shares.curves["vector"]) == (2048 - 4) // 2 + 1
+def test_without_a_table_only_the_bus_is_measured(machine):
+    found = pcie_bench.report(None, machine.gpu, num_bytes=1 << 17)
+    assert found["table"] is None
+    assert len(format_report(found)) == 1
+    assert machine.places == []
 
 
 def test_a_report_without_values_of_nvml(machine):
     machine.told = dict(UNTOLD)
-    found = pcie_bench.report([REDDIT], machine.gpu, num_bytes=1 << 17, advance=quiet)
-    assert found["tables"][0]["layouts"]["shifted"]["share_of_link"] is None
-    assert "PCIe" not in reports_pcie.format_report(found)[0]
-
-
-def test_of_several_tables_only_distinct_float32_shapes_are_measured(machine):
-    tables = [
-        REDDIT,
-        table_shapes.Shape("half", 5, 602, "float16", 1204),
-        table_shapes.Shape("again", 7, 602, "float32", 2408),
-        table_shapes.Shape("apart", 7, 602, "float32", 2432),
-    ]
-    steps = []
-    found = pcie_bench.report(
-        tables,
-        machine.gpu,
-        num_bytes=1 << 17,
-        widths=[4, 400],
-        advance=lambda done, total, figures="": steps.append((done, total)),
-    )
-    measured = ["share_of_dense" in table["layouts"]["vector"] for table in found["tables"]]
-    assert measured == [True, False, True, True]
-    # two shapes, checked once, then in rounds
-    assert len(machine.layouts) == 2 * 5 * (pcie_bench.ROUNDS + 2)
-    assert steps == [(n, 4) for n in range(5)]
-    assert [row["row_bytes"] for row in found["widths"]] == [4, 400]
-    told = reports_pcie.format_report(found)
-    assert len(told) == 2 + len(tables)
-    assert told[2].endswith("0.80 GB/s, 80.0% of dense")
-    shares = reports_pcie.efficiency_points(found)
-    assert shares.dtype == "float32"
-    assert shares.curves.keys() == shares.measured.keys() == set(LAYOUTS)
-    assert len(shares.curves["vector"]) == (8192 - 4) // 4 + 1
-    assert shares.measured["shifted"] == [(2408, pytest.approx(0.8 * 128 / 148))] * 3
+    found = pcie_bench.report(REDDIT, machine.gpu, num_bytes=1 << 17)
+    assert found["table"]["share_of_link"] is None
+    assert "PCIe" not in format_report(found)[0]
 
 
 @pytest.mark.triton
 def test_a_report_runs_the_real_kernels(device):
     """On a GPU, or under Triton's interpreter."""
     where = pcie_bench.Gpu(device, a_millisecond, lambda busy: UNTOLD)
-    shape = table_shapes.Shape("x", 100, 101, "float32", 404, 4)
+    shape = Shape("x", 100, 101, "float32", 404, 4)
     with pytest.MonkeyPatch.context() as patch:
         # an interpreter takes milliseconds for what a GPU does in nothing
         patch.setattr(pcie_bench, "PROGRAMS", (1,))
         patch.setattr(pcie_bench, "measure_rates", lambda ways, seconds: once(ways, seconds))
-        found = pcie_bench.report([shape], where, num_bytes=1 << 14, advance=quiet)
+        found = pcie_bench.report(shape, where, num_bytes=1 << 14)
     assert found["link"]["dense_bytes_per_s"] > 0
-    assert all(figures["share_of_dense"] > 0 for figures in found["tables"][0]["layouts"].values())
+    assert found["table"]["share_of_dense"] > 0
 
 
 def a_millisecond(work):
@@ -293,12 +237,11 @@ def once(ways, seconds):
 
 @pytest.mark.gpu
 def test_a_report_on_a_gpu(device):
-    found = pcie_bench.report([REDDIT], pcie_bench.current_gpu(), num_bytes=1 << 28, advance=quiet)
+    found = pcie_bench.report(REDDIT, pcie_bench.current_gpu(), num_bytes=1 << 28)
     dense = found["link"]["dense_bytes_per_s"]
     assert 1e9 < dense < 1e12
     assert 1e-7 < found["link"]["latency_s"] < 1e-4
-    for figures in found["tables"][0]["layouts"].values():
-        assert 0 < figures["share_of_dense"] < 1.1
+    assert 0 < found["table"]["share_of_dense"] < 1.1
     assert pcie_bench.peak_read_rate(device) == pytest.approx(dense, rel=0.3)
 
 
@@ -332,62 +275,27 @@ def test_there_is_no_peak_read_rate_if_the_gpu_cannot_read_host_memory(machine, 
 def test_a_report_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pcie_bench.current_gpu() is None
-    found = pcie_bench.report([REDDIT], None, num_bytes=1 << 40, advance=quiet)
+    found = pcie_bench.report(REDDIT, None, num_bytes=1 << 40)
     assert found["link"] is None
-    told = reports_pcie.format_report(found)
-    assert told[0].startswith("no CUDA device")
-    assert any("1.43 times as many" in line for line in told)
-    # columns, and no figure that was not measured
-    assert len({len(line) for line in told[2:8]}) == 1
-    assert not any("GB/s" in line for line in told)
-    assert not any(reports_pcie.efficiency_points(found).measured.values())
-
-
-def with_compiled(found, **differs):
-    """Add what compiled kernels request: as predicted, or one request more where `differs`."""
-    for table in found["tables"]:
-        for layout, figures in table["layouts"].items():
-            names = ("requests_per_row", "read_bytes_per_row", "wire_bytes_per_row")
-            model = {name: figures[name] for name in names}
-            figures["compiled"] = compiled = {"sampled_rows": 32, "model": model}
-            for arch in ("sm_80", "sm_90"):
-                more = int(differs.get(layout) == arch)
-                compiled[arch] = {name: value + more for name, value in model.items()}
-                compiled[arch]["equals_model"] = not more
-    return found
+    lines = format_report(found)
+    assert lines[0].startswith("no CUDA device")
+    assert not any("GB/s" in line for line in lines)
 
 
 def test_requests_of_compiled_kernels_are_listed_beside_the_model():
-    report = pcie_bench.report([REDDIT], None, num_bytes=1 << 17, advance=quiet)
-    without = reports_pcie.format_report(report)
-    lines = reports_pcie.format_report(with_compiled(report))
-    assert lines[: len(without)] == without
-    title, _, *rows, summary = lines[len(without) :]
-    assert "for 32 rows" in title
-    assert [row.split()[-4] for row in rows] == ["model", "sm_80", "sm_90"] * len(LAYOUTS)
-    assert rows[9].split() == ["shifted", "model", "19.75", "2432.0", "2827.0"]
-    assert rows[10].split() == ["sm_80", "19.75", "2432.0", "2827.0"]
-    assert summary.endswith("predicts, with every layout, for sm_80 and sm_90")
-
-
-def test_other_requests_of_a_compiled_kernel_are_a_warning():
-    report = pcie_bench.report([REDDIT], None, num_bytes=1 << 17, advance=quiet)
-    lines = reports_pcie.format_report(with_compiled(report, shifted="sm_90"))
-    assert [line.split()[0] for line in lines if line.endswith("differs")] == ["sm_90"]
-    assert lines[-1] == (
-        "warning: reddit float32, shifted: compiled for sm_90, the gather makes 20.75 requests and "
-        "2828.0 B on the bus per row; the model predicts 19.75 requests and 2827.0 B on the bus "
-        "per row"
-    )
-    # of several tables, one line each
-    report = pcie_bench.report([REDDIT, REDDIT], None, num_bytes=1 << 17, advance=quiet)
-    lines = reports_pcie.format_report(with_compiled(report, scalar="sm_80"))
-    assert [line.endswith("differs: scalar sm_80") for line in lines[2:4]] == [True, True]
-    assert [line.startswith("warning: reddit") for line in lines[4:]] == [True, True]
-    report = pcie_bench.report([REDDIT, REDDIT], None, num_bytes=1 << 17, advance=quiet)
-    lines = reports_pcie.format_report(with_compiled(report))
-    assert all(line.endswith("compiled: equal") for line in lines[2:4])
-    assert len(lines) == 5
+    found = pcie_bench.report(REDDIT, None, num_bytes=1 << 17)
+    names = ("requests_per_row", "read_bytes_per_row", "wire_bytes_per_row")
+    model = {name: found["table"][name] for name in names}
+    found["table"]["compiled"] = {
+        "sampled_rows": 32,
+        "model": model,
+        "sm_80": model | {"equals_model": True},
+        "sm_90": {name: value + 1 for name, value in model.items()} | {"equals_model": False},
+    }
+    title, same, other = format_report(found)[-3:]
+    assert "for 32 rows; predicted for these rows: 19.75 requests per row" in title
+    assert same == "sm_80: 19.75 requests per row, 2827.0 B on the bus, as predicted"
+    assert other.endswith("20.75 requests per row, 2828.0 B on the bus, warning: not as predicted")
 
 
 class NVMLError(Exception):
@@ -484,7 +392,7 @@ def test_a_prepared_table_has_its_pitch(tmp_path):
     raw = tiny(num_nodes=64, num_columns=25).write(tmp_path / "raw")
     prepare.prepare(raw, tmp_path / "packed")
     prepare.prepare(raw, tmp_path / "apart", pitch_bytes=136, feature_dtype="float16")
-    packed, apart = (table_shapes.shape_of(tmp_path / name) for name in ("packed", "apart"))
+    packed, apart = (pcie_bench.shape_of(tmp_path / name) for name in ("packed", "apart"))
     assert (packed.num_rows, packed.num_columns, packed.dtype) == (64, 25, "float32")
     assert (packed.row_bytes, packed.stride_bytes) == (100, 100)
     assert (apart.row_bytes, apart.stride_bytes, apart.dtype) == (50, 136, "float16")
@@ -493,8 +401,8 @@ def test_a_prepared_table_has_its_pitch(tmp_path):
         assert rows is not None
         assert shape.base == rows.data_ptr() % 128
         # as many rows are whole periods of these strides
-        told = table_shapes.predict_traffic(shape)["layouts"]["shifted"]
-        there = table_traffic(rows, layout="shifted")
+        told = pcie_bench.predict_traffic(shape)
+        there = table_traffic(rows)
         assert told["requests_per_row"] == float(there.requests_per_row)
         assert told["wire_bytes_per_row"] == float(there.wire_bytes)
 
@@ -506,29 +414,29 @@ def test_the_base_is_the_offset_of_the_first_row_in_its_line(tmp_path, monkeypat
     rows = memory[before : before + 1000].view(40, 25)
     found = SimpleNamespace(table=FeatureTable(rows))
     monkeypatch.setattr(load, "load", lambda path, **options: found)
-    assert table_shapes.shape_of(tmp_path / "packed").base == 96
+    assert pcie_bench.shape_of(tmp_path / "packed").base == 96
 
 
 def test_quantized_rows_have_one_byte_per_element(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
     prepare.prepare(raw, tmp_path / "a", feature_dtype="float8_e5m2", pitch_bytes=0)
-    assert table_shapes.shape_of(tmp_path / "a") == table_shapes.Shape(
+    assert pcie_bench.shape_of(tmp_path / "a") == Shape(
         "raw", 40, 30, "float8_e5m2", 30, has_scales=True
     )
     prepare.prepare(raw, tmp_path / "b", feature_dtype="int8", scales="columns", pitch_bytes=0)
-    found = table_shapes.shape_of(tmp_path / "b")
+    found = pcie_bench.shape_of(tmp_path / "b")
     assert (found.has_scales, found.scale_columns) == (True, SCALE_COLUMNS)
 
 
 def test_rows_of_a_raw_folder_are_contiguous(tmp_path):
     raw = tiny(num_columns=30).write(tmp_path / "raw")
-    assert table_shapes.shape_of(raw) == table_shapes.Shape("raw", 40, 30, "float32", 120)
+    assert pcie_bench.shape_of(raw) == Shape("raw", 40, 30, "float32", 120)
 
 
 def test_a_folder_without_features_is_rejected(tmp_path):
     raw = tiny().but(features=None).write(tmp_path / "raw")
     with pytest.raises(ValueError, match=r"(?s)no features.*hint: `gcnzc embed"):
-        table_shapes.shape_of(raw)
+        pcie_bench.shape_of(raw)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -536,85 +444,26 @@ def test_sparse_features_are_rejected(shared_data, tmp_path):
     source = next(path for path in sorted(shared_data.glob("*/cora.npz")))
     prepare.prepare(source, tmp_path / "sparse", sparse_features=True)
     with pytest.raises(ValueError, match=r"(?s)has sparse features.*hint: "):
-        table_shapes.shape_of(tmp_path / "sparse")
+        pcie_bench.shape_of(tmp_path / "sparse")
 
 
-def test_public_tables_are_listed_in_two_dtypes():
-    found = table_shapes.public_shapes()
-    assert {shape.name for shape in found} == {
-        entry.name for entry in catalog.ENTRIES if entry.num_features
-    }
-    products = [shape for shape in found if shape.name == "ogbn-products"]
-    assert [shape.row_bytes for shape in products] == [400, 200]
-
-
-def test_traffic_is_predicted_for_each_layout():
-    told = table_shapes.predict_traffic(REDDIT, 64)
-    assert json.loads(json.dumps(told)) == told
-    for layout, figures in told["layouts"].items():
-        wanted = traffic(2408, layout=layout, split_bytes=64)
-        assert figures["requests_per_row"] == float(wanted.requests_per_row)
-        assert figures["efficiency"] == float(wanted.efficiency)
-        assert sum(figures["requests"].values()) == pytest.approx(figures["requests_per_row"])
-    assert told["layout"] == told["prepared_layout"] == "shifted"
-    assert told["layouts"]["pitched"]["memory"] == pytest.approx(2432 / 2408 - 1)
-    assert told["layouts"]["shifted"]["memory"] == 0
-    assert told["why"].endswith(
-        "too few; with lanes from the row's start there would be 1.43 times as many"
-    )
+def test_the_traffic_of_a_table_is_predicted():
+    found = pcie_bench.predict_traffic(REDDIT, 64)
+    assert json.loads(json.dumps(found)) == found
+    wanted = traffic(2408, layout="shifted", split_bytes=64)
+    assert found["requests_per_row"] == float(wanted.requests_per_row)
+    assert found["efficiency"] == float(wanted.efficiency)
+    assert sum(found["requests"].values()) == pytest.approx(found["requests_per_row"])
+    assert found["layout"] == "shifted"
+    assert found["why"].endswith("too few")
     # on lines as it lies, though it would be stored otherwise
-    apart = table_shapes.predict_traffic(table_shapes.Shape("x", 1, 100, "float32", 512))
-    assert (apart["layout"], apart["prepared_layout"], apart["pitch_bytes"]) == (
-        "pitched",
-        "shifted",
-        400,
-    )
-    assert apart["why"].endswith("there would be as many")
+    apart = pcie_bench.predict_traffic(Shape("x", 1, 100, "float32", 512))
+    assert (apart["layout"], apart["pitch_bytes"]) == ("pitched", 400)
 
 
-def test_roofs_are_the_efficiencies_of_uniform_requests():
-    assert list(table_shapes.roofs().values()) == [
-        float(Fraction(128, 148)),
-        float(Fraction(32, 52)),
-    ]
-    assert list(table_shapes.roofs(64).values()) == [
-        float(Fraction(128, 168)),
-        float(Fraction(32, 52)),
-    ]
-
-
-def test_the_plot_is_written(tmp_path):
-    curves = table_shapes.sweep("float32", max_row_bytes=2048)
-    assert curves["vector"][3] == (16, float(traffic(16, layout="vector").efficiency))
-    halves = table_shapes.sweep("float16", max_row_bytes=64)
-    assert halves["scalar"][7] == (18, float(traffic(18, layout="scalar", item_bytes=2).efficiency))
-    shades = {}
-    for name, points in (("model", {}), ("measured", {"shifted": [(400, 0.3), (1200, 0.2)]})):
-        shares = Efficiencies("float32", curves, points, table_shapes.roofs())
-        efficiencies(shares, tmp_path / f"{name}.png")
-        with Image.open(tmp_path / f"{name}.png") as picture:
-            shades[name] = np.asarray(picture.convert("RGB")).astype(int)
-    assert shades["model"].shape == shades["measured"].shape
-    panels = {}
-    for name, pixels in shades.items():
-        for row, half in enumerate(np.array_split(pixels[40:], 2)):
-            for column, panel in enumerate(np.array_split(half, 3, axis=1)):
-                panels[name, 3 * row + column] = panel
-    # dots of three colours in each of five panels, and the measured points in one
-    for number in range(5):
-        for red, green, blue in ((31, 119, 180), (44, 160, 44), (255, 127, 14)):
-            dots = np.abs(panels["model", number] - [red, green, blue]).sum(axis=2) < 30
-            assert dots.sum() > 20, number
-    changed = [
-        number
-        for number in range(5)
-        if (panels["model", number] != panels["measured", number]).any()
-    ]
-    assert changed == [list(curves).index("shifted")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["measured.png", "model.png"]
-
-
-def test_the_documented_figures_are_those_of_the_model():
-    text = (Path(__file__).parents[2] / "docs" / "benchmarks" / "bus.md").read_text()
-    for rows in (bench_pcie.set_table()[2:], bench_pcie.limit_table()[2:]):
-        assert "\n".join(rows) in text
+def test_the_recorded_figures_are_those_of_the_model():
+    found = [*bench_pcie.requests(), *bench_pcie.limits()]
+    recorded = read("wire")
+    assert len(found) == len(recorded)
+    for mine, line in zip(found, recorded, strict=True):
+        assert {name: line[name] for name in mine} == pytest.approx(mine)

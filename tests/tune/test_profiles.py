@@ -17,7 +17,6 @@ from gcnzc.tune.profiles import SETTINGS, Setting, TuningProfile
 
 CPU = torch.device("cpu")
 VALUES = {
-    "layout": "shifted",
     "programs": 64,
     "warps": 8,
     "vectors": 4,
@@ -73,10 +72,6 @@ def test_a_profile_is_saved_and_found(cache):
     assert profiles.save(one) == cache / "plans.json"
     assert profiles.find(CPU, table) == one
     assert profiles.find_for_device(CPU) == [one]
-    # a predicted layout in profiles of older versions
-    older = made(table, basis="modelled")
-    profiles.save(older)
-    assert profiles.find(CPU, table) == older
     assert {path.name for path in cache.iterdir()} == {"plans.json", ".plans.json.lock"}
 
 
@@ -246,8 +241,6 @@ def choice(value, basis="measured"):
         broken(choices={"threads": choice(True)}),
         broken(choices={"threads": choice(10**9)}),
         broken(choices={"ahead": choice(1.5)}),
-        broken(choices={"layout": choice("diagonal")}),
-        broken(choices={"layout": choice(["shifted"])}),
         broken(choices={"warps": choice(3)}),
         broken(choices={"copied_share": choice(1.5)}),
         broken(choices={"copied_share": choice(float("nan"))}),
@@ -299,9 +292,9 @@ def test_profiles_saved_at_the_same_time_are_both_kept():
 def test_settings_that_were_not_measured_are_default(monkeypatch):
     device = on_gpu(monkeypatch)
     told = made(device=device)
-    assert told.kernel_config == KernelConfig("shifted", 64, 8, 4)
+    assert told.kernel_config == KernelConfig(64, 8, 4)
     assert told.summary() == (
-        "shifted gather by 64 programs, 3 threads, 5 prefetched batches, 25% of the rows copied"
+        "gathers by 64 programs, 3 threads, 5 prefetched batches, 25% of the rows copied"
     )
     nothing = made(device=device, basis="default")
     assert nothing.kernel_config == KernelConfig()

@@ -114,10 +114,9 @@ def test_any_number_of_programs_and_ids_is_supported(layout, programs, id_dtype,
 
 WAYS = [
     KernelConfig(),
-    KernelConfig("scalar"),
-    KernelConfig("wrapped", programs=1, warps=4, vectors=2),
-    KernelConfig("vector", programs=7, warps=2, vectors=1),
-    KernelConfig("pitched", warps=1, vectors=8),
+    KernelConfig(programs=1, warps=4, vectors=2),
+    KernelConfig(programs=7, warps=2, vectors=1),
+    KernelConfig(warps=1, vectors=8),
     KernelConfig(programs=3, warps=16, vectors=4),
 ]
 
@@ -149,13 +148,13 @@ def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     monkeypatch.setattr(gpu, "_gather_rows", Kernel())
     table = table_of(400, 16, torch.float32, device, num_rows=50)
     ids = torch.randint(50, (5000,), device=device)
-    gather_rows(table, ids, config=KernelConfig("wrapped", programs=5, warps=4, vectors=2))
+    gather_rows(table, ids, config=KernelConfig(programs=5, warps=4, vectors=2))
     # rows of 400 B take 32 lanes of 16 B: 4 warps of 2 vectors are 8 rows
     ((grid, options),) = launched
     assert grid == (5,)
-    assert (options["num_warps"], options["TILE_ROWS"], options["LAYOUT"]) == (4, 8, "wrapped")
+    assert (options["num_warps"], options["TILE_ROWS"], options["LAYOUT"]) == (4, 8, "shifted")
     # what is said beside it goes before it
-    gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig("wrapped", programs=5))
+    gather_rows(table, ids, layout="vector", programs=2, config=KernelConfig(programs=5))
     grid, options = launched[1]
     assert (grid, options["LAYOUT"], options["num_warps"]) == ((2,), "vector", 8)
     # no more programs than there is work for
@@ -164,11 +163,9 @@ def test_the_kernel_is_launched_with_its_config(device, monkeypatch):
     # by the doors that others take, too
     cached = make_cached_rows(table.cpu(), torch.arange(3), device)
     gather_triton(table, ids, config=KernelConfig(programs=6))
-    gather_cached(table, ids, cached, config=KernelConfig("wrapped", programs=7))
+    gather_cached(table, ids, cached, config=KernelConfig(programs=7))
     assert [grid for grid, _ in launched[3:]] == [(6,), (7,)]
-    # hot rows are read by whole vectors, whatever the way
     assert launched[-1][1]["SLOT_VECTORS"] > 0
-    assert launched[-1][1]["LAYOUT"] == "shifted"
 
 
 def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):
@@ -184,7 +181,7 @@ def test_a_gather_on_a_gpu_uses_its_kernel_config(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"layout": "diagonal"}, {"programs": 0}, {"warps": 3}, {"warps": 64}, {"vectors": 0}],
+    [{"programs": 0}, {"warps": 3}, {"warps": 64}, {"vectors": 0}],
     ids=str,
 )
 def test_invalid_kernel_configs_are_rejected(wrong):
@@ -231,13 +228,6 @@ def test_cached_rows_are_read_from_their_copies(share, row_bytes, unit, device):
     assert cached.num_rows == len(ids)
     # without them the copies are not looked at
     assert same_bits(gather_rows(readable, asked.to(device)).cpu(), table[asked])
-
-
-def test_cached_rows_need_whole_vectors(device):
-    table = torch.randn(20, 8)
-    cached = make_cached_rows(table, torch.arange(3), device)
-    with pytest.raises(ValueError, match="hint: omit the layout"):
-        gather_rows(table, torch.tensor([0], device=device), cached=cached, layout="vector")
 
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
