@@ -80,7 +80,6 @@ DOORS = {
         "gcnzc/train/config.py",
         "gcnzc/train/option_groups.py",
         "gcnzc/train/options.py",
-        "gcnzc/cli/option_help.py",
         "gcnzc/cli/parser.py",
         *(
             f"gcnzc/cli/commands/{name}.py"

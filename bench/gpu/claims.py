@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gcnzc.cli.reports.tables import align_columns
+from gcnzc.cli.output import align_columns
 from gcnzc.features.pcie_traffic import traffic
 from gcnzc.kernels.gather.lanes import LINE_BYTES
 

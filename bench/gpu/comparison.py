@@ -25,7 +25,7 @@ from typing import Any
 from bench import harness
 from bench.gpu.claims import Line, read
 from bench.gpu.published import Kind, of_kind
-from gcnzc.cli.reports.tables import align_columns
+from gcnzc.cli.output import align_columns
 from gcnzc.features.pcie_traffic import traffic
 from gcnzc.kernels.gather.lanes import LAYOUTS, LINE_BYTES
 from gcnzc.kernels.gpu_launch import DEFAULT_PROGRAMS

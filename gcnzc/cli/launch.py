@@ -7,11 +7,13 @@ and copy it line by line with a prefix, which progress bars and the JSON line on
 """
 
 import os
+import signal
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,8 +30,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import gcnzc
-from gcnzc.cli.stopped_workers import continue_stopped_workers
 from gcnzc.exchange import Algorithm
+from gcnzc.exchange.local_processes import find_children
 from gcnzc.exchange.sync import all_gather_text
 from gcnzc.system.files import folder_identity, locked_folder
 from gcnzc.train.record import Launch
@@ -69,7 +71,15 @@ LOCAL_ENVIRONMENT = {
 }
 
 
-def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> int:
+# seconds from one look at the workers to the next
+INTERVAL_S = 1.0
+
+
+# signals by which the launcher asks workers to end, as a mask in /proc/PID/status
+END = 1 << (signal.SIGINT - 1) | 1 << (signal.SIGTERM - 1)
+
+
+def launch(words: Sequence[str], workers: int, run: Path, restarts: int) -> int:
     """Run `gcnzc WORDS` in several worker processes, and return their exit status.
 
     Args:
@@ -124,6 +134,45 @@ def launch(words: Sequence[str], workers: int, run: Path, restarts: int = 3) -> 
                 return 1
             raise KeyboardInterrupt from None
         return 1 if fatal.exists() else 0
+
+
+@contextmanager
+def continue_stopped_workers() -> Iterator[None]:
+    """Within the `with`, continue child processes that are stopped and have a signal to end.
+
+    A process that was stopped, as by SIGSTOP, handles no signal but SIGKILL and SIGCONT. The
+    launcher would wait 30 s for it, and then kill it; the other workers could not save the run,
+    because they wait for its part of the next exchange. Child processes that are stopped, but have
+    no such signal, remain stopped.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(INTERVAL_S):
+            for child in find_children(os.getpid()):
+                if child.state == "T" and _has_signal_to_end(child.pid):
+                    # it may have ended
+                    with suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=watch, name="stopped workers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _has_signal_to_end(process: int) -> bool:
+    """Whether a process has a pending signal to end."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return False
+    fields = dict(line.split(":", 1) for line in lines)
+    pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+    return bool(pending & END)
 
 
 def report_fatal_error() -> bool:

@@ -1,11 +1,11 @@
-"""Standard output: one JSON line, or the help."""
+"""What commands print: one JSON line, or the help, and tables."""
 
 import contextlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from gcnzc.cli.errors import OutputClosed
@@ -32,6 +32,26 @@ def print_json(line: Mapping[str, Any]) -> None:
     """Print one JSON line. A closed pipe ends the command without a message."""
     with flushed_output():
         print(to_json(line))
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Format rows as lines of text with aligned columns; a row may have fewer cells than others.
+
+    Args:
+        rows: the cells of each row.
+        left: the columns that are aligned left; the others are aligned right.
+    """
+    widths = [
+        max(len(row[column]) for row in rows if column < len(row))
+        for column in range(max(map(len, rows)))
+    ]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
 """Parse the command line and the configuration file to the options of a command."""
 
+import ast
 import contextlib
 import difflib
+import inspect
 import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +22,6 @@ from gcnzc.cli.commands.export import ExportConfig
 from gcnzc.cli.commands.plot import PlotConfig
 from gcnzc.cli.commands.predict import PredictConfig
 from gcnzc.cli.errors import UsageError
-from gcnzc.cli.option_help import set_help
 from gcnzc.system import files
 from gcnzc.train import run_folder
 from gcnzc.train.config import EvaluateConfig, TrainConfig, fanouts_message
@@ -47,7 +49,7 @@ def parse(words: Sequence[str]) -> Any:
     is_help = not {"-h", "--help"}.isdisjoint(words)
     for kind in COMMANDS:
         if is_help:
-            set_help(kind)
+            _set_help(kind)
         name = _name(kind)
         own = {"default": default} if kind is TrainConfig and default is not None else {}
         choice = Annotated[kind, tyro.conf.subcommand(name, **own)]  # type: ignore[valid-type]
@@ -92,6 +94,42 @@ def parse(words: Sequence[str]) -> Any:
                 "neighbours"
             )
     return config
+
+
+@cache
+def _set_help(kind: type) -> None:
+    """Annotate the fields of a config class, and of its bases, with their help texts.
+
+    tyro reads the same strings, but keeps their line breaks. It also ends the help of a flag that
+    switches something off with "(default: True)", which seems to refer to the flag itself, and the
+    help of an option that need not be given with "(default: None)".
+    """
+    for base in kind.__mro__:
+        hints = vars(base).get("__annotations__", {})
+        if base is object or not hints:
+            continue
+        for name, text in _field_texts(base).items():
+            # a help text says what happens without an option whose default is None
+            has_no_hint = any(vars(base).get(name, 0) is each for each in (True, None))
+            hint: dict[str, Any] = {"help_behavior_hint": ""} if has_no_hint else {}
+            hints[name] = Annotated[hints[name], tyro.conf.arg(help=text, **hint)]
+
+
+def _field_texts(kind: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass, on one line."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            texts[field.target.id] = " ".join(below.value.value.split())
+    return texts
 
 
 def _has_default_lr(words: Sequence[str], default: TrainConfig | None) -> bool:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from gcnzc.features.access_counts import Presample
 from gcnzc.features.cache import DEFAULT_CACHED_FRACTION, cache_bytes, num_rows_to_cache
 from gcnzc.features.pinning import can_read_host, pinned
 from gcnzc.features.table import FeatureTable
@@ -59,35 +58,21 @@ IDEAL_STEP = 0.2  # step of the copied shares that are measured, relative to the
 IDEAL_FACTORS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 
 
-SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # reported cache sizes, as fractions of the rows
-
-
-NUM_CACHE_SIZES = 200  # candidates for the cache size, if the model's compute time is known
-
-
 @dataclass(frozen=True)
 class CacheMemory:
-    """Limits for the size of the feature cache."""
+    """The limit for the size of the feature cache."""
 
     memory_bytes: int | None  # GPU memory for cached rows; None if unknown
     reason: str  # origin of the limit, for messages
-    compute_s: float | None = None  # compute time of the model per minibatch, if known
 
 
-def tune(
-    case: Case,
-    *,
-    cache_memory: int | float = 0.5,
-    compute_s: float | None,
-    progress: Progress,
-) -> TuningProfile:
+def tune(case: Case, cache_memory: float, progress: Progress) -> TuningProfile:
     """Measure on this machine and return the tuning profile for a workload.
 
     Args:
         case: the workload. With CUDA, its table is page-locked during the measurement.
         cache_memory: memory for the feature cache: bytes (int), or a fraction of the GPU's free
             memory (float).
-        compute_s: compute time of the model per minibatch, in seconds; None if unknown.
         progress: see `Progress`.
 
     Raises:
@@ -106,9 +91,7 @@ def tune(
         case = replace(case, table=table)
         gpu = pcie_bench.current_gpu() if can_read_host(device) else None
         bench = Machine(case, device, gpu)
-        return tune_on(
-            bench, case, device, _cache_memory(cache_memory, device, compute_s), progress
-        )
+        return tune_on(bench, case, device, _cache_memory(cache_memory, device), progress)
 
 
 def tune_on(
@@ -122,14 +105,12 @@ def tune_on(
     choices |= choose_loader_settings(bench, kernel_config, progress)
     threads, ahead = int(choices["threads"].value), int(choices["ahead"].value)
     loading = LoaderSettings(threads, ahead, 0.0, kernel_config)
-    both, choices["copied_share"], transfer_s = choose_copied_share(
-        bench, loading, device, progress
-    )
+    both, choices["copied_share"] = choose_copied_share(bench, loading, device, progress)
     if both.threads != threads:
         more = f"some threads gather copied rows; {threads} would suffice without copies"
         choices["threads"] = replace(choices["threads"], value=both.threads, why=more)
         choices["ahead"] = replace(choices["ahead"], value=both.ahead, why="goes with the threads")
-    choices["hot"] = choose_cache_size(case, limit, transfer_s, progress)
+    choices["hot"] = choose_cache_size(case, limit, progress)
     measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     key = profiles.make_key(device, case.table)
     return TuningProfile(key, case.name, case.table.num_rows, measured_at, choices)
@@ -215,7 +196,7 @@ def choose_loader_settings(
 
 def choose_copied_share(
     bench: Bench, loading: LoaderSettings, device: torch.device, progress: Progress
-) -> tuple[LoaderSettings, Setting, float | None]:
+) -> tuple[LoaderSettings, Setting]:
     """Choose the fraction of rows that is copied instead of read, and the threads that gather it.
 
     If reading all rows takes time r, and gathering and copying all of them takes c, both finish at
@@ -223,12 +204,12 @@ def choose_copied_share(
     it are measured in the whole loader, with the threads chosen so far and with the largest number.
 
     Returns:
-        `loading` with the chosen fraction, threads and prefetched minibatches; the setting of the
-        share; and the seconds per minibatch for reading the other rows, None without a GPU.
+        `loading` with the chosen fraction, threads and prefetched minibatches; and the setting of
+        the share.
     """
     if not bench.has_gpu:
         why = f"not measured: {_why_not_measured(device)}; no rows are copied"
-        return loading, Setting(0.0, why, "default", {}), None
+        return loading, Setting(0.0, why, "default", {})
     kernel_config = loading.kernel_config
     assert kernel_config is not None, "chosen before"
     counts = sorted({loading.threads, max(_thread_counts())})
@@ -278,73 +259,54 @@ def choose_copied_share(
     figures = {"alone_s": engine_s, "batch_s": {name: median_s[one] for name, one in named.items()}}
     share = Setting(chosen.copied_share, why, "measured", figures)
     if (noise := spread(times)) > NOISY:
-        return loading, _keep_default(share, 0.0, noise), engine_s["read"]
-    return chosen, share, engine_s["read"] * (1 - chosen.copied_share)
+        return loading, _keep_default(share, 0.0, noise)
+    return chosen, share
 
 
-def choose_cache_size(
-    case: Case, limit: CacheMemory, transfer_s: float | None, progress: Progress
-) -> Setting:
+def choose_cache_size(case: Case, limit: CacheMemory, progress: Progress) -> Setting:
     """Choose the fraction of the rows to cache on the GPU.
 
-    A larger cache is never slower, so memory is the limit, unless with a smaller cache the transfer
-    of the other rows is hidden behind the model's compute time.
+    A larger cache is never slower, so memory is the limit.
 
     Args:
         case: the workload, whose minibatches are presampled.
-        limit: limits for the cache.
-        transfer_s: seconds to transfer a minibatch without a cache: the GPU's read of the rows that
-            are not copied; None without a GPU.
+        limit: limit for the cache.
         progress: see `Progress`.
     """
     table = case.table
     if not case.is_real:
         why = "not predicted: the measured graph is random; give a dataset: gcnzc check DATA --tune"
         return Setting(DEFAULT_CACHED_FRACTION, why, "default", {})
+    if limit.memory_bytes is None:
+        return Setting(DEFAULT_CACHED_FRACTION, f"not measured: {limit.reason}", "default", {})
+    size = _max_cached_rows(table, limit.memory_bytes)
+    memory = f"{limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
+    if size == 0:
+        # training ignores the value of a setting with the basis "default"
+        why = f"no row fits in {memory}; do not use a cache"
+        return Setting(DEFAULT_CACHED_FRACTION, why, "default", {})
     counted = presample(
         case.graph,
         case.seeds,
         case.fanouts,
         case.batch_size,
-        seed=case.seed,
         progress=lambda done, total: progress("cache", done, total),
     )
-    sizes = {str(share): num_rows_to_cache(table, float(share)) for share in SHARES}
-    figures: dict[str, Any] = {
-        "hit_rate": dict(zip(sizes, counted.hit_rates(list(sizes.values())), strict=True)),
-        "memory_bytes": {name: cache_bytes(table, size) for name, size in sizes.items()},
-    }
-    if limit.memory_bytes is None:
-        return Setting(DEFAULT_CACHED_FRACTION, f"not measured: {limit.reason}", "default", figures)
-    fitting = _max_cached_rows(table, limit.memory_bytes)
-    if fitting == 0:
-        why = (
-            f"no row fits in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason}); do not use a cache"
-        )
-        # training ignores the value of a setting with the basis "default"
-        return Setting(DEFAULT_CACHED_FRACTION, why, "default", figures)
-    size, why = fitting, f"the most that fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
-    if fitting == table.num_rows:
-        why = f"all rows fit in {limit.memory_bytes / 1e9:.3g} GB ({limit.reason})"
-    if limit.compute_s is not None and transfer_s is not None:
-        size, more = _smallest_cache(counted, fitting, transfer_s, limit.compute_s)
-        why = more or why
-    elif limit.compute_s is not None:
-        why += "; the model's compute time is ignored, because no transfer was measured"
     (rate,) = counted.hit_rates([size])
-    figures |= {"chosen_hit_rate": rate, "chosen_memory_bytes": cache_bytes(table, size)}
+    figures = {"chosen_hit_rate": rate, "chosen_memory_bytes": cache_bytes(table, size)}
+    why = "all rows fit" if size == table.num_rows else "the most that fit"
     # not rounded, so that the share gives the same number of rows
-    return Setting(size / table.num_rows, f"{why}; hits {rate:.1%}", "predicted", figures)
+    share = size / table.num_rows
+    return Setting(share, f"{why} in {memory}; hits {rate:.1%}", "predicted", figures)
 
 
-def _cache_memory(size: float, device: torch.device, compute_s: float | None) -> CacheMemory:
+def _cache_memory(size: float, device: torch.device) -> CacheMemory:
     if isinstance(size, int):
-        return CacheMemory(size, "set by --cache-memory", compute_s)
+        return CacheMemory(size, "set by --cache-memory")
     if device.type != "cuda":
-        reason = "no GPU; set the memory for the cache with --cache-memory"
-        return CacheMemory(None, reason, compute_s)
+        return CacheMemory(None, "no GPU; set the memory for the cache with --cache-memory")
     free, _ = torch.cuda.mem_get_info(device)
-    return CacheMemory(int(free * size), f"{size:.0%} of the GPU's free memory", compute_s)
+    return CacheMemory(int(free * size), f"{size:.0%} of the GPU's free memory")
 
 
 def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:
@@ -352,24 +314,6 @@ def _max_cached_rows(table: FeatureTable, memory_bytes: int) -> int:
         return num_rows_to_cache(table, memory_bytes)
     except ValueError:
         return 0
-
-
-def _smallest_cache(
-    counted: Presample, max_rows: int, transfer_s: float, compute_s: float
-) -> tuple[int, str | None]:
-    """Return the smallest cache with which transfers are hidden by compute, and the reason."""
-    sizes = sorted(
-        {max(1, round(max_rows * n / NUM_CACHE_SIZES)) for n in range(1, NUM_CACHE_SIZES + 1)}
-    )
-    for size, rate in zip(sizes, counted.hit_rates(sizes), strict=True):
-        if transfer_s * (1 - rate) <= compute_s:
-            left_s = transfer_s * (1 - rate)
-            why = (
-                f"the smallest cache with which other rows take {left_s * 1e3:.3g} ms, below the "
-                f"model's {compute_s * 1e3:.3g} ms"
-            )
-            return size, why
-    return max_rows, None
 
 
 def _keep_default(choice: Setting, default: float, noise: float) -> Setting:

@@ -46,7 +46,6 @@ class Case:
     labels: Tensor | None
     fanouts: tuple[int, ...]
     batch_size: int
-    seed: int = 0
     is_real: bool = True  # False for a random graph, for which hit rates cannot be predicted
 
 
@@ -90,7 +89,7 @@ class Machine:
     def __init__(self, case: Case, device: torch.device, gpu: pcie_bench.Gpu | None) -> None:
         self.case, self.device, self.gpu = case, device, gpu
         self.has_gpu = gpu is not None
-        seeds = epoch_order(case.seeds, case.seed, 0)
+        seeds = epoch_order(case.seeds, 0, 0)
         self.seeds = seeds[: BATCHES * case.batch_size]
         self._checked: set[KernelConfig] = set()
         self._epochs: int | None = None  # number of epochs to measure
@@ -99,7 +98,7 @@ class Machine:
 
     def _prepare(self, seeds: Tensor, gpu: pcie_bench.Gpu) -> None:
         case = self.case
-        sampler = Sampler(case.graph, case.fanouts, case.seed)
+        sampler = Sampler(case.graph, case.fanouts)
         parts = seeds.split(case.batch_size)[:KERNEL_BATCHES]
         self.host_ids = [sampler.sample(part, 0).nodes for part in parts]
         self.ids = [nodes.to(gpu.device) for nodes in self.host_ids]
@@ -148,7 +147,6 @@ class Machine:
             labels=case.labels,
             device=self.device,
             shuffle=False,
-            seed=case.seed,
             threads=loading.threads,
             ahead=loading.ahead,
             copied_share=loading.copied_share,
@@ -218,15 +216,7 @@ def default_case(row_bytes: int, fanouts: tuple[int, ...], batch_size: int) -> C
         row_bytes: size of a row, a multiple of 4.
         fanouts: see `gcnzc.Sampler`.
         batch_size: seeds per minibatch.
-
-    Raises:
-        ValueError: `row_bytes` is not a positive multiple of 4.
     """
-    if row_bytes < 4 or row_bytes % 4:
-        raise ValueError(
-            f"rows of {row_bytes} bytes are not a whole number of float32 elements\n\n"
-            "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
-        )
     num_rows = max(1024, min(DEFAULT_MAX_ROWS, DEFAULT_TABLE_BYTES // row_bytes))
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(num_rows, (2, DEFAULT_DEGREE * num_rows), generator=generator)

@@ -219,7 +219,7 @@ def test_runs_have_different_random_run_ids(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch, "elastic_launch", record)
     for name in ("one", "other"):
-        assert launch.launch(["train"], 2, tmp_path / name) == 0
+        assert launch.launch(["train"], 2, tmp_path / name, 3) == 0
     assert len(set(found)) == 2
     # of 122 random bits
     assert {(each.version, each.variant) for each in found} == {(4, uuid.RFC_4122)}

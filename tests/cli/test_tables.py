@@ -1,6 +1,6 @@
 """Tables in the terminal have aligned columns."""
 
-from gcnzc.cli.reports.tables import align_columns
+from gcnzc.cli.output import align_columns
 
 
 def test_columns_are_aligned_and_rows_may_be_short():

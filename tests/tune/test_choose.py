@@ -15,7 +15,7 @@ from tiny_graph import tiny
 from virtual_time import VirtualTime
 
 from gcnzc import load, prepare
-from gcnzc.cli.reports import tuning
+from gcnzc.cli.commands.check import format_profile
 from gcnzc.features import cache
 from gcnzc.features.cache import cache_bytes
 from gcnzc.features.table import FeatureTable
@@ -159,7 +159,7 @@ def test_the_chosen_settings_are_nearly_the_fastest(name, seed):
         assert loading.threads <= fewest
         assert loading.ahead == loading.threads + 1
 
-    chosen, share, transfer_s = choose.choose_copied_share(device, loading, CPU, quiet)
+    chosen, share = choose.choose_copied_share(device, loading, CPU, quiet)
     assert chosen.copied_share == share.value
     assert chosen.ahead - chosen.threads == loading.ahead - loading.threads
     true_s = {
@@ -170,9 +170,6 @@ def test_the_chosen_settings_are_nearly_the_fastest(name, seed):
     assert device.true_batch_s(chosen) <= near * min(true_s.values())
     if device.noise < search.WITHIN and true_s[loading.threads, 0.0] <= min(true_s.values()):
         assert chosen == loading
-    assert transfer_s == pytest.approx(
-        (1 - share.value) * device.true_gather_s(way), rel=2 * device.noise
-    )
 
 
 def test_both_engines_are_used_if_that_is_faster():
@@ -180,7 +177,7 @@ def test_both_engines_are_used_if_that_is_faster():
     for name in ("copies faster than reads", "two engines add up", "bandwidth bound"):
         device = Device(**DEVICES[name])
         loading = LoaderSettings(1, 2, 0.0, KernelConfig(132, 8, 4))
-        chosen, _, _ = choose.choose_copied_share(device, loading, CPU, quiet)
+        chosen, _ = choose.choose_copied_share(device, loading, CPU, quiet)
         gains[name] = device.true_batch_s(loading) / device.true_batch_s(chosen)
     assert gains["copies faster than reads"] > 1.5
     assert gains["two engines add up"] > 1.9
@@ -198,7 +195,7 @@ def test_earlier_settings_are_fixed_for_later_ones():
         (one.threads, one.ahead, one.copied_share) for one in shares
     }
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
-    told = tuning.format_profile(found)
+    told = format_profile(found)
     assert {line.split()[0] for line in told} >= values.keys()
     assert any("best gather: 4 x 4: " in line for line in told)
     assert profiles.save(found).exists()
@@ -285,8 +282,8 @@ def test_settings_are_measured_in_turns_and_the_warm_up_is_not_counted():
 def test_without_a_gpu_its_settings_are_default():
     bench = machine.Machine(case(), CPU, None)
     choices = choose.choose_kernel_config(bench, CPU, quiet)
-    same, share, transfer_s = choose.choose_copied_share(bench, LoaderSettings(1, 2), CPU, quiet)
-    assert (same, transfer_s) == (LoaderSettings(1, 2), None)
+    same, share = choose.choose_copied_share(bench, LoaderSettings(1, 2), CPU, quiet)
+    assert same == LoaderSettings(1, 2)
     for choice in (*choices.values(), share):
         assert choice.basis == "default"
         assert choice.why.startswith("not measured: no GPU")
@@ -302,7 +299,7 @@ def test_memory_limits_the_number_of_cached_rows():
     for num_cached in (1, 700, 2000):
         for more in (0, 511):
             room = CacheMemory(cache_bytes(mine.table, num_cached) + more, "so much")
-            choice = choose.choose_cache_size(mine, room, None, quiet)
+            choice = choose.choose_cache_size(mine, room, quiet)
             assert round(choice.value * 2000) == num_cached
             assert choice.basis == "predicted"
             assert cache.num_rows_to_cache(mine.table, choice.value) == num_cached
@@ -310,38 +307,17 @@ def test_memory_limits_the_number_of_cached_rows():
             assert choice.figures["chosen_memory_bytes"] <= room.memory_bytes
     assert "all rows fit" in choice.why
     short = choose.choose_cache_size(
-        mine, CacheMemory(cache_bytes(mine.table, 1) - 1, "too little"), None, quiet
+        mine, CacheMemory(cache_bytes(mine.table, 1) - 1, "too little"), quiet
     )
     assert short.basis == "default"
     assert "no row fits" in short.why
 
 
-def test_a_slow_model_needs_fewer_cached_rows():
-    mine, counted = known()
-    room = cache_bytes(mine.table, 2000)
-    for compute_s in (0.02, 0.05, 0.09):
-        choice = choose.choose_cache_size(mine, CacheMemory(room, "all", compute_s), 0.1, quiet)
-        size = round(choice.value * 2000)
-        step = 2000 // choose.NUM_CACHE_SIZES
-        rates = counted.hit_rates([size, size - step])
-        assert 0.1 * (1 - rates[0]) <= compute_s < 0.1 * (1 - rates[1])
-        assert "below the model's" in choice.why
-    # one hides all, another cannot be hidden
-    least = choose.choose_cache_size(mine, CacheMemory(room, "all", 0.2), 0.1, quiet)
-    assert round(least.value * 2000) == step
-    some = CacheMemory(cache_bytes(mine.table, 300), "some", 1e-6)
-    assert round(choose.choose_cache_size(mine, some, 0.1, quiet).value * 2000) == 300
-    unknown = choose.choose_cache_size(mine, CacheMemory(room, "all", 0.05), None, quiet)
-    assert unknown.value == 1
-    assert "no transfer was measured" in unknown.why
-
-
 def test_without_a_real_graph_the_cache_size_is_default():
     mine = case()
-    nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), None, quiet)
+    nowhere = choose.choose_cache_size(mine, CacheMemory(None, "no GPU"), quiet)
     assert (nowhere.value, nowhere.basis) == (0.2, "default")
-    assert nowhere.figures["hit_rate"].keys() == {str(share) for share in choose.SHARES}
-    made_up = choose.choose_cache_size(case(is_real=False), CacheMemory(10**9, "x"), None, quiet)
+    made_up = choose.choose_cache_size(case(is_real=False), CacheMemory(10**9, "x"), quiet)
     assert (made_up.value, made_up.basis, made_up.figures) == (0.2, "default", {})
 
 
@@ -386,7 +362,7 @@ def test_the_loader_is_timed_with_its_settings(loaders):
 
 def test_a_profile_of_this_machine_is_measured(loaders):
     told = []
-    found = choose.tune(case(), compute_s=None, progress=lambda *what: told.append(what))
+    found = choose.tune(case(), 10**6, lambda *what: told.append(what))
     basis = {name: choice.basis for name, choice in found.choices.items()}
     assert basis["threads"] == basis["ahead"] == "measured"
     assert found.rows == 2000
@@ -453,7 +429,7 @@ def test_wrong_rows_are_not_timed(monkeypatch):
 def test_a_profile_of_a_gpu_is_measured(monkeypatch):
     monkeypatch.setattr(choose, "NOISY", float("inf"))
     mine = case(400, 20_000)
-    found = choose.tune(mine, cache_memory=10**7, compute_s=0.001, progress=quiet)
+    found = choose.tune(mine, 10**7, quiet)
     assert {choice.basis for choice in found.choices.values()} == {"measured", "predicted"}
     assert found.kernel_config is not None
 
@@ -477,7 +453,7 @@ def test_a_sparse_table_is_rejected_for_a_gpu(monkeypatch):
     mine = case()
     sparse = SimpleNamespace(is_sparse=True)
     with pytest.raises(ValueError, match=r"(?s)some has sparse features.*hint: "):
-        choose.tune(replace(mine, table=sparse), compute_s=None, progress=quiet)
+        choose.tune(replace(mine, table=sparse), 0.5, quiet)
 
 
 @pytest.mark.parametrize("row_bytes", [512, 100, 4])
@@ -489,9 +465,3 @@ def test_a_synthetic_workload_has_the_requested_rows(row_bytes, monkeypatch):
     assert made.graph.num_edges == 10 * made.graph.num_nodes
     assert not made.is_real
     assert len(made.seeds.unique()) == len(made.seeds)
-
-
-@pytest.mark.parametrize("row_bytes", [0, 3, 514])
-def test_rows_of_partial_elements_are_rejected(row_bytes):
-    with pytest.raises(ValueError, match=r"(?s)not a whole number of float32 elements.*hint: "):
-        machine.default_case(row_bytes, (3, 3), 64)

@@ -15,11 +15,10 @@ from gcnzc.cli.commands.data import (
     prepare_command,
 )
 from gcnzc.cli.commands.embed_nodes import EmbedNodesConfig, embed_nodes_command
-from gcnzc.cli.commands.evaluate import evaluate_command
 from gcnzc.cli.commands.export import ExportConfig, export_command
 from gcnzc.cli.commands.pcie import PcieConfig, pcie_command
 from gcnzc.cli.commands.plot import PlotConfig, plot_command
-from gcnzc.cli.commands.predict import PredictConfig, predict_command
+from gcnzc.cli.commands.predict import PredictConfig, evaluate_command, predict_command
 from gcnzc.cli.commands.presets import PresetsConfig, presets_command
 from gcnzc.cli.commands.train import train_command
 from gcnzc.train.config import EvaluateConfig, TrainConfig

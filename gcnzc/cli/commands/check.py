@@ -13,7 +13,6 @@ import torch
 import tyro
 
 from gcnzc.cli.output import print_json
-from gcnzc.cli.reports import tuning
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph import load
 from gcnzc.graph.dataset import Dataset
@@ -50,17 +49,19 @@ class CheckConfig:
     cache_memory: str = "0.5"
     """with --tune: GPU memory for the feature cache: a fraction of the free memory, or bytes such
     as 8GB"""
-    compute_ms: float = 0.0
-    """with --tune: milliseconds that the model takes for a minibatch, 0 if not known; the feature
-    cache is then only as large as is needed to overlap the gather with the model"""
     megabytes: int = 512
     """megabytes of features that are read to measure the memory"""
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("batch_size", "row_bytes", "megabytes"):
+        for name in ("batch_size", "megabytes"):
             at_least(1, name, getattr(self, name))
-        at_least(0, "compute_ms", self.compute_ms)
+        at_least(4, "row_bytes", self.row_bytes)
+        if self.row_bytes % 4:
+            raise ValueError(
+                f"--row-bytes {self.row_bytes} is not a whole number of float32 elements\n\n"
+                "hint: rows of ogbn-papers100M have 512 bytes, of ogbn-products 400"
+            )
         check_fanouts(self.fanouts)
         parse_cache_size(self.cache_memory, "--cache-memory", "of the GPU's free memory")
 
@@ -157,9 +158,7 @@ def measure_profile(
         case = tune_machine.default_case(config.row_bytes, config.fanouts, config.batch_size)
     else:
         case = tune_machine.case_of(data, config.fanouts, config.batch_size)
-    cache_memory = parse_cache_size(config.cache_memory)
-    compute_s = config.compute_ms / 1e3 or None
-    return choose.tune(case, cache_memory=cache_memory, compute_s=compute_s, progress=progress)
+    return choose.tune(case, parse_cache_size(config.cache_memory), progress)
 
 
 def store_profile(found: TuningProfile, say: profiles.Warn) -> str | None:
@@ -173,6 +172,35 @@ def store_profile(found: TuningProfile, say: profiles.Warn) -> str | None:
         return None
     say(f"stored in {path}; `gcnzc train` uses it for features of this layout on this machine")
     return str(path)
+
+
+def format_profile(found: TuningProfile) -> list[str]:
+    """Format a tuning profile: each setting, the reason for it, and the measurements behind it."""
+    device = found.key["device"]
+    table = found.key["table"]
+    lines = [
+        f"tuning profile for {device['name']} and rows of {table['row_bytes']} B {table['dtype']}, "
+        f"with a pitch of {table['pitch_bytes']} B; measured with {found.data}, {found.made}"
+    ]
+    values = {name: _format_setting(name, choice.value) for name, choice in found.choices.items()}
+    name_width, value_width = (max(map(len, texts)) for texts in (values, values.values()))
+    for name, choice in found.choices.items():
+        value = values[name].rjust(value_width)
+        lines.append(f"{name.ljust(name_width)}  {value}  {choice.basis}: {choice.why}")
+        for kind, figures in choice.figures.items():
+            # the measurements of `vectors` are those of `warps`
+            if isinstance(figures, dict) and name != "vectors":
+                cells = (f"{tried}: {1e3 * seconds:.3g} ms" for tried, seconds in figures.items())
+                title = kind.removesuffix("_s").replace("_", " ")
+                indent = " " * (name_width + value_width + 4)
+                lines.append(f"{indent}{title}: {', '.join(cells)}")
+    return lines
+
+
+def _format_setting(name: str, value: float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.1%}" if name == "hot" else f"{value:.2f}"
+    return str(value)
 
 
 def profiles_for(data: Dataset | None, say: profiles.Warn) -> list[TuningProfile]:
@@ -244,6 +272,6 @@ def check_command(config: CheckConfig, reporter: Reporter) -> None:
     else:
         found_profiles = profiles_for(loaded, reporter.say)
     for profile in found_profiles:
-        for line in tuning.format_profile(profile):
+        for line in format_profile(profile):
             reporter.say(line)
     print_json(found | {"plans": [asdict(profile) for profile in found_profiles]})

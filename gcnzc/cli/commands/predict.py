@@ -1,4 +1,4 @@
-"""The command that predicts classes of nodes and scores of pairs."""
+"""The commands that evaluate a run, and predict classes of nodes and scores of pairs."""
 
 import difflib
 import time
@@ -10,6 +10,8 @@ import tyro
 
 from gcnzc.cli.output import print_json
 from gcnzc.datasets.source import SPLITS
+from gcnzc.train import evaluation
+from gcnzc.train.config import EvaluateConfig
 from gcnzc.train.hetero.prediction import TrainedHeteroModel, parse_time
 from gcnzc.train.options import Fanouts, check_fanouts
 from gcnzc.train.prediction import (
@@ -78,6 +80,11 @@ class PredictConfig(ScratchOptions):
             )
         if self.fanouts:
             check_fanouts(self.fanouts)
+
+
+def evaluate_command(config: EvaluateConfig, reporter: Reporter) -> None:
+    """`gcnzc evaluate`."""
+    print_json(evaluation.evaluate(config, reporter))
 
 
 def predict_command(config: PredictConfig, reporter: Reporter) -> None:

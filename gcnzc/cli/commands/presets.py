@@ -4,8 +4,7 @@ from dataclasses import asdict, dataclass
 
 import tyro
 
-from gcnzc.cli.output import print_json
-from gcnzc.cli.reports.tables import align_columns
+from gcnzc.cli.output import align_columns, print_json
 from gcnzc.train.options import check_options, option_name
 from gcnzc.train.presets import Preset, preset_names, read_preset
 from gcnzc.train.progress import Reporter

@@ -1,1 +1,0 @@
-"""Reports: what commands measured, as tables and figures."""
