@@ -1,7 +1,6 @@
 """The GPU benchmarks reject wrong rows, and record failures and each finished round."""
 
 import argparse
-import mmap
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,6 @@ from bench.gpu.base import Bench
 from gcnzc.tune import pcie_bench
 
 ROOT = Path(__file__).parents[2]
-NO_ADVICE = 999  # madvise(2) fails, as MADV_HUGEPAGE does in a kernel that is built without it
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -127,17 +125,6 @@ def test_epochs_are_recorded_after_each_round_also_if_a_method_fails(monkeypatch
     assert bench.lines[-2]["epoch_s"] == 4.0
     assert bench.lines[-2]["faster_than_cpu_index"] == 3.5
     assert bench.lines[-2]["share_of_all_on_gpu"] is None
-
-
-def test_small_pages_are_no_huge_pages():
-    with base.random_bytes(1 << 22, huge=False) as memory:
-        assert base.huge_pages_share(memory) == 0
-
-
-def test_a_kernel_without_huge_pages_gives_random_bytes(monkeypatch):
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", NO_ADVICE)
-    with base.random_bytes(1 << 22) as memory:
-        assert len(memory.unique()) == 256
 
 
 def test_a_dtype_that_does_not_compile_is_recorded_and_the_others_are_measured(monkeypatch, bench):

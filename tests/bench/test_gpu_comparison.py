@@ -100,11 +100,6 @@ def test_kernels_are_compared_with_the_newest_budget(results):
     assert len([title for title in titles if title]) == 4
 
 
-def test_a_session_without_measurements_has_no_comparison(tmp_path):
-    assert compare(tmp_path, [], []) == []
-    assert format_comparison([]) == []
-
-
 def test_published_figures_have_sources():
     assert all(figure.source.startswith("https://github.com/") for figure in PUBLISHED)
     assert len(of_kind("dense read", None)) > len(of_kind("dense read", 4)) > 0
@@ -169,42 +164,3 @@ def test_epochs_are_compared_by_their_newest_lines(tmp_path):
     assert claim(lines, f"{about}share of gather under compute")[1:] == (0.8, "no claim")
     papers = claim(lines, f"epoch of SAGE, ogbn-papers100M: zero-copy to {CPU_GATHER}")
     assert papers == (f"3 s and 3 s, {rounds}, graph of scale 0.25", 1, "short by 39%")
-
-
-def test_gathers_are_compared_with_methods_the_copy_engine_and_other_pages(tmp_path):
-    def rate(method, rate, **case):
-        return {"method": method, "payload_bytes_per_s": rate} | case
-
-    methods = {"columns": 128, "num_ids": 1000}
-    write(
-        tmp_path, "methods", rate("zero-copy", 4e10, **methods), rate(CPU_GATHER, 1e10, **methods)
-    )
-    width = {"dtype": "int8", "columns": 1024}
-    shares = {"share_of_copy_engine": 0.8, "share_of_dense_read": 1.0}
-    write(
-        tmp_path,
-        "widths",
-        rate("copy engine", 5e10, **width),
-        rate("aligned", 4e10, model_efficiency=128 / 148, **shares, **width),
-        # half of the dense read, where the model predicts all of it
-        rate("one element off", 2e10, model_efficiency=128 / 148, **width)
-        | {"share_of_copy_engine": 0.4, "share_of_dense_read": 0.5},
-    )
-    pages = {"table_gib": 8, "huge_pages_share": 0.5}
-    write(
-        tmp_path,
-        "tlb",
-        rate("ids in random order", 4e10, table_pages="2 MiB", **pages),
-        rate("ids in random order", 2e10, table_pages="4 KiB", **pages),
-    )
-    lines = claims.tabulate(tmp_path)
-    name = f"gather, 128 columns: zero-copy to {CPU_GATHER}"
-    assert claim(lines, name) == ("40 GB/s and 10 GB/s, 1,000 rows", 4, "holds")
-    name = "gather, 1024 columns, int8, {}: to the copy engine"
-    assert claim(lines, name.format("aligned"))[1:] == (pytest.approx(0.8), "holds")
-    assert claim(lines, name.format("one element off"))[1:] == (pytest.approx(0.4), "short by 44%")
-    measured, ratio, verdict = claim(
-        lines, "gather, rows of 512 B from 8 GiB: pages of 4 KiB to 2 MiB"
-    )
-    assert measured == "20 GB/s and 40 GB/s, of which only 50% is in huge pages"
-    assert (ratio, verdict) == (0.5, "no claim")

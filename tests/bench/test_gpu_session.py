@@ -233,41 +233,6 @@ def test_a_machine_without_a_gpu_is_reported(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_options_that_do_not_fit_are_rejected(tmp_path):
-    (tmp_path / "file").touch()
-    for words, message in (
-        (["--dry-run", "--limit-s", "-5"], "-5 is not a number of seconds above 0"),
-        (["--arch", "90"], "--arch is for --dry-run"),
-        (["--stages", "gather"], "no stage gather; there are machine, gathers"),
-        (["--out", tmp_path / "file"], f"no folder {tmp_path / 'file'}: File exists"),
-    ):
-        done = session("--out", tmp_path, *words)
-        assert done.returncode == 2
-        assert message in done.stderr
-
-
-@pytest.mark.processes
-def test_tests_that_are_stopped_show_their_failures(tmp_path):
-    (tmp_path / "test_two.py").write_text(
-        "import time\n"
-        "def test_fails():\n    assert 'the reason' == ''\n"
-        f"def test_hangs(tmp_path_factory):\n    time.sleep({NEVER_S})\n"
-    )
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "-p", "tests.conftest"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "-p", "no:cacheprovider", tmp_path], cwd=ROOT, stdout=file, stderr=file
-        )
-    end = time.monotonic() + HANG_S
-    while "FAILED" not in log.read_text():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
-    process.terminate()
-    process.wait(HANG_S)
-    assert "assert 'the reason' == ''" in log.read_text()
-
-
 def check_measurements(folder):
     """Check that all parts of the benchmarks have recorded lines with the GPU and its clocks."""
     found = {path.stem.removeprefix("gpu_"): read_lines(path) for path in folder.glob("*.jsonl")}

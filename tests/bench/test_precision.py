@@ -38,14 +38,6 @@ def test_the_same_seeds_are_compared(monkeypatch, results):
     assert line["command"].endswith("--epochs 3 --precision bf16")
 
 
-def test_the_interval_is_that_of_student():
-    # the quantile of four degrees of freedom is 2.776
-    values = [0.1, -0.2, 0.3, 0.0, 0.05]
-    low, high = precision.interval_of_mean(values)
-    assert (low + high) / 2 == pytest.approx(0.05)
-    assert (high - low) / 2 == pytest.approx(2.776 * 0.18028 / 5**0.5, rel=1e-3)
-
-
 def test_cases_are_presets_and_graphs(capsys):
     for name in ("tuned/cora-gcn", "amazon_photo"):
         case = precision.find_case(name)

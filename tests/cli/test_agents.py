@@ -81,27 +81,3 @@ def test_a_run_continues_with_fewer_launchers_and_with_more(graph, tmp_path):
         # one worker alone has no lines of its own
         lines = (found.run / "workers.jsonl").read_text().splitlines()
         assert len(lines) < 2 * 400
-
-
-@pytest.mark.slow
-def test_a_run_without_an_id_continues_when_worker_0_moves_to_another_launcher(graph, tmp_path):
-    with start(graph, tmp_path / "run", "2", 120, None, keeps_rendezvous=True) as found:
-        first, second = found.start(), found.start()
-        wait_for_epochs(found, 2)
-        (before,) = (each.pid for each in (first, second) if has_worker_0(each))
-        lost, kept = (first, second) if before == first.pid else (second, first)
-        lost.kill()
-        lost.wait()
-        found.start()
-        assert found.wait(kept) == 0, found.output()
-        assert "resuming " in found.output()
-        check_whole(found, graph, 120)
-    # launchers of which none has started this run before
-    with start(graph, tmp_path / "run", "1", 120, None) as found:
-        assert found.start().wait(timeout=HANG_S) != 0
-        assert "already has a run" in found.output()
-
-
-def has_worker_0(launcher):
-    (worker,) = workers_of(launcher.pid)
-    return b"\0RANK=0\0" in Path(f"/proc/{worker}/environ").read_bytes()

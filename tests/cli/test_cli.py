@@ -1,6 +1,5 @@
 """Commands do what their help says, and report errors with a remedy."""
 
-import gzip
 import itertools
 import json
 import os
@@ -21,10 +20,7 @@ from gcnzc.cli.commands import check
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
-from gcnzc.system.files import write_json
 from gcnzc.train import run as train_run
-from gcnzc.train.config import TrainConfig
-from gcnzc.train.options import config_to_dict
 from gcnzc.tune import choose, machine, search
 
 SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
@@ -92,14 +88,6 @@ def test_training_prints_one_line_and_fills_the_run_folder(graph, tmp_path, caps
     wanted = {"config.json", "record.jsonl", "curves.png", "checkpoint.pt", "best.pt"}
     assert files == wanted | {"result.json", "schema.json"}
     assert len((tmp_path / "r" / "record.jsonl").read_text().splitlines()) == 2
-
-
-def test_training_reads_ogbs_layout(raw, tmp_path, capsys, run):
-    capsys.readouterr()
-    assert main(["train", str(raw), *SMALL, "--out", str(tmp_path / "r")]) == 0
-    line = json.loads(capsys.readouterr().out)
-    prepared = json.loads((run / "result.json").read_text())
-    assert line["test_accuracy"] == prepared["test_accuracy"]
 
 
 def test_evaluating_a_run_gives_the_scores_of_its_training(run, tmp_path, capsys):
@@ -203,27 +191,6 @@ def test_options_from_a_file_and_from_the_command_line(graph, tmp_path):
     assert (kept["epochs"], kept["fanouts"], kept["hidden"]) == (1, [3, 3], 4)
 
 
-@pytest.mark.parametrize("content", ["", "epochs = 2\n", '{"batch_size": 512}', "lr = 0.02\n"])
-def test_the_learning_rate_is_that_of_the_optimizer_unless_a_file_has_one(content, tmp_path):
-    path = tmp_path / ("c.json" if content.startswith("{") else "c.toml")
-    path.write_text(content)
-    for words, expected in (
-        (["--optimizer", "sgd"], 0.1),
-        (["--strategy", "fedglomo"], 0.1),
-        (["--optimizer", "sgd", "--lr", "0.5"], 0.5),
-        ([], 0.003),
-    ):
-        expected = 0.02 if "lr" in content and "--lr" not in words else expected
-        assert parse(["train", "g", "--config", str(path), *words]).lr == expected, words
-
-
-def test_the_options_of_a_run_have_its_learning_rate(tmp_path):
-    config = TrainConfig(optimizer="sgd", lr=0.25)
-    write_json(tmp_path / "c.json", config_to_dict(config))
-    for words in ([], ["--optimizer", "adamw"]):
-        assert parse(["train", "g", "--config", str(tmp_path / "c.json"), *words]).lr == 0.25
-
-
 def test_a_file_of_options_may_name_the_run_folder_and_no_run_to_resume(tmp_path):
     (tmp_path / "c.toml").write_text(f'out = "{tmp_path / "r"}"\n')
     assert parse(["train", "--config", str(tmp_path / "c.toml")]).out == tmp_path / "r"
@@ -301,12 +268,6 @@ def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
     assert "`gcnzc pcie DATA`" in hint
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["make", "--help"]])
-def test_help_is_printed(words, capsys):
-    assert main(words) == 0
-    assert "usage: gcnzc" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
@@ -330,44 +291,6 @@ def test_invalid_arguments_are_rejected(words, error, hint, capsys):
     found = said(capsys, words, 2)
     assert error in found[0]
     assert hint in found[1]
-
-
-def test_a_missing_folder_is_reported(tmp_path, capsys):
-    error, hint = said(capsys, ["train", tmp_path / "none"], 1)
-    assert str(tmp_path / "none") in error
-    assert "gcnzc" in hint
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_dataset_is_rejected(tmp_path, capsys):
-    error, hint = said(capsys, ["prepare", "ogbn-arxv", tmp_path / "x"], 1)
-    assert "ogbn-arxv" in error
-    assert "ogbn-arxiv" in hint
-
-
-def test_a_dataset_is_downloaded_only_with_the_option(tmp_path, capsys):
-    _, hint = said(capsys, ["prepare", "ogbn-arxiv", tmp_path / "x"], 1)
-    assert "--download" in hint
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("damage", ["truncated", "not gzip", "column missing", "out of range"])
-def test_damaged_edges_are_reported(damage, shared_data, tmp_path, capsys):
-    shutil.copytree(shared_data / "ogb" / "cora", tmp_path / "raw")
-    path = tmp_path / "raw" / "raw" / "edge.csv.gz"
-    path.chmod(0o644)
-    whole = path.read_bytes()
-    lines = gzip.decompress(whole).splitlines(keepends=True)
-    damaged = {
-        "truncated": whole[: len(whole) // 2],
-        "not gzip": b"1,2\n3,4\n",
-        "column missing": gzip.compress(b"".join(line.split(b",")[0] + b"\n" for line in lines)),
-        "out of range": gzip.compress(b"".join(lines) + b"5,2708\n"),
-    }
-    path.write_bytes(damaged[damage])
-    error, _ = said(capsys, ["prepare", tmp_path / "raw", tmp_path / "dest"], 1)
-    assert "edge.csv.gz" in error
-    assert [p.name for p in tmp_path.iterdir()] == ["raw"]
 
 
 def test_a_run_is_not_overwritten(run, graph, capsys):
@@ -466,29 +389,6 @@ def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys
     assert "has no checkpoint yet: the run starts again" in capsys.readouterr().err
 
 
-def test_options_that_were_edited_in_a_run_are_detected(run, tmp_path, capsys):
-    edited = tmp_path / "edited"
-    shutil.copytree(run, edited)
-    options = json.loads((edited / "config.json").read_text())
-    (edited / "config.json").write_text(json.dumps(options | {"lr": 0.02}))
-    error, _ = said(capsys, ["train", "--resume", edited, "--epochs", "3"], 1)
-    assert "has lr 0.01, not 0.02" in error
-
-
-def test_resuming_a_missing_run_is_an_error(tmp_path, capsys):
-    error, _ = said(capsys, ["train", "--resume", tmp_path / "none"], 1)
-    assert "no run in" in error
-
-
-def test_a_missing_gpu_is_reported(graph, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = ["train", graph, *SMALL, "--device", "cuda", "--out", tmp_path / "r"]
-    error, hint = said(capsys, words, 1)
-    assert "no CUDA device" in error
-    assert "gcnzc check" in hint
-    assert not (tmp_path / "r").exists()
-
-
 def test_training_without_features_is_an_error(shared_data, tmp_path, capsys):
     source = shared_data / "ogb" / "arxiv_nofeat"
     words = ["train", source, *SMALL, "--out", tmp_path / "r"]
@@ -539,46 +439,6 @@ def test_a_gpu_that_fails_is_reported(message, error, hint, monkeypatch, capsys)
     assert told[-2].startswith(error)
     assert told[-1].startswith("hint: ")
     assert hint in told[-1]
-
-
-# each case in a process of its own, since one that reads foreign memory may be ended by a signal
-FORKS = """
-import os, sys
-from gcnzc.cli import main
-for words in sys.argv[1:]:
-    sys.stderr.write(f"case {words}\\n")
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        os._exit(main(words.split()))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_a_flipped_bit_in_a_graph_never_ends_a_command_by_a_signal(graph, tmp_path):
-    commands = []
-    for name, place in (("indices.npy", 4096 + 4 * 700 + 3), ("indptr.npy", 4096 + 8 * 700 + 5)):
-        damaged = tmp_path / name
-        shutil.copytree(graph, damaged)
-        data = bytearray((damaged / name).read_bytes())
-        data[place] ^= 0x40
-        (damaged / name).write_bytes(data)
-        options = " ".join(SMALL)
-        commands += [
-            f"train {damaged} {options} --out {damaged}-run",
-            f"train {damaged} {options} --verify --out {damaged}-run",
-            f"embed {damaged} {tmp_path}/embedded --dims 8",
-        ]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, *commands], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["1"] * 6, done.stderr
-    assert done.stderr.count("\nerror: ") == done.stderr.count("\nhint: ") == 6, done.stderr
-    assert done.stderr.count("has the checksum") == 2
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("--verify` says which file") == 4
-    assert not (tmp_path / "embedded").exists()
 
 
 @pytest.mark.parametrize(

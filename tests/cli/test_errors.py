@@ -106,58 +106,12 @@ def test_a_model_that_does_not_fit_is_rejected_before_any_work(
     assert not (tmp_path / "run").exists()
 
 
-def test_features_without_columns_are_rejected(graph, tmp_path, capsys):
-    np.save(tmp_path / "none.npy", np.zeros((1500, 0), np.float32))
-    words = ["prepare", graph.parent / "raw", tmp_path / "empty"]
-    text = answer_of(capsys, [*words, "--features", tmp_path / "none.npy"], 1)
-    assert "has features of 0 columns for 1,500 nodes" in text
-    assert "hint: features have at least one column" in text
-    assert not (tmp_path / "empty").exists()
-
-
-def test_a_file_in_the_place_of_a_folder_is_named(run, tmp_path, capsys):
-    file = tmp_path / "file"
-    file.touch()
-    words = ["embed-nodes", run, "--out", tmp_path / "rows.npy", "--scratch"]
-    for folder in (file, file / "in"):
-        text = answer_of(capsys, [*words, folder], 1)
-        assert re.search(rf"error: {file}(/in)? is not a folder", text)
-        assert "hint: choose another path" in text
-
-
-def test_a_resumed_run_keeps_its_kind_of_batch_size(run, capsys):
-    text = answer_of(capsys, ["train", "--resume", run, "--batch-size", "all"], 2)
-    assert "has --batch-size 32, not all" in text
-    assert "hint: a resumed run keeps its options" in text
-
-
 @pytest.mark.parametrize("words", [["--debug", "info"], ["info", "--debug"]])
 def test_debug_shows_the_traceback(words, tmp_path, capsys):
     assert main([*words, str(tmp_path / "missing")]) == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
     assert re.search("^error: .*missing", err, re.MULTILINE)
-
-
-def test_a_huge_fan_out_is_rejected(graph, capsys):
-    words = [*SMALL, "--fanouts", "99999999999999999999,5"]
-    assert "a fanout must be at most" in answer_of(capsys, ["train", graph, *words], 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (["--outer-lr", "nan"], "--outer-lr must be finite, got nan"),
-        (["--lr", "inf"], "--lr must be finite, got inf"),
-        (["--checkpoint-every-s", "inf"], "--checkpoint-every-s must be finite"),
-        (["--threads", "100000"], "--threads must be at most 1024, got 100000"),
-        (["--workers", "100000"], "--workers must be at most 1024, got 100000"),
-    ],
-)
-def test_numbers_out_of_range_are_rejected(graph, tmp_path, capsys, words, wrong):
-    given = ["train", graph, *SMALL, "--out", tmp_path / "run", *words]
-    assert wrong in answer_of(capsys, given, 2)
-    assert not (tmp_path / "run").exists()
 
 
 def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, monkeypatch):
@@ -297,14 +251,6 @@ def epochs_of(run):
     return [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
 
 
-def test_accuracy_with_dropout_has_its_own_name(run, capsys):
-    lines = epochs_of(run)
-    assert all("minibatch_accuracy" in line and "train_accuracy" not in line for line in lines)
-    capsys.readouterr()
-    assert main(["evaluate", str(run)]) == 0
-    assert "minibatch_accuracy" not in json.loads(capsys.readouterr().out)
-
-
 def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
     def compile_anew(*_):
         for function in (lambda x: x + 1, lambda x: x + 2, lambda x: x + 3):
@@ -316,15 +262,6 @@ def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
         capsys.readouterr()
         assert main(["info", str(graph)]) == 0
         assert capsys.readouterr().err.count("compiling kernels for this machine") == reports
-
-
-def test_compiled_kernels_are_not_reported(graph, monkeypatch, capsys):
-    compiled = njit(lambda x: x + 1)
-    compiled(1)
-    monkeypatch.setitem(commands.COMMANDS, InfoConfig, lambda *_: compiled(1))
-    monkeypatch.setattr(compilation, "REPORT_S", 0.0)
-    assert main(["info", str(graph)]) == 0
-    assert "compiling" not in capsys.readouterr().err
 
 
 def test_two_processes_do_not_train_in_one_folder(run, capsys):
@@ -369,13 +306,6 @@ def test_a_damaged_record_is_reported_and_rewritten(run, tmp_path, capsys, damag
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
 
 
-def test_an_options_file_that_is_no_object_is_reported_as_damaged(run, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
-    (folder / "config.json").write_text("[1, 2]")
-    assert "config.json is damaged" in answer_of(capsys, ["evaluate", folder], 1)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -412,18 +342,6 @@ def test_a_damaged_schema_is_reported(run, tmp_path, capsys, damage):
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
     words = ["predict", folder, "--out", tmp_path / "out.csv"]
     assert f"schema.json is damaged: {next(iter(damage))} is" in answer_of(capsys, words, 1)
-
-
-def test_an_option_of_another_command_is_compared_with_those_of_this_one(graph, capsys):
-    text = answer_of(capsys, ["train", graph, "--layer", "2"], 2)
-    assert "Unrecognized options: --layer, 2" in text
-    assert "did you mean --layers?" in text
-
-
-def test_a_binary_file_of_options_is_named(graph, tmp_path, capsys):
-    path = tmp_path / "options.toml"
-    path.write_bytes(b"\x89PNG\xac\xff")
-    assert f"{path} is not TOML" in answer_of(capsys, ["train", graph, "--config", path], 2)
 
 
 def test_an_epoch_of_a_single_step_is_reported(graph, tmp_path, capsys):

@@ -174,32 +174,6 @@ def test_an_interrupted_run_continues_with_fewer_workers(graph, tmp_path):
     assert json.loads(more.stdout)["epochs"] == state["epoch"] + 2
 
 
-def state_of(process):
-    """The letter in /proc/PID/stat, such as T for a process that is stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_with_a_stopped_worker_is_saved_without_waiting_for_it(graph, tmp_path):
-    run = tmp_path / "run"
-    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words, "--timeout-s", str(NEVER_S), **TIME_TO_SAVE) as process:
-        wait_for(lambda: epochs(run) >= 1)
-        stopped = of_this(run)[-1]
-        os.kill(stopped, signal.SIGSTOP)
-        # without a signal to end, it remains stopped
-        wait_for(lambda: state_of(stopped) == "T")
-        time.sleep(3)
-        assert state_of(stopped) == "T"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=HANG_S)
-        assert not of_this(run)
-    assert process.returncode == 1
-    assert "all files are saved" in err
-    assert "Traceback" not in err
-    assert len(saved(run)["rng"]) == 2
-
-
 def run_ids(run):
     """The run ids in the environments of a run's workers."""
     found = []
@@ -266,31 +240,6 @@ def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
         _, err = process.communicate()
     assert "frame #" not in err
     assert saved(run)["epoch"] >= 0
-
-
-@pytest.mark.slow
-def test_a_launcher_detects_that_its_run_folder_was_moved(graph, tmp_path, capsys):
-    run, moved = tmp_path / "run", tmp_path / "moved"
-    words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")
-    with started(graph, run, *words) as process:
-        wait_for(lambda: epochs(run) >= 1)
-        for worker in of_this(run)[1:]:
-            os.kill(worker, signal.SIGKILL)
-        # nobody trains until the workers have started again
-        assert main(["train", "--resume", str(run), "--workers", "1", "--epochs", "1"]) == 1
-        refusal = f"error: another process (pid {process.pid}) is training in {run}"
-        assert refusal in capsys.readouterr().err
-        done = epochs(run)
-        wait_for(lambda: epochs(run) > done)
-        run.rename(moved)
-        os.kill(of_this(run)[-1], signal.SIGKILL)
-        _, err = process.communicate(timeout=HANG_S)
-        assert not of_this(run)
-    assert process.returncode == 1
-    assert f"error: the run folder {run} was moved or removed" in err
-    assert "Traceback" not in err
-    assert not (run / "config.json").exists()
-    assert saved(moved)["epoch"] >= 0
 
 
 def test_a_worker_reports_that_a_restart_cannot_fix_its_error(tmp_path, monkeypatch):

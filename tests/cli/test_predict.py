@@ -226,15 +226,6 @@ def test_several_tasks_have_a_probability_each(tmp_path):
     assert written["probability"].shape == (N, 3)
 
 
-def test_labels_of_several_columns_are_0_or_1(tmp_path, capsys):
-    labels = RANDOM.integers(0, 3, (N, 3))
-    parts = np.array(["train", "train", "valid", "test"], object)[np.arange(N) % 4]
-    graph = {"edges": EDGES, "features": VALUES, "splits": parts}
-    gcnzc.prepare(tmp_path / "data", labels=labels, **graph)
-    assert main(["train", str(tmp_path / "data"), *OPTIONS, "--out", str(tmp_path / "run")]) == 1
-    assert "has 3 columns of labels, with labels up to 2" in capsys.readouterr().err
-
-
 def test_scores_that_are_not_defined_are_null_and_reported(tmp_path, capsys):
     labels = np.ones((N, 2), np.int64)
     parts = np.array(["train", "train", "valid", "test"], object)[np.arange(N) % 4]
@@ -314,28 +305,6 @@ def test_embeddings_are_outputs_of_layers(graph, run, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert "hint: " in error
-
-
-def test_no_nodes_have_no_predictions(run, tmp_path, capsys):
-    nodes, out = tmp_path / "nodes.csv", tmp_path / "out.csv"
-    nodes.write_text("node\n")
-    assert line_of(capsys, run, "--nodes", nodes, "--out", out)["predictions"] == 0
-    assert out.read_text() == "node,class\n"
-    np.save(tmp_path / "nodes.npy", np.empty(0, np.int64))
-    line_of(capsys, run, "--nodes", tmp_path / "nodes.npy", "--out", out, "--probabilities")
-    assert out.read_text() == "node,class,p_ant,p_bee,p_cow\n"
-    found = predict(run, nodes=[])
-    assert (len(found.classes), found.probabilities.shape) == (0, (0, 3))
-
-
-def test_a_graph_without_labels_and_splits_is_predicted_from_an_archive(run, graph, tmp_path):
-    data = gcnzc.load(graph)
-    out = tmp_path / "bare.npz"
-    edges = np.stack([ends.numpy() for ends in data.graph.edges()])
-    np.savez(out, edge_index=edges, node_feat=data.features.numpy(), bidirected=False)
-    found, expected = predict(run, out), predict(run)
-    assert (found.classes == expected.classes).all()
-    np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=1e-5)
 
 
 def test_options_of_heterogeneous_graphs_are_rejected(run):

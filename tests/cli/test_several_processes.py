@@ -94,17 +94,6 @@ def test_a_run_in_progress_is_left_alone_until_its_process_ends(graph, tmp_path,
     assert not (run / "runs.json").exists()
 
 
-@pytest.mark.processes
-def test_two_runs_that_start_together_choose_two_folders(graph, tmp_path):
-    words = ["train", graph, *OPTIONS, "--epochs", "1"]
-    with started(*words, cwd=tmp_path) as one, started(*words, cwd=tmp_path) as other:
-        for process in (one, other):
-            _, err = process.communicate(timeout=HANG_S)
-            assert process.returncode == 0, err
-    for number in (1, 2):
-        assert (tmp_path / f"runs/graph-sage-{number}" / "result.json").is_file()
-
-
 def test_a_run_that_does_not_begin_leaves_no_folder(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in ([], ["--runs", "2"]):

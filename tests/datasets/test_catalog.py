@@ -61,14 +61,6 @@ def test_names_are_unique_and_found() -> None:
     assert catalog.get("OGBN-Arxiv").name == "ogbn-arxiv"
 
 
-def test_sizes_of_features_and_edges_are_computed() -> None:
-    products = catalog.get("ogbn-products")
-    assert products.feature_bytes == 2_449_029 * 400
-    assert products.edges_trained_on == 123_718_280
-    assert catalog.get("ogbn-arxiv").edges_trained_on == 2_332_486
-    assert catalog.get("cora").edges_trained_on == 10_556
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -104,9 +96,3 @@ def test_datasets_of_other_kinds_are_rejected(name: str, kind: str) -> None:
         return
     with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
         download.lookup(name)
-
-
-def test_link_property_datasets_are_rejected_as_node_datasets() -> None:
-    with pytest.raises(ValueError, match=r"ogbl_ppa is a link property dataset.*\n\nhint: "):
-        catalog.get("ogbl_ppa")
-    catalog.refuse_other_kinds("ogbl_ppa", links=True)

@@ -51,10 +51,3 @@ def test_equal_numbers_give_equal_files(path: Path, tmp_path: Path) -> None:
     first, second = path.read_bytes(), (tmp_path / "table.csv.gz.again").read_bytes()
     # but for its name, no time is in it
     assert first.replace(b"table.csv\0", b"") == second.replace(b"table.csv.gz.again\0", b"")
-
-
-@pytest.mark.parametrize("data", [b"", gzip.compress(b"", mtime=0)])
-def test_an_empty_file_is_read(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    assert csvgz.read_column(path).shape == (0,)
-    assert csvgz.read_table(path).shape == (0, 1)

@@ -46,16 +46,3 @@ def test_every_pair_is_stored_once(graph, edges):
 def test_neighbours_mostly_have_the_same_label(graph, edges):
     labels = graph.labels()[edges]
     assert (labels[0] == labels[1]).mean() > 0.95
-
-
-def test_the_split_depends_on_the_seed(graph):
-    ids = np.concatenate(list(graph.parts.values()))
-    assert sorted(ids) == list(range(1797))
-    assert [len(part) for part in graph.parts.values()] == [1078, 360, 359]
-    assert (digits(seed=1).parts["test"] != graph.parts["test"]).any()
-
-
-@pytest.mark.parametrize("neighbours", [0, 1797])
-def test_an_impossible_number_of_neighbours_is_rejected(neighbours):
-    with pytest.raises(ValueError, match=f"{neighbours} neighbours of 1797 images\n\nhint: "):
-        digits(neighbours=neighbours)

@@ -1,7 +1,6 @@
 import errno
 import http.server
 import io
-import json
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -160,23 +159,6 @@ def test_a_changed_file_restarts_the_download(site: Site, tmp_path: Path) -> Non
     assert contents(fetch(site.remote, here)) == contents(tmp_path / "newer")
 
 
-def test_a_partial_file_longer_than_the_servers_is_discarded(site: Site, tmp_path: Path) -> None:
-    here = tmp_path / "downloads"
-    here.mkdir()
-    (here / "tiny.zip.partial").write_bytes(b"0" * (len(site.data) + 7))
-    (here / "tiny.zip.partial.json").write_text(json.dumps({"stamp": site.stamp}))
-    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
-    assert site.asked == [f"bytes={len(site.data) + 7}-", None]
-
-
-def test_a_complete_partial_file_is_used(site: Site, tmp_path: Path) -> None:
-    here = tmp_path / "downloads"
-    here.mkdir()
-    (here / "tiny.zip.partial").write_bytes(site.data)
-    (here / "tiny.zip.partial.json").write_text(json.dumps({"stamp": site.stamp}))
-    assert contents(fetch(site.remote, here)) == contents(tmp_path / "source")
-
-
 def test_without_a_network_the_error_describes_the_manual_download(tmp_path: Path) -> None:
     # a port that nobody listens on
     remote = Remote("ogbn-tiny", "http://127.0.0.1:9/tiny.zip", "1")
@@ -290,20 +272,3 @@ def test_urls_agree_with_the_ogb_package() -> None:
     assert sets["ogbn-arxiv"].url.endswith("/nodeproppred/arxiv.zip")
     assert lookup("ogbn_ARXIV").folder_name == "ogbn_arxiv_v1"
     assert lookup("ogbl_collab").url.endswith("/linkproppred/collab.zip")
-
-
-def test_names_that_ogb_does_not_have_are_rejected() -> None:
-    with pytest.raises(
-        ValueError, match=r"no dataset ogbn-arxive\n\nhint: did you mean ogbn-arxiv"
-    ):
-        lookup("ogbn-arxive")
-    with pytest.raises(
-        ValueError, match=r"cora is not a dataset of OGB, and cannot be downloaded\n\nhint: "
-    ):
-        lookup("cora")
-
-
-def test_without_the_ogb_package_the_hint_is_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(RuntimeError, match=r"not installed\n\nhint: pip install ogb"):
-        table()

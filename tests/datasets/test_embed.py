@@ -43,17 +43,6 @@ def test_embeddings_separate_communities():
     assert model.score(seen_rows[half:], seen_part[half:]) > 0.95
 
 
-def test_rows_are_float32_of_length_sqrt_of_dims():
-    src, dst, _ = communities(500, 4)
-    rows = of_edges(src, dst, 500, dims=32)
-    assert rows.dtype == np.float32
-    assert rows.shape == (500, 32)
-    lengths = np.linalg.norm(rows, axis=1)
-    joined = np.isin(np.arange(500), np.concatenate([src[src != dst], dst[src != dst]]))
-    np.testing.assert_allclose(lengths[joined], np.sqrt(32), rtol=1e-5)
-    assert not lengths[~joined].any()
-
-
 @pytest.mark.parametrize("cores", [{0}, {0, 1}, set(range(8))])
 def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch, cores):
     monkeypatch.setattr(module, "CHUNK_ROWS", 100)
@@ -63,28 +52,12 @@ def test_the_result_does_not_depend_on_the_number_of_threads(monkeypatch, cores)
     np.testing.assert_array_equal(of_edges(src, dst, 1500), once)
 
 
-def test_equal_seeds_give_equal_rows_and_others_do_not():
-    src, dst, _ = communities(300, 3)
-    assert (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=1)).all()
-    assert not (of_edges(src, dst, 300, seed=1) == of_edges(src, dst, 300, seed=2)).all()
-
-
 def test_directions_repeated_edges_and_self_loops_are_ignored():
     src, dst, _ = communities(400, 4)
     plain = of_edges(src, dst, 400)
     loops = np.arange(400)
     ends = np.concatenate([src, src, dst, loops]), np.concatenate([dst, dst, src, loops])
     np.testing.assert_array_equal(of_edges(*ends, 400), plain)
-
-
-def test_the_graph_is_not_modified():
-    src, dst, _ = communities(300, 3)
-    indptr, indices = csc(src, dst, 300)
-    # out of order in a column, which scipy would sort in place
-    indptr.flags.writeable = indices.flags.writeable = False
-    copy = indices.copy()
-    embed(indptr, indices, 8)
-    np.testing.assert_array_equal(indices, copy)
 
 
 def test_connected_components_have_orthogonal_rows():
@@ -119,26 +92,6 @@ def test_dimensions_beyond_the_number_of_nodes_are_zero():
     rows = of_edges(src, dst, 20, dims=64)
     assert rows[:, :5].any()
     assert not rows[:, 20:].any()
-
-
-def test_at_least_one_dimension_is_required():
-    with pytest.raises(ValueError, match="0 dimensions"):
-        of_edges(np.array([0]), np.array([1]), 2, dims=0)
-
-
-def test_progress_reaches_the_end_of_each_stage():
-    told = {}
-    src, dst, _ = communities(100, 2)
-    embed(
-        *csc(src, dst, 100),
-        8,
-        progress=lambda what, done, total: told.update({what: (done, total)}),
-    )
-    assert told == {
-        "start nodes of walks": (100, 100),
-        "products": (3, 3),
-        "smoothing steps": (5, 5),
-    }
 
 
 def test_cooccurrences_agree_with_powers_of_the_transition_matrix(monkeypatch):

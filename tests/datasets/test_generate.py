@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from gcnzc.datasets import generate as module
 from gcnzc.datasets.generate import SHAPES, Shape, generate, like, make
 from gcnzc.datasets.ogb import OgbGraph
 from gcnzc.datasets.rows import allocate_in_memory, no_progress
@@ -35,22 +34,6 @@ def test_generated_datasets_are_read_back(tmp_path, kind, binary):
     assert ("features", made.num_nodes, made.num_nodes) in told
 
 
-def test_an_existing_folder_is_not_overwritten(tmp_path):
-    with pytest.raises(FileExistsError, match="hint: choose another"):
-        make(tmp_path, "digits")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    def stop(what, done, total):
-        if what == "features":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "graph", "rmat", SMALL, progress=stop)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_dataset_depends_on_the_seed(tmp_path):
     one, same, other = (generate("planted", SMALL, seed=seed) for seed in (0, 0, 1))
     for a, b in zip(contents(one), contents(same), strict=True):
@@ -79,11 +62,6 @@ def test_sizes_of_public_graphs_are_available(name, expected):
     assert name in SHAPES
 
 
-def test_splits_have_the_shares_of_public_graphs():
-    graph = generate("rmat", like("ogbn-arxiv"))
-    assert [len(part) for part in graph.parts.values()] == [90_941, 29_799, 48_603]
-
-
 def test_the_smallest_scale_gives_a_valid_graph():
     graph = generate("planted", like("ogbn-arxiv", 1e-9))
     assert graph.num_nodes == 40
@@ -104,8 +82,3 @@ def test_invalid_requests_are_rejected(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n\nhint: " in str(caught.value)
-
-
-def test_defaults_are_those_of_the_generators():
-    assert generate("digits").name == "digits"
-    assert module.generate("rmat", SMALL, name="x").name == "x"

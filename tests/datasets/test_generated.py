@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from gcnzc.datasets.generated import Chunks, map_in_order, random_split, random_stream
+from gcnzc.datasets.generated import map_in_order, random_split
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
@@ -40,20 +40,6 @@ def test_errors_of_threads_are_raised_and_the_threads_end():
     assert not any(name.startswith("gcnzc-generate") for name in names)
 
 
-def test_chunks_cover_the_range():
-    chunks = Chunks(lambda chunk, begin, end: (chunk, begin, end), 10, 4, 2)
-    assert list(chunks()) == [(0, 0, 4), (1, 4, 8), (2, 8, 10)]
-    assert list(chunks.then(lambda made: made[2])()) == [4, 8, 10]
-
-
-def test_random_streams_differ():
-    drawn = {
-        random_stream(*key).integers(2**62).item()
-        for key in [(0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 1)]
-    }
-    assert len(drawn) == 5
-
-
 @pytest.mark.parametrize("num_nodes", [3, 4, 7, 1000])
 def test_random_splits_have_the_requested_shares(num_nodes):
     shares = {"train": 0.54, "valid": 0.18, "test": 0.28}
@@ -66,17 +52,3 @@ def test_random_splits_have_the_requested_shares(num_nodes):
         assert (np.diff(parts[part]) > 0).all()
     again = random_split(1, num_nodes, shares)
     assert num_nodes < 1000 or (again["train"] != parts["train"]).any()
-
-
-def test_splits_need_not_cover_all_nodes():
-    parts = random_split(0, 10_000, {"train": 0.01, "valid": 0.0, "test": 0.002})
-    assert [len(parts[part]) for part in ("train", "valid", "test")] == [100, 1, 20]
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "shares"),
-    [(2, {"train": 0.5, "valid": 0.2, "test": 0.3}), (100, {"train": 1, "valid": 1, "test": 0.3})],
-)
-def test_impossible_splits_are_rejected(num_nodes, shares):
-    with pytest.raises(ValueError, match=f"{num_nodes} nodes cannot be split by"):
-        random_split(0, num_nodes, shares)

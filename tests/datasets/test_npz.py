@@ -85,15 +85,6 @@ def test_bidirected_is_the_name_of_the_option_and_ogbs_name_is_read_too(
 
 
 @pytest.mark.parametrize(
-    "value", ["maybe", 2, [True, False], np.empty(0, bool), np.nan], ids=lambda value: repr(value)
-)
-def test_an_add_inverse_edge_that_is_not_boolean_is_rejected(tmp_path: Path, value: Any) -> None:
-    path = tiny().write_npz(tmp_path / "a.npz", add_inverse_edge=np.array(value))
-    with pytest.raises(ValueError, match=r"neither true nor false\n\nhint: "):
-        NpzGraph(path).edge_defaults()
-
-
-@pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"feat_shape": np.array([41, 9])}, r"feat_shape is \[41, 9\] .* for 40 nodes"),

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 
 import numpy as np
 import pytest
@@ -224,18 +223,6 @@ def test_runs_are_scored_by_the_stored_metric(written, tmp_path, capsys, name, m
     run = ["train", str(tmp_path / "data"), "--out", str(tmp_path / "run"), *sizes, *options]
     assert main(run) == 0
     assert f"test_{metric}" in json.loads(capsys.readouterr().out)
-
-
-def test_zipped_datasets_are_read_when_they_are_unpacked(written, tmp_path):
-    archive = folder_of(written, "ogbl-hits").with_suffix(".zip")
-    zipfile.ZipFile(archive).extractall(tmp_path / "hits")
-    with_metric = folder_of(written, "ogbl-hits").parent / "meta_dict.pt"
-    # beside the folder, as DatasetSaver writes it, and in a folder of another name
-    (tmp_path / "meta_dict.pt").write_bytes(with_metric.read_bytes())
-    assert load(tmp_path / "hits").links.metric == "hits@20"
-    (tmp_path / "hits").rename(tmp_path / "renamed")
-    (tmp_path / "meta_dict.pt").rename(tmp_path / "renamed/meta_dict.pt")
-    assert load(tmp_path / "renamed").links.metric == "hits@20"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 import gcnzc
-from gcnzc.train.prediction_files import read_times
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -91,27 +90,6 @@ def test_an_index_has_ids_and_no_features(change, first, tmp_path):
         nodes = NODES.assign(id=NODES["id"].map(ids))
         edges = EDGES.assign(src=EDGES["src"].map(ids), dst=EDGES["dst"].map(ids))
     check(prepare(tmp_path, *change(nodes.copy(), edges.copy())), nodes, edges)
-
-
-def test_a_filtered_table_has_no_index_among_its_features(tmp_path):
-    nodes = NODES[NODES["level"] > 1]
-    edges = EDGES[EDGES["src"].isin(nodes["id"]) & EDGES["dst"].isin(nodes["id"])]
-    check(prepare(tmp_path, nodes, edges, 'features = ["*"]\n'), nodes.reset_index(), edges)
-    # without a column of ids, the rows have those that pandas shows
-    edges = pd.DataFrame({"a": [0, 5], "b": [2, 4]}, index=[7, 3])
-    (tmp_path / "again").mkdir()
-    data = prepare(tmp_path / "again", nodes.drop(columns="id"), edges)
-    assert data.node_ids.tolist() == ["0", "2", "4", "5"]
-    ends = zip(*(data.node_ids[end.numpy()] for end in data.graph.edges()), strict=True)
-    assert sorted(ends) == [("0", "2"), ("5", "4")]
-
-
-def test_two_columns_and_an_index_of_two_levels_are_not_guessed(tmp_path):
-    edges = EDGES.assign(time=1).set_index(["src", "dst"]).rename_axis(["a", "b"])
-    with pytest.raises(
-        ValueError, match=r"cannot determine the endpoint columns among weight, tim"
-    ):
-        prepare(tmp_path, NODES, edges)
 
 
 def as_categories(nodes):
@@ -239,13 +217,6 @@ def test_folders_of_part_files(name, others, tmp_path):
     check(prepare(tmp_path, None, None), nodes, edges)
 
 
-def test_parts_without_ids_are_in_the_order_of_their_numbers(tmp_path):
-    nodes = pd.concat([NODES] * 4, ignore_index=True).drop(columns="id").assign(age=np.arange(24))
-    write_parts(tmp_path / "nodes.parquet", nodes, "part.{}.parquet")
-    data = prepare(tmp_path, None, pd.DataFrame({"src": [0, 1], "dst": [23, 22]}))
-    assert data.features[:, 0].tolist() == list(range(24))
-
-
 def test_ranges_of_parts_that_do_not_follow_each_other_are_ids(tmp_path):
     nodes = NODES.drop(columns="id")
     (tmp_path / "nodes.parquet").mkdir()
@@ -305,16 +276,3 @@ def test_a_damaged_part_is_named(kept, tmp_path):
     path.write_bytes(data[:4] + b"\xff" * 300 + data[304:])
     with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
         prepare(tmp_path, None)
-
-
-def test_times_of_pairs_in_parts_have_the_order_of_the_pairs(tmp_path):
-    pairs = pd.DataFrame({"source": range(24), "target": range(24), "time": range(24)})
-    write_parts(tmp_path / "pairs", pairs, "part.{}.parquet")
-    assert read_times(tmp_path / "pairs", "s").tolist() == list(range(24))
-
-
-def test_long_tables_are_read_in_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("gcnzc.datasets.parquet_tables.CHUNK_BYTES", 64)
-    table = pa.Table.from_pandas(as_categories(NODES), preserve_index=False)
-    pq.write_table(table, tmp_path / "nodes.parquet", row_group_size=4)
-    check(prepare(tmp_path, None))

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,6 @@ from gcnzc.datasets.rows import (
     Csr,
     Rows,
     allocate_in_memory,
-    as_bytes,
-    chunk_rows,
     convert_chunks,
     no_progress,
     normalize_rows,
@@ -35,18 +32,6 @@ def test_rows_of_an_array(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, dty
     table = TABLE.astype(dtype)
     assert (all_of(rows_from_array(table, "here")) == table.astype(np.float32)).all()
     assert (all_of(rows_from_array(table[::2, 1:4], "here")) == table[::2, 1:4]).all()
-
-
-def test_a_chunk_has_at_least_one_row() -> None:
-    assert chunk_rows(1, 1) == rows.CHUNK_BYTES
-    assert chunk_rows(rows.CHUNK_BYTES, 4) == 1
-    assert chunk_rows(0, 4) > 0
-
-
-@pytest.mark.parametrize("table", [np.zeros(3), np.zeros((3, 2), "U1"), np.zeros((3, 2), complex)])
-def test_arrays_that_are_no_table_are_rejected(table: NDArray[Any]) -> None:
-    with pytest.raises(ValueError, match=r"here has shape .* not a table of numbers\n\nhint: "):
-        rows_from_array(table, "here")
 
 
 def test_half_precision_is_kept_and_other_dtypes_become_float32() -> None:
@@ -73,17 +58,6 @@ def test_numbers_that_overflow_the_dtype_are_rejected(large: float, dtype: str) 
         all_of(rows_from_array(table, "here"), dtype, allow_nan=True)
 
 
-@pytest.mark.parametrize("found", [49, 51])
-def test_the_number_of_rows_is_checked(found: int) -> None:
-    def chunks(allocate: object) -> Iterator[NDArray[Any]]:
-        yield TABLE[:40]
-        yield np.zeros((found - 40, 7), np.float32)
-
-    table = Rows(50, 7, TABLE.dtype, chunks, "here")
-    with pytest.raises(ValueError, match=r"here has .* rows of features for 50 nodes\n\nhint: "):
-        all_of(table)
-
-
 def csr_of(dense: NDArray[Any]) -> Csr:
     lines, columns = np.nonzero(dense)
     starts = np.searchsorted(lines, np.arange(len(dense) + 1))
@@ -108,15 +82,3 @@ def test_rows_are_normalized_to_the_sum_1(
     sums = np.abs(table.astype(np.float64)).sum(1, keepdims=True)
     expected = table / np.where(sums == 0, 1, sums)
     np.testing.assert_allclose(all_of(normalize_rows(given)), expected, rtol=1e-6)
-
-
-def test_bytes_are_in_the_order_of_the_elements() -> None:
-    for array in (TABLE, TABLE.T, TABLE[::2, ::3], TABLE[:0], np.float32(3)[None]):
-        assert bytes(as_bytes(array)) == array.tobytes()
-
-
-def test_too_little_memory_is_reported() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"not enough memory for x: .* bytes\n\nhint: `gcnzc prepare`"
-    ):
-        allocate_in_memory("x", 1 << 60, np.int8)

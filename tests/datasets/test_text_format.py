@@ -173,19 +173,6 @@ def test_a_file_says_whether_its_edges_have_directions(file, head, bidirected, t
     assert not caplog.text
 
 
-@pytest.mark.parametrize("header", ["true", "false"])
-def test_a_header_does_not_make_rows_comments(header, tmp_path):
-    text = "#cats,#dogs\n#dogs,birds\nbirds,#cats\n"
-    with pytest.raises(ValueError, match="the comment '#cats,#dogs' may be a row"):
-        read(tmp_path, text, "a.csv", f"header = {header}")
-
-
-def test_nodes_of_a_matrix_without_edges(tmp_path):
-    graph = read(tmp_path, "5 5 2\n1 2\n4 2\n", "a.mtx")
-    assert (graph.num_nodes, edges(graph)) == (5, [("1", "2"), ("4", "2")])
-    assert graph.mapping.nodes.tolist() == ["1", "2", "3", "4", "5"]
-
-
 def test_ids_from_one_with_rows_from_zero(tmp_path, caplog):
     """Ids are those of the table of nodes; without a column of ids, they count from 0."""
     path, nodes = tmp_path / "graph.toml", '[nodes]\nfile = "nodes.csv"\n'
@@ -202,28 +189,6 @@ def test_ids_from_one_with_rows_from_zero(tmp_path, caplog):
     read(tmp_path, "1 2\n2 1\n", "a.txt", nodes)
     gcnzc.prepare(path, tmp_path / "data")
     assert "no edge of graph.toml has the node 0" in caplog.text
-
-
-def test_a_first_edge_that_may_be_names(tmp_path):
-    assert "read as an edge" in read(tmp_path, "0,1\n1,2\n", "a.csv").notes[0]
-    assert not read(tmp_path, "0\t1\n1\t2\n", "a.txt").notes
-
-
-def test_comments_at_the_end_of_a_block(tmp_path, monkeypatch):
-    lines = [f"{number} {number + 1}" for number in range(60_000)]
-    for place in range(0, len(lines), 7):
-        lines[place] += f"\n# comment {place} of several words"
-    graph = read(tmp_path, "\n".join(lines))
-    assert graph.num_edges == 60_000
-    assert edges(graph)[-1] == ("59999", "60000")
-
-
-def test_lines_of_a_quoted_cell_are_no_comments(tmp_path):
-    head = "# exported\nsource,target,text\n"
-    rows = ['0,1,"hi\n#tag"', "1,2,ok", '2,3,"see ""it""\n\n#x, "', "# comment", '3,4,5"', "4,0,z"]
-    graph = read(tmp_path, head + "\n".join([*rows, ""]), "a.csv")
-    pairs = [("0", "1"), ("1", "2"), ("2", "3"), ("3", "4"), ("4", "0")]
-    assert edges(graph) == sorted(pairs)
 
 
 def test_a_table_of_nodes_needs_names_of_columns(tmp_path):

@@ -10,7 +10,6 @@ from scipy import sparse
 import gcnzc
 from gcnzc.datasets.meta import read_meta
 from gcnzc.datasets.names import NamesFolder, read_names
-from gcnzc.graph.edge_values import names_of_values
 from gcnzc.graph.load import verify
 from gcnzc.interop.dgl import import_dgl
 from gcnzc.interop.pyg.importing import import_pyg
@@ -114,15 +113,6 @@ def test_arrays_and_objects_give_the_same_folder_as_an_archive(case, expected, t
 def test_features_labels_and_masks_of_pyg_and_dgl_objects_are_used(make, expected, tmp_path):
     gcnzc.prepare(make(), tmp_path / "data", bidirected=True)
     check_equal(gcnzc.load(tmp_path / "data"), expected)
-
-
-def test_a_graph_without_directions_is_stored_in_both(tmp_path):
-    graph = networkx.Graph([("a", "b"), ("b", "c"), ("c", "d"), ("d", "a")])
-    splits = {"train": [0, 1], "valid": [2], "test": [3]}
-    gcnzc.prepare(graph, tmp_path / "data", features=np.eye(4), labels=[0, 1, 0, 1], splits=splits)
-    data = gcnzc.load(tmp_path / "data")
-    assert data.graph.num_edges == 8
-    assert data.graph.in_degrees().tolist() == [2] * 4
 
 
 class Pentagon(networkx.Graph):
@@ -311,13 +301,6 @@ def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_the_folder_of_a_graph_in_memory_is_dest_or_the_only_positional_argument(tmp_path):
-    gcnzc.prepare(tmp_path / "one", edges=EDGES, **GIVEN)
-    gcnzc.prepare(dest=tmp_path / "two", edges=EDGES, **GIVEN)
-    assert gcnzc.load(tmp_path / "one").name == "one"
-    assert gcnzc.load(tmp_path / "two").name == "two"
-
-
 def test_a_graph_without_labels_and_splits_is_prepared(tmp_path):
     gcnzc.prepare(tmp_path / "data", edges=EDGES, features=FEATURES)
     data = gcnzc.load(tmp_path / "data")
@@ -374,17 +357,6 @@ def test_files_of_pyg_that_need_unpickling_or_are_no_graph(tmp_path):
     with pytest.raises(ValueError, match="has 2 graphs"):
         gcnzc.prepare(path, tmp_path / "d")
     assert not (tmp_path / "d").exists()
-
-
-@pytest.mark.parametrize("make", [as_pyg, as_dgl])
-def test_masks_that_are_missing_are_named(tmp_path, make):
-    graph = make()
-    masks = graph if make is as_pyg else graph.ndata
-    for key, part in KEYS.items():
-        if part != "train":
-            del masks[f"{key}_mask"]
-    with pytest.raises(ValueError, match="has no splits: it has masks, but none for valid and te"):
-        gcnzc.prepare(graph, tmp_path / "data")
 
 
 def test_reverse_edges_that_are_added_by_a_guess_are_noted(tmp_path, caplog):
@@ -462,14 +434,3 @@ def test_weights_of_edges_that_are_not_stored_are_noted(weigh, tmp_path, caplog)
     assert message.startswith(f"not stored: {WEIGHED[weigh]}; a prepared folder has no weights")
     found, plain = (gcnzc.load(tmp_path / name).graph for name in ("some", "ones"))
     assert torch.equal(found.indices, plain.indices)
-
-
-def test_weights_in_a_file_of_pyg_are_noted(tmp_path, caplog):
-    path = write_pyg(tmp_path / "data.pt", edge_attr=torch.rand(EDGES.shape[1], 3))
-    gcnzc.prepare(path, tmp_path / "data")
-    assert [message.split(";")[0] for message in caplog.messages] == ["not stored: edge_attr"]
-
-
-def test_values_that_are_no_numbers_count_as_weights():
-    assert names_of_values({"a": [1, "1"], "b": [[1], [1, 2]], "c": None, "d": []}) == ("a", "b")
-    assert names_of_values({"a": torch.eye(2).to_sparse(), "b": [True], "c": [1.0, 1]}) == ("a",)

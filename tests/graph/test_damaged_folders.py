@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcnzc import FeatureTable, Graph, Loader, inference, load, presample
+from gcnzc import Loader, inference, load, presample
 from gcnzc.cli import main
 from gcnzc.models import SAGE
 
@@ -48,7 +48,6 @@ HEADER_BYTES = 4096
 DAMAGES = {
     "indices.npy": {
         "N": lambda n, e: n,
-        "-1": lambda n, e: -1,
         "2**31 - 1": lambda n, e: 2**31 - 1,
         "-2**31": lambda n, e: -(2**31),
         # as one bit
@@ -85,8 +84,6 @@ def count_accesses(data, run, out):
 
 PYTHON = {
     "Loader": load_batches,
-    "inference": infer,
-    "inference of some nodes": infer_some,
     "presample": count_accesses,
 }
 COMMANDS = {
@@ -196,10 +193,3 @@ def test_an_edge_out_of_range_is_an_error_with_the_name_of_the_file(outcomes, fi
         assert f"graph/{file}" in lines[0], (damage, text)
         assert "--verify" in lines[1] or "prepare the folder again" in lines[1], (damage, text)
         assert not has_files, damage
-
-
-def test_an_invalid_graph_in_memory_has_no_file_to_name():
-    graph = Graph(torch.arange(5), torch.tensor([0, 1, 9, 3], dtype=torch.int32), check=False)
-    loader = Loader(graph, FeatureTable(torch.ones(4, 1)), torch.arange(4), [-1], 4, threads=1)
-    with pytest.raises(ValueError, match=r"^node 2 has the in-neighbours \[9\] in a graph of 4"):
-        list(loader)

@@ -1,4 +1,3 @@
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,23 +48,6 @@ def test_from_edges_supports_every_option(choices):
     graph = Graph.from_edges(SRC, DST, NUM_NODES, **choices)
     assert columns(graph) == expected_columns(SRC, DST, NUM_NODES, **choices)
     Graph(graph.indptr, graph.indices)
-
-
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_options_can_be_applied_to_an_existing_graph(choices):
-    graph = Graph.from_edges(SRC, DST, NUM_NODES)
-    src, dst = graph.edges()
-    expected = expected_columns(src, dst, NUM_NODES, **choices)
-    assert columns(graph.rebuild(**choices)) == expected
-    assert columns(Graph.from_csc(graph.indptr, graph.indices, **choices)) == expected
-
-
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_from_csr_supports_every_option(choices):
-    rows = scipy.sparse.csr_array((np.ones(4000), (SRC, DST)), (NUM_NODES, NUM_NODES))
-    src = np.repeat(np.arange(NUM_NODES), np.diff(rows.indptr))
-    graph = Graph.from_csr(rows.indptr, rows.indices, **choices)
-    assert columns(graph) == expected_columns(src, rows.indices, NUM_NODES, **choices)
 
 
 def test_equals_scipys_csc():
@@ -140,18 +122,6 @@ def test_memory_is_shared_if_the_dtypes_match(tmp_path):
     assert graph.indices.data_ptr() == mapped.ctypes.data
     assert columns(graph) == columns(built)
     assert graph.rebuild() is graph
-
-
-def test_other_integers_are_converted():
-    built = Graph.from_edges(SRC, DST, NUM_NODES)
-    graph = Graph(built.indptr.int(), built.indices.long())
-    assert (graph.indptr.dtype, graph.indices.dtype) == (torch.int64, torch.int32)
-    assert columns(graph) == columns(built)
-
-
-def test_a_graph_survives_pickling():
-    graph = Graph.from_edges(SRC, DST, NUM_NODES)
-    assert columns(pickle.loads(pickle.dumps(graph))) == columns(graph)
 
 
 @pytest.mark.parametrize(
@@ -257,16 +227,6 @@ def test_from_pyg_converts_data():
     ):
         data = SimpleNamespace(edge_index=None, adj_t=adjacency, num_nodes=NUM_NODES)
         assert columns(Graph.from_pyg(data, self_loops="add")) == columns(expected)
-
-
-def test_from_pyg_accepts_data_without_edges():
-    data = SimpleNamespace(edge_index=torch.tensor([[], []]), num_nodes=3)
-    assert Graph.from_pyg(data).num_edges == 0
-    data.edge_index = torch.tensor([[0.0], [1.0]])
-    with pytest.raises(ValueError, match=r"edge_index is a tensor of torch\.float32"):
-        Graph.from_pyg(data)
-    with pytest.raises(ValueError, match="a SimpleNamespace, which has no edge_index and no adj_t"):
-        Graph.from_pyg(SimpleNamespace(x=1))
 
 
 def test_from_pyg_rejects_data_of_several_types():

@@ -323,10 +323,7 @@ def test_prepare_and_info(tmp_path):
     ("options", "word"),
     [
         ({"self_loops": "add"}, "self_loops"),
-        ({"duplicates": "remove"}, "duplicates"),
         ({"normalize_features": True}, "normalize_features"),
-        ({"sparse_features": True}, "sparse_features"),
-        ({"metric": "rocauc"}, "metric"),
         ({"features": "x.npy"}, "features"),
     ],
 )
@@ -337,14 +334,6 @@ def test_options_of_homogeneous_graphs_are_rejected(tmp_path, options, word):
     with pytest.raises(ValueError, match=rf"{word} is .*heterogeneous.*\n\nhint: "):
         prepare(tmp_path / "raw", tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
-
-
-def test_load_names_the_functions_for_heterogeneous_graphs(tmp_path):
-    build(drawn()).to_ogb(tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"is heterogeneous(.|\n)*hint: .*HeteroGraph.from_ogb"):
-        load.load(tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"not a heterogeneous dataset(.|\n)*hint: gcnzc.load"):
-        HeteroGraph.from_ogb(tmp_path)
 
 
 # damaged and missing files
@@ -409,28 +398,17 @@ EDGES = "raw/relations/paper___cites___paper/edge"
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("raw/num-node-dict", "author,paper\n7,many\n", "num-node-dict"),
         ("raw/num-node-dict", "author,paper\n7,30\n8,31\n", r"has the numbers \[7, 8\]"),
-        ("raw/num-node-dict", "author\n7\n", "'paper', which has no number of nodes"),
         ("raw/num-node-dict", "author,paper\n7,29\n", r"has the node 29|29 nodes|has 30 labels"),
-        ("raw/num-node-dict", "author,paper\n7,-3\n", r"has the numbers \[-3\]"),
         ("raw/triplet-type-list", "paper,cites\n", "has 2 columns, not 3"),
-        ("raw/triplet-type-list", "paper,cites,paper,x\n", "has 4 columns, not 3"),
         ("raw/triplet-type-list", "paper,cites,book\n", "no file|'book'"),
         (EDGES, "0,1\n", "has 1 edges of type .*'cites'.* stored number of edges is 50"),
         (EDGES, "0,30\n" * 50, "'cites'.* edge 0 has the node 30, but nodes are 0 to 29"),
-        (EDGES, "-1,3\n" * 50, "edge 0 has the node -1"),
-        (EDGES, "0,1.5\n" * 50, "has 1.5 in line 1"),
         ("raw/nodetype-has-label", "author,paper\nFalse,7\n", "has 2 lines"),
-        ("raw/nodetype-has-label", "author,book\nFalse,True\n", "node type 'author|'book'"),
         ("raw/node-label/paper/node-label", "1\n" * 29, "29 labels for 30 nodes"),
-        ("raw/node-label/paper/node-label", "1.5\n" * 30, "label 1.5, which is not a class"),
         ("raw/node-feat/paper/node-feat", "1,2\n" * 29, "29 rows of features for 30"),
         ("raw/node-feat/paper/node-feat", "1,nan\n" * 30, "nan in row 0, column 1"),
-        ("raw/node-feat/paper/node_time", "1\n" * 29, r"shape \(29,\)"),
-        ("raw/node-feat/paper/node_time", "1.5\n" * 30, "has 1.5 in line 1"),
         ("split/random/paper/valid", "30\n", "contains node 30, but nodes are 0 to 29"),
-        ("split/random/paper/valid", "-1\n", "contains node -1"),
     ],
 )
 def test_wrong_contents_are_rejected_with_a_message_that_names_them(
@@ -443,27 +421,15 @@ def test_wrong_contents_are_rejected_with_a_message_that_names_them(
         HeteroGraph.from_ogb(path)
 
 
-def test_a_split_without_node_types_is_rejected(written, tmp_path):
-    shutil.copytree(written / "csv", tmp_path / "a")
-    split = {part: np.arange(3) for part in ("train", "valid", "test")}
-    torch.save(split, tmp_path / "a/split/random/split_dict.pt")
-    with pytest.raises(
-        ValueError, match=r"split_dict.pt has splits without node types.*\n\nhint: "
-    ):
-        HeteroGraph.from_ogb(tmp_path / "a")
-
-
 @pytest.mark.parametrize(
     ("file", "arrays", "words"),
     [
         ("edge_index_dict", {"paper___cites___paper": np.zeros((3, 50), int)}, r"shape \(3, 50\)"),
         ("edge_index_dict", {"paper___cites___paper": np.zeros((2, 50))}, "float64"),
-        ("num_edges_dict", {"paper_cites": np.array([50])}, "the edge type 'paper_cites'"),
         ("num_nodes_dict", {"paper": np.array([30])}, "'author', which has no number"),
         ("node_feat_dict", {"book": np.zeros((3, 2))}, "has the node type 'book'"),
         ("node_time_dict", {"paper": np.full((30, 1), np.nan)}, "has the time nan"),
         ("edge_time_dict", {"paper___reads___paper": np.zeros((3, 1))}, "has the edge type"),
-        ("node-label", {"paper": np.zeros((29, 1))}, "29 labels for 30 nodes"),
     ],
 )
 def test_wrong_arrays_are_rejected_with_a_message_that_names_them(

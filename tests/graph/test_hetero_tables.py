@@ -53,19 +53,15 @@ def parts(graph, name):
     [
         ([True, False, None, True], [1, 0, -1, 1]),
         ([3, 0, 1, 2], [3, 0, 1, 2]),
-        ([3, 0, None, 2], [3, 0, -1, 2]),
         (pd.array([3, 0, None, 2], "Int64"), [3, 0, -1, 2]),
         (pd.array([3, 0, None, 2], "UInt8"), [3, 0, -1, 2]),
         (pd.array([True, None, None, False], "boolean"), [1, -1, -1, 0]),
-        (np.array([3, 0, 1, 2], np.uint64), [3, 0, 1, 2]),
         (pd.Categorical(["b", "a", None, "b"]), [1, 0, -1, 1]),
         (pd.Categorical(["b", "a", None, "b"], ["c", "b", "a"]), [1, 2, -1, 1]),
         ([0.5, 1.0, 2.0, 3.0], [0.5, 1.0, 2.0, 3.0]),
         # the same task with and without missing values
         ([1.0, 0.0, 2.0, 3.0], [1, 0, 2, 3]),
         ([1.0, 0.0, 2.0, None], [1, 0, 2, -1]),
-        ([1.0, 0.0, 2.5, None], [1.0, 0.0, 2.5, float("nan")]),
-        ([1.0, 0.0, 2.0**60, 3.0], [1.0, 0.0, 2.0**60, 3.0]),
     ],
 )
 def test_labels_of_a_column(values, expected):
@@ -123,38 +119,20 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
     ("options", "message"),
     [
         ({"labels": {"client": "churn"}}, "labels has the table 'client', which is not given"),
-        ({"splits": {"client": "part"}}, "splits has the table 'client', which is not given"),
         ({"labels": {"user": "gone"}}, "table 'user' has no column 'gone' for its labels"),
         ({"splits": {"user": "gone"}}, "table 'user' has no column 'gone' for its split"),
         ({"labels": {"user": "kind"}}, "column 'kind' of table 'user' has type .*astype"),
-        ({"labels": {"order": "date"}}, "column 'date' of table 'order' has type datetime64"),
         (
             {"labels": {"user": "age"}},
             "column 'age' of table 'user' is both a feature",
-        ),
-        (
-            {"labels": {"user": "none"}, "users": USERS.assign(none=None)},
-            "column 'none' of table 'user' has no labels: all 4 values are missing",
-        ),
-        (
-            {"labels": {"user": "none"}, "users": USERS.assign(none=np.nan)},
-            "column 'none' of table 'user' has no labels: all 4 values are missing",
         ),
         (
             {"labels": {"user": "score"}, "users": USERS.assign(score=[0.5, np.inf, 1, 2])},
             "labels of node type 'user': node 1 has the label inf",
         ),
         (
-            {"users": USERS.assign(age=[1, 2, -np.inf, 4])},
-            "column 'age' of table 'user' is -inf in row 2",
-        ),
-        (
             {"users": USERS.assign(age=[1, 2, 3, 1e300])},
             "column 'age' of table 'user' is 1e[+]300 in row 3(?s:.*)hint: .*float32",
-        ),
-        (
-            {"users": USERS.assign(age=[1, 2, np.nan, 4])},
-            "column 'age' of table 'user' is NaN in row 2(?s:.*)hint: frame.fillna",
         ),
         (
             {"users": pd.concat([USERS, USERS[["age"]]], axis=1)},
@@ -162,28 +140,19 @@ def test_a_folder_keeps_labels_and_splits_and_trains(tmp_path):
         ),
         # of any dtype of times, and without times
         ({"orders": ORDERS[:0]}, "table 'order' has no rows"),
-        ({"orders": ORDERS[:0].astype(object)}, "table 'order' has no rows"),
-        ({"orders": ORDERS[:0], "time": "day"}, "table 'order' has no rows"),
-        ({"orders": ORDERS[:0], "time": None}, "table 'order' has no rows"),
         ({"labels": {"user": []}}, r"labels\['user'\] has no columns"),
         ({"splits": {"user": "kind"}}, "split of node type 'user' has the word '[ab]'"),
         ({"splits": {"user": {"valid": 1, "test": 2}}}, r"splits\['user'\] has times, but table"),
         ({"splits": {"order": {"valid": 1, "test": 2}}}, r"splits\['order'\]\['valid'\] is .*1"),
         ({"splits": {"order": {"valid": "soon", "test": "2024"}}}, "'soon'.*hint: a date"),
-        ({"splits": {"order": {"valid": None, "test": "2024"}}}, r"\['valid'\] is None.*a date"),
         ({"splits": {"order": {"test": "2024"}}}, "has the keys 'test'.*hint: the times at which"),
         (
             {"splits": {"order": {"valid": "2024-03-01", "test": "2024-02-01"}}},
             "test begins at 2024-02-01.*, before valid at 2024-03-01",
         ),
-        ({"time": "day", "splits": {"order": {"valid": "2023", "test": 3}}}, "hint: an integer"),
         (
             {"time": "day", "splits": {"order": {"valid": float("nan"), "test": 3}}},
             "is nan",
-        ),
-        (
-            {"time": "day", "splits": {"order": {"valid": 3, "test": np.float32("nan")}}},
-            r"nan.*\n\nhint: an",
         ),
     ],
 )
@@ -242,32 +211,9 @@ INFINITE = [Decimal(1), Decimal("Infinity"), *map(Decimal, range(2, 5))]
             "'user' of table 'order' has b'.xff', which is not UTF-8",
         ),
         ({"users": USERS.assign(age=INFINITE[:4])}, "'age' of table 'user' is inf in row 1"),
-        ({"orders": ORDERS.assign(user=INFINITE)}, "'user' of table 'order' is inf in row 1"),
         ({"orders": ORDERS.assign(day=INFINITE), "time": "day"}, "time of node type 'order'"),
-        (
-            {"users": USERS.assign(level=INFINITE[:4]), "labels": {"user": "level"}},
-            "labels of node type 'user': node 1 has the label inf",
-        ),
     ],
 )
 def test_bytes_and_decimals_without_a_value_are_named(options, message):
     with pytest.raises(ValueError, match=f"{message}(.|\n)*\n\nhint: "):
         build(**options)
-
-
-def test_levels_of_an_index_are_columns():
-    expected = build(labels={"user": "level"})
-    graph = build(
-        USERS.set_index(["id", "level"]), ORDERS.set_index("user"), labels={"user": "level"}
-    )
-    assert graph.nodes("user").keys.tolist() == [7, 9, 8, 5]
-    assert torch.equal(graph.nodes("user").labels, expected.nodes("user").labels)
-    edges = [each.edges("f2p_user").edge_index() for each in (graph, expected)]
-    assert torch.equal(*edges)
-
-
-def test_wrong_types_are_rejected_with_a_message_that_names_them():
-    with pytest.raises(TypeError, match=r"labels is .*\n\nhint: a dict by table"):
-        build(labels="churn")
-    with pytest.raises(TypeError, match=r"splits\['order'\] is .*\n\nhint: the name of a column"):
-        build(splits={"order": 3})

@@ -109,35 +109,6 @@ def test_dates_are_rejected_if_the_unit_is_unknown(tmp_path):
     assert seen(stated, np.array(["1970-01-03"], "M8[D]")) == [1, 2]
 
 
-def test_loaders_convert_dates():
-    graph = graph_of(np.array(DATES, "M8[D]"), time_unit="ms")
-    sampler = HeteroSampler(graph, [-1], temporal="uniform")
-    dates = pd.to_datetime(["2020-01-01", "2020-01-03"])
-    loader = HeteroLoader(sampler, ("user", [0, 0]), 1, seed_times=dates, shuffle=False)
-    assert [batch.nodes["user"].tolist() for batch in loader] == [[0, 1], [0, 1, 2, 3]]
-    links = HeteroLinkSampler(sampler, KNOWS, [[3], [0]], times=dates[1:], num_negatives=0)
-    assert links.times.tolist() == [1000 * int(pd.Timestamp("2020-01-03").timestamp())]
-    assert torch.equal(links.sample([0], 0).nodes["user"], torch.tensor([3, 0, 1, 2]))
-
-
-def test_pyg_loaders_reject_dates_as_seed_times():
-    pyg = pytest.importorskip("torch_geometric")
-    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-
-    data = pyg.data.HeteroData()
-    data["user"].num_nodes = 4
-    data[KNOWS].edge_index = torch.tensor([[1, 2, 3], [0, 0, 0]])
-    data[KNOWS].time = torch.tensor([1, 2, 3])
-    date = np.array(["2020-01-02"], "M8[D]")
-    options = {"time_attr": "time", "batch_size": 1}
-    with pytest.raises(ValueError, match=r"^input_time has dates, but the times of the graph"):
-        NeighborLoader(data, [2], ("user", torch.tensor([0])), input_time=date, **options)
-    with pytest.raises(ValueError, match=r"^edge_label_time has dates, but the times of the graph"):
-        LinkNeighborLoader(
-            data, [2], (KNOWS, torch.tensor([[1], [0]])), edge_label_time=date, **options
-        )
-
-
 MIXED = {
     "node": ({"time": [20240101, 20240102]}, np.array(DATES[:2], "M8[D]")),
     "edge": ({"time": pd.to_datetime(DATES[:2])}, [20240101, 20240102]),
@@ -156,34 +127,6 @@ def test_integers_and_dates_are_not_mixed_unless_the_unit_is_given(kind):
     assert "edge type ('item', 'of', 'user')" in wrong
     graph = HeteroGraph.from_arrays({"user": 1, "item": nodes}, edges, time_unit="s")
     assert graph.time_unit == "s"
-
-
-def test_tables_and_graphs_of_libraries_do_not_mix_integers_and_dates():
-    days = pd.to_datetime(DATES)
-    users = pd.DataFrame({"id": [0, 1, 2], "since": [20200101, 20200102, 20200103]})
-    orders = pd.DataFrame({"user": [0, 1, 2], "date": days})
-    tables = {
-        "user": Table(users, "id", time="since"),
-        "order": Table(orders, foreign_keys={"user": "user"}, time="date"),
-    }
-    with pytest.raises(ValueError, match="'order' are dates, but those of node type 'user'"):
-        HeteroGraph.from_tables(tables)
-    assert HeteroGraph.from_tables(tables, time_unit="s").time_unit == "s"
-    pyg = pytest.importorskip("torch_geometric.data").HeteroData()
-    pyg["user"].num_nodes = 3
-    pyg["user"].time = torch.arange(3)
-    pyg[KNOWS].edge_index = torch.tensor([[0], [1]])
-    pyg[KNOWS].time = np.array(DATES[:1], "M8[D]")
-    with pytest.raises(ValueError, match="are dates, but those of node type 'user'"):
-        HeteroGraph.from_pyg(pyg, time_attr="time")
-
-
-def test_a_type_without_edges_fits_dates():
-    edges = {
-        KNOWS: {"edge_index": np.array([[0], [0]]), "time": np.array(DATES[:1], "M8[D]")},
-        ("user", "likes", "user"): {"edge_index": np.empty((2, 0), int), "time": []},
-    }
-    assert HeteroGraph.from_arrays({"user": 1}, edges).time_unit == "s"
 
 
 def test_wrong_units_and_missing_dates_are_rejected_with_a_message_that_names_them(tmp_path):

@@ -1,8 +1,6 @@
 """The DGL loader behaves as DGL's with rare arguments and empty epochs."""
 
-import copy
 import importlib.util
-import pickle
 
 import pytest
 import torch
@@ -67,11 +65,6 @@ def test_a_reverse_id_that_is_no_edge_excludes_nothing(graph):
     assert drawn == wanted
 
 
-def test_a_graph_without_edges_has_no_minibatches_of_edges():
-    graph = dgl.graph(([], []), num_nodes=4)
-    assert list(DataLoader(graph, [], sampler("self"))) == []
-
-
 @NOT_PINNED
 def test_indices_may_be_a_dictionary_with_the_only_type(graph):
     ids = torch.tensor([5, 2, 9])
@@ -88,12 +81,6 @@ def test_indices_may_be_a_dictionary_with_the_only_type(graph):
         DataLoader(graph, {"paper": ids}, loading.NeighborSampler([2]))
 
 
-def test_arguments_of_worker_processes_have_no_effect(graph):
-    quiet = {"gpu_cache": {}, "worker_init_fn": print, "num_workers": 2}
-    loader = DataLoader(graph, torch.arange(9), loading.NeighborSampler([2]), **quiet)
-    assert len(list(loader)) == 9
-
-
 def test_no_error_prints_a_tensor(graph):
     ids = torch.arange(9)
     for change in (
@@ -107,19 +94,6 @@ def test_no_error_prints_a_tensor(graph):
         with pytest.raises(ValueError, match="\n\nhint: ") as error:
             DataLoader(**(given | change))
         assert "tensor(" not in str(error.value)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("is_edges", [False, True])
-def test_a_copy_continues_at_the_position_of_the_loader(graph, copied, is_edges):
-    drawn = sampler("self") if is_edges else loading.NeighborSampler([3, 2])
-    loader = DataLoader(graph, torch.arange(NODES), drawn, batch_size=8, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    other = copied(loader)
-    for (*_, mine), (*_, theirs) in zip(list(iterator), other, strict=True):
-        for block, copy_of_block in zip(mine, theirs, strict=True):
-            assert torch.equal(block.edata[dgl.EID], copy_of_block.edata[dgl.EID])
 
 
 def test_worker_processes_return_the_minibatches_of_the_process_that_starts_them(graph):

@@ -17,7 +17,6 @@ from gcnzc.interop.pyg.importing import import_pyg
 pyg = import_pyg()
 import torch_geometric.nn  # noqa: E402, F401
 from torch_geometric.data import Data  # noqa: E402
-from torch_geometric.sampler import NegativeSampling  # noqa: E402
 from torch_geometric.sampler.base import NumNeighbors  # noqa: E402
 
 NODES, EDGES = 30, 200
@@ -62,25 +61,6 @@ def test_an_epoch_without_minibatches_is_no_error(data, Loader, items, shuffle):
     assert list(other) == []
 
 
-def test_minibatches_of_data_without_edges_have_only_the_seeds():
-    for data in (Data(x=torch.rand(5, 2)), Data(num_nodes=5)):
-        (batch,) = NeighborLoader(data, [3, 2], batch_size=5)
-        assert batch.n_id.tolist() == list(range(5))
-        assert batch.edge_index.shape == (2, 0)
-        pairs = torch.tensor([[4, 1], [0, 1]])
-        (batch,) = LinkNeighborLoader(data, [], pairs, batch_size=2)
-        assert batch.n_id.tolist() == [0, 1, 4]
-        assert torch.equal(batch.n_id[batch.edge_label_index], pairs)
-
-
-def test_without_hops_minibatches_have_only_the_seeds(data):
-    (batch,) = NeighborLoader(data, [], torch.tensor([7, 2]), batch_size=2)
-    assert batch.n_id.tolist() == [7, 2]
-    assert torch.equal(batch.x, data.x[[7, 2]])
-    assert (batch.num_sampled_nodes, batch.num_sampled_edges) == ([2], [])
-    assert batch.edge_index.shape == (2, 0)
-
-
 def test_num_neighbors_may_be_pygs_class(data):
     plain, named = (
         next(iter(NeighborLoader(data, numbers, batch_size=9, seed=1)))
@@ -104,11 +84,6 @@ def test_items_may_be_a_tuple_with_the_type_none(data):
 
 def seeds(loader):
     return [int(batch.n_id[0]) for batch in loader]
-
-
-def test_worker_init_fn_has_no_worker_to_initialize(data):
-    loader = NeighborLoader(data, [2], num_workers=2, worker_init_fn=print)
-    assert len(list(loader)) == NODES
 
 
 TENSOR = torch.arange(EDGES)
@@ -142,12 +117,6 @@ def test_no_error_prints_a_tensor(data, Loader, argument):
     assert next(iter(argument)) in str(error.value)
 
 
-def test_negatives_without_edges_are_empty(data):
-    none = torch.empty(2, 0, dtype=torch.int64)
-    loader = LinkNeighborLoader(data, [2], none, neg_sampling=NegativeSampling("triplet", 2))
-    assert list(loader) == []
-
-
 def test_pygs_layerwise_inference_accepts_the_loader(data):
     model = pyg.nn.GraphSAGE(4, hidden_channels=8, num_layers=2, out_channels=3).eval()
     loader = NeighborLoader(data, [-1], batch_size=7)
@@ -173,17 +142,6 @@ def test_a_zip_loader_accepts_the_loaders(data, filter_per_worker):
     pairs = [of_links.n_id[of_links.edge_label_index] for _, of_links in found]
     assert torch.equal(torch.cat(pairs, dim=1), data.edge_index[:, 40:50])
     assert all(torch.equal(of_nodes.x, data.x[of_nodes.n_id]) for of_nodes, _ in found)
-
-
-def test_a_zip_loader_samples_other_neighbours_in_each_epoch(data):
-    def epochs():
-        torch.manual_seed(4)
-        loader = pyg.loader.ZipLoader([NeighborLoader(data, [2, 2])], batch_size=NODES)
-        return [next(iter(loader))[0].e_id.tolist() for _ in range(2)]
-
-    first, second = epochs()
-    assert first != second
-    assert epochs() == [first, second]
 
 
 def test_collate_fn_and_filter_fn_give_a_whole_minibatch(data):
@@ -214,14 +172,6 @@ def test_loaders_have_the_attributes_of_pygs_loaders(data):
     assert torch.equal(links.input_data.col, data.edge_index[1, :9])
     assert links.input_data[[4, 2]].label.tolist() == [4, 2]
     assert links.link_sampler.num_neighbors.get_values() == [3]
-
-
-def test_a_sampler_with_repetitions_orders_the_items(data):
-    drawn = [5, 5, 2, 9, 2, 5]
-    loader = NeighborLoader(data, [-1], batch_size=4, sampler=drawn)
-    assert len(loader) == 2
-    found = [batch.n_id[: batch.batch_size].tolist() for batch in loader]
-    assert found == [[5, 5, 2, 9], [2, 5]]
 
 
 def rename(batch):

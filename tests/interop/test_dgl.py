@@ -3,7 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -82,42 +81,11 @@ def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
 
 
 @needs_dgl
-def test_dgl_is_imported_after_ogb_has_failed_to(tmp_path):
-    """OGB ignores that its own `import dgl` fails, which leaves parts of DGL in `sys.modules`."""
-    pytest.importorskip("ogb")
-    program = (
-        "import warnings; warnings.simplefilter('ignore'); import ogb.nodeproppred\n" + PROGRAM
-    )
-    env = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    # before, DGL says that it chooses a backend
-    assert done.stdout.splitlines()[-1].startswith("[0, 1, 2, 3")
-
-
-@needs_dgl
 def test_a_missing_graphbolt_is_reported_when_it_is_used():
     if graphbolt_works():
         pytest.skip("GraphBolt works beside this torch")
     with pytest.raises(AttributeError, match=r"GraphBolt is not compiled for torch \d"):
         _ = import_dgl().graphbolt.ItemSet
-
-
-def test_a_working_graphbolt_is_not_replaced(fake):
-    version = torch.__version__.partition("+")[0]
-    library = f"dgl/graphbolt/libgraphbolt_pytorch_{version}.so"
-    source = "__version__ = '2.1.0'\nfrom . import graphbolt\n"
-    fake(
-        source,
-        library,
-        "dgl/graphbolt/__init__.py",
-        "torchdata/datapipes/__init__.py",
-        "torchdata/__init__.py",
-    )
-    assert graphbolt_works()
-    assert import_dgl().graphbolt.__file__.endswith("dgl/graphbolt/__init__.py")
 
 
 def test_graphbolt_needs_its_library_and_torchdata(fake, monkeypatch):
@@ -170,13 +138,6 @@ def test_a_file_of_the_user_that_hides_dgl_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "dgl", raising=False)
     with pytest.raises(ImportError, match=r"dgl\.py, which is not DGL\n\nhint: rename that file$"):
         import_dgl()
-
-
-def test_warnings_are_suppressed_only_during_the_import(fake):
-    fake("import warnings\n__version__ = '2.1.0'\nwarnings.warn('old')\n")
-    import_dgl()
-    with pytest.warns(UserWarning, match="new"):
-        warnings.warn("new", stacklevel=1)
 
 
 @needs_dgl
@@ -233,23 +194,6 @@ def test_batches_do_not_depend_on_threads_or_order(cora):
     # another epoch, seed or set of seeds is another sample
     assert expected[0] != expected[1]
     assert numbers(DglSampler(cora, [5, 5], seed=3).sample(*asked[0])) != expected[0]
-
-
-@needs_dgl
-def test_offsets_are_shared_with_dgl_and_ids_are_wide(cora):
-    sampler = DglSampler(cora, [2])
-    indptr, indices, _ = sampler._graph.adj_tensors("csc")
-    assert indptr.data_ptr() == cora.indptr.data_ptr()
-    assert cora.indices.dtype == torch.int32
-    assert indices.dtype == torch.int64
-    sampler.sample(torch.arange(5), 0)
-    assert sampler._graph.formats()["created"] == ["csc"]
-
-
-@needs_dgl
-def test_a_batch_may_have_no_seeds(cora):
-    batch = DglSampler(cora, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
-    assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
 
 
 @needs_dgl

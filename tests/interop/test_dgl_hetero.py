@@ -4,10 +4,8 @@ import copy
 import gc
 import importlib.util
 import itertools
-import os
 import pickle
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from scipy.stats import chi2
 
 from gcnzc import FeatureTable
-from gcnzc.interop.dgl import DataLoader, dgl_sampler, import_dgl
+from gcnzc.interop.dgl import DataLoader, import_dgl
 
 if importlib.util.find_spec("dgl") is None:
     pytest.skip("DGL is not installed", allow_module_level=True)
@@ -424,19 +422,6 @@ def test_negatives_have_the_types_of_their_edges(graph, negative):
                 assert not bool(graph.has_edges_between(src, dst, etype=each).any())
 
 
-def test_uniform_negatives_are_uniform_by_type(graph):
-    sampler = edge_sampler(None, (0,), negative_sampler=loading.negative_sampler.Uniform(40))
-    edges = {"in": torch.arange(150), "writes": torch.arange(500)}
-    ((_, _, negatives, _),) = DataLoader(graph, edges, sampler, batch_size=650, seed=3)
-    for each in (IN, WRITES):
-        dst = negatives.edges(etype=each)[1]
-        count = graph.num_nodes(each[2])
-        counts = np.bincount(negatives.nodes[each[2]].data[dgl.NID][dst], minlength=count)
-        assert counts.sum() == 40 * len(edges[each[1]])
-        expected = counts.sum() / count
-        assert ((counts - expected) ** 2 / expected).sum() < chi2.isf(1e-6, count - 1)
-
-
 class Model(torch.nn.Module):
     def __init__(self, graph, hidden=8, out=3):
         super().__init__()
@@ -469,26 +454,6 @@ def test_a_heterograph_conv_has_the_outputs_of_the_whole_graph(graph):
         found = model(blocks, x)
         for kind, ids in outputs.items():
             torch.testing.assert_close(found[kind], wanted[kind][ids], rtol=1e-12, atol=1e-12)
-
-
-def test_a_heterograph_conv_learns():
-    torch.manual_seed(0)
-    graph = make_graph()
-    graph.nodes["paper"].data["label"] = (graph.nodes["paper"].data["feat"][:, 0] > 0).long()
-    model = Model(graph, out=2)
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    sampler = loading.NeighborSampler([3, 3], **PREFETCH)
-    loader = DataLoader(graph, {"paper": torch.arange(150)}, sampler, batch_size=30, shuffle=True)
-    losses = []
-    for _ in range(8):
-        for _, _, blocks in loader:
-            out = model(blocks, blocks[0].srcdata["feat"])["paper"]
-            loss = torch.nn.functional.cross_entropy(out, blocks[-1].dstdata["label"]["paper"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
 
 
 def drawn(loader, count=None):
@@ -561,12 +526,6 @@ def test_a_state_of_other_items_or_fanouts_is_rejected(graph):
     other = DataLoader(graph, authors, loading.NeighborSampler([BY_TYPE, 3], **PREFETCH))
     with pytest.raises(ValueError, match="loader with fanouts"):
         other.load_state_dict(state)
-
-
-def test_a_loader_can_be_pickled():
-    loader = DataLoader(make_graph(), SEEDS, NODE_SAMPLER, batch_size=20, seed=4)
-    other = pickle.loads(pickle.dumps(loader))
-    assert drawn(other) == drawn(loader)
 
 
 @NOT_PINNED
@@ -694,44 +653,6 @@ def test_a_graph_whose_edges_change_is_sampled_as_it_is(is_typed, sampler_librar
         iter(loader)
 
 
-@NOT_PINNED
-@pytest.mark.parametrize("exclude", [None, "self"])
-@pytest.mark.parametrize("is_typed", [True, False])
-def test_edges_of_a_changed_graph_are_those_of_dgls_loader(is_typed, exclude):
-    whole = make_graph() if is_typed else plain(make_graph())
-    each = CITES if is_typed else whole.canonical_etypes[0]
-    items = torch.arange(30)
-    feat = torch.randn(whole.num_nodes(each[0]), 3)
-    whole.nodes[each[0]].data["feat"] = feat
-    prefetch = {each[0]: ["feat"]} if is_typed else ["feat"]
-    sampler = loading.as_edge_prediction_sampler(
-        loading.NeighborSampler([-1], prefetch_node_feats=prefetch), exclude=exclude
-    )
-    arguments = whole, {CITES: items} if is_typed else items, sampler
-    mine = DataLoader(*arguments, batch_size=10, threads=1)
-
-    def found(loader):
-        numbers = []
-        for _, pairs, (block,) in loader:
-            for graph in (pairs, block):
-                numbers.append(sorted(graph.edges[each].data["weight"].tolist()))
-            ids = block.srcnodes[each[0]].data[dgl.NID]
-            rows = block.srcnodes[each[0]].data["feat"]
-            assert torch.equal(rows, whole.nodes[each[0]].data["feat"][ids])
-        return numbers
-
-    assert len(found(mine)) == 6
-    whole.remove_edges(torch.arange(5, 60, 2), etype=each)
-    wanted = found(loading.DataLoader(*arguments, batch_size=10))
-    assert found(mine) == wanted
-    numbers = torch.arange(10, 20)
-    pairs, (block,) = mine.collate_fn(numbers)[1:]
-    assert sorted(pairs.edges[each].data["weight"].tolist()) == wanted[2]
-    assert sorted(block.edges[each].data["weight"].tolist()) == wanted[3]
-    whole.add_nodes(3, {"feat": torch.ones(3, 3)}, ntype=each[0])
-    assert found(mine) == wanted
-
-
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
     whole = make_graph() if is_typed else plain(make_graph())
@@ -750,45 +671,6 @@ def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
     assert not torch.equal(whole.adj_tensors("csc", etype=each)[2], order)
     gc.collect()
     assert edges() == before
-
-
-def test_weights_are_read_when_an_epoch_begins():
-    # in this order DGL's edge ids are positions in CSC, so that no copy is needed to sort weights
-    ends = torch.arange(400) * 7 % 50, torch.arange(400) // 8
-    whole = dgl.heterograph({("a", "to", "a"): ends, ("a", "of", "a"): ends})
-    weights = torch.ones(400)
-    for name in ("to", "of"):
-        whole.edges[name].data["p"] = weights
-    loader = DataLoader(
-        *(whole, {"a": torch.arange(50)}, loading.NeighborSampler([3], prob="p")),
-        **{"batch_size": 5, "threads": 1, "ahead": 1},
-    )
-    epoch = iter(loader)
-    next(epoch)
-    weights.zero_()
-    assert [block.num_edges("to") for _, _, (block,) in epoch] == [15] * 9
-    assert [block.num_edges("to") for _, _, (block,) in loader] == [0] * 10
-    # weights that are replaced before a state is loaded
-    state = loader.state_dict()
-    for name in ("to", "of"):
-        whole.edges[name].data["p"] = torch.ones(400)
-    loader.load_state_dict(state)
-    assert [block.num_edges("to") for _, _, (block,) in loader] == [15] * 10
-
-
-def test_a_rejected_change_is_rejected_again():
-    whole = make_graph()
-    loader = DataLoader(whole, SEEDS, loading.NeighborSampler([-1], prob="weight"), batch_size=20)
-    list(loader)
-    given = whole.edges[CITES].data.pop("weight")
-    whole.edges[CITES].data["weight"] = -given
-    whole.remove_edges(torch.arange(5), etype=WRITES)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="weights are finite and at least 0"):
-            iter(loader)
-    whole.edges[CITES].data["weight"] = given
-    for _, _, (block,) in loader:
-        check_edges(whole, block, WRITES)
 
 
 def test_edge_ids_may_be_read_in_several_threads():
@@ -810,22 +692,6 @@ def test_edge_ids_may_be_read_in_several_threads():
             for ids in pool.map(read, range(4)):
                 assert ids.dtype == torch.int64
                 assert torch.equal(ids, storage[index].long())
-
-
-def test_all_threads_sample_with_dgl_in_one_thread(monkeypatch):
-    """Threads that make the first call at once get the same executor."""
-    monkeypatch.setattr(dgl_sampler, "_threads", {})
-    slow = dgl_sampler.import_dgl
-
-    def import_slowly():
-        time.sleep(0.05)
-        return slow()
-
-    monkeypatch.setattr(dgl_sampler, "import_dgl", import_slowly)
-    with ThreadPoolExecutor(8) as pool:
-        found = {*pool.map(dgl_sampler.sampling_thread, [os.getpid()] * 8)}
-    assert len(found) == 1
-    found.pop().shutdown()
 
 
 def test_types_that_a_minibatch_does_not_reach_have_no_nodes(graph):

@@ -3,14 +3,11 @@
 import importlib.util
 import inspect
 import itertools
-import os
-import threading
 
 import pytest
 import torch
 
-from gcnzc import FeatureTable
-from gcnzc.interop.dgl import DataLoader, dgl_sampler, import_dgl
+from gcnzc.interop.dgl import DataLoader, import_dgl
 from gcnzc.interop.dgl import loader as dgl_loader
 from gcnzc.interop.dgl.importing import check_cuda
 
@@ -149,22 +146,6 @@ def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, sampler_libra
             check_data(graph, mine)
 
 
-@pytest.mark.parametrize("how", ["gcnzc", "dgl"])
-def test_full_neighbourhoods_give_the_outputs_of_the_whole_graph(graph, how):
-    layers = [dgl.nn.SAGEConv(6, 5, "mean").double(), dgl.nn.SAGEConv(5, 3, "mean").double()]
-    hidden = graph.ndata["feat"].double()
-    for layer in layers:
-        hidden = layer(graph, hidden)
-    sampler = loading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"])
-    loader = DataLoader(graph, torch.randperm(NODES), sampler, batch_size=100, sampler_library=how)
-    for _, outputs, blocks in loader:
-        out = blocks[0].srcdata["feat"].double()
-        for layer, block in zip(layers, blocks, strict=True):
-            out = layer(block, out)
-        # rows of a matrix product may be summed in another order
-        torch.testing.assert_close(out, hidden[outputs], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("exclude", [None, "self", "reverse_id"])
 @pytest.mark.parametrize("negative", ["none", "uniform", "global", "own"])
 def test_minibatches_of_edges_have_pair_graphs_and_blocks(graph, exclude, negative):
@@ -286,21 +267,6 @@ def test_a_resumed_loader_yields_the_same_minibatches(graph, threads):
         DataLoader(graph, torch.arange(1, 101), sampler, **kwargs).load_state_dict(state)
 
 
-def test_edges_do_not_depend_on_the_number_of_threads(graph):
-    sampler = loading.as_edge_prediction_sampler(
-        loading.NeighborSampler([3, 3]), negative_sampler=loading.negative_sampler.Uniform(2)
-    )
-
-    def run(threads):
-        kwargs = {"batch_size": 8, "shuffle": True, "threads": threads, "seed": 2}
-        return [
-            (pairs.edata[dgl.EID].tolist(), torch.stack(others.edges()).tolist())
-            for _, pairs, others, _ in DataLoader(graph, torch.arange(60), sampler, **kwargs)
-        ]
-
-    assert run(1) == run(3)
-
-
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -332,36 +298,6 @@ def test_minibatches_sampled_by_dgl_are_reproducible(graph, sampler):
     assert drawn(make(seed=10)) != first
 
 
-def test_dgl_samples_with_one_openmp_thread(monkeypatch):
-    # what torch was told holds for new threads too, from their first question to it on
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    monkeypatch.setattr(dgl_sampler, "_threads", {})
-    with dgl_sampler.sampling_thread(os.getpid()) as executor:
-        assert executor.submit(torch.get_num_threads).result() == 1
-    torch.set_num_threads(before)
-
-
-def test_an_epoch_that_is_stopped_early_is_not_repeated(graph):
-    kwargs = {"batch_size": 16, "seed": 7}
-    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
-    first, second = drawn(whole), drawn(whole)
-    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
-    assert drawn(loader, 2) == first[:2]
-    assert drawn(loader) == second
-
-
-def test_after_exactly_one_epoch_the_next_begins(graph):
-    kwargs = {"batch_size": 32, "seed": 7}
-    loader = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
-    whole = DataLoader(graph, torch.arange(64), loading.NeighborSampler([2]), **kwargs)
-    first, second = drawn(whole), drawn(whole)
-    # never asks for a third
-    pairs = zip(range(2), iter(loader), strict=False)
-    assert [[b.edata[dgl.EID].tolist() for b in got[2]] for _, got in pairs] == first
-    assert drawn(loader) == second
-
-
 def test_num_workers_sets_the_number_of_threads(graph):
     sampler = loading.NeighborSampler([2])
     assert DataLoader(graph, torch.arange(9), sampler, num_workers=3).threads == 3
@@ -372,28 +308,6 @@ def test_num_workers_sets_the_number_of_threads(graph):
     assert len(list(loader)) == 9
     with loader.enable_cpu_affinity():
         assert len(list(loader)) == 9
-
-
-def test_a_table_replaces_node_data(graph):
-    table = FeatureTable.quantized(graph.ndata["feat"])
-    sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"], prefetch_labels=["more"])
-    tables = {"feat": table, "more": FeatureTable(torch.arange(NODES).view(-1, 1))}
-    loader = DataLoader(graph, torch.arange(50), sampler, batch_size=20, tables=tables)
-    for inputs, outputs, blocks in loader:
-        assert torch.equal(blocks[0].srcdata["feat"], table.gather(inputs))
-        assert torch.equal(blocks[0].dstdata["more"], outputs.view(-1, 1))
-
-
-def test_data_may_change_between_epochs():
-    graph = make_graph()
-    loader = DataLoader(
-        graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH), batch_size=20
-    )
-    for scale in (1, 2):
-        graph.ndata["feat"] = graph.ndata["feat"] * scale
-        graph.ndata["label"] = graph.ndata["label"] + scale
-        for _, _, blocks in loader:
-            check_data(graph, blocks[0])
 
 
 def test_a_subgraph_of_another_graph_can_be_loaded(graph):
@@ -444,45 +358,6 @@ def test_data_that_requires_a_gradient_is_gathered_with_it():
     expected = torch.zeros(NODES, 2)
     expected[inputs] = 1
     assert torch.equal(learned.grad, expected)
-
-
-@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
-def test_dgl_may_sort_its_csc_during_an_epoch(idtype):
-    # as it does in place, when negatives are asked for that are no edges
-    graph = make_graph(idtype)
-    loader = DataLoader(graph, torch.arange(100), loading.NeighborSampler([5, -1]), batch_size=50)
-    before = graph.adj_tensors("csc")[2].clone()
-    for _ in range(2):
-        for _, _, blocks in loader:
-            check_blocks(graph, blocks, [5, -1])
-        graph.global_uniform_negative_sampling(50)
-    assert not torch.equal(graph.adj_tensors("csc")[2], before)
-
-
-def test_removed_data_is_reported():
-    graph = make_graph()
-    loader = DataLoader(graph, torch.arange(50), loading.NeighborSampler([3], **PREFETCH))
-    del graph.ndata["feat"]
-    with pytest.raises(ValueError, match="has 'feat', but the graph's node data has 'label'"):
-        iter(loader)
-
-
-def test_edges_of_an_int32_graph_are_loaded():
-    graph = make_graph(torch.int32)
-    sampler = loading.as_edge_prediction_sampler(
-        loading.NeighborSampler([-1], **PREFETCH),
-        exclude="reverse_id",
-        reverse_eids=REVERSE,
-        negative_sampler=loading.negative_sampler.Uniform(2),
-    )
-    loader = DataLoader(graph, torch.arange(50), sampler, batch_size=25)
-    assert loader.sampler_library == "gcnzc"
-    for inputs, pairs, others, blocks in loader:
-        assert inputs.dtype == pairs.idtype == others.idtype == blocks[0].idtype == torch.int32
-        check_data(graph, blocks[0])
-        edges = pairs.edata[dgl.EID].long()
-        gone = torch.cat([edges, REVERSE[edges]])
-        assert not bool(torch.isin(blocks[0].edata[dgl.EID].long(), gone).any())
 
 
 def test_prefetched_names_may_be_a_dictionary_by_type(graph):
@@ -584,17 +459,6 @@ def test_unsupported_arguments_are_rejected_by_name(graph, change, message):
         DataLoader(**(arguments | change))
 
 
-def test_edges_out_of_range_are_rejected(graph):
-    sampler = loading.as_edge_prediction_sampler(NEIGHBORS)
-    with pytest.raises(ValueError, match="but the graph has 5000 edges"):
-        DataLoader(graph, torch.tensor([2 * EDGES]), sampler)
-
-
-def test_unknown_arguments_are_rejected(graph):
-    with pytest.raises(TypeError, match="DataLoader has no argument batchsize"):
-        DataLoader(graph, torch.arange(9), NEIGHBORS, batchsize=5)
-
-
 def test_prefetched_features_that_require_a_gradient_are_rejected():
     graph = make_graph()
     graph.ndata["feat"] = graph.ndata["feat"].requires_grad_()
@@ -622,33 +486,3 @@ def test_use_uva_selects_a_gpu(graph):
         pytest.skip("there is a GPU")
     with pytest.raises(RuntimeError, match="does not support blocks on cuda"):
         DataLoader(graph, torch.arange(9), NEIGHBORS, use_uva=True)
-
-
-def test_a_closed_loader_cannot_be_used(graph):
-    with DataLoader(graph, torch.arange(64), NEIGHBORS, batch_size=4) as loader:
-        iterator = iter(loader)
-        next(iterator)
-    with pytest.raises(RuntimeError, match="this loader is closed"):
-        next(iterator)
-    with pytest.raises(RuntimeError, match="this loader is closed"):
-        iter(loader)
-    loader.close()
-    assert not [thread for thread in threading.enumerate() if "gcnzc-loader" in thread.name]
-
-
-def test_errors_of_threads_are_raised_in_the_loop(graph):
-    def fail(g, edges):
-        raise KeyError("mine")
-
-    sampler = loading.as_edge_prediction_sampler(NEIGHBORS, negative_sampler=fail)
-    with pytest.raises(KeyError, match="mine"):
-        next(iter(DataLoader(graph, torch.arange(9), sampler)))
-    wrong = loading.as_edge_prediction_sampler(NEIGHBORS, negative_sampler=lambda g, edges: edges)
-    with pytest.raises(ValueError, match="function returned a Tensor"):
-        next(iter(DataLoader(graph, torch.arange(9), wrong)))
-
-
-def test_loaders_of_one_graph_share_its_csc(graph):
-    first = DataLoader(graph, torch.arange(9), NEIGHBORS)
-    second = DataLoader(graph, torch.arange(9, 18), NEIGHBORS)
-    assert first._graph is second._graph

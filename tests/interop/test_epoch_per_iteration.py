@@ -78,8 +78,3 @@ def test_a_loaded_state_is_resumed(loader, epochs, taken, tries):
     for _ in range(tries - 1):
         other.begin()
     assert take(other.begin(), 4) == epochs[2]
-
-
-def test_invalid_epochs_are_rejected(loader):
-    with pytest.raises(ValueError, match="epoch is -1"):
-        EpochPerIteration(loader).set_epoch(-1)

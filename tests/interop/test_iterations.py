@@ -1,13 +1,10 @@
 """Each iteration is an epoch of its own; seeds come from torch; attributes may be on a GPU."""
 
 import importlib.util
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
 import torch
-from limits import HANG_S
 
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
@@ -54,34 +51,6 @@ def test_loaders_are_instances_of_torchs_and_pygs_classes():
     assert issubclass(dgl.DataLoader, torch.utils.data.DataLoader)
 
 
-def test_interleaved_iterators_have_different_epochs():
-    first, second, third = epochs_of(make(seed=1), 3)
-    loader = make(seed=1)
-    pairs = [(drawn(a), drawn(b)) for a, b in zip(loader, loader, strict=True)]
-    assert pairs == list(zip(first, second, strict=True))
-    # made at once, and used later, one after another
-    loader = make(seed=1)
-    iterators = [iter(loader) for _ in range(3)]
-    assert [[drawn(batch) for batch in each] for each in iterators] == [first, second, third]
-    # an iterator that nobody used takes no epoch
-    loader = make(seed=1)
-    iter(loader)
-    assert epochs_of(loader, 1) == [first]
-
-
-@pytest.mark.parametrize("taken", [1, 3, 4])
-def test_interleaved_iterators_are_resumed(taken):
-    first, second, third = epochs_of(make(seed=1), 3)
-    loader = make(seed=1)
-    list(islice(zip(loader, loader, strict=True), taken))
-    resumed = make(seed=1)
-    resumed.load_state_dict(loader.state_dict())
-    if taken < len(first):
-        pairs = [(drawn(a), drawn(b)) for a, b in zip(resumed, resumed, strict=True)]
-        assert pairs == list(zip(first[taken:], second[taken:], strict=True))
-    assert epochs_of(resumed, 1) == [third]
-
-
 def test_an_iteration_that_is_stopped_early_is_resumed_from_a_state_only():
     first, second, third = epochs_of(make(seed=1), 3)
     loader = make(seed=1)
@@ -94,37 +63,6 @@ def test_an_iteration_that_is_stopped_early_is_resumed_from_a_state_only():
     assert epochs_of(resumed, 2) == [first[1:], second[2:]]
     assert [drawn(batch) for batch in going_on] == first[1:]
     assert epochs_of(loader, 1) == [third]
-
-
-def test_each_minibatch_goes_to_one_of_the_threads_that_share_an_iterator():
-    (expected,) = epochs_of(make(seed=1, batch_size=1), 1)
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            iterator, together = iter(make(seed=1, batch_size=1)), threading.Barrier(4)
-
-            def take(_, iterator=iterator, together=together):
-                together.wait(HANG_S)
-                return [drawn(batch) for batch in iterator]
-
-            taken = [each for part in pool.map(take, range(4)) for each in part]
-            assert sorted(taken) == sorted(expected)
-
-
-def test_the_default_seed_is_drawn_from_torchs_generator():
-    def epoch(torch_seed, **kwargs):
-        torch.manual_seed(torch_seed)
-        return epochs_of(make(**kwargs), 1)
-
-    assert epoch(1) == epoch(1) != epoch(2)
-    assert epoch(1, seed=5) == epoch(2, seed=5)
-    assert epoch(1, generator=torch.Generator().manual_seed(3)) == epoch(
-        2, generator=torch.Generator().manual_seed(3)
-    )
-    # two loaders of one script differ, and a seed that is given takes no random number of torch's
-    assert epochs_of(make(), 1) != epochs_of(make(), 1)
-    state = torch.get_rng_state()
-    make(seed=5)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def node_epoch(loader):

@@ -13,7 +13,6 @@ import gcnzc
 if all(importlib.util.find_spec(name) is None for name in ("lightning", "pytorch_lightning")):
     pytest.skip("Lightning is not installed", allow_module_level=True)
 
-from gcnzc.interop import lightning as door
 from gcnzc.interop.lightning import DataModule, import_lightning
 
 lightning = import_lightning()
@@ -105,15 +104,6 @@ def test_a_resumed_run_gets_the_same_batches(data, tmp_path, stop, every):
         assert torch.equal(mine, other)
 
 
-def test_partial_epochs_differ(data, tmp_path):
-    model = fit(data, tmp_path, max_epochs=3, limit_train_batches=2)
-    seeds = [seeds for _, seeds, _ in model.seen]
-    assert len(seeds) == 6
-    whole = fit(data, tmp_path, max_epochs=3)
-    first = [seeds for at, seeds, _ in whole.seen]
-    assert seeds == first[:2] + first[7:9] + first[14:16]
-
-
 def test_test_and_prediction_batches_are_in_order(data, tmp_path):
     model, module = Model(), DataModule(data, [3, 3], batch_size=32, eval_fanouts=[-1, -1])
     told = trainer(tmp_path).test(model, datamodule=module, verbose=False)
@@ -166,24 +156,10 @@ def test_ranks_share_the_nodes(data):
     assert sorted(taken) == sorted(data.split["train"].tolist())
 
 
-def test_other_batches_are_moved_by_lightning(data):
-    module = DataModule(data, [3, 3], batch_size=8)
-    batch = next(iter(module.train_dataloader()))
-    device = torch.device("cpu")
-    assert module.transfer_batch_to_device(batch, device, 0) is batch
-    assert module.transfer_batch_to_device([torch.ones(2)], device, 0)[0].tolist() == [1, 1]
-
-
 def test_a_dataset_without_features_is_rejected(tmp_path):
     data = gcnzc.load(tiny().but(features=None).write(tmp_path / "bare"))
     with pytest.raises(ValueError, match="has no features"):
         DataModule(data, [3, 3])
-
-
-def test_a_missing_lightning_is_reported(monkeypatch):
-    monkeypatch.setattr(door, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"Lightning is not installed\n\nhint: pip install"):
-        import_lightning()
 
 
 def test_the_lightning_package_in_use_is_imported():

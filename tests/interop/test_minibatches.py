@@ -18,15 +18,10 @@ from gcnzc.interop.options import (
     ORDERING,
     WITHOUT_EFFECT,
     generator,
-    split_options,
-    unique_with_inverse,
 )
 from gcnzc.loader.transfer import Transfer
 
 CPU = torch.device("cpu")
-needs_dgl = pytest.mark.skipif(
-    importlib.util.find_spec("dgl") is None, reason="DGL has no wheel for this Python"
-)
 needs_pyg = pytest.mark.skipif(
     importlib.util.find_spec("torch_geometric") is None, reason="PyG is not installed"
 )
@@ -39,12 +34,6 @@ def test_every_argument_of_torchs_dataloader_is_classified():
     assert theirs == ours | (theirs & {*WITHOUT_EFFECT, *ORDERING, "collate_fn"})
 
 
-def test_torchs_arguments_are_separated():
-    given = {"num_workers": 2, "pin_memory": True, "mine": 5, "shuffle": True}
-    expected = (2, {"pin_memory": True}, {"mine": 5, "shuffle": True})
-    assert split_options(given, "Loader") == expected
-
-
 def test_random_numbers_depend_on_seed_epoch_and_items():
     items = torch.tensor([3, 1, 2])
     asked = [(0, 0, items), (1, 0, items), (0, 1, items), (0, 0, items.flip(0)), (2**63, 0, items)]
@@ -52,15 +41,6 @@ def test_random_numbers_depend_on_seed_epoch_and_items():
     assert len({tuple(numbers) for numbers in drawn}) == len(asked)
     again = torch.randint(2**62, (4,), generator=generator(0, 0, items.clone()))
     assert again.tolist() == drawn[0]
-
-
-@pytest.mark.parametrize("size", [0, 1, 5000])
-def test_unique_with_inverse_equals_torchs_unique(size):
-    ids = torch.randint(700, (size,), generator=torch.Generator().manual_seed(1))
-    ours, theirs = unique_with_inverse(ids), ids.unique(return_inverse=True)
-    for mine, its in zip(ours, theirs, strict=True):
-        assert mine.dtype == its.dtype
-        assert torch.equal(mine, its)
 
 
 SHAPES = {
@@ -205,22 +185,6 @@ def test_typed_minibatches_on_streams_equal_those_on_the_host(kind, schedule):
     for mine, wanted in zip(copies, make(), strict=True):
         assert_equal(mine, wanted)
     assert len(device.streams) == 3
-
-
-@needs_dgl
-def test_blocks_on_streams_have_their_features():
-    from gcnzc.interop.dgl import DataLoader, import_dgl
-
-    dgl = import_dgl()
-    graph = dgl.graph(tuple(torch.randint(200, (2, 3000))), num_nodes=200)
-    graph.ndata["x"] = torch.randn(200, 2, 5)
-    sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["x"])
-    loader = DataLoader(graph, torch.arange(100), sampler, batch_size=32, threads=2)
-    count = 0
-    for inputs, _, blocks in through(loader, Device("eager")):
-        count += 1
-        assert torch.equal(blocks[0].srcdata["x"], graph.ndata["x"][inputs])
-    assert count == 4
 
 
 @needs_pyg

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import inspect
-import sys
 from itertools import accumulate
 
 import numpy as np
@@ -129,17 +128,6 @@ def test_minibatches_of_nodes_are_sampled_subgraphs(data, num_neighbors):
         assert batch.num_sampled_nodes[0] == batch.batch_size
         taken.append(batch.input_id)
     assert torch.equal(torch.cat(taken), seeds)
-
-
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_sorted_edges_are_loaded_with_and_without_is_sorted(data, is_sorted):
-    data = copy.copy(data)
-    order = torch.argsort(data.edge_index[1], stable=True)
-    for name in ("edge_attr", "edge_kind"):
-        data[name] = data[name][order]
-    data.edge_index, data.two_index = data.edge_index[:, order], data.two_index[:, order]
-    for batch in NeighborLoader(data, [4, 4], batch_size=100, is_sorted=is_sorted):
-        check(data, batch, [4, 4])
 
 
 def test_edge_index_may_have_other_dtypes_and_strides(data):
@@ -474,17 +462,6 @@ def test_tables_replace_attributes(data):
         assert torch.equal(batch.more, data.x[batch.n_id, :2])
 
 
-def test_loaders_of_one_graph_share_its_csc(data):
-    first, second = NeighborLoader(data, [2]), LinkNeighborLoader(copy.copy(data), [2])
-    assert first._graph is second._graph
-    other = copy.copy(data)
-    other.edge_index = data.edge_index.clone()
-    third = NeighborLoader(other, [2])
-    assert third._graph is not first._graph
-    other.edge_index[0, 0] += 1
-    assert NeighborLoader(other, [2])._graph is not third._graph
-
-
 def test_num_workers_sets_the_number_of_threads(data):
     assert NeighborLoader(data, [2], num_workers=3).threads == 3
     assert LinkNeighborLoader(data, [2], num_workers=3, threads=1).threads == 1
@@ -556,11 +533,6 @@ def test_invalid_input_nodes_are_rejected(data, change, message):
         NeighborLoader(data, [2], **change)
 
 
-def test_nodes_out_of_range_are_rejected(data):
-    with pytest.raises(ValueError, match="are from 0 to 300, but the graph has 300 nodes"):
-        NeighborLoader(data, [2], torch.tensor([0, NODES]))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -581,11 +553,6 @@ def test_invalid_links_are_rejected(data, change, message):
         LinkNeighborLoader(data, [2], **change)
 
 
-def test_unknown_arguments_are_rejected(data):
-    with pytest.raises(TypeError, match="NeighborLoader has no argument batchsize"):
-        NeighborLoader(data, [2], batchsize=5)
-
-
 def test_a_closed_loader_cannot_be_used(data):
     with NeighborLoader(data, [2], batch_size=10) as loader:
         iterator = iter(loader)
@@ -593,12 +560,6 @@ def test_a_closed_loader_cannot_be_used(data):
     for use in (lambda: next(iterator), lambda: iter(loader), lambda: loader([1])):
         with pytest.raises(RuntimeError, match="this loader is closed"):
             use()
-
-
-def test_a_missing_pyg_is_reported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_geometric", None)
-    with pytest.raises(ImportError, match=r"the import of PyG failed(.|\n)*pip install"):
-        importing.import_pyg()
 
 
 def test_a_table_store_is_a_feature_store(data):

@@ -26,7 +26,7 @@ from gcnzc.interop.pyg import (
 
 pyg = importing.import_pyg()
 from torch_geometric import typing as pyg_typing  # noqa: E402
-from torch_geometric.data import Data, HeteroData  # noqa: E402
+from torch_geometric.data import HeteroData  # noqa: E402
 from torch_geometric.loader import node_loader  # noqa: E402
 from torch_geometric.nn import SAGEConv, to_hetero  # noqa: E402
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, NumNeighbors  # noqa: E402
@@ -415,17 +415,6 @@ def test_a_resumed_loader_yields_the_same_minibatches(data):
         NeighborLoader(data, [3, 2], "user", input_time=times, **options).load_state_dict(dated)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_continues_at_the_position_of_the_loader(data, copied):
-    loader = NeighborLoader(data, [3, 2], "user", batch_size=9, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    other = copied(loader)
-    assert type(other) is HeteroNeighborLoader
-    for mine, theirs in zip(list(iterator), other, strict=True):
-        assert same(mine, theirs)
-
-
 def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
     def first(nodes, **options):
         batch = next(iter(NeighborLoader(data, [1], nodes, batch_size=3, **options)))["user"]
@@ -446,12 +435,6 @@ def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
     assert loader.input_data.input_type == loader.input_type == "user"
 
 
-def test_an_epoch_without_minibatches_is_no_error(data):
-    for nodes in ([], torch.zeros(USERS, dtype=torch.bool)):
-        loader = NeighborLoader(data, [2], ("user", nodes), time_attr="born", shuffle=True)
-        assert [list(loader) for _ in range(2)] == [[], []]
-
-
 def test_times_of_seeds_have_the_unit_of_the_data_and_are_no_dates(data):
     days = np.datetime64("2020-01-01") + np.arange(USERS)
     seconds = torch.from_numpy(days.astype("datetime64[s]").astype(np.int64))
@@ -468,21 +451,6 @@ def test_times_of_seeds_have_the_unit_of_the_data_and_are_no_dates(data):
     assert int((wanted[0] <= wanted[1] + 5).sum()) == len(src) > 20
     assert batch["item"].seed_time.dtype == torch.int64
     assert bool((batch["user"].n_id[src] <= batch["item"].n_id[dst] + 5).all())
-
-
-def test_attributes_of_dates_are_named(data):
-    data["user"].day = np.datetime64("2020-01-01") + np.arange(USERS)
-    with pytest.raises(
-        ValueError, match=r"data\['user'\]\.day is an array of datetime64.*, which cannot be sliced"
-    ):
-        NeighborLoader(data, [-1], "user")
-
-
-def test_ranks_share_the_nodes(data):
-    options = {"batch_size": 8, "shuffle": True, "world_size": 2}
-    loaders = [NeighborLoader(data, [2], "user", rank=rank, **options) for rank in range(2)]
-    taken = torch.cat([batch["user"].input_id for loader in loaders for batch in loader])
-    assert torch.equal(taken.sort().values, torch.arange(USERS))
 
 
 def test_without_hops_minibatches_have_only_the_seeds(data):
@@ -503,17 +471,6 @@ def test_minibatches_of_data_without_edges_have_only_the_seeds(num_neighbors):
         assert second["user"].n_id.tolist() == [2]
         assert torch.equal(first["user"].x, data["user"].x[:2])
         assert (first["item"].num_nodes, first.edge_types) == (0, [])
-
-
-def test_an_empty_edge_index_may_be_of_floats():
-    data = HeteroData({"user": {"num_nodes": 3}, "item": {"num_nodes": 4}})
-    data[BUYS].edge_index = torch.tensor([[], []])
-    (batch,) = NeighborLoader(data, [2], "item", batch_size=4)
-    assert (batch[BUYS].edge_index.dtype, batch[BUYS].num_edges) == (torch.int64, 0)
-    assert list(LinkNeighborLoader(data, [2], BUYS)) == []
-    data[BUYS].edge_index = torch.tensor([[0.0], [1.0]])
-    with pytest.raises(ValueError, match=r"edge_index of edge type .* float32"):
-        NeighborLoader(data, [2], "item")
 
 
 def test_tables_replace_attributes(data):
@@ -565,18 +522,6 @@ def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
         assert not loader([3])["user"].x.is_cuda
 
 
-def test_data_may_change_between_epochs(data):
-    loader = NeighborLoader(copy.copy(data), [2], "user", batch_size=20)
-    assert "x" in next(iter(loader))["user"]
-    del loader.data["user"].x
-    loader.data["item"].x = data["item"].x * 2
-    loader.data.name = "other"
-    for batch in loader:
-        assert "x" not in batch["user"]
-        assert torch.equal(batch["item"].x, data["item"].x[batch["item"].n_id] * 2)
-        assert batch.name == "other"
-
-
 CHANGES = {
     "another value": lambda data: data["item"].update({"x": data["item"].x + 1}),
     "another width": lambda data: data["item"].update({"x": data["item"].x[:, :3].contiguous()}),
@@ -623,15 +568,6 @@ def test_a_type_added_or_removed_between_epochs_is_named(data):
             iter(loader)
 
 
-def test_times_of_seeds_are_as_many_as_seeds(data):
-    seeds = ("user", torch.arange(4))
-    with pytest.raises(ValueError, match="input_time has 3 times, but there are 4 input nodes"):
-        NeighborLoader(data, [2], seeds, time_attr="born", input_time=torch.arange(3))
-    for number in (5, torch.tensor(5)):
-        with pytest.raises(ValueError, match=r"input_time has shape \(\)"):
-            NeighborLoader(data, [2], seeds, time_attr="born", input_time=number)
-
-
 def test_iterators_in_several_threads_have_the_data_of_their_first_minibatch(data):
     loader = NeighborLoader(data, [2], "user", batch_size=30, threads=1)
     before = sys.getswitchinterval()
@@ -645,12 +581,6 @@ def test_iterators_in_several_threads_have_the_data_of_their_first_minibatch(dat
                     assert torch.equal(batch["user"].x, torch.full_like(batch["user"].x, number))
     finally:
         sys.setswitchinterval(before)
-
-
-def test_attributes_may_be_complex(data):
-    data["item"].c = torch.randn(ITEMS, 2, dtype=torch.complex64)
-    for batch in NeighborLoader(data, [3, 2], "item", batch_size=9):
-        assert torch.equal(batch["item"].c, data["item"].c[batch["item"].n_id])
 
 
 class Frame(pyg_typing.TensorFrame):
@@ -673,32 +603,12 @@ def test_tensor_frames_are_sliced(data):
         assert torch.equal(batch["tag"].tf.rows, batch["tag"].n_id * 3)
 
 
-def test_transform_is_applied_to_each_minibatch(data):
-    def mark(batch):
-        batch["user"].marked = batch["user"].batch_size
-        return batch
-
-    loader = NeighborLoader(data, [2], "user", batch_size=25, transform=mark)
-    assert [batch["user"].marked for batch in loader] == [25, 25, 10]
-
-
 def test_loaders_of_one_graph_share_it(data):
     first, second = NeighborLoader(data, [2], "user"), NeighborLoader(data, [3], "item")
     assert first._typed is second._typed
     assert NeighborLoader(data, [3], "item", time_attr="born")._typed is not first._typed
     data[BUYS].edge_index[0, 0] = (data[BUYS].edge_index[0, 0] + 1) % USERS
     assert NeighborLoader(data, [2], "user")._typed is not first._typed
-
-
-def test_the_data_is_not_changed(data):
-    before = copy.deepcopy(data)
-    list(NeighborLoader(data, [2], "user", batch_size=30, time_attr="born"))
-    for store in [*before.node_stores, *before.edge_stores]:
-        other = data[store._key]
-        assert list(store.keys()) == list(other.keys())
-        for name, value in store.items():
-            equal = np.array_equal if isinstance(value, np.ndarray) else torch.equal
-            assert value == other[name] if isinstance(value, int) else equal(value, other[name])
 
 
 def test_the_class_has_the_signature_and_attributes_of_the_homogeneous_loader(data):
@@ -719,24 +629,6 @@ def test_the_class_has_the_signature_and_attributes_of_the_homogeneous_loader(da
     zipped = pyg.loader.ZipLoader([loader, NeighborLoader(data, [2], "item")], batch_size=4)
     users, items = next(iter(zipped))
     assert (users["user"].batch_size, items["item"].batch_size) == (4, 4)
-
-
-class Own(NeighborLoader):
-    """A user's loader, derived from the class for graphs without types."""
-
-
-class OwnTyped(HeteroNeighborLoader):
-    """A user's loader of heterogeneous graphs, with arguments of its own."""
-
-    def __init__(self, data, share):
-        super().__init__(data, [2], ("user", torch.arange(int(USERS * share))))
-
-
-def test_subclasses_are_derived_from_the_typed_loader(data):
-    other = copy.deepcopy(OwnTyped(data, share=0.5))
-    assert (type(other), len(other)) == (OwnTyped, USERS // 2)
-    with pytest.raises(ValueError, match="HeteroNeighborLoader"):
-        Own(data, [2], "user")
 
 
 class Sage(torch.nn.Module):
@@ -854,9 +746,3 @@ def test_invalid_and_unsupported_arguments_are_rejected_by_name(change, message)
     with pytest.raises((TypeError, ValueError), match=message) as error:
         NeighborLoader(**options)
     assert "tensor(" not in str(error.value)
-
-
-def test_the_constructor_of_the_typed_loader_takes_no_data_without_types():
-    data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2)
-    with pytest.raises(TypeError, match="HeteroData"):
-        HeteroNeighborLoader(data, [2], "user")

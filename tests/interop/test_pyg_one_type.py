@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
@@ -222,16 +221,6 @@ def test_bidirectional_subgraphs_have_the_reverses_with_the_edges_that_they_reve
         assert batch.get("num_sampled_edges") is None
 
 
-def test_a_bidirectional_subgraph_is_the_directional_one_with_its_reverses(data):
-    options = {"batch_size": 9, "seed": 4, "disjoint": True}
-    both = NeighborLoader(data, [3, 2], subgraph_type="bidirectional", **options)
-    for mine, other in zip(both, NeighborLoader(data, [3, 2], **options), strict=True):
-        assert torch.equal(mine.n_id, other.n_id)
-        assert torch.equal(mine.batch, other.batch)
-        edges = set(map(tuple, other.edge_index.T.tolist()))
-        assert set(map(tuple, mine.edge_index.T.tolist())) == edges | {e[::-1] for e in edges}
-
-
 def test_induced_subgraphs_have_all_edges_among_the_nodes(data):
     for batch in NeighborLoader(data, [3, 2], batch_size=9, subgraph_type="induced"):
         has_node = torch.zeros(NODES, dtype=torch.bool)
@@ -286,13 +275,6 @@ def test_neighbours_are_sampled_by_weight(data):
     assert float(((drawn - wanted)[likely] ** 2 / wanted[likely]).sum()) < 450
 
 
-def test_weights_are_of_edges_also_if_there_are_as_many_nodes():
-    data = Data(edge_index=torch.tensor([[0, 1, 2], [2, 2, 0]]), num_nodes=3)
-    data.weight = torch.tensor([0.0, 1.0, 1.0])
-    (batch,) = NeighborLoader(data, [1], [2], weight_attr="weight")
-    assert batch.n_id.tolist() == [2, 1]
-
-
 def test_the_default_arguments_are_sampled_without_types(data):
     plain = {"replace": False, "subgraph_type": "directional", "directed": True}
     plain |= {"temporal_strategy": "last", "disjoint": 0}
@@ -303,17 +285,6 @@ def test_the_default_arguments_are_sampled_without_types(data):
     ):
         assert torch.equal(mine.e_id, other.e_id)
     assert NeighborLoader(data, [3, 2], **plain)._typed is None
-
-
-def test_loaders_of_one_graph_share_it(data):
-    options = {"time_attr": "born"}
-    first = NeighborLoader(data, [2], **options)
-    times = torch.arange(EDGES)
-    second = LinkNeighborLoader(copy.copy(data), [3], edge_label_time=times, **options)
-    assert first._typed is second._typed
-    assert NeighborLoader(data, [2], disjoint=True)._typed is not first._typed
-    data.born[0] += 1
-    assert NeighborLoader(data, [2], **options)._typed is not first._typed
 
 
 @pytest.mark.parametrize("sampling", [{"time_attr": "born"}, {"replace": True}])
@@ -359,16 +330,6 @@ def test_copies_and_subclasses_keep_the_options(data):
     assert loader.input_data[torch.tensor([4])].time.tolist() == [4]
 
 
-def test_without_hops_or_edges_minibatches_have_only_the_seeds(data):
-    (batch,) = NeighborLoader(data, [], torch.tensor([7, 2]), batch_size=2, disjoint=True)
-    assert batch.n_id.tolist() == [7, 2]
-    assert (batch.num_sampled_nodes, batch.num_sampled_edges) == ([2], [])
-    bare = Data(num_nodes=5, time=torch.arange(5))
-    (batch,) = NeighborLoader(bare, [3], batch_size=5, time_attr="time")
-    assert batch.n_id.tolist() == list(range(5))
-    assert batch.time.tolist() == list(range(5))
-
-
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
     options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
@@ -405,15 +366,6 @@ def test_invalid_arguments_are_rejected_by_name(data, Loader, change, message):
     data.negative = -torch.ones(EDGES)
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(**({"data": data, "num_neighbors": [2]} | change))
-
-
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_attributes_of_dates_are_named(data, Loader):
-    data.day = np.datetime64("2020-01-01") + np.arange(NODES)
-    with pytest.raises(ValueError, match=r"data.day is an array of datetime64.*, which cannot be"):
-        Loader(data, [2])
-    with pytest.raises(ValueError, match=r"data.day has dates, but the times of the graph are"):
-        Loader(data, [2], time_attr="day")
 
 
 def test_times_of_items_are_checked(data):

@@ -19,7 +19,6 @@ from gcnzc.interop.pyg import (
     HeteroNeighborLoader,
     LinkNeighborLoader,
     NeighborLoader,
-    TableStore,
     as_stores,
     importing,
 )
@@ -386,22 +385,6 @@ def test_rows_are_indexed_as_those_of_hetero_data(index, data):
         )
 
 
-def test_a_loaded_graph_may_have_edge_features_without_edges(tmp_path):
-    empty = ("user", "returns", "item")
-    graph = HeteroGraph.from_arrays(
-        {"user": {"features": torch.ones(4, 2)}, "item": {"num_nodes": 3}},
-        {
-            BUYS: [[0, 1], [2, 2]],
-            empty: {"edge_index": torch.empty(2, 0).long(), "features": torch.empty(0, 2)},
-        },
-    )
-    graph.save(tmp_path / "graph")
-    stores = as_stores(HeteroGraph.load(tmp_path / "graph"))
-    batch = next(iter(NeighborLoader(stores, [2], "item", batch_size=3)))
-    assert batch[empty].edge_attr.shape == (0, 2)
-    assert batch["user"].x.shape == (2, 2)
-
-
 def test_loaders_accept_the_stores_of_a_graph(data):
     graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
     loader = NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9)
@@ -459,14 +442,6 @@ def test_times_of_seeds_over_the_stores_of_a_graph_are_dates(data, unit):
     assert torch.equal(found["user"].n_id, expected["user"].n_id)
 
 
-def test_dates_over_the_stores_of_a_graph_of_unknown_unit_are_an_error(data):
-    graph = HeteroGraph.from_pyg(data, time_attr="at")
-    assert as_stores(graph)[0].time_unit is None
-    dates = DAY + np.arange(USERS)
-    with pytest.raises(ValueError, match="input_time has dates, but the times of the graph are"):
-        NeighborLoader(as_stores(graph), [3], "user", time_attr="time", input_time=dates)
-
-
 @pytest.mark.filterwarnings("ignore:Using .NeighborSampler. without")
 def test_pygs_sampler_reads_the_stores_of_a_graph(data):
     sampler = NeighborSampler(as_stores(HeteroGraph.from_pyg(data)), [3], "induced")
@@ -477,20 +452,3 @@ def test_pygs_sampler_reads_the_stores_of_a_graph(data):
         assert sampler.row_dict[name].dtype == sampler.colptr_dict[name].dtype == torch.int64
         counts = torch.bincount(data[each].edge_index[1], minlength=SIZES[each[2]])
         assert torch.equal(sampler.colptr_dict[name].diff(), counts)
-
-
-def test_tables_are_a_feature_store_of_the_loader(data):
-    (_, edges), _ = to_stores(data)
-    quantized = FeatureTable.quantized(data["user"].x)
-    features = TableStore({("user", "x"): quantized, ("item", "x"): FeatureTable(data["item"].x)})
-    for batch in NeighborLoader((features, edges), [3], "user", batch_size=9):
-        assert torch.equal(batch["user"].x, quantized.gather(batch["user"].n_id))
-        assert torch.equal(batch["item"].x, data["item"].x[batch["item"].n_id])
-
-
-def test_arrays_become_tensors(data):
-    (features, edges), _ = to_stores(data)
-    features.tensors["user", "x"] = data["user"].x.double().numpy()
-    batch = next(iter(NeighborLoader((features, edges), [3], "user", batch_size=9)))
-    assert isinstance(features.tensors["user", "x"], np.ndarray)
-    assert batch["user"].x.dtype == torch.float64

@@ -193,28 +193,3 @@ def test_a_copy_continues_at_the_position_of_the_loader(graph, kind, copied):
         for name in ("nodes", "seeds", "x", "y", "pairs"):
             mine, theirs = getattr(batch, name), getattr(other, name)
             assert mine is theirs is None or torch.equal(mine, theirs), name
-
-
-class Fixed(Loader):
-    """A subclass with arguments of its own."""
-
-    def __init__(self, batch_size):
-        graph, table = Graph.from_edges([0, 1, 2], [1, 2, 0], 3), FeatureTable(torch.rand(3, 2))
-        self.before = {"set": "before the loader's own"}
-        super().__init__(graph, table, torch.arange(3), [2], batch_size)
-        self.names = ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
-)
-def test_a_loader_of_a_subclass_is_copied_with_its_attributes(duplicate):
-    loader = Fixed(2)
-    loader.note = {"run": 3}
-    copied = duplicate(loader)
-    assert type(copied) is Fixed
-    for name in ("before", "names", "note"):
-        assert getattr(copied, name) == getattr(loader, name)
-    assert copied.names is not loader.names
-    for one, other in zip(loader, copied, strict=True):
-        assert torch.equal(one.nodes, other.nodes)

@@ -1,7 +1,5 @@
 """The loader of the whole graph yields one batch per epoch, without copies where it can."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -144,16 +142,6 @@ def test_the_state_of_another_loader_is_rejected(seeds, layers, name, graph, tab
     minibatches = Loader(graph, table, SEEDS, [2, 2], 2).state_dict()
     with pytest.raises(ValueError, match="the state is of a loader with batch_size 2"):
         FullBatchLoader(graph, table, SEEDS, 2).load_state_dict(minibatches)
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_have_the_same_batch(make, graph, table):
-    loader = FullBatchLoader(graph, table, SEEDS, 2, LABELS)
-    list(loader)
-    other = make(loader)
-    assert other.epoch == 1
-    assert torch.equal(other.batch.x, loader.batch.x)
-    assert torch.equal(other.batch.y, loader.batch.y)
 
 
 @pytest.mark.parametrize(

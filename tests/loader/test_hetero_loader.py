@@ -1,7 +1,5 @@
 """The loader of heterogeneous graphs yields typed minibatches in order, and resumes."""
 
-import copy
-import pickle
 import threading
 
 import numpy as np
@@ -132,24 +130,6 @@ def test_epochs_differ_and_a_state_resumes_within_one(make):
         assert_same(resumed, second[steps:])
 
 
-def test_a_copy_continues_at_the_same_position(make, links):
-    for loader in (make(), make(links())):
-        expected = list(loader)
-        for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-            assert other.epoch == 1
-            other.set_epoch(0)
-            assert_same(other, expected)
-
-
-def test_ranks_share_each_step(make):
-    whole = [set(batch.items.tolist()) for batch in make(batch_size=20)]
-    ranks = [list(make(batch_size=10, rank=rank, world_size=2)) for rank in (0, 1)]
-    for step, expected in enumerate(whole):
-        parts = [set(own[step].items.tolist()) for own in ranks]
-        assert parts[0] | parts[1] == expected
-        assert not parts[0] & parts[1]
-
-
 def test_a_state_of_another_loader_is_rejected(make, graph):
     state = make().state_dict()
     other = HeteroSampler(graph, [3, 3], seed=1)
@@ -196,16 +176,6 @@ def test_pairs_are_seed_edges_and_negatives(links, make, graph, temporal):
         # the model returns rows of the seeds only
         assert int(batch.pairs[0].max()) < len(batch.seeds["user"])
         assert int(batch.pairs[1].max()) < len(batch.seeds["item"])
-
-
-def test_a_pair_of_one_type_has_positions_of_both_ends(graph, make):
-    sampler = HeteroLinkSampler(HeteroSampler(graph, [2]), KNOWS, num_negatives=1)
-    edges = graph.edges(KNOWS).edge_index()
-    for batch in make(sampler, batch_size=40):
-        pairs = batch.nodes["user"][batch.pairs]
-        assert torch.equal(pairs[:, : len(batch.items)], edges[:, batch.items])
-        # self loops are no negatives
-        assert bool((pairs[0, len(batch.items) :] != pairs[1, len(batch.items) :]).all())
 
 
 def test_a_negative_may_have_the_number_of_its_source():

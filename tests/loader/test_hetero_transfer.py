@@ -313,13 +313,6 @@ def test_rows_that_the_gpu_cannot_read_are_copied(make, fake_gpu, monkeypatch):
     assert_same(loader, make(), fake_gpu)
 
 
-def test_invalid_options_are_rejected(make):
-    with pytest.raises(ValueError, match=r"copied_share is 1\.5"):
-        make(copied_share=1.5)
-    with pytest.raises(ValueError, match="priority is 1"):
-        make(priority=1)
-
-
 def test_a_minibatch_can_be_moved_with_all_its_tensors(make):
     for batch in make("temporal links"):
         moved = batch.to("meta")

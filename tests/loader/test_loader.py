@@ -9,9 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from concurrent.futures import CancelledError
 
-import numpy as np
 import pytest
 import torch
 from limits import HANG_S
@@ -138,30 +136,11 @@ def test_batches_may_be_kept(make):
             assert same(batch, kept.pop(0))
 
 
-def test_labels_may_have_many_tasks_or_be_omitted(make):
-    several = torch.rand(NUM_NODES, 4)
-    batch = next(iter(make(labels=several)))
-    assert torch.equal(batch.y, several[batch.seeds])
-    assert next(iter(make(labels=None))).y is None
-
-
-def test_a_loader_without_a_table_yields_no_features(make):
-    assert next(iter(make(table=None))).x is None
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_sparse_table_is_supported(make, table):
     sparse = FeatureTable(table.rows.clamp(min=1).sub(1).to_sparse_csr())
     batch = next(iter(make(table=sparse)))
     assert torch.equal(batch.x, table.rows.clamp(min=1).sub(1)[batch.nodes])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
-def test_dtype_of_the_table_is_kept(make, table, dtype):
-    rows = (table.rows * 20).to(dtype)
-    batch = next(iter(make(table=FeatureTable(rows))))
-    assert batch.x.dtype == dtype
-    assert torch.equal(batch.x, rows[batch.nodes])
 
 
 def test_a_quantized_table_is_supported(make, table):
@@ -217,16 +196,6 @@ def test_each_iteration_is_another_epoch(make):
 def test_drop_last_omits_the_last_batch(make):
     loader = make(drop_last=True)
     assert [len(batch.seeds) for batch in loader] == [64] * 15 == [64] * len(loader)
-
-
-def test_the_step_at_which_an_iteration_starts_is_not_its_position(graph):
-    loader = Loader(graph, None, torch.arange(40), [2], 10)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    assert (loader.resume_step, state["position"]) == (0, 1)
-    loader.load_state_dict(state)
-    assert loader.resume_step == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -289,26 +258,6 @@ def test_a_resumed_loader_yields_the_same_batches(make, stop):
     assert all(same(a, b) for a, b in zip(expected[stop:], rest, strict=True))
 
 
-def test_the_state_counts_the_batch_that_was_yielded_last(make):
-    loader = make()
-    for step, _ in enumerate(loader):
-        assert loader.state_dict()["position"] == step + 1
-        assert loader.state_dict()["epoch"] == 0
-    assert loader.state_dict()["position"] == 0
-    assert loader.state_dict()["epoch"] == 1
-
-
-def test_the_state_can_be_saved_in_a_checkpoint(make, tmp_path):
-    loader = make()
-    batches = iter(loader)
-    next(batches)
-    torch.save(loader.state_dict(), tmp_path / "state")
-    other = make()
-    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    assert same(next(iter(other)), next(batches))
-    batches.close()
-
-
 def test_an_epoch_that_is_stopped_early_is_repeated(make):
     loader = make()
     first = [batch for batch, _ in zip(loader, range(3), strict=False)]
@@ -345,21 +294,6 @@ def test_another_number_of_ranks_takes_the_remaining_seeds(workers, stop, make):
     # the next epoch is whole
     other.set_epoch(1)
     assert other.shares == old[0]
-
-
-def test_the_remaining_seeds_keep_their_order(make):
-    alone = make(batch_size=60)
-    first = [next(batches).seeds for batches in [iter(alone)] for _ in range(4)]
-    state = alone.state_dict()
-    rest = []
-    for rank in range(3):
-        loader = make(batch_size=25, rank=rank, world_size=3)
-        loader.load_state_dict(state)
-        rest.append([batch.seeds for batch in loader])
-        assert loader.epoch == 1
-    steps = [torch.cat(step) for step in zip(*rest, strict=True)]
-    expected = torch.cat([batch.seeds for batch in make(batch_size=60)])
-    assert torch.equal(torch.cat([*first, *steps]), expected)
 
 
 def test_a_rank_without_a_seed_gets_an_empty_batch(make):
@@ -423,24 +357,6 @@ def test_the_state_of_another_link_sampler_is_rejected(make, graph):
             links(**{name: value}).load_state_dict(state)
 
 
-def test_states_of_older_versions_without_settings_are_loaded(make):
-    state = make().state_dict()
-    del state["fanouts"], state["sampler_seed"]
-    make().load_state_dict(state)
-
-
-@pytest.mark.parametrize("kind", [list, torch.Tensor.numpy, torch.Tensor.tolist, tuple])
-def test_seeds_may_be_an_array_or_a_list(make, kind):
-    seeds = torch.arange(0, 300, 3)
-    for mine, theirs in zip(make(seeds=kind(seeds)), make(seeds=seeds), strict=True):
-        assert same(mine, theirs)
-
-
-def test_numpy_numbers_are_accepted_as_arguments(make):
-    loader = make(batch_size=np.int64(64), seed=np.int32(0), shuffle=np.bool_(True))
-    assert json.loads(json.dumps(loader.state_dict())) == make().state_dict()
-
-
 # threads
 
 
@@ -475,15 +391,6 @@ def test_closing_leaves_no_threads_and_no_batches(make):
     assert loader.state_dict()["position"] == 1
 
 
-def test_an_iterator_in_a_reference_cycle_leaves_no_threads(make):
-    batches = iter(make())
-    ring = [batches]
-    ring.append(ring)
-    del batches, ring
-    gc.collect()
-    assert loader_threads() == []
-
-
 def test_an_error_of_the_consumer_leaves_no_threads(make):
     def consume():
         for _ in make():
@@ -512,29 +419,6 @@ def test_an_error_of_a_thread_is_raised_in_the_order_of_batches(make, graph):
     assert len(list(loader)) == 16
 
 
-class Failing(Sampler):
-    """Raises an error in the third minibatch."""
-
-    def __init__(self, graph, error):
-        super().__init__(graph, [2])
-        self.error, self.count = error, 0
-
-    def sample(self, seeds, epoch):
-        self.count += 1
-        if self.count == 3:
-            raise self.error
-        return super().sample(seeds, epoch)
-
-
-def test_stop_iteration_of_the_sampler_is_an_error(make, graph):
-    loader = make(sampler=Failing(graph, StopIteration()), threads=1)
-    with pytest.raises(RuntimeError, match=r"(?s)the sampler raised StopIteration.*\n\nhint: "):
-        list(loader)
-    loader = make(sampler=Failing(graph, CancelledError()), threads=1)
-    with pytest.raises(CancelledError):
-        list(loader)
-
-
 def test_writing_into_a_batch_changes_neither_the_seeds_nor_later_epochs(make):
     seeds = torch.arange(0, NUM_NODES, 3)
     loader = make(seeds=seeds, shuffle=False)
@@ -561,12 +445,6 @@ def test_memory_in_flight_is_bounded(make, graph):
         assert batch is not None
         assert sum(ref() is not None for ref in made) <= 1 + 3
     assert sampler.calls == 16
-
-
-def test_memory_is_reused(make):
-    loader = make(batch_size=500, fanouts=[15, 10], table=FeatureTable(torch.zeros(NUM_NODES, 100)))
-    addresses = {batch.x.data_ptr() for _ in range(10) for batch in loader}
-    assert len(addresses) <= 1 + loader.ahead + 2
 
 
 def test_batches_are_prepared_in_parallel(make, graph):
@@ -740,12 +618,6 @@ def test_a_missing_gpu_is_reported(make):
         make(device="cuda")
 
 
-@pytest.mark.parametrize("epoch", [-1, 2**32])
-def test_an_epoch_out_of_range_is_rejected(make, epoch):
-    with pytest.raises(ValueError, match=f"epoch is {epoch}"):
-        make().set_epoch(epoch)
-
-
 # on a GPU
 
 
@@ -797,14 +669,6 @@ def test_memory_of_an_epoch_that_is_stopped_early_is_not_overwritten(make):
         assert torch.equal(x, loader.table.rows[nodes])
 
 
-def test_blocks_have_their_degrees(make, graph):
-    for batch in make(in_degrees=True):
-        for block in batch.blocks:
-            assert torch.equal(block.degrees, graph.in_degrees()[block.nodes])
-            assert block.in_degrees is block.degrees
-            assert block.to("cpu").in_degrees is not None
-
-
 def test_a_sampler_may_have_other_items_and_its_own_labels(make, graph):
     class Items:
         num_items = 2 * NUM_NODES
@@ -820,12 +684,6 @@ def test_a_sampler_may_have_other_items_and_its_own_labels(make, graph):
     assert torch.equal(torch.cat([batch.y for batch in loader]), items.float())
     with pytest.raises(ValueError, match=r"but the sampler has 6000 items"):
         make(seeds=items + 2, sampler=Items())
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_invalid_copied_shares_are_rejected(make, share):
-    with pytest.raises(ValueError, match="copied_share"):
-        make(copied_share=share)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

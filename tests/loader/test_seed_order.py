@@ -94,22 +94,6 @@ def test_in_as_many_epochs_as_ranks_each_rank_takes_every_seed_once(make, world_
     assert world_size == 1 or cycles[0] != cycles[1]
 
 
-def test_seeds_of_a_chunk_are_shuffled_each_epoch(make):
-    first, second = ranks(make, 2, seed_order="rotating")
-    mine = flatten(take_epoch(first))
-    take_epoch(second)
-    later = flatten(take_epoch(second))
-    assert mine != later
-    assert sorted(mine) == sorted(later)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_one_rank_has_the_default_order(make, order):
-    loader, plain = make(seed_order=order), make()
-    for _ in range(3):
-        assert take_epoch(loader) == take_epoch(plain)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_depend_on_the_seed_and_not_on_threads(make, order):
     options = {"seed_order": order, "world_size": 3, "rank": 1}
@@ -173,13 +157,6 @@ def test_parts_of_a_sampler_with_items_are_those_of_its_items(graph):
         loader = Loader(graph, None, torch.arange(300), [], 16, sampler=sampler, **options)
         items = torch.cat([batch.items for batch in loader])
         assert items.sort().values.tolist() == list(range(rank, 300, 2))
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.int])
-def test_parts_may_be_of_any_kind(make, kind):
-    options = {"seed_order": "local", "world_size": 2}
-    expected = take_epoch(make(**options))
-    assert take_epoch(make(**options, parts=kind(parts_of(2)))) == expected
 
 
 # state
@@ -252,21 +229,6 @@ def test_parts_of_another_number_of_ranks_are_needed_only_within_an_epoch(make):
         other.load_state_dict(state | {"position": 1})
     with pytest.raises(ValueError, match=r"(?s)parts of 3 ranks, and this.* has 2\n\nhint: "):
         other.load_state_dict(state | {"position": 1}, parts_of(3).flip(0))
-
-
-@pytest.mark.parametrize("order", ["shuffled", "rotating"])
-def test_the_state_of_another_order_is_rejected(make, order):
-    state = make(seed_order="local", world_size=2).state_dict()
-    with pytest.raises(ValueError, match=rf"seed_order 'local', not '{order}'\n\nhint: "):
-        make(seed_order=order, world_size=2).load_state_dict(state)
-
-
-def test_states_without_an_order_are_of_the_default_order(make):
-    state = make().state_dict()
-    del state["seed_order"]
-    make().load_state_dict(state)
-    with pytest.raises(ValueError, match="seed_order 'shuffled', not 'rotating'"):
-        make(seed_order="rotating").load_state_dict(state)
 
 
 def test_the_state_of_other_parts_is_rejected(make):

@@ -276,13 +276,6 @@ def test_minibatches_do_not_depend_on_the_future(times, temporal, subgraph_type)
         assert_equal(*batches)
 
 
-def test_last_takes_the_latest_edges():
-    edges = {("u", "r", "v"): {"edge_index": [np.arange(9), np.zeros(9, int)], "time": range(9)}}
-    graph = HeteroGraph.from_arrays({"u": 9, "v": 1}, edges)
-    batch = HeteroSampler(graph, [3], temporal="last").sample(("v", [0]), 0, [6])
-    assert batch.nodes["u"].tolist() == [4, 5, 6]
-
-
 def test_seed_times_default_to_the_times_of_the_seeds():
     graph = random_graph(4, times="node", num_types=2)
     name = graph.node_types[0]
@@ -432,22 +425,6 @@ PLAIN = HeteroGraph.from_arrays({"u": 4, "v": 3}, {("u", "r", "v"): [[0], [0]]})
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_wrong_types_are_named():
-    with pytest.raises(TypeError, match="graph is"):
-        HeteroSampler(None, [1])
-    with pytest.raises(TypeError, match="seeds is"):
-        HeteroSampler(SHOP, [1]).sample([0], 0)
-
-
-def test_fanouts_of_a_dict_and_its_default():
-    edges = {("u", "r", "v"): [[0], [0]], ("v", "s", "u"): [[0], [0]]}
-    graph = HeteroGraph.from_arrays({"u": 1, "v": 1}, edges)
-    sampler = HeteroSampler(graph, {"u__r__v": [2, 1], "default": [0, 3]})
-    assert sampler.fanouts == {("u", "r", "v"): (2, 1), ("v", "s", "u"): (0, 3)}
-    with pytest.raises(ValueError, match=r"2 hops .*'r'.*, but 1 for .*'s'"):
-        HeteroSampler(graph, {"r": [2, 1], "s": [0]})
 
 
 @pytest.mark.parametrize("damage", ["offset", "source", "negative"])

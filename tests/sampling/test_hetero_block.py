@@ -124,17 +124,6 @@ def test_full_blocks_have_the_graph():
     assert len({id(block) for block in build_full_hetero_blocks(graph, 3)}) == 1
 
 
-def test_a_copy_on_another_device_has_the_same_sizes():
-    (block,) = build_full_hetero_blocks(random_graph(3), 1)
-    copy = block.to("meta")
-    assert copy.device.type == "meta"
-    assert (copy.num_src, copy.num_dst, copy.num_edges) == (
-        block.num_src,
-        block.num_dst,
-        block.num_edges,
-    )
-
-
 @pytest.mark.parametrize(
     ("end", "value"), [("row", 10**6), ("row", -1), ("col", 10**6), ("col", -1)]
 )
@@ -147,13 +136,3 @@ def test_positions_out_of_range_are_errors(end, value):
     with pytest.raises(ValueError, match=str(value)) as error:
         build_hetero_blocks(batch)
     assert str(edge_type) in str(error.value)
-
-
-def test_bad_arguments_are_errors():
-    graph = random_graph(3)
-    with pytest.raises(ValueError, match="'nothing'"):
-        build_full_hetero_blocks(graph, 2, targets=["nothing"])
-    with pytest.raises(ValueError, match="num_layers is 0"):
-        build_full_hetero_blocks(graph, 0)
-    with pytest.raises(TypeError, match="HeteroGraph"):
-        build_full_hetero_blocks(3, 2)

@@ -65,17 +65,6 @@ def test_negatives_are_not_later_than_their_edge(strict):
     )
 
 
-@pytest.mark.parametrize("time", ["both", "edge"])
-def test_parts_of_the_negatives_are_those_of_the_whole(time):
-    sampler, items = links(shop(), time=time, num_negatives=7), torch.arange(EDGES)
-    whole = negatives(sampler, items, epoch=3)
-    parts = [sampler.with_negatives(first, count) for first, count in ((0, 3), (3, 3), (6, 1))]
-    found = torch.cat([negatives(part, items, epoch=3) for part in parts], dim=1)
-    assert torch.equal(found, whole)
-    assert len(whole.unique(dim=1)) > 1
-    assert sampler.num_negatives == 7
-
-
 def test_an_edge_without_a_negative_is_found_in_advance():
     nodes = {"user": {"num_nodes": 3}, "item": {"num_nodes": 2}}
     pairs = np.array([[0, 1, 1, 1, 2], [0, 0, 1, 1, 1]])
@@ -170,18 +159,6 @@ def test_the_only_valid_negative_is_found():
     )
     loose = HeteroLinkSampler(sampler, BUYS, [[0], [1]], times=[1], strict=False)
     assert int(negatives(loose, torch.tensor([0]))) in (0, 1)
-
-
-def test_an_edge_before_all_nodes_is_named():
-    graph = shop()
-    graph = shop(time=graph.nodes("item").time.numpy() + 5)
-    edges = [[1, 2, 3], [4, 5, 6]]
-    with pytest.raises(ValueError, match=r"later than the edge from 2 to 5 of .* time is 4,") as e:
-        links(graph, edges=edges, times=[30, 4, 8])
-    assert "the earliest node has time 5\n\nhint: remove such edges" in str(e.value)
-    assert links(graph, edges=edges, times=[30, 4, 8], num_negatives=0).num_negatives == 0
-    assert links(graph, edges=edges, times=[30, 4, 8], time="edge").num_items == 3
-    links(graph, edges=edges, times=[30, 5, 8])
 
 
 def test_negatives_of_one_node_type_are_neither_later_nor_self_loops():

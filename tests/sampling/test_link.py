@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
@@ -249,15 +248,3 @@ def test_edges_that_are_not_in_the_graph_are_rejected(wrong, message, graph):
 def test_edge_indices_out_of_range_are_rejected(items, graph, edges):
     with pytest.raises(ValueError, match="seeds"):
         LinkSampler(graph, edges, [2]).sample(items, 0)
-
-
-def test_a_batch_may_have_no_edges(graph, edges):
-    batch = LinkSampler(graph, edges, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
-    assert batch.pairs.shape == (2, 0)
-    assert len(batch.y) == len(batch.nodes) == 0
-
-
-def test_a_batch_may_have_no_negatives(graph, edges):
-    batch = LinkSampler(graph, edges, [2], num_negatives=0).sample(torch.arange(3), 0)
-    assert batch.y.tolist() == [1, 1, 1]
-    assert np.array_equal(ids(batch), edges[:, :3])

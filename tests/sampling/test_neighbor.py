@@ -117,34 +117,10 @@ def test_blocks_can_be_moved_to_a_device(graph, device):
     assert block.to("meta").indices.is_meta
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_seeds_may_be_int32_or_int64(graph, dtype):
-    seeds = torch.tensor([3, 2, 2], dtype=dtype)
-    batch = Sampler(graph, [2]).sample(seeds, 0)
-    assert batch.nodes[:3].tolist() == batch.seeds.tolist() == [3, 2, 2]
-    assert batch.seeds.dtype == torch.int64
-
-
-def test_a_batch_may_have_no_seeds(graph):
-    batch = Sampler(graph, [2, 2]).sample(torch.empty(0, dtype=torch.int64), 0)
-    assert batch.nodes.shape == batch.seeds.shape == (0,)
-    assert [(block.num_dst, block.num_src) for block in batch.blocks] == [(0, 0)] * 2
-
-
 @pytest.mark.parametrize("seed", [-1, 2000])
 def test_a_seed_out_of_range_is_rejected(graph, seed):
     with pytest.raises(ValueError, match=r"2000 nodes\n\nhint: "):
         Sampler(graph, [2]).sample(torch.tensor([5, seed]), 0)
-
-
-def test_a_batch_is_printed_by_its_shapes(graph):
-    batch = Sampler(graph, [3, 2]).sample(torch.arange(50), 0)
-    batch.x = torch.zeros(len(batch.nodes), 7)
-    text = repr(batch)
-    assert "\n" not in text
-    assert "tensor" not in text
-    assert text.startswith(f"Batch(seeds=(50,), nodes=({len(batch.nodes)},), x=(")
-    assert f"num_dst=50, num_edges={batch.blocks[-1].num_edges})" in text
 
 
 @pytest.mark.parametrize("seeds", [torch.zeros(2), torch.zeros(2, 2).long(), torch.tensor(1)])
@@ -157,11 +133,6 @@ def test_seeds_that_are_no_integer_vector_are_rejected(graph, seeds):
 def test_invalid_fanouts_are_rejected(graph, fanouts):
     with pytest.raises(ValueError, match="fanouts"):
         Sampler(graph, fanouts)
-
-
-def test_a_seed_of_more_than_64_bits_is_rejected(graph):
-    with pytest.raises(ValueError, match="64 bits"):
-        Sampler(graph, [2], seed=2**64)
 
 
 class Huge(Graph):

@@ -125,21 +125,6 @@ def test_many_reverses_in_a_type_of_another_name_cause_a_warning(share, more):
             HeteroLinkSampler(sampler, BUYS, reverse_types=given)
 
 
-def test_few_reverses_cause_no_warning():
-    for share, more in ((0.05, 0), (0.09, 250), (0.0, 300)):
-        assert found(graph_of(mixed(share, more), "shown_to")) == []
-
-
-def test_some_directed_edges_with_an_answer_cause_a_warning():
-    random = np.random.default_rng(0)
-    cites = random.integers(0, 200, (2, 800))
-    one = HeteroGraph.from_arrays({"p": 200}, {("p", "cites", "p"): cites})
-    assert found(one, "cites") == []
-    both = np.concatenate([cites, cites[::-1, :500]], axis=1)
-    with pytest.warns(UserWarning, match=r"'cites'.*is not treated as a reverse type"):
-        found(HeteroGraph.from_arrays({"p": 200}, {("p", "cites", "p"): both}), "cites")
-
-
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("sizes", [(5, 4, 10, 10), (30, 20, 300, 300), (100, 50, 500, 4000)])
 def test_random_edges_cause_no_warning(sizes, exponent):

@@ -9,7 +9,7 @@ import torch
 from processes import results
 from training import Listener, saved, train_as_worker
 
-from gcnzc import cli, prepare
+from gcnzc import prepare
 from gcnzc.cli.commands.train import summary_lines
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.graph.edge_split import EdgeShares
@@ -87,15 +87,6 @@ def test_steps_have_the_seeds_and_weights_of_larger_minibatches(
     assert found[0].first_step(len(found[0].shares)) == len(larger)
 
 
-def test_one_minibatch_per_step_is_a_step_of_the_loader():
-    shares = Shares(103, 5, 1, 3)
-    accumulation = Accumulation(shares)
-    assert len(accumulation) == len(shares)
-    for step in range(len(shares)):
-        assert accumulation.loss_weight(step) == shares.loss_weight(step)
-        assert accumulation.loss_factors(step) == [1.0]
-
-
 def check_equal_runs(one, other):
     for a, b in zip(lines(one), lines(other), strict=True):
         for name in ("steps", "seeds", "seeds_checksum", "lr"):
@@ -135,14 +126,6 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
     for mine, its in zip(lines(other), lines(whole), strict=True):
         # each seed is used once, also by another number of workers
         assert mine["seeds_checksum"] == its["seeds_checksum"]
-
-
-@pytest.mark.parametrize("options", [{"strategy": "local-sgd"}, {"precision": "bf16"}])
-def test_other_optimizers_and_precisions_accumulate(options, config, tmp_path):
-    config = replace(config, **options)
-    result = train(config, tmp_path / "run")
-    assert lines(tmp_path / "run")[0]["steps"] == -(-lines(tmp_path / "run")[0]["seeds"] // 80)
-    assert result["valid_accuracy"] > 0.4
 
 
 def test_link_prediction_accumulates(config, tmp_path):
@@ -207,15 +190,6 @@ def test_a_run_resumes_bit_for_bit(stop_at, config, tmp_path, monkeypatch):
     check_same_end(cut, whole)
 
 
-def test_bad_options_are_an_error(config, capsys):
-    with pytest.raises(ValueError, match=r"--accumulate must be at least 1, got 0(?s:.*)hint: "):
-        replace(config, accumulate=0)
-    with pytest.raises(ValueError, match=r"--accumulate 2 with --batch-size all(?s:.*)hint: "):
-        TrainConfig(batch_size="all", accumulate=2)
-    assert cli.main(["train", "--accumulate", "0"]) != 0
-    assert "--accumulate must be at least 1" in capsys.readouterr().err
-
-
 def test_a_single_step_per_epoch_is_a_warning(config):
     assert format_steps_warning(config, 80, 1) == ""
     assert "4 minibatches of each worker; use a smaller --accumulate" in format_steps_warning(
@@ -255,13 +229,6 @@ def use_drop_compute(threshold, patch=setattr):
 def train_with_drops(config, folder, threshold):
     use_drop_compute(threshold)
     return train_as_worker(config, folder)
-
-
-def test_drop_compute_that_drops_nothing_is_accumulation(config, tmp_path, monkeypatch):
-    train(config, tmp_path / "plain")
-    use_drop_compute(None, monkeypatch.setattr)
-    train(config, tmp_path / "run")
-    check_equal_runs(tmp_path / "plain", tmp_path / "run")
 
 
 def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monkeypatch):

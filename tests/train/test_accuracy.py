@@ -23,12 +23,6 @@ def test_recipes_are_options_of_train(recipe):
     assert parser.parse(["train", "data", *recipe.options.split()]).epochs >= 1
 
 
-@pytest.mark.parametrize("graph", accuracy.MADE_BY)
-def test_graphs_are_made_by_commands_and_used(graph):
-    assert parser.parse(accuracy.MADE_BY[graph].split()) is not None
-    assert any(recipe.graph == graph for recipe in accuracy.RECIPES)
-
-
 def test_seeds_are_averaged_and_held_against_the_target(monkeypatch, results, capsys):
     recipes = [accuracy.Recipe("digits", target, f"{QUICK} 3") for target in (30.0, 100.0)]
     monkeypatch.setattr(accuracy, "RECIPES", recipes)
@@ -57,21 +51,3 @@ def test_samplers_are_compared(results):
     assert near["difference_percent"] == pytest.approx(-0.6)
     assert near["within_spread"]
     assert not far["within_spread"]
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [(["cora", "no-such"], "no recipe for no-such"), (["digits", "--seeds", "1"], "two seeds")],
-)
-def test_what_cannot_be_measured_is_refused(words, why, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        accuracy.main(words)
-    assert why in capsys.readouterr().err
-
-
-def test_a_command_that_fails_ends_it_and_is_shown(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="1"):
-        accuracy.main(["cora", "--archives", str(tmp_path)])
-    shown = capsys.readouterr().err
-    assert "gcnzc prepare" in shown
-    assert "hint:" in shown

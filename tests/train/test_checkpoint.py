@@ -13,15 +13,6 @@ import torch
 from gcnzc.train import checkpoint
 
 
-def test_saved_state_is_loaded(tmp_path):
-    state = {"weights": torch.randn(3, 4), "step": 7, "names": ["a"], "deep": {"x": 1.5}}
-    checkpoint.save(tmp_path / "c.pt", state)
-    loaded = checkpoint.load(tmp_path / "c.pt")
-    assert torch.equal(loaded.pop("weights"), state.pop("weights"))
-    assert loaded == state
-    assert os.listdir(tmp_path) == ["c.pt"]
-
-
 def test_pickled_code_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -33,15 +24,6 @@ def test_pickled_code_is_not_run(tmp_path):
     # torch's message advises to unpickle it after all
     assert "weights_only" not in str(caught.value)
     assert "trust" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_damaged_checkpoints_are_rejected(tmp_path, kept):
-    checkpoint.save(tmp_path / "c.pt", {"weights": torch.randn(100)})
-    whole = (tmp_path / "c.pt").read_bytes()
-    (tmp_path / "c.pt").write_bytes(whole[:kept])
-    with pytest.raises(ValueError, match=r"damaged(.|\n)*hint: "):
-        checkpoint.load(tmp_path / "c.pt")
 
 
 def test_every_byte_is_covered_by_the_checksum(tmp_path):
@@ -83,11 +65,6 @@ def test_files_of_other_programs_are_rejected(tmp_path, state, words):
         checkpoint.load(tmp_path / "c.pt", {"step": int})
 
 
-def test_a_missing_checkpoint_is_reported(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        checkpoint.load(tmp_path / "c.pt")
-
-
 def test_another_model_is_reported_with_its_first_difference(tmp_path):
     saved = torch.nn.Linear(3, 5).state_dict()
     with pytest.raises(ValueError, match=r"weight is \(5, 3\) there and \(5, 4\) here"):
@@ -120,22 +97,3 @@ def test_a_process_killed_while_saving_leaves_a_whole_checkpoint(tmp_path):
             process.send_signal(signal.SIGKILL)
         state = checkpoint.load(path)
         assert (state["weights"] == state["step"]).all()
-
-
-def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
-    checkpoint.save(tmp_path / "c.pt", {"step": 1})
-    program = (
-        "import resource, torch, sys, signal\n"
-        "from pathlib import Path\n"
-        "from gcnzc.train import checkpoint\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try:\n"
-        "    checkpoint.save(Path(sys.argv[1]), {'step': 2, 'w': torch.zeros(1_000_000)})\n"
-        "except OSError:\n"
-        "    sys.exit(7)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "c.pt")]
-    assert subprocess.run(command, check=False).returncode == 7
-    assert os.listdir(tmp_path) == ["c.pt"]
-    assert checkpoint.load(tmp_path / "c.pt") == {"step": 1}

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from gcnzc.cli.commands.data import MakeConfig
-from gcnzc.cli.parser import parse
-from gcnzc.train import model_options, optimizer_options, option_groups
+from gcnzc.train import option_groups
 from gcnzc.train.config import EvaluateConfig, TrainConfig
-from gcnzc.train.given_options import given_options
 from gcnzc.train.options import config_from_dict, config_to_dict, option_name
 from gcnzc.train.run import train
 
@@ -95,87 +93,6 @@ def test_make_requires_a_kind_of_graph():
         MakeConfig(path=Path("x"), nodes=0)
 
 
-# the options of config.json and of the command line in 0.1; later versions may add to them
-FIRST_OPTIONS = {
-    "data": None,
-    "model": "sage",
-    "task": "node",
-    "decoder": "mlp",
-    "negatives": "uniform",
-    "num_negatives": 1,
-    "strict_negatives": True,
-    "exclude": "reverse",
-    "fanouts": [15, 10, 5],
-    "batch_size": 1024,
-    "epochs": 20,
-    "optimizer": "adam",
-    "lr": 0.003,
-    "weight_decay": 0.0,
-    "compress": "auto",
-    "warmup": "0.15",
-    "refresh": 0,
-    "local_steps": "default",
-    "outer_lr": None,
-    "outer_momentum": None,
-    "eager_weight": 0.5,
-    "delay": "default",
-    "fragments": "4",
-    "hidden": 256,
-    "layers": 3,
-    "heads": 4,
-    "output_heads": 0,
-    "dropout": 0.5,
-    "input_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "norm": "none",
-    "pre_norm": False,
-    "pre_activation": False,
-    "residual": False,
-    "skip": True,
-    "input_linear": False,
-    "output_linear": False,
-    "jumping": "none",
-    "activation": "default",
-    "patience": 0,
-    "evaluate_every": 1,
-    "sampler": "gcnzc",
-    "features": "host",
-    "cache_size": "auto",
-    "cache_policy": "presampled",
-    "cache_sharded": False,
-    "device": "auto",
-    "threads": 0,
-    "tuning_profile": True,
-    "workers": 1,
-    "scale_lr": "none",
-    "timeout_s": 60.0,
-    "restarts": 3,
-    "tune_exchange": False,
-    "seed": 0,
-    "checkpoint_every_s": 30.0,
-    "trace": 0,
-    "allow_nan": False,
-    "verify": False,
-    "out": None,
-    "resume": None,
-    "config": None,
-}
-
-
-def test_files_and_the_command_line_keep_their_options_and_defaults(capsys):
-    values = config_to_dict(TrainConfig())
-    assert FIRST_OPTIONS.items() <= values.items()
-    assert config_from_dict(TrainConfig, FIRST_OPTIONS, "config.json") == TrainConfig()
-    assert parse(["train", "--help"]) is None
-    words = set(capsys.readouterr().out.split())
-    flags = {
-        option_name(f"no_{name}" if value is True else name)
-        for name, value in FIRST_OPTIONS.items()
-        if name != "data"
-    }
-    assert flags <= words
-
-
 def test_every_option_of_train_is_in_one_group():
     groups = set(option_groups.Options.__subclasses__())
     # of another command
@@ -183,13 +100,6 @@ def test_every_option_of_train_is_in_one_group():
     names = [field.name for group in groups for field in fields(group)]
     assert sorted(names) == sorted(field.name for field in fields(TrainConfig))
     assert groups < set(TrainConfig.__mro__)
-
-
-def test_a_group_checks_its_own_options():
-    with pytest.raises(ValueError, match=r"--dropout must be in \[0, 1\), got 1\.0"):
-        model_options.ModelOptions(dropout=1.0)
-    with pytest.raises(ValueError, match="--lr must be finite, got nan"):
-        optimizer_options.OptimizerOptions(lr=float("nan"))
 
 
 def test_python_values_are_converted_to_the_types_of_the_options():
@@ -230,9 +140,3 @@ def test_one_process_does_not_train_as_if_it_were_several_workers(tmp_path):
     with pytest.raises(ValueError, match="workers is 2, and this is one process"):
         train(config, tmp_path / "run")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_options_of_a_config_are_arguments_of_another():
-    config = TrainConfig(strategy="muloco", optimizer="muon", epochs=7)
-    assert TrainConfig(**vars(config)) == config
-    assert given_options(TrainConfig(**vars(config))) == frozenset()

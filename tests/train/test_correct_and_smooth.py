@@ -145,23 +145,6 @@ def test_the_validation_split_alone_chooses(run, tmp_path, monkeypatch):
     assert found.choice["after"]["test"] != again.choice["after"]["test"]
 
 
-def test_a_result_that_is_no_better_is_not_used(run):
-    plain = evaluate(EvaluateConfig(run=run))
-    # nothing is corrected, and only the training nodes are replaced
-    options = {"correct_steps": 0, "smooth_steps": 1, "smooth_alpha": (0.0,)}
-    line = evaluate(EvaluateConfig(run=run, correct_and_smooth=True, **options))
-    assert not line["correct_and_smooth"]["is_used"]
-    assert line["test_accuracy"] == plain["test_accuracy"]
-
-
-def test_weights_of_no_propagation_are_not_compared(run):
-    data, totals = gcnzc.load(run.parent / "graph"), set()
-    task = NodeTask(TrainConfig(data=run.parent / "graph", layers=1, fanouts=(1,)), data)
-    options = EvaluateConfig(run=run, correct_and_smooth=True, correct_steps=0, smooth_steps=1)
-    correct_and_smooth(options, torch.randn(600, 4), data, task, lambda _, n: totals.add(n))
-    assert totals == {len(options.smooth_alpha)}
-
-
 def test_options_are_checked(capsys):
     for words, message in (
         (["--correct-alpha", "1.5"], "--correct-alpha must be numbers in [0, 1], got 1.5"),

@@ -131,17 +131,6 @@ def test_gradients_of_shares_equal_those_of_the_whole(kind, inner, graph):
                 torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-10, msg=name)
 
 
-def test_a_sparse_embedding_can_be_trained(graph):
-    plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    expected = build(gnn.SAGE, sparse=True)
-    lockstep([steps(graph, expected, plain, 0, 1)])
-    replicas = [build(gnn.SAGE, sparse=True) for _ in range(3)]
-    lockstep([steps(graph, model, plain, rank, 3) for rank, model in enumerate(replicas)])
-    for model in replicas:
-        for found, right in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-10)
-
-
 # runs of several processes
 
 
@@ -374,24 +363,6 @@ def test_workers_of_the_same_launch_resume_and_those_of_another_do_not(config, t
     assert "already has a run" in talk(tmp_path, 0)
 
 
-def test_a_run_without_an_id_belongs_to_all_launchers_that_started_its_workers(config, tmp_path):
-    run = tmp_path / "run"
-    words = ["train", config.data, "--out", run, "--layers", 2, "--fanouts", "5,5"]
-    words += ["--hidden", 16, "--batch-size", 30, "--timeout-s", NEVER_S, "--evaluate-every", 1000]
-    words += ["--checkpoint-every-s", 0.2]
-    many = [*words, "--epochs", 10_000]
-    with workers(2, tmp_path, work_for, "none", many, ["first", "second"]):
-        wait_for_record(run, tmp_path)
-    epochs = saved(run)["epoch"] + 2
-    words += ["--epochs", epochs]
-    # worker 0 has another launcher, and worker 1 a new one
-    assert results(2, tmp_path, work_for, "none", words, ["second", "third"]) == [0, 0]
-    assert "resuming " in talk(tmp_path, 0)
-    assert [line["epoch"] for line in lines(run / "record.jsonl")] == list(range(epochs))
-    assert results(2, tmp_path, work_for, "none", words, ["fourth", "fifth"]) == [1, 1]
-    assert "already has a run" in talk(tmp_path, 0)
-
-
 def wait_for_record(run, tmp_path):
     """Wait until workers have written an epoch's line into the record."""
     end = time.monotonic() + HANG_S
@@ -432,17 +403,6 @@ def test_worker_0_chooses_the_folder_and_an_error_of_any_worker_reaches_all(conf
     first, second = talk(tmp_path, 0), talk(tmp_path, 1)
     assert "error: rank 0: the disk is broken" in second
     assert "error: rank 1: the disk is broken" in first
-
-
-def test_an_error_on_the_first_worker_is_raised_on_all(config, tmp_path):
-    train(replace(config, epochs=1), tmp_path / "there")
-    config = replace(config, timeout_s=NEVER_S)
-    with workers(2, tmp_path, train_as_worker, config, tmp_path / "there") as processes:
-        for process in processes:
-            process.join(HANG_S)
-            assert process.exitcode == 1
-    assert "already has a run" in talk(tmp_path, 0)
-    assert "PeerFailed: rank 0 has failed" in talk(tmp_path, 1)
 
 
 def test_a_non_finite_gradient_is_skipped_on_all_ranks_and_reported(config, tmp_path):

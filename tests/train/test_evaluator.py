@@ -1,22 +1,20 @@
 """Evaluation of all nodes, of needed nodes and of sampled neighbourhoods."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from by_hand import MODELS, made, random_graph
 from processes import results
-from tiny_graph import tiny
 
 from gcnzc.cli import main
 from gcnzc.exchange import Group, init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
-from gcnzc.models import GCN, SAGE
+from gcnzc.models import SAGE
 from gcnzc.sampling.neighbor import Sampler
-from gcnzc.train import TrainConfig, sampled_inference
 from gcnzc.train import evaluator as module
+from gcnzc.train import sampled_inference
 from gcnzc.train.evaluation_cost import choose_evaluation, predict_cost
 from gcnzc.train.evaluator import Evaluator
 from gcnzc.train.inference import inference
@@ -145,16 +143,6 @@ def test_the_cheaper_evaluation_that_fits_is_chosen(monkeypatch):
     assert found.shape == (990, 4)
 
 
-def test_the_cost_counts_the_multiply_adds_of_a_layer():
-    graph = random_graph()
-    model = GCN(16, 4, 4, num_layers=1)
-    # projected first: 4 columns are fewer than 16
-    expected = 2 * 60 * 16 * 4 + 8 * graph.num_edges * 4
-    found = predict_cost(model, graph, None, 16)
-    assert found.operations == expected
-    assert found.num_bytes == 60 * (4 + 4) * 4
-
-
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
@@ -234,19 +222,3 @@ def test_sampled_evaluation_uses_the_fanouts_of_the_run(graph, tmp_path, capsys)
     found, _ = line_of(capsys, "evaluate", tmp_path / "run", "--evaluate", "sampled")
     for part in ("train", "valid", "test"):
         assert found[f"{part}_accuracy"] == pytest.approx(exact[f"{part}_accuracy"], abs=1e-3)
-
-
-def test_a_graph_without_features_is_rejected(graph, tmp_path, capsys):
-    line_of(capsys, "train", graph / "g", *OPTIONS, "--out", tmp_path / "run")
-    tiny().but(features=None).write(tmp_path / "bare")
-    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "bare")]) == 1
-    error = capsys.readouterr().err
-    assert "has no features, which the model reads" in error
-    assert "hint: " in error
-
-
-def test_a_config_checks_the_fanouts():
-    config = TrainConfig(evaluate="sampled", evaluate_fanouts=(3, 3, 3))
-    assert replace(config, evaluate="exact").evaluate == "exact"
-    with pytest.raises(ValueError, match="for 3 layers"):
-        TrainConfig(evaluate="sampled", evaluate_fanouts=(3, 3))

@@ -1,6 +1,5 @@
 """Runs with --batch-size all: the whole graph in each step."""
 
-import json
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Listener
 
 from gcnzc import load, prepare
 from gcnzc.cli import main
@@ -93,20 +91,6 @@ def test_a_run_resumes_bit_for_bit(config, tmp_path):
         assert [line[name] for line in one] == [line[name] for line in other], name
 
 
-def test_a_longer_run_continues_a_shorter_one(config, tmp_path):
-    train(replace(config, epochs=6), tmp_path / "whole")
-    train(replace(config, epochs=3), tmp_path / "cut")
-    train(replace(config, epochs=6, resume=tmp_path / "cut"), tmp_path / "cut")
-    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_steps_are_drawn_as_a_timeline(config, tmp_path):
-    train(replace(config, epochs=14, trace=3, evaluate_every=14), tmp_path / "run")
-    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
-    names = [event["name"] for event in events if event["ph"] == "X"]
-    assert (names.count("compute"), names.count("sample")) == (3, 0)
-
-
 def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch):
     """A pass over all nodes would need much more memory than a step on a few of them."""
     config = replace(config, epochs=2)
@@ -147,18 +131,6 @@ def test_options_that_do_not_fit_are_errors_with_remedies(words, message, hint, 
     error = capsys.readouterr().err
     assert f"error: {message}" in error or message in error
     assert f"{hint}" in error.partition("hint: ")[2]
-
-
-def test_fanouts_of_minus_one_are_accepted(config):
-    for fanouts in ((-1, -1), (15, 10, 5)):
-        assert replace(config, fanouts=fanouts).fanouts == (-1, -1)
-    with pytest.raises(ValueError, match="--batch-size cannot be 'whole'\n\nhint: its type is int"):
-        TrainConfig(batch_size="whole")
-
-
-def test_several_workers_of_a_script_are_rejected(config, tmp_path):
-    with pytest.raises(ValueError, match="a group of 2 workers with --batch-size all"):
-        train(config, tmp_path / "run", Listener(), type("Group", (), {"world_size": 2})())
 
 
 def test_the_memory_of_all_layers_is_estimated(config, monkeypatch, tmp_path):

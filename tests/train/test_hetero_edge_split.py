@@ -73,22 +73,6 @@ def test_reverses_of_the_same_time_are_in_one_split(times, keep):
         assert len(train) + len(valid) + len(test) >= 595
 
 
-def test_earlier_reverses_are_training_edges():
-    """An answer is another event than the message, which has another time."""
-    random = np.random.default_rng(0)
-    pairs = random.integers(0, USERS, (2, 200))
-    edges = np.concatenate([pairs, pairs[::-1]], axis=1)
-    store = {"edge_index": edges, "time": np.arange(400)}
-    graph = HeteroGraph.from_arrays({"user": USERS}, {KNOWS: store})
-    split = split_edges(graph, KNOWS, "time", 0.1, 0.1, 0, keep=True)
-    assert {name: ids.shape[1] for name, ids in split.edges.items()} == {
-        "train": 320,
-        "valid": 40,
-        "test": 40,
-    }
-    assert flipped(pairs_of(split.edges["train"])) & pairs_of(split.edges["test"])
-
-
 def shop(*, has_times):
     """A shop in which 70 % of the purchases have a reverse edge, which has no time."""
     whole = build(has_times=has_times)
@@ -126,14 +110,6 @@ def test_given_reverse_types_are_held_out_and_excluded(folder, given):
     assert remaining
     assert not remaining & held_out
     assert HeteroLinkTask(config, data).sampler.reverse_types == [BOUGHT]
-
-
-def test_no_reverse_types_are_given(folder):
-    config = config_of(folder, reverse_types="none")
-    data = load_hetero(config, folder)
-    assert HeteroLinkTask(config, data).sampler.reverse_types == []
-    split = split_edges_of_run(config, data)
-    assert split.graph.num_edges(BOUGHT) == data.graph.num_edges(BOUGHT)
 
 
 def test_a_type_given_as_its_own_reverse_is_held_out_in_pairs(tmp_path):
@@ -177,15 +153,3 @@ def test_a_temporal_run_is_told_that_untimed_edges_are_no_reverses(tmp_path):
     config = replace(config, reverse_types="none")
     data = load_hetero(config, tmp_path / "shop")
     assert HeteroLinkTask(config, data).sampler.reverse_types == []
-
-
-def test_bad_reverse_types_are_rejected_by_name(folder):
-    for given, reason in (
-        ("sold_by", "there is no edge type with the name 'sold_by'"),
-        ("bought_by,user", "there is no edge type with the name 'user'"),
-        ("", "there is no edge type with the name ''"),
-        ("buys", r"\('user', 'buys', 'item'\) does not go from 'item' to 'user'"),
-    ):
-        config = config_of(folder, reverse_types=given)
-        with pytest.raises(ValueError, match=f"^--reverse-types {given}: {reason}\n\nhint: "):
-            load_hetero(config, folder)

@@ -97,25 +97,6 @@ def test_two_workers_compute_the_result_of_one(config, tmp_path):
         np.testing.assert_allclose(found[name], value, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "local-sgd", "local_steps": "2"},
-        {"strategy": "selsync"},
-        {"optimizer": "onebit-adam", "warmup": "2"},
-        {"accumulate": 2, "precision": "bf16"},
-        {"strategy": "dropcompute", "compute_threshold": "1000"},
-    ],
-)
-def test_optimizers_and_strategies_train_the_other_parameters(options, config, tmp_path):
-    config = replace(config, embedding_lr=0.1, epochs=4, evaluate_every=4, **options)
-    if config.strategy == "dropcompute":
-        with pytest.raises(ValueError, match="--strategy dropcompute: node type author"):
-            train(config, tmp_path / "run")
-        return
-    assert train(config, tmp_path / "run")["valid_accuracy"] > 0.5
-
-
 def test_a_lost_file_of_embeddings_is_named(config, embedded, tmp_path):
     config = replace(config, epochs=1)
     train(config, tmp_path / "run")

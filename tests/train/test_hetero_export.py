@@ -106,19 +106,6 @@ def test_the_encoder_of_link_prediction_is_exported(tmp_path, capsys):
         np.testing.assert_allclose(found[name], rows, atol=1e-5)
 
 
-def test_a_temporal_run_is_exported(tmp_path):
-    build().save(tmp_path / "graph")
-    config = TrainConfig(data=tmp_path / "graph", model="hetero-sage", **ONE_LAYER, temporal="last")
-    train(config, tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "m.pt2")]) == 0
-    assert exported(tmp_path / "m.pt2")[1]["temporal"] == "last"
-    # the loaded model is not changed
-    loaded = load_model(tmp_path / "run")
-    loaded.model.train()
-    export_hetero_run(loaded, tmp_path / "m.pt2")
-    assert loaded.model.training
-
-
 def test_an_export_that_fails_leaves_both_previous_files(tmp_path, monkeypatch):
     without_features(build(), "author").save(tmp_path / "graph")
     train(TrainConfig(data=tmp_path / "graph", model="rgcn", **ONE_LAYER), tmp_path / "run")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import typed_papers
 from processes import results
 from training import saved, train_as_worker
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
@@ -48,13 +47,6 @@ def test_reverses_without_times_do_not_show_held_out_edges():
     assert "\n\nhint: give" in str(error.value)
     assert HeteroLinkSampler(sampler, BUYS, exclude="reverse").reverse_types == [BOUGHT]
     HeteroLinkSampler(HeteroSampler(build(), [5], temporal="last"), BUYS)
-
-
-def test_a_temporal_run_needs_the_times_of_reverses(config, tmp_path):
-    without_reverse_times().save(tmp_path / "graph")
-    options = {"temporal": "last", "evaluate": "sampled", "data": tmp_path / "graph"}
-    with pytest.raises(ValueError, match=r"are the reverses of .* but have no times"):
-        train(replace(config, **options), tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +153,6 @@ def test_a_stopped_run_resumes_bit_for_bit(config, tmp_path, monkeypatch):
     assert [line["valid_mrr"] for line in stopped["lines"]] == [
         line["valid_mrr"] for line in whole["lines"]
     ]
-
-
-@pytest.mark.processes
-def test_two_workers_agree_on_the_scores(config, tmp_path):
-    both = results(2, tmp_path, train_as_worker, replace(config, batch_size=128), tmp_path / "two")
-    one = train(config, tmp_path / "one")
-    assert both[0]["test_mrr"] == both[1]["test_mrr"]
-    assert both[0]["test_mrr"] == pytest.approx(one["test_mrr"], abs=0.03)
 
 
 def test_bad_options_are_rejected_by_name(config, tmp_path):
@@ -324,16 +308,3 @@ def test_workers_share_a_ranking(config, tmp_path):
     alone = evaluate(EvaluateConfig(run=tmp_path / "two"))
     for name in ("test_mrr", "test_recall@10", "valid_hit_rate@20"):
         assert both[0][name] == both[1][name] == alone[name]
-
-
-def test_evaluate_negatives_is_rejected_for_other_runs(config, tmp_path):
-    typed_papers.build().save(tmp_path / "papers")
-    own = TrainConfig(data=tmp_path / "papers", model="rgcn", **typed_papers.SIZES)
-    train(replace(own, epochs=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="--evaluate-negatives all is for link prediction"):
-        evaluate(EvaluateConfig(run=tmp_path / "run", evaluate_negatives="all"))
-    for wrong in (0, -1):
-        with pytest.raises(ValueError, match="--evaluate-negatives must be at least 1"):
-            replace(config, evaluate_negatives=wrong)
-        with pytest.raises(ValueError, match="--evaluate-negatives must be at least 1"):
-            EvaluateConfig(run=tmp_path / "run", evaluate_negatives=wrong)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -12,16 +11,13 @@ import torch
 import gcnzc
 from gcnzc._files import checksum
 from gcnzc.cli import main
-from gcnzc.datasets.names import Names
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.graph.hetero.stores import NodeStore
 from gcnzc.graph.hetero.tables import Table
 from gcnzc.graph.load import verify
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 
 USERS, ITEMS = 60, 40
-BUYS = ("order", "f2p_item", "item")
 EMAILS = np.array([f'u{number:02},"{number % 7}"@x' for number in range(USERS)], object)
 CODES = np.random.default_rng(0).permutation(1000)[:ITEMS] + 7
 LEVELS = ["gold", "silver", "0", "unused"]
@@ -129,34 +125,6 @@ def test_damaged_names_are_found(folder, tmp_path):
         (path / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(ValueError, match=message):
             HeteroGraph.load(path).nodes("item").keys  # noqa: B018
-
-
-def test_keys_that_are_the_numbers_of_nodes_as_text_are_none():
-    def keys_of(*texts):
-        return NodeStore(2, names=Names(nodes=np.array(texts, object))).keys
-
-    assert keys_of("0", "1") is None
-    assert keys_of("1", "0").tolist() == [1, 0]
-    assert keys_of("0", "01").tolist() == ["0", "01"]
-    message = r"^names.nodes has 3 ids for 2 nodes\n\nhint: give one id for each node"
-    with pytest.raises(ValueError, match=message):
-        keys_of("a", "b", "c")
-
-
-def test_folders_of_older_versions_have_numbers(run, folder, tmp_path):
-    """A folder without names is that of a graph without them."""
-    graph = HeteroGraph.load(folder)
-    nodes = {name: replace(graph.nodes(name), names=None) for name in graph.node_types}
-    edges = {each: graph.edges(each) for each in graph.edge_types}
-    HeteroGraph(nodes, edges).save(tmp_path / "old")
-    assert not list((tmp_path / "old").rglob("*.csv"))
-    assert HeteroGraph.load(tmp_path / "old").nodes("user").keys is None
-    found, named = predict(run, tmp_path / "old"), predict(run)
-    assert found.nodes.tolist() == list(range(USERS))
-    np.testing.assert_array_equal(found.classes, named.classes)
-    config = TrainConfig(data=tmp_path / "old", model="rgcn", **SIZES)
-    train(config, tmp_path / "run")
-    assert predict(tmp_path / "run").classes.dtype == np.int64
 
 
 def test_predictions_have_keys_and_names(run, folder):

@@ -306,24 +306,6 @@ def test_a_time_that_could_be_a_date_is_an_error(dated, tmp_path, capsys, monkey
         np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
 
 
-def test_dates_need_a_time_unit(shop, link_config, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train(replace(link_config, temporal="last"), tmp_path / "run")
-    pairs = pd.DataFrame({"source": [0], "target": [99]})
-    pairs.to_csv("pairs.csv", index=False)
-    pairs.assign(time=["2024-03-01"]).to_csv("dates.csv", index=False)
-    pairs.assign(time=pd.to_datetime(["2024-03-01"])).to_parquet("dates.parquet")
-    capsys.readouterr()
-    for words, message in (
-        (["--pairs", "pairs.csv", "--time", "2024-03-01"], "plain integers, without a unit"),
-        (["--pairs", "dates.csv"], "plain integers, without a unit"),
-        (["--pairs", "dates.parquet"], "integers whose unit is not known"),
-    ):
-        assert main(["predict", "run", *words, "--out", "x.npy"]) == 1
-        assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "x.npy").exists()
-
-
 def test_predict_and_predict_links_reject_runs_of_the_other_task(run, link_run):
     with pytest.raises(ValueError, match="predicts classes of nodes"):
         predict_links(run, pairs=([0], [0]))

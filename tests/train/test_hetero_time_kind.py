@@ -10,7 +10,6 @@ from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.cli import main
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -194,13 +193,3 @@ def test_edges_that_are_as_late_as_their_nodes_do_not_show_themselves(times, tmp
             assert is_flipped or len(rows[0])
             found = set(zip(*(own.tolist() for own in rows), strict=True))
             assert tuple(pair[::-1] if is_flipped else pair) not in found
-
-
-def test_seed_edges_whose_times_do_not_count_are_removed_in_python():
-    times = torch.zeros(USERS, dtype=torch.int64)
-    graph = with_times(of_users=times, of_items=torch.zeros(ITEMS, dtype=torch.int64))
-    for time, exclude in (("both", "none"), ("edge", "none"), ("node", "reverse")):
-        sampler = HeteroSampler(graph.sort_by_time(time), [5], temporal="last", time=time)
-        links = HeteroLinkSampler(sampler, BUYS)
-        assert links.exclude == exclude, time
-        assert links.num_items == EDGES

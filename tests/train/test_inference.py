@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from by_hand import BY_HAND, MODELS, dense, made, random_graph
+from by_hand import MODELS, made, random_graph
 from processes import results
 from torch import Tensor
 from torch.nn import functional
@@ -18,17 +18,6 @@ from gcnzc.sampling.neighbor import Sampler
 from gcnzc.train.inference import inference
 from gcnzc.train.layerwise import ranges, workers
 from gcnzc.train.layerwise.layer import FullLayer
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sizes", [(7, 5, 3), (3, 8, 4)])
-def test_inference_equals_the_formula(name, sizes):
-    graph = random_graph()
-    model = made(name, *sizes).eval()
-    x = torch.randn(graph.num_nodes, sizes[0]).double()
-    expected = BY_HAND[name](model, dense(graph), x)
-    found = inference(model, graph, FeatureTable(x), batch_nodes=16)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,16 +135,6 @@ def test_inference_bounds_the_edges_of_a_range(monkeypatch):
     assert steps[-1] == (180, 180)
 
 
-def test_inference_restores_the_mode_of_the_model():
-    graph, model = random_graph(), made("sage", 5, 4, 3, dropout=0.9)
-    table = FeatureTable(torch.randn(60, 5).double())
-    model.train()
-    first = inference(model, graph, table)
-    assert model.training
-    assert torch.equal(inference(model.eval(), graph, table), first)
-    assert not model.training
-
-
 SPREAD = [
     *itertools.product(MODELS, ["float32"], [3, 30], [False, True]),
     *((name, kind, 30, kind in ("half", "codes")) for name in MODELS for kind in KINDS),
@@ -239,20 +218,6 @@ def test_workers_compute_the_same_bits_as_one(expected, world_size, per_machine,
     assert all(shares)
 
 
-@pytest.mark.parametrize("num_nodes", [300, 6400, 10_000])
-def test_a_small_graph_has_ranges_for_many_workers(num_nodes):
-    """What is computed at a time is a small part of it, without anybody asking for that."""
-    graph, model = random_graph(num_nodes, 4 * num_nodes), made("sage", 5, 4, 3)
-    done = [0]
-    inference(
-        *(model, graph, FeatureTable(torch.randn(num_nodes, 5).double())),
-        progress=lambda now, total: done.append(now),
-    )
-    parts = [after - before for before, after in itertools.pairwise(done)]
-    assert sum(parts) == 3 * num_nodes
-    assert max(parts) <= max(64, num_nodes / 64)
-
-
 def test_shares_have_about_equal_costs():
     """Spans follow each other, none is lost, and no share is over by more than one span."""
     spans = [(i, i + 1) for i in range(50)]
@@ -291,20 +256,3 @@ def test_nodes_that_are_given_twice_have_equal_rows_also_with_self_loops(name, d
     assert torch.equal(inference(model, graph, table, nodes=nodes), whole[nodes])
     scratch = inference(model, graph, table, nodes=nodes, scratch=tmp_path / "scratch")
     assert torch.equal(scratch, whole[nodes])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sampled_seeds_that_are_given_twice_have_equal_rows_also_with_self_loops(name):
-    graph = Graph.from_edges(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 1, 2]), 3)
-    model, x = made(name, 5, 6, 4).eval(), torch.randn(3, 5).double()
-    nodes = torch.tensor([0, 2, 0, 0, 1])
-    batch = Sampler(graph, [-1] * 3).sample(nodes, epoch=0)
-    expected = inference(model, graph, FeatureTable(x))[nodes]
-    torch.testing.assert_close(model(batch.blocks, x[batch.nodes]), expected)
-
-
-def test_a_model_without_values_is_rejected():
-    graph, table = random_graph(), FeatureTable(torch.randn(60, 5))
-    model = SAGE(5, 6, 3, num_layers=1).to("meta")
-    with pytest.raises(ValueError, match="the model is on the meta device"):
-        inference(model, graph, table)

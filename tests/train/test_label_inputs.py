@@ -111,12 +111,6 @@ def test_minibatches_of_one_size_have_as_many_predicted_seeds(config, share):
         assert selected[:, num_seeds:].float().mean().item() == pytest.approx(share, abs=0.02)
 
 
-def test_a_minibatch_without_seeds_selects_none_of_them(config):
-    data = load(config.data)
-    labels = LabelInputs(data, data.num_classes, False)
-    assert labels.select(torch.empty(0, dtype=torch.int64), 0, 0.5).shape == (0,)
-
-
 def test_rows_of_labels(config):
     data = load(config.data)
     labels = LabelInputs(data, data.num_classes, False)
@@ -174,20 +168,6 @@ def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path)
     assert right == pytest.approx(found["test_accuracy"])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_label_inputs_extend_features_of_every_dtype(dtype, graph, config, tmp_path):
-    prepare(graph.parent / "g.npz", tmp_path / "graph", bidirected=True, feature_dtype=dtype)
-    config = replace(config, data=tmp_path / "graph", epochs=8, lr=0.05)
-    line = train(config, tmp_path / "run")
-    for method in ("exact", "needed"):
-        again = evaluate(EvaluateConfig(run=tmp_path / "run", evaluate=method))
-        assert again["test_accuracy"] == pytest.approx(line["test_accuracy"], abs=0.02)
-    data = load(tmp_path / "graph")
-    table = append_labels(data.table, LabelInputs(data, 3, False))
-    assert table.dtype == torch.float32
-    assert table.gather(torch.arange(5)).shape == (5, 7)
-
-
 def test_columns_of_labels_train_with_every_metric(tmp_path):
     random = np.random.default_rng(0)
     count, columns = 400, 3
@@ -231,8 +211,3 @@ def test_a_share_that_leaves_no_node_to_predict_is_refused(batch_size, config, t
     config = replace(config, batch_size=batch_size, label_inputs=0.999)
     with pytest.raises(ValueError, match=r"--label-inputs 0\.999 leaves less than one of the"):
         train(config, tmp_path / "run")
-
-
-def test_a_share_that_leaves_one_node_to_predict_is_accepted(config, tmp_path):
-    # in float64, 10 * (1 - 0.9) is below 1
-    train(replace(config, batch_size=10, label_inputs=0.9, epochs=1), tmp_path / "run")

@@ -11,7 +11,7 @@ from training import saved, train_as_worker
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.graph.prepare import prepare
-from gcnzc.optim import Averaged, resize_state
+from gcnzc.optim import Averaged
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT
@@ -249,26 +249,3 @@ def test_fragments_may_be_modules_or_named():
     assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [15, 6, 2]
     with pytest.raises(ValueError, match="no parameter for the fragment 'third'"):
         build_method(replace(config, fragments="weight,third"), model, Group(), 100)
-
-
-def test_eager_workers_have_no_gap_penalty():
-    model = torch.nn.Linear(3, 2)
-    config = TrainConfig(strategy="co2")
-    made = build_method(config, model, Group(), 100)
-    policy, update = made.recipe.policy, made.recipe.update
-    assert (policy.eager, update.gap.rule) == (config.eager_weight, "none")
-    made = build_method(replace(config, eager_weight=0.0), model, Group(), 100)
-    policy, update = made.recipe.policy, made.recipe.update
-    assert (policy.eager, update.gap.rule) == (0.0, "gap_aware")
-
-
-def test_refreshes_are_an_option_of_1_bit_adam():
-    model = torch.nn.Linear(3, 2)
-    made = build_method(TrainConfig(optimizer="onebit-adam", refresh=40), model, Group(), 100)
-    assert (made.refresh, made.refresh_steps) == (40, 16)
-
-
-def test_resizing_rejects_states_that_do_not_belong_together():
-    states = [{"rank": 0, "world_size": 2, "shared": {}} for _ in range(2)]
-    with pytest.raises(ValueError, match="states of ranks"):
-        resize_state(states, 0, 3)

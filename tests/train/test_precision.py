@@ -1,6 +1,5 @@
 """Runs in mixed precision: `--precision`, the loss scale, and torch's settings."""
 
-import copy
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,16 +13,12 @@ from torch import nn
 from torch.nn import functional
 from training import Listener
 
-import gcnzc.models
 from gcnzc import prepare
-from gcnzc.cli import main
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, init_group
-from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.train import checkpoint, precision
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
-from gcnzc.train.memory import footprint_of
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.precision import Precision, build_precision, check_precision, slow_reason
@@ -138,14 +133,6 @@ def test_features_are_gathered_as_they_are_stored(
     assert seen.training == {(given, torch.bfloat16)}
 
 
-def test_link_prediction_learns(folder, config, tmp_path):
-    prepare(folder / "raw", tmp_path / "links", edge_split=EdgeShares())
-    config = replace(config, data=tmp_path / "links", task="link", precision="bf16")
-    train(config, tmp_path / "run")
-    losses = [line["loss"] for line in lines(tmp_path / "run")]
-    assert losses[-1] < losses[0] < 0.8
-
-
 class Stopped(Exception):
     """In the middle of an epoch."""
 
@@ -247,21 +234,6 @@ def test_the_loss_scale_changes_no_bit_and_gradients_are_clipped_after_unscaling
     assert scaled.loss_scale == 2**16
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_worker_without_seeds_takes_the_step(optimizer):
-    model = nn.Linear(5, 3)
-    method = build_method(TrainConfig(**OPTIMIZERS[optimizer]), model, Group(), 4)
-    scaled = Precision("fp16", CPU)
-    before = scaled.state()
-    count_gradients(method)
-    scaled.step(method)
-    assert scaled.state().tolist() == [before[0], 1]
-    scaled.scale(model(torch.full((1, 5), torch.inf)).sum()).backward()
-    count_gradients(method)
-    scaled.step(method)
-    assert scaled.state().tolist() == [before[0] / 2, 0]
-
-
 def train_scaled(config, folder):
     """The results of runs on this worker, and its loss scales, with overflows."""
     torch.amp.GradScaler = HIGH
@@ -293,14 +265,6 @@ def test_workers_skip_the_same_steps(config, tmp_path):
             assert any(line.startswith("step 1 of epoch 1 was skipped on all") for line in said)
 
 
-def test_a_run_whose_gradients_always_overflow_ends_with_a_hint(config, tmp_path, monkeypatch):
-    # as if the scale stayed too large
-    monkeypatch.setattr(Precision, "scale", lambda self, loss: loss * torch.inf)
-    config = replace(config, precision="fp16", batch_size=20, epochs=20)
-    with pytest.raises(ValueError, match=r"the last \d+ steps .*\n\nhint: use --precision bf16"):
-        train(config, tmp_path / "run")
-
-
 def test_tf32_is_enabled_only_within_steps(monkeypatch):
     monkeypatch.setattr(precision, "check_precision", lambda name, device: None)
     matmul = torch.backends.cuda.matmul
@@ -321,21 +285,6 @@ def test_tf32_is_enabled_only_within_steps(monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"
     with fast.autocast():
         assert not torch.is_autocast_enabled("cpu")
-
-
-class OldMatmul:
-    """The settings of torch before 2.9."""
-
-    allow_tf32 = False
-
-
-def test_tf32_is_enabled_in_old_versions_of_torch(monkeypatch):
-    monkeypatch.setattr(precision, "check_precision", lambda name, device: None)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", OldMatmul())
-    fast = Precision("tf32", CPU)
-    with fast.enable_tf32():
-        assert torch.backends.cuda.matmul.allow_tf32
-    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_precisions_that_a_device_does_not_have_are_rejected(monkeypatch, config, tmp_path):
@@ -370,20 +319,3 @@ def test_a_slow_precision_is_reported_once(monkeypatch):
     monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     assert not slow_reason("bf16", CPU)
     assert "bf16 is faster" in slow_reason("fp16", CPU)
-
-
-def test_the_command_line_lists_the_choices(capsys):
-    assert main(["train", "--precision", "half"]) == 2
-    said = capsys.readouterr().err
-    assert all(name in said for name in ("float32", "tf32", "bf16", "fp16"))
-
-
-def test_the_estimated_memory_is_that_of_the_precision(config):
-    build = lambda: copy.deepcopy(wide)  # noqa: E731
-    wide = gcnzc.models.SAGE(100, 16, 3, num_layers=2)
-    found = {
-        name: footprint_of(replace(config, precision=name), build, 600, 100, 60)
-        for name in ("float32", "bf16")
-    }
-    assert found["float32"].minibatch == 2 * found["bf16"].minibatch
-    assert found["float32"].training == found["bf16"].training

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from gcnzc.train import progress
-from gcnzc.train.progress import NullReporter, Reporter
+from gcnzc.train.progress import Reporter
 
 
 @pytest.fixture
@@ -44,10 +44,3 @@ def test_text_is_not_interpreted_as_markup():
     text = io.StringIO()
     Reporter(Console(file=text)).say("[red] is a word [1, 2]")
     assert text.getvalue() == "[red] is a word [1, 2]\n"
-
-
-def test_quiet_prints_nothing(capsys):
-    with NullReporter().task("count") as advance:
-        advance(1, 2)
-        NullReporter().say("hello")
-    assert capsys.readouterr() == ("", "")

@@ -90,19 +90,6 @@ def test_labels_of_runs_are_short_and_differ(tmp_path):
     assert run_labels([tmp_path / "x" / "one", tmp_path / "y" / "two"]) == ["one", "two"]
 
 
-@pytest.mark.filterwarnings("error")
-def test_long_names_leave_room_for_the_curves(tmp_path):
-    # constrained layout warns if the labels leave no room, and then shrinks the panels to nothing
-    runs = [tmp_path / f"{'very-long-' * 12}{number}" for number in range(3)]
-    for run in runs:
-        run.mkdir()
-        for epoch in range(3):
-            valid = {"valid_accuracy": 0.4 + epoch / 10}
-            record.append(run / "record.jsonl", LINE | {"epoch": epoch} | valid)
-    curves(runs, tmp_path / "runs.png")
-    curves(runs[:1], tmp_path / "one.png")
-
-
 def test_a_run_without_epochs_has_no_curves(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no epochs in(.|\n)*hint: give a run folder"):
         curves([tmp_path], tmp_path / "x.png")
@@ -140,11 +127,3 @@ def test_a_tensorboard_that_cannot_be_imported_is_reported(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
     (text,) = said
     assert "TensorBoard does not import: ModuleNotFoundError" in text
-
-
-def test_without_tensorboard_no_events_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    events = EventFile(tmp_path / "events")
-    events.add(0, {"loss": 1.0})
-    events.append()
-    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,6 @@ import gcnzc.train.run_folder
 import gcnzc.train.setup
 import gcnzc.train.signals
 from gcnzc import load, prepare
-from gcnzc.datasets import ogb
 from gcnzc.datasets.generate import Shape, generate, make
 from gcnzc.features.cache import CachedTable
 from gcnzc.kernels.gather.gpu import KernelConfig
@@ -247,11 +246,6 @@ def test_a_run_that_is_too_short_for_a_trace_says_so(batch_size, effect, config,
     assert (tmp_path / "run" / "timeline.png").exists() == (batch_size < 1024)
 
 
-def test_evaluations_may_be_rare(config, tmp_path):
-    line = train(replace(config, epochs=5, evaluate_every=2), tmp_path / "run")
-    assert line["best_epoch"] in (2, 4, 5)
-
-
 @pytest.mark.parametrize("kind", ["float16", "int8", "sparse", "pitched"])
 def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
     options = {
@@ -284,42 +278,6 @@ def test_all_kinds_of_features_are_trained_on(kind, config, tmp_path):
     assert line["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0 if exact else 0.02)
 
 
-def test_many_label_columns_with_missing_labels_are_trained(config, tmp_path):
-    source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
-    # one task a class, one in five labels unknown
-    tasks = np.eye(4, dtype=np.float32)[source.labels()]
-    tasks[np.random.default_rng(0).random(tasks.shape) < 0.2] = np.nan
-    edges = source.edges(lambda *a: np.empty(a[1], a[2]), lambda *a: None)
-    ogb.write(
-        tmp_path / "raw",
-        edges,
-        tasks,
-        source.split(),
-        features=source.features,
-        num_classes=2,
-        metric="rocauc",
-        add_inverse_edge=True,
-    )
-    prepare(tmp_path / "raw", tmp_path / "g")
-    line = train(replace(config, data=tmp_path / "g", epochs=4), tmp_path / "run")
-    assert line["metric"] == "rocauc"
-    assert line["test_rocauc"] > 0.85
-    with pytest.raises(ValueError, match=r"--label-smoothing 0\.1 is for classes(.|\n)*hint: "):
-        train(replace(config, data=tmp_path / "g", label_smoothing=0.1), tmp_path / "other")
-
-
-def test_features_that_are_not_finite_are_rejected(config, graph, tmp_path):
-    source = generate("planted", Shape(2000, 12000, 24, 4), seed=3)
-    rows = np.zeros((2000, 24), np.float32)
-    rows[7, 3] = np.nan
-    with pytest.raises(ValueError, match=r"row 7(.|\n)*hint: "):
-        prepare(source, tmp_path / "g", features=rows)
-    prepare(source, tmp_path / "g", features=rows, allow_nan=True)
-    with pytest.raises(ValueError, match=r"hint: (.|\n)*allow"):
-        train(replace(config, data=tmp_path / "g"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
     def not_finite(self, logits, labels):
         return logits.sum() * torch.inf
@@ -346,17 +304,6 @@ def test_runs_get_unique_names(config, monkeypatch, tmp_path):
         assert new_folder(config) == Path(f"runs/graph-sage-{number}")
         # so that no other process takes it
         assert Path(f"runs/graph-sage-{number}").is_dir()
-
-
-def test_progress_is_reported(config, tmp_path):
-    told: list[str] = []
-
-    class Listening(NullReporter):
-        def say(self, text: str) -> None:
-            told.append(text)
-
-    train(config, tmp_path / "run", Listening())
-    assert [line.split("  ")[0] for line in told] == ["epoch 1/2", "epoch 2/2"]
 
 
 @pytest.mark.parametrize(("steps", "drawn"), [(12, 12), (1000, 24)])

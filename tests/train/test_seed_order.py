@@ -73,14 +73,6 @@ def test_a_run_of_local_seeds_resumes_with_another_number_of_workers(config, tmp
     assert checksums == expected_checksums(config)
 
 
-def test_one_worker_has_the_run_of_the_default_order(config, tmp_path):
-    models = []
-    for order in ("shuffled", "local"):
-        train(replace(config, seed_order=order, epochs=1), tmp_path / order)
-        models.append(saved(tmp_path / order)["model"])
-    assert all(torch.equal(models[1][name], value) for name, value in models[0].items())
-
-
 @pytest.mark.parametrize("sampler", ["gcnzc", "dgl"])
 def test_a_worker_trains_on_the_nodes_of_its_part(sampler, config):
     if sampler == "dgl" and not importlib.util.find_spec("dgl"):
@@ -114,9 +106,3 @@ def test_a_seed_edge_belongs_to_the_part_of_its_source(config):
     assert torch.equal(of_node[sources], parts)
     sizes = parts.bincount()
     assert (sizes.max() - sizes.min()) < 0.02 * len(parts)
-
-
-@pytest.mark.parametrize("order", ["rotating", "local"])
-def test_full_batches_have_no_order(order):
-    with pytest.raises(ValueError, match=rf"--seed-order {order} with --batch-size all: .*\n\nhi"):
-        TrainConfig(seed_order=order, batch_size="all")

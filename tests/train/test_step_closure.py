@@ -1,7 +1,6 @@
 """Runs whose optimizer computes several gradients of a minibatch in one step."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -66,9 +65,3 @@ def test_a_single_gradient_is_that_of_sgd(config, tmp_path, monkeypatch):
         # also the random numbers of dropout
         assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert own["seeds"] == other["seeds"]
-
-
-def test_a_loss_scale_is_refused(config, tmp_path, monkeypatch):
-    config = replace(config, precision="fp16")
-    with pytest.raises(ValueError, match=r"--precision fp16 with FedGLOMO.*\n\nhint: use"):
-        train_with(monkeypatch, config, tmp_path / "run", glomo())

@@ -78,40 +78,6 @@ def test_options_are_converted_to_arguments():
     assert build(strategy="streaming-diloco", delay="3").recipe.policy.requested_delay == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--strategy adamw", "invalid choice 'adamw' for argument '--strategy'"),
-        ("--optimizer average", "invalid choice 'average' for argument '--optimizer'"),
-        (
-            "--topology star",
-            "invalid choice 'star' for argument '--topology'. Expected one of complete, "
-            "exponential, ring\n",
-        ),
-        ("--optimizer --lr 3", "Missing value for argument '--optimizer'"),
-    ],
-)
-def test_contradictions_on_the_command_line(words, message):
-    with pytest.raises(UsageError) as error:
-        parse(["train", *words.split()])
-    assert message in str(error.value)
-    assert "\n\nhint: " in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("outer_lr", "0.4", "its type is float; the default is None"),
-        ("epochs", 1.5, "its type is int; the default is "),
-        ("topology", "star", "choose one of ring, exponential, complete; the default is None"),
-    ],
-)
-def test_a_wrong_type_in_a_file_is_reported_with_the_valid_one(name, value, message):
-    expected = rf"^f\.toml: {name} cannot be {value!r}\n\nhint: {message}"
-    with pytest.raises(ValueError, match=expected):
-        config_from_dict(TrainConfig, {name: value}, "f.toml")
-
-
 def test_muloco_trains_with_muon(tmp_path):
     assert parsed("--strategy muloco") == ("muloco", "muon")
     assert parsed("--strategy muloco --optimizer muon") == ("muloco", "muon")
@@ -133,23 +99,6 @@ def test_muloco_trains_with_muon(tmp_path):
     assert choice(replace(TrainConfig(), strategy="muloco")) == ("muloco", "muon")
 
 
-@pytest.mark.parametrize("optimizer", ONE_BIT)
-def test_an_optimizer_with_an_exchange_of_its_own_has_no_strategy(optimizer, tmp_path):
-    message = f"--optimizer {optimizer} with --strategy diloco: {optimizer} has an exchange"
-    with pytest.raises(ValueError, match=message) as error:
-        TrainConfig(optimizer=optimizer, strategy="diloco")
-    assert "\n\nhint: omit --strategy, or use --strategy diloco with --optimizer adam or" in str(
-        error.value
-    )
-    # also if they are from two places
-    file = tmp_path / "options.toml"
-    file.write_text(f'optimizer = "{optimizer}"\n')
-    with pytest.raises(UsageError, match="has an exchange of its own"):
-        parse(["train", "--config", str(file), "--strategy", "diloco"])
-    words = ["train", "--config", str(file), "--strategy", "diloco", "--optimizer", "adamw"]
-    assert choice(parse(words)) == ("diloco", "adamw")
-
-
 def test_the_command_line_overrides_a_file(tmp_path):
     file = tmp_path / "options.toml"
     file.write_text('strategy = "diloco"\noptimizer = "sgd"\n')
@@ -158,13 +107,6 @@ def test_the_command_line_overrides_a_file(tmp_path):
     assert choice(parse([*words, "--strategy", "co2"])) == ("co2", "sgd")
     assert choice(parse([*words, "--optimizer", "adamw"])) == ("diloco", "adamw")
     assert choice(parse([*words, "--strategy", "average"])) == ("average", "sgd")
-
-
-def test_a_preset_is_the_update_rule_of_a_strategy():
-    words = ["train", "--preset", "ogb/ogbn_arxiv-sage", "--strategy", "diloco"]
-    assert choice(parse(words)) == ("diloco", "adam")
-    config = TrainConfig(preset="heterophilous/tolokers-gat", strategy="diloco")
-    assert choice(config) == ("diloco", "adamw")
 
 
 @pytest.mark.parametrize(
@@ -241,13 +183,6 @@ def test_a_quorum_that_is_not_possible_is_reported(words, message):
         parse(["train", "--strategy", "diloco", *words.split()])
     assert message in " ".join(str(error.value).split())
     assert "\n\nhint: " in str(error.value)
-
-
-def test_diloco_with_a_quorum():
-    config = TrainConfig(strategy="diloco", quorum=3, grace_s=0.5, local_steps="5")
-    made = build_method(config, torch.nn.Linear(3, 2), Group(0, 4), 100)
-    assert "local_steps=5, quorum=3, grace_s=0.5" in describe(made)
-    assert isinstance(build(strategy="diloco"), DiLoCo)
 
 
 @pytest.mark.parametrize(

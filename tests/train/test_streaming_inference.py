@@ -14,7 +14,6 @@ from by_hand import MODELS, made, random_graph
 from killed import count_calls
 from processes import FORKS, results
 
-import gcnzc
 from gcnzc.exchange import init_group
 from gcnzc.features.table import FeatureTable
 from gcnzc.graph.graph import Graph
@@ -80,16 +79,6 @@ def test_it_equals_inference_in_memory_bit_for_bit(in_features, some, small, tmp
 
 def recorder(steps):
     return lambda *step: steps.append(step)
-
-
-def test_only_the_last_rows_remain(small, tmp_path):
-    for number, name in enumerate(("sage", "gat")):
-        folder = tmp_path / str(number)
-        model, table = made(name, 30, 8, 4), FeatureTable(torch.randn(60, 30).double())
-        inference(model, random_graph(), table, scratch=folder, **small)
-        assert {path.name for path in folder.iterdir()} == {
-            *("journal-0.jsonl", "layer-3.rows", "scratch.json")
-        }
 
 
 class Killed(BaseException):
@@ -209,21 +198,6 @@ def test_finished_ranges_are_not_computed_again(small, tmp_path, monkeypatch):
     inference(model, graph, table, scratch=tmp_path, **small)
     assert calls[19] == calls[20]
     assert len(set(calls)) == len(calls) - 1
-
-
-def test_a_full_disk_is_reported_with_the_file(small, tmp_path, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    graph, model = random_graph(), made("sage", 5, 8, 4)
-    table = FeatureTable(torch.randn(60, 5).double())
-    for name in ("pwrite", "fdatasync"):
-        with monkeypatch.context() as patches:
-            patches.setattr(os, name, full)
-            with pytest.raises(OSError, match=r"layer-1|messages-1"):
-                inference(model, graph, table, scratch=tmp_path, **small)
-    found = inference(model, graph, table, scratch=tmp_path, **small)
-    assert torch.equal(found, inference(model, graph, table, batch_nodes=7))
 
 
 def test_rows_of_another_computation_are_refused(small, tmp_path):
@@ -380,17 +354,6 @@ def test_memory_is_bounded(tmp_path):
     process.join()
     assert process.exitcode == 0
     assert int((tmp_path / "peak").read_text()) < 32 << 20
-
-
-def test_the_function_of_the_package_streams(tmp_path):
-    graph, model = random_graph(), SAGE(5, 8, 4)
-    table = FeatureTable(torch.randn(60, 5))
-    found = gcnzc.inference(model, graph, table, scratch=tmp_path / "s", memory=1 << 20)
-    assert torch.equal(found, gcnzc.inference(model, graph, table))
-    # the result is mapped, and outlives the folder
-    for path in (tmp_path / "s").iterdir():
-        path.unlink()
-    assert torch.equal(found, gcnzc.inference(model, graph, table))
 
 
 def test_label_inputs_are_read_and_identified(small, tmp_path):

@@ -90,23 +90,6 @@ def test_every_model_learns(model, decoder, config, tmp_path):
     assert np.load(tmp_path / "rows.npy").shape == (800, 16)
 
 
-@pytest.mark.parametrize(
-    ("negatives", "exclude"),
-    # each option with the default of the other
-    mark_slow(
-        itertools.product(("uniform", "both", "in-batch"), ("none", "self", "reverse")),
-        lambda negatives, exclude: negatives != "uniform" and exclude != "reverse",
-    ),
-)
-def test_all_options_of_negatives_and_exclusion_work(negatives, exclude, config, tmp_path):
-    options = {"negatives": negatives, "exclude": exclude, "num_negatives": 2}
-    line = train(replace(config, **options, norm="batch", epochs=1), tmp_path / "run")
-    assert 0 <= line["test_auc"] <= 1
-    edges = len(load(config.data).links.edges["train"][0])
-    pairs = json.loads((tmp_path / "run/record.jsonl").read_text())["seeds"]
-    assert edges * 2 < pairs <= edges * 3
-
-
 def test_results_do_not_depend_on_the_number_of_threads(config, tmp_path):
     for threads in (1, 3):
         train(replace(config, threads=threads), tmp_path / f"threads-{threads}")
@@ -255,24 +238,6 @@ def test_a_leak_of_held_out_edges_would_be_detected(chance, config, tmp_path):
     assert line["test_auc"] > 0.6
 
 
-def test_shuffled_labels_give_the_score_of_chance(config):
-    data = load(config.data)
-    generator = torch.Generator().manual_seed(1)
-    judged, positives = {}, {}
-    for part in ("valid", "test"):
-        # which pairs of a part are called edges is drawn
-        pairs = torch.cat([data.links.edges[part], data.links.negatives[part]], dim=1)
-        pairs = pairs[:, torch.randperm(pairs.shape[1], generator=generator)]
-        half = pairs.shape[1] // 2
-        positives[part], judged[part] = pairs[:, :half], pairs[:, half:]
-    links = EdgeSplit(data.links.edges | positives, judged, "auc")
-    task = LinkTask(config, replace(data, links=links))
-    model, table = task.model(), FeatureTable(data.features)
-    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
-    count = positives["test"].shape[1]
-    assert abs(found["auc"]["test"] - 0.5) < 3 * (1 / (6 * count)) ** 0.5
-
-
 @pytest.mark.usefixtures("draws_curves")
 def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
     make(tmp_path / "raw", "planted", Shape(600, 3000, 8, 3), seed=1)
@@ -329,46 +294,8 @@ def test_options_of_node_classification_are_rejected(more, message, config):
         LinkTask(replace(config, **more), load(config.data))
 
 
-def test_at_least_one_negative_is_required():
-    with pytest.raises(ValueError, match="--num-negatives must be at least 1"):
-        TrainConfig(num_negatives=0)
-
-
-def test_cached_rows_can_be_ranked_by_in_degree(config, tmp_path):
-    line = train(
-        replace(config, features="cached", cache_policy="in-degree", cache_size="0.3", epochs=1),
-        tmp_path / "run",
-    )
-    assert line["hit_rate"] > 0.3
-
-
 def test_a_graph_without_an_edge_split_is_rejected(config, graph, tmp_path):
     data = load(graph.parent / "raw")
     with pytest.raises(ValueError, match=r"edges of .* have no split(.|\n)*--task link` holds"):
         build_task(config, data)
     assert isinstance(build_task(replace(config, task="node"), data), NodeTask)
-
-
-def test_a_link_property_dataset_is_rejected_for_node_classification(chance, config, tmp_path):
-    data = load(chance)
-    split = {part: torch.empty(0, dtype=torch.int64) for part in data.split}
-    with pytest.raises(ValueError, match=r"no labelled nodes to train on\n\nhint: use --task link"):
-        build_task(replace(config, task="node"), replace(data, split=split))
-
-
-def test_in_batch_negatives_need_a_minibatch_of_several_edges(config, tmp_path):
-    with pytest.raises(ValueError, match="--negatives in-batch with --batch-size 1"):
-        train(replace(config, negatives="in-batch", batch_size=1), tmp_path / "run")
-
-
-def test_links_of_a_graph_without_labels_are_evaluated(tmp_path, capsys):
-    generator = np.random.default_rng(0)
-    edges = np.unique(generator.integers(0, 60, (2, 400)), axis=1)
-    features = generator.standard_normal((60, 8), np.float32)
-    prepare(dest=tmp_path / "raw", edges=edges[:, edges[0] < edges[1]], features=features)
-    assert main(["prepare", str(tmp_path / "raw"), str(tmp_path / "g"), "--task", "link"]) == 0
-    run = ["--out", str(tmp_path / "run"), "--epochs", "1", "--layers", "2", "--fanouts", "4,4"]
-    assert main(["train", str(tmp_path / "g"), "--task", "link", *run]) == 0
-    capsys.readouterr()
-    assert main(["evaluate", str(tmp_path / "run")]) == 0
-    assert "test_auc" in json.loads(capsys.readouterr().out)

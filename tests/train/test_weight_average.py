@@ -165,14 +165,3 @@ def test_a_run_that_is_extended_averages_anew():
     assert longer.updates == 1
     found = run(longer.build_evaluated_model(), Group())
     assert all((value == 4).all() for value in found.parameters())
-
-
-@pytest.mark.parametrize(
-    ("start", "epochs", "updates"), [(0.29, 100, 71), (0.58, 50, 21), (0.5, 3, 2), (0.0, 3, 3)]
-)
-def test_swa_averages_the_epochs_after_the_start(start, epochs, updates):
-    config = TrainConfig(average="swa", average_start=start, epochs=epochs)
-    swa = WeightAverage(config, Small())
-    for epoch in range(epochs):
-        swa.end_epoch(epoch)
-    assert swa.updates == updates
