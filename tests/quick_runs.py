@@ -1,6 +1,10 @@
-"""Fixtures that make tiny training runs quick."""
+"""Fixtures that make tiny training runs quick, and folders that are made once for all tests."""
 
-from collections.abc import Iterator
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,3 +31,26 @@ def quick_runs() -> Iterator[None]:
 def draws_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the curves of runs in a test."""
     monkeypatch.setattr(gcnzc.train.results, "curves", curves)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return the folder `name` that `make` fills, once for all test processes of a session.
+
+    Tests only read it.
+    """
+    base = factory.getbasetemp()
+    # the processes of pytest-xdist have folders of their own in a common one
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made"
+    made.mkdir(exist_ok=True)
+    folder, done = made / name, made / f"{name}.done"
+    with (made / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    return folder

@@ -1,13 +1,20 @@
-"""Runs of several workers, for tests."""
+"""Graphs and runs for tests of training: of one worker, stopped ones, and of several workers."""
 
+import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from quick_runs import made_once
 
+from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import init_group
-from gcnzc.optim import DistributedOptimizer
+from gcnzc.graph.prepare import prepare
+from gcnzc.optim import Averaged, DistributedOptimizer
 from gcnzc.train import checkpoint, results
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.progress import NullReporter
@@ -22,6 +29,77 @@ class Listener(NullReporter):
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+
+def planted(factory: pytest.TempPathFactory, *shape: int) -> Path:
+    """A prepared graph with communities, whose source is the folder `raw` beside it.
+
+    Its numbers of nodes, edges, columns of features and classes are `shape`.
+    """
+
+    def write(folder: Path) -> None:
+        make(folder / "raw", "planted", Shape(*shape), seed=3)
+        prepare(folder / "raw", folder / "graph")
+
+    return made_once(factory, f"planted-{'-'.join(map(str, shape))}", write) / "graph"
+
+
+class Stopped(Exception):
+    """In the middle of an epoch."""
+
+
+class Stopping(NullReporter):
+    """Ends a run at a step of an epoch, of which the first is 1."""
+
+    def __init__(self, epoch: int, step: int) -> None:
+        super().__init__()
+        self.epoch, self.step = epoch, step
+
+    @contextmanager
+    def task(self, what: str) -> Iterator[Any]:
+        def advance(done: int, total: int, figures: str = "") -> None:
+            if what.startswith(f"epoch {self.epoch}/") and done == self.step:
+                raise Stopped
+
+        yield advance
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The record of a run: a line for each epoch."""
+    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Two runs have the same last and best model, bit for bit."""
+    mine, theirs = saved(one), saved(other)
+    for state, expected in ((mine, theirs), (mine["best"], theirs["best"])):
+        for name, value in expected["model"].items():
+            assert torch.equal(state["model"][name], value), name
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Two runs have the same models, and the same record but for its times."""
+    mine, theirs = (
+        [
+            {key: value for key, value in line.items() if not key.endswith("_s")}
+            for line in lines(run)
+        ]
+        for run in (one, other)
+    )
+    assert mine == theirs
+    assert_same_weights(one, other)
+
+
+def stop_after(steps: int, patch: pytest.MonkeyPatch, kind: type = Averaged) -> None:
+    """Let a run in this process receive a stop request in a step of its optimizer."""
+    step, taken = kind.step, []
+
+    def watched(self: Any, closure: Any = None) -> Any:
+        taken.append(self)
+        self.signals[0] = len(taken) == steps
+        return step(self, closure)
+
+    patch.setattr(kind, "step", watched)
 
 
 def saved(run: Path) -> dict[str, Any]:

@@ -1,12 +1,9 @@
 """A heterogeneous graph of papers and authors, and runs on it, for tests."""
 
-import json
-
 import numpy as np
 import torch
 
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.optim import Averaged
 
 PAPERS, AUTHORS, CLASSES = 600, 200, 3
 WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "written_by", "author")
@@ -52,26 +49,3 @@ def build(seed=0):
 
 def parameters(run):
     return torch.load(run / "checkpoint.pt", weights_only=True)["model"]
-
-
-def assert_same_run(one, other):
-    assert all(torch.equal(parameters(other)[name], own) for name, own in parameters(one).items())
-    lines = [
-        [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-        for run in (one, other)
-    ]
-    for mine, theirs in zip(*lines, strict=True):
-        for name in ("loss", "valid_accuracy", "seeds_checksum", "payload_bytes"):
-            assert mine[name] == theirs[name]
-
-
-def stop_after(steps, monkeypatch):
-    """Let a run in this process receive a stop request in a step."""
-    step, taken = Averaged.step, []
-
-    def watched(self, closure=None):
-        taken.append(self)
-        self.signals[0] = len(taken) == steps
-        return step(self, closure)
-
-    monkeypatch.setattr(Averaged, "step", watched)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from limits import HANG_S
+from training import planted
 
 from bench.network.launchers import launchers, wait_for, workers_of
-from gcnzc import load, prepare
-from gcnzc.datasets.generate import Shape, make
+from gcnzc import load
 from gcnzc.train.epoch_stats import seeds_checksum
 
 OPTIONS = "--layers 2 --fanouts 5,5 --hidden 16 --batch-size 30 --evaluate-every 1000"
@@ -20,10 +20,7 @@ ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 2000, 12000, 24, 4)
 
 
 def start(graph, run, machines, epochs, *more, **keywords):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from limits import HANG_S, NEVER_S
-from training import saved
+from training import planted, saved
 
-from gcnzc import load, prepare
+from gcnzc import load
 from gcnzc.cli import launch, main
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
 from gcnzc.train.epoch_stats import seeds_checksum
 from gcnzc.train.record import Launch
@@ -36,10 +35,7 @@ TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NEVER_S)}
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("launch")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 2000, 12000, 24, 4)
 
 
 @contextmanager

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from limits import HANG_S
+from training import planted
 
 from bench.network import cluster
-from gcnzc import prepare
-from gcnzc.datasets.generate import Shape, make
 
 ROOT = Path(__file__).parents[2]
 REASON = cluster.can_make()
@@ -18,10 +17,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("machines")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 2000, 12000, 24, 4)
 
 
 def torchrun(graph, run, per_node, *words, machines="2"):

@@ -7,10 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from training import planted
 
-from gcnzc import prepare
 from gcnzc.cli import main
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.train import plots, run_folder
 from gcnzc.train import run as train_run
 from gcnzc.train.trainer import Interrupted
@@ -21,10 +20,7 @@ OPTIONS += ["--epochs", "2"]
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("graph")
-    make(folder / "raw", "planted", Shape(400, 2000, 8, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 400, 2000, 8, 3)
 
 
 def train(capsys, *words, status=0):

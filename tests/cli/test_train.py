@@ -5,11 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from training import planted
 
-from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.cli.parser import parse
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.train import run as train_run
 from gcnzc.train.progress import NullReporter
 from gcnzc.train.trainer import Interrupted
@@ -19,10 +18,7 @@ OPTIONS = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--batch-size",
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("graph")
-    make(folder / "raw", "planted", Shape(400, 2000, 8, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 400, 2000, 8, 3)
 
 
 def train(capsys, words, status=0):

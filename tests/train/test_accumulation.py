@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from processes import results
-from training import Listener, saved, train_as_worker
+from training import Listener, lines, planted, saved, stop_after, train_as_worker
 
 from gcnzc import prepare
 from gcnzc.cli.commands.train import summary_lines
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.loader.seeds import Shares
 from gcnzc.optim import Averaged, DropCompute
@@ -31,11 +30,9 @@ LEARNING |= {"class_weights": "balanced", "clip_gradients": 0.5, "weight_decay":
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("accumulation")
-    make(folder / "raw", "planted", Shape(700, 3000, 12, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 700, 3000, 12, 4)
     return TrainConfig(
-        data=folder / "graph",
+        data=graph,
         fanouts=(-1, -1),
         layers=2,
         hidden=8,
@@ -46,10 +43,6 @@ def config(tmp_path_factory):
         dropout=0.0,
         optimizer="sgd",
     )
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
 
 
 def weights_of(run):
@@ -160,18 +153,6 @@ def check_same_end(run, whole):
     assert lines(run)[-1]["loss"] == lines(whole)[-1]["loss"]
     for name, value in weights_of(whole).items():
         assert torch.equal(weights_of(run)[name], value), name
-
-
-def stop_after(steps, monkeypatch, kind=Averaged):
-    """Let a run in this process stop after so many steps of its optimizer."""
-    step, taken = kind.step, []
-
-    def watched(self, closure=None):
-        taken.append(self)
-        self.signals[0] = len(taken) == steps
-        return step(self, closure)
-
-    monkeypatch.setattr(kind, "step", watched)
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 5])

@@ -14,12 +14,11 @@ from limits import HANG_S, NEVER_S
 from processes import results, talk, workers
 from slow_cases import mark_slow
 from torch import nn
-from training import saved, train_as_worker
+from training import planted, saved, train_as_worker
 
 import gcnzc
-from gcnzc import FeatureTable, Graph, Loader, cli, prepare
+from gcnzc import FeatureTable, Graph, Loader, cli
 from gcnzc.cli import builtin_graph, launch
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep, measure
 from gcnzc.models import gnn
 from gcnzc.optim import Averaged
@@ -136,11 +135,9 @@ def test_gradients_of_shares_equal_those_of_the_whole(kind, inner, graph):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parallel")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 2000, 12000, 24, 4)
     return TrainConfig(
-        data=folder / "graph",
+        data=graph,
         fanouts=(5, 5),
         layers=2,
         hidden=16,

@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from limits import HANG_S
+from training import assert_same_run
 
 from gcnzc.graph import load
 
-TIMES = {"sample_s", "gather_s", "compute_s", "wait_s", "epoch_s", "evaluate_s"}
 OPTIONS = ["--epochs", "4", "--batch-size", "64", "--fanouts", "5,5", "--layers", "2"]
 OPTIONS += ["--hidden", "32", "--checkpoint-every-s", "0.02", "--threads", "2"]
 
@@ -46,21 +45,6 @@ def killed_after(seconds: float, *words: object) -> float | None:
     process.communicate()
     assert process.returncode in (0, -signal.SIGKILL)
     return time.monotonic() - begin if process.returncode == 0 else None
-
-
-def what_it_came_to(run: Path) -> tuple[dict, list]:
-    state = torch.load(run / "checkpoint.pt", weights_only=True)
-    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-    return state, [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    (state, lines), (expected, expected_lines) = what_it_came_to(one), what_it_came_to(other)
-    assert lines == expected_lines
-    for name, value in expected["model"].items():
-        assert torch.equal(state["model"][name], value), name
-    for name, value in expected["best"]["model"].items():
-        assert torch.equal(state["best"]["model"][name], value), name
 
 
 @pytest.fixture(scope="module")

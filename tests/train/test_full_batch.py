@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from training import assert_same_weights, planted, saved
 
-from gcnzc import load, prepare
+from gcnzc import load
 from gcnzc.cli import main
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.models import gnn
 from gcnzc.train import full_batch, memory
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -24,25 +23,13 @@ from gcnzc.train.trainer import Interrupted
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("full")
-    make(folder / "raw", "planted", Shape(1000, 6000, 16, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 1000, 6000, 16, 4)
 
 
 @pytest.fixture(scope="module")
 def config(graph) -> TrainConfig:
     sizes = {"layers": 2, "hidden": 16, "batch_size": "all"}
     return TrainConfig(data=graph, **sizes, epochs=30, lr=0.02, dropout=0.2)
-
-
-def state(run: Path) -> dict:
-    return torch.load(run / "checkpoint.pt", weights_only=True)
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    for name, value in state(one)["model"].items():
-        assert torch.equal(state(other)["model"][name], value), name
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gin", "gat", "gatv2"])
@@ -82,11 +69,11 @@ def test_a_run_resumes_bit_for_bit(config, tmp_path):
     # after the step of an epoch, whose batch is then not used again
     with pytest.raises(Interrupted):
         train(config, tmp_path / "cut", Stopping())
-    assert state(tmp_path / "cut")["in_epoch"]
-    assert state(tmp_path / "cut")["loader"]["position"] == 1
+    assert saved(tmp_path / "cut")["in_epoch"]
+    assert saved(tmp_path / "cut")["loader"]["position"] == 1
     train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-    one, other = state(tmp_path / "cut")["lines"], state(tmp_path / "whole")["lines"]
+    one, other = saved(tmp_path / "cut")["lines"], saved(tmp_path / "whole")["lines"]
     for name in ("loss", "lr", "seeds", "seeds_checksum", "valid_accuracy"):
         assert [line[name] for line in one] == [line[name] for line in other], name
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typed_papers import SIZES, assert_same_run, build, stop_after
+from training import assert_same_run, stop_after
+from typed_papers import SIZES, build
 
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import EvaluateConfig, TrainConfig

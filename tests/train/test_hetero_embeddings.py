@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from processes import results
-from training import train_as_worker
-from typed_papers import AUTHORS, SIZES, assert_same_run, build, parameters, stop_after
+from training import assert_same_run, stop_after, train_as_worker
+from typed_papers import AUTHORS, SIZES, build, parameters
 
 from gcnzc.features.embedding import EmbeddingTable
 from gcnzc.graph.hetero import HeteroGraph

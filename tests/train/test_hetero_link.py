@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from processes import results
-from training import saved, train_as_worker
+from training import assert_same_run, stop_after, train_as_worker
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
 from gcnzc.graph.hetero import HeteroGraph
-from gcnzc.optim import Averaged
 from gcnzc.sampling import HeteroLinkSampler, HeteroSampler
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -136,23 +135,12 @@ def test_nothing_is_learned_from_random_edges(options, config, tmp_path):
 
 def test_a_stopped_run_resumes_bit_for_bit(config, tmp_path, monkeypatch):
     train(config, tmp_path / "whole")
-    step, taken = Averaged.step, []
-
-    def watched(self, closure=None):
-        taken.append(self)
-        self.signals[0] = len(taken) == 8
-        return step(self, closure)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Averaged, "step", watched)
+        stop_after(8, patch)
         with pytest.raises(Interrupted):
             train(config, tmp_path / "stopped")
     train(replace(config, resume=tmp_path / "stopped"), tmp_path / "stopped")
-    whole, stopped = saved(tmp_path / "whole"), saved(tmp_path / "stopped")
-    assert all(torch.equal(stopped["model"][name], own) for name, own in whole["model"].items())
-    assert [line["valid_mrr"] for line in stopped["lines"]] == [
-        line["valid_mrr"] for line in whole["lines"]
-    ]
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_bad_options_are_rejected_by_name(config, tmp_path):

@@ -1,8 +1,6 @@
 """Options of the update of the weights: schedules, losses, clipping, decay and averages."""
 
-import json
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,18 +8,15 @@ import torch
 from given_gradients import count_gradients
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from training import Stopped, Stopping, assert_same_weights, lines, planted, saved
 
-from gcnzc import prepare
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
 from gcnzc.loader.seeds import Shares
 from gcnzc.models.metrics import compute_loss
-from gcnzc.train import checkpoint
 from gcnzc.train.class_weights import balanced_weights
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.schedule import Schedule, build_schedule
 from gcnzc.train.strategies import STRATEGIES
@@ -29,35 +24,9 @@ from gcnzc.train.strategies import STRATEGIES
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("learning")
-    make(folder / "raw", "planted", Shape(400, 2400, 8, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 400, 2400, 8, 3)
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
-    return TrainConfig(data=folder / "graph", **sizes, epochs=2, lr=0.01, dropout=0.2)
-
-
-def saved(run):
-    return checkpoint.load(run / "checkpoint.pt")
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-
-
-class Stopped(Exception):
-    """In the middle of an epoch."""
-
-
-class Stopping(NullReporter):
-    """Ends the run at a step of the second epoch."""
-
-    @contextmanager
-    def task(self, what):
-        def advance(done, total, figures=""):
-            if what.startswith("epoch 2") and done == 4:
-                raise Stopped
-
-        yield advance
+    return TrainConfig(data=graph, **sizes, epochs=2, lr=0.01, dropout=0.2)
 
 
 CHOICES = {
@@ -75,14 +44,10 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path):
     config = replace(config, checkpoint_every_s=0, **CHOICES[choice])
     train(config, tmp_path / "whole")
     with pytest.raises(Stopped):
-        train(config, tmp_path / "cut", Stopping())
+        train(config, tmp_path / "cut", Stopping(2, 4))
     assert saved(tmp_path / "cut")["in_epoch"]
     train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
-    whole, cut = saved(tmp_path / "whole"), saved(tmp_path / "cut")
-    for name, value in whole["model"].items():
-        assert torch.equal(cut["model"][name], value), name
-    for name, value in whole["best"]["model"].items():
-        assert torch.equal(cut["best"]["model"][name], value), name
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         for name in ("loss", "lr", "valid_accuracy"):
             assert mine.get(name) == other.get(name)

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from processes import results
-from training import saved, train_as_worker
+from training import lines, planted, saved, train_as_worker
 
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep
-from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
@@ -45,11 +43,9 @@ SHORT = {"local_steps": "4", "fragments": "2"}
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("methods")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 2000, 12000, 24, 4)
     return TrainConfig(
-        data=folder / "graph",
+        data=graph,
         fanouts=(5, 5),
         layers=2,
         hidden=16,
@@ -154,10 +150,6 @@ def copy(source, target):
             there = target / path.relative_to(source)
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(path.read_bytes())
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
 
 
 def test_a_missing_state_is_reported(config, tmp_path):

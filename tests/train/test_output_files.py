@@ -12,11 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import Listener, saved
+from training import Listener, lines, planted, saved
 
-from gcnzc import prepare
 from gcnzc.cli import main
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.system import files
 from gcnzc.train import checkpoint, epoch, output_files
 from gcnzc.train.config import TrainConfig
@@ -28,11 +26,9 @@ FILES = ("best.pt", "checkpoint.pt", "record.jsonl")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> TrainConfig:
-    folder = tmp_path_factory.mktemp("output")
-    make(folder / "raw", "planted", Shape(600, 4000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 600, 4000, 24, 4)
     sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 8, "batch_size": 64}
-    return TrainConfig(data=folder / "graph", **sizes, epochs=6, checkpoint_every_s=0.0)
+    return TrainConfig(data=graph, **sizes, epochs=6, checkpoint_every_s=0.0)
 
 
 @pytest.fixture
@@ -60,10 +56,6 @@ def restored_limit():
         yield
     finally:
         limit(resource.RLIM_INFINITY)
-
-
-def lines(run: Path):
-    return [json.loads(text) for text in (run / "record.jsonl").read_text().splitlines()]
 
 
 def warnings(text):

@@ -1,7 +1,5 @@
 """Runs in mixed precision: `--precision`, the loss scale, and torch's settings."""
 
-import json
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +9,9 @@ from given_gradients import count_gradients
 from processes import results
 from torch import nn
 from torch.nn import functional
-from training import Listener
+from training import Listener, Stopped, Stopping, lines, planted, saved
 
 from gcnzc import prepare
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, init_group
 from gcnzc.train import checkpoint, precision
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -22,7 +19,6 @@ from gcnzc.train.evaluation import evaluate
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method
 from gcnzc.train.precision import Precision, build_precision, check_precision, slow_reason
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.tasks.node import NodeTask
@@ -40,10 +36,7 @@ HIGH = partial(torch.amp.GradScaler, init_scale=2.0**20, growth_interval=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("precision")
-    make(folder / "raw", "planted", Shape(600, 3600, 16, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder
+    return planted(tmp_path_factory, 600, 3600, 16, 3).parent
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +49,6 @@ def config(folder):
 def autocast_ends():
     yield
     assert not torch.is_autocast_enabled("cpu")
-
-
-def saved(run):
-    return checkpoint.load(run / "checkpoint.pt")
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
 
 
 class Recorder:
@@ -133,22 +118,6 @@ def test_features_are_gathered_as_they_are_stored(
     assert seen.training == {(given, torch.bfloat16)}
 
 
-class Stopped(Exception):
-    """In the middle of an epoch."""
-
-
-class Stopping(NullReporter):
-    """Ends the run at a step of the second epoch."""
-
-    @contextmanager
-    def task(self, what):
-        def advance(done, total, figures=""):
-            if what.startswith("epoch 2") and done == 3:
-                raise Stopped
-
-        yield advance
-
-
 RESUMED = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_gradients": 0.1, "schedule": "cosine", "average": "ema"},
@@ -164,7 +133,7 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path, monkeypatch):
     listener = Listener()
     train(config, tmp_path / "whole", listener)
     with pytest.raises(Stopped):
-        train(config, tmp_path / "cut", Stopping())
+        train(config, tmp_path / "cut", Stopping(2, 3))
     assert saved(tmp_path / "cut")["in_epoch"]
     train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
     whole, cut = saved(tmp_path / "whole"), saved(tmp_path / "cut")

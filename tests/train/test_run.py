@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training import Listener, planted
 
 import gcnzc
 import gcnzc.train.evaluation
@@ -17,7 +18,7 @@ import gcnzc.train.run_folder
 import gcnzc.train.setup
 import gcnzc.train.signals
 from gcnzc import load, prepare
-from gcnzc.datasets.generate import Shape, generate, make
+from gcnzc.datasets.generate import Shape, generate
 from gcnzc.features.cache import CachedTable
 from gcnzc.kernels.gather.gpu import KernelConfig
 from gcnzc.train.config import EvaluateConfig, TrainConfig
@@ -33,10 +34,7 @@ needs_dgl = pytest.mark.skipif(not importlib.util.find_spec("dgl"), reason="DGL 
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("train")
-    make(folder / "raw", "planted", Shape(2000, 12000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 2000, 12000, 24, 4)
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +77,6 @@ def test_a_deep_model_learns_and_is_evaluated_and_resumed(model, config, tmp_pat
     train(replace(config, epochs=3, resume=tmp_path / "other"), tmp_path / "other")
     for name, value in parameters(tmp_path / "run").items():
         assert torch.equal(parameters(tmp_path / "other")[name], value), name
-
-
-class Listener(NullReporter):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
 
 
 def planned(graph, monkeypatch, folder, **values):

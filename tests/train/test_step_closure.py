@@ -1,12 +1,9 @@
 """Runs whose optimizer computes several gradients of a minibatch in one step."""
 
-import json
-
 import pytest
 import torch
+from training import lines, planted
 
-from gcnzc.datasets.generate import Shape, make
-from gcnzc.graph.prepare import prepare
 from gcnzc.optim import Averaged, Strategy, fedglomo
 from gcnzc.train import run
 from gcnzc.train.config import TrainConfig
@@ -15,11 +12,9 @@ from gcnzc.train.training_step import StepClosure
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("closures")
-    make(folder / "raw", "planted", Shape(1000, 6000, 24, 4), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 1000, 6000, 24, 4)
     options = {"fanouts": (5,), "layers": 1, "hidden": 16, "batch_size": 50, "dropout": 0.2}
-    return TrainConfig(data=folder / "graph", epochs=3, lr=0.3, **options)
+    return TrainConfig(data=graph, epochs=3, lr=0.3, **options)
 
 
 def train_with(monkeypatch, config, folder, wrap):
@@ -31,7 +26,7 @@ def train_with(monkeypatch, config, folder, wrap):
 
     monkeypatch.setattr(run, "build_method", build)
     found = run.train(config, folder)
-    return found, list(map(json.loads, (folder / "record.jsonl").read_text().splitlines()))
+    return found, lines(folder)
 
 
 def glomo(**options):

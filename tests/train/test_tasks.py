@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from slow_cases import mark_slow
+from training import Stopped, Stopping, assert_same_run, lines, saved
 
 from gcnzc import load, prepare
 from gcnzc.cli import main
@@ -23,15 +23,10 @@ from gcnzc.models.metrics import auc, hits, ranks
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.inference import inference
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.tasks import build_task
 from gcnzc.train.tasks.link import LinkTask
 from gcnzc.train.tasks.node import NodeTask
-
-TIMES = {
-    *("epoch_s", "sample_s", "gather_s", "wait_s", "compute_s", "exchange_s", "evaluate_s"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +41,6 @@ def graph(tmp_path_factory) -> Path:
 def config(graph) -> TrainConfig:
     sizes = {"fanouts": (5, 5), "layers": 2, "hidden": 16, "batch_size": 512}
     return TrainConfig(data=graph, task="link", **sizes, epochs=2, lr=0.01, dropout=0.2)
-
-
-def state(run: Path) -> dict:
-    return torch.load(run / "checkpoint.pt", weights_only=True)
-
-
-def lines(run: Path) -> list[dict]:
-    read = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in read]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert lines(one) == lines(other)
-    for part in ("model", "best"):
-        mine, theirs = (
-            state(run)[part] if part == "model" else state(run)["best"]["model"]
-            for run in (one, other)
-        )
-        for name, value in theirs.items():
-            assert torch.equal(mine[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -96,30 +71,14 @@ def test_results_do_not_depend_on_the_number_of_threads(config, tmp_path):
     assert_same_run(tmp_path / "threads-1", tmp_path / "threads-3")
 
 
-class Stopped(Exception):
-    """In the middle of an epoch."""
-
-
-class Stopping(NullReporter):
-    """Ends the run at a step of the second epoch."""
-
-    @contextmanager
-    def task(self, what):
-        def advance(done, total, figures=""):
-            if what.startswith("epoch 2") and done == 6:
-                raise Stopped
-
-        yield advance
-
-
 @pytest.mark.parametrize("decoder", ["dot", "mlp"])
 def test_a_run_resumes_in_the_middle_of_an_epoch(decoder, config, tmp_path):
     config = replace(config, decoder=decoder, epochs=3, checkpoint_every_s=0, negatives="in-batch")
     train(config, tmp_path / "whole")
     with pytest.raises(Stopped):
-        train(config, tmp_path / "cut", Stopping())
+        train(config, tmp_path / "cut", Stopping(2, 6))
     # the last checkpoint may not have been written before the run was cut
-    assert state(tmp_path / "cut")["loader"]["position"] in (4, 5)
+    assert saved(tmp_path / "cut")["loader"]["position"] in (4, 5)
     train(replace(config, resume=tmp_path / "cut"), tmp_path / "cut")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 

@@ -5,11 +5,10 @@ from dataclasses import MISSING, fields, replace
 import numpy as np
 import pytest
 import torch
-from training import Listener
+from training import Listener, planted
 
-from gcnzc import load, prepare
+from gcnzc import load
 from gcnzc.cli import main
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.train.config import TrainConfig
@@ -127,10 +126,7 @@ class Recording:
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unused")
-    make(folder / "raw", "planted", Shape(300, 1500, 8, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
-    return folder / "graph"
+    return planted(tmp_path_factory, 300, 1500, 8, 3)
 
 
 def words_of(name, value):

@@ -7,10 +7,8 @@ import pytest
 import torch
 from processes import results
 from torch import nn
-from training import saved, train_as_worker
+from training import assert_same_weights, planted, saved, train_as_worker
 
-from gcnzc import prepare
-from gcnzc.datasets.generate import Shape, make
 from gcnzc.exchange import Group, lockstep, run
 from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
@@ -20,11 +18,9 @@ from gcnzc.train.weight_average import WeightAverage, build_average
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("average")
-    make(folder / "raw", "planted", Shape(400, 2400, 8, 3), seed=3)
-    prepare(folder / "raw", folder / "graph")
+    graph = planted(tmp_path_factory, 400, 2400, 8, 3)
     sizes = {"fanouts": (3, 3), "layers": 2, "hidden": 8, "batch_size": 30, "threads": 1}
-    return TrainConfig(data=folder / "graph", **sizes, epochs=4, lr=0.01, dropout=0.2, norm="batch")
+    return TrainConfig(data=graph, **sizes, epochs=4, lr=0.01, dropout=0.2, norm="batch")
 
 
 class Small(nn.Sequential):
@@ -132,11 +128,7 @@ def test_two_workers_resume_bit_for_bit(strategy, config, tmp_path):
     again = replace(config, resume=tmp_path / "cut")
     found = results(2, tmp_path, train_as_worker, again, tmp_path / "cut")
     assert found[0]["test_accuracy"] == found[1]["test_accuracy"] == whole[0]["test_accuracy"]
-    one, other = saved(tmp_path / "whole"), saved(tmp_path / "cut")
-    for name, value in one["best"]["model"].items():
-        assert torch.equal(other["best"]["model"][name], value), name
-    for name, value in one["model"].items():
-        assert torch.equal(other["model"][name], value), name
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_a_run_that_is_extended_averages_anew():
