@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from command_runs import SMALL, failed
 from tiny_graph import tiny
 
 from gcnzc.cli import main
@@ -22,48 +23,6 @@ from gcnzc.cli.output import warned_with
 from gcnzc.cli.parser import parse
 from gcnzc.train import run as train_run
 from gcnzc.tune import choose, machine, search
-
-SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
-SMALL += ["--batch-size", "32", "--lr", "0.01"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cli")
-
-
-@pytest.fixture(scope="module")
-def raw(folder):
-    """A small graph in OGB's layout."""
-    sizes = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
-    assert main(["make", str(folder / "raw"), *sizes]) == 0
-    return folder / "raw"
-
-
-@pytest.fixture(scope="module")
-def graph(raw, folder):
-    """The same graph, prepared."""
-    assert main(["prepare", str(raw), str(folder / "prepared")]) == 0
-    return folder / "prepared"
-
-
-@pytest.fixture(scope="module")
-def run(graph, folder):
-    """A finished run."""
-    assert main(["train", str(graph), *SMALL, "--out", str(folder / "run")]) == 0
-    return folder / "run"
-
-
-def said(capsys, words, status) -> tuple[str, str]:
-    """The error and the hint of a command that fails."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], err
-    return lines[0], lines[1]
 
 
 def test_prepare_reports_edges_without_their_reverse(tmp_path, capsys):
@@ -211,7 +170,7 @@ def test_info_verifies_checksums(graph, tmp_path, capsys):
     with (tmp_path / "g" / "features.npy").open("r+b") as file:
         file.seek(5000)
         file.write(b"\x01\x02\x03")
-    error, _ = said(capsys, ["info", tmp_path / "g", "--verify"], 1)
+    error, _ = failed(capsys, ["info", tmp_path / "g", "--verify"], 1)
     assert "features.npy" in error
 
 
@@ -288,13 +247,13 @@ def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
     ],
 )
 def test_invalid_arguments_are_rejected(words, error, hint, capsys):
-    found = said(capsys, words, 2)
+    found = failed(capsys, words, 2)
     assert error in found[0]
     assert hint in found[1]
 
 
 def test_a_run_is_not_overwritten(run, graph, capsys):
-    error, hint = said(capsys, ["train", graph, *SMALL, "--out", run], 1)
+    error, hint = failed(capsys, ["train", graph, *SMALL, "--out", run], 1)
     assert "already has a run" in error
     assert "--resume" in hint
 
@@ -315,7 +274,7 @@ def test_user_warnings_are_messages():
 
 
 def test_a_resumed_run_keeps_its_model(run, capsys):
-    error, _ = said(capsys, ["train", "--resume", run, "--hidden", "32"], 1)
+    error, _ = failed(capsys, ["train", "--resume", run, "--hidden", "32"], 1)
     assert "hidden 16, not 32" in error
 
 
@@ -323,9 +282,9 @@ def test_a_checkpoint_of_another_model_is_rejected(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "r")
     config = json.loads((run / "config.json").read_text()) | {"hidden": 8}
     (tmp_path / "r" / "config.json").write_text(json.dumps(config))
-    error, _ = said(capsys, ["train", "--resume", tmp_path / "r", "--epochs", "3"], 1)
+    error, _ = failed(capsys, ["train", "--resume", tmp_path / "r", "--epochs", "3"], 1)
     assert "has hidden 16, not 8" in error
-    error, _ = said(capsys, ["evaluate", tmp_path / "r"], 1)
+    error, _ = failed(capsys, ["evaluate", tmp_path / "r"], 1)
     assert "checkpoint of another model" in error
 
 
@@ -340,7 +299,7 @@ def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
         for place in range(begin, begin + 100, 2):
             data[place] ^= 0x10
         (damaged / name).write_bytes(data)
-    error, hint = said(capsys, ["evaluate", damaged], 1)
+    error, hint = failed(capsys, ["evaluate", damaged], 1)
     assert "best.pt is damaged" in error
     # the checkpoint has the best weights, too
     assert f"`gcnzc train --resume {damaged}` writes it again" in hint
@@ -350,7 +309,7 @@ def test_flipped_bits_in_a_run_are_detected(run, tmp_path, capsys):
     capsys.readouterr()
     assert (damaged / "best.pt").read_bytes() == (run / "best.pt").read_bytes()
     (damaged / "checkpoint.pt").write_bytes(checkpoint)
-    error, hint = said(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
+    error, hint = failed(capsys, ["train", "--resume", damaged, "--epochs", "3"], 1)
     assert "checkpoint.pt is damaged" in error
     assert "restore the file" in hint
 
@@ -360,26 +319,26 @@ def test_files_of_another_program_in_a_run_are_rejected(run, tmp_path, capsys):
     shutil.copytree(run, other)
     for name in ("best.pt", "checkpoint.pt"):
         torch.save({"x": 1}, other / name)
-    assert "it has no epoch" in said(capsys, ["evaluate", other], 1)[0]
-    assert "it has no model" in said(capsys, ["train", "--resume", other], 1)[0]
+    assert "it has no epoch" in failed(capsys, ["evaluate", other], 1)[0]
+    assert "it has no model" in failed(capsys, ["train", "--resume", other], 1)[0]
     for text in ("{}", "[]", "3", "[" * 100_000, '{"data": 7}', "\xff"):
         (other / "config.json").write_text(text, encoding="latin-1")
         for words in (["evaluate", other], ["train", "--resume", other]):
-            assert "config.json" in said(capsys, words, 1)[0]
+            assert "config.json" in failed(capsys, words, 1)[0]
 
 
 def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys):
     lost = tmp_path / "lost"
     shutil.copytree(run, lost)
     (lost / "checkpoint.pt").write_bytes(b"")
-    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
     assert "checkpoint.pt is damaged: it is empty" in error
     (lost / "checkpoint.pt").unlink()
     os.mkfifo(lost / "checkpoint.pt")
-    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
     assert "checkpoint.pt is not a file" in error
     (lost / "checkpoint.pt").unlink()
-    error, _ = said(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
+    error, _ = failed(capsys, ["train", "--resume", lost, "--epochs", "3"], 1)
     assert "has record.jsonl, but its checkpoint" in error
     # it was killed before its first checkpoint: there is nothing to lose
     for path in lost.iterdir():
@@ -392,14 +351,14 @@ def test_resuming_a_run_without_its_checkpoint_is_an_error(run, tmp_path, capsys
 def test_training_without_features_is_an_error(shared_data, tmp_path, capsys):
     source = shared_data / "ogb" / "arxiv_nofeat"
     words = ["train", source, *SMALL, "--out", tmp_path / "r"]
-    error, hint = said(capsys, words, 1)
+    error, hint = failed(capsys, words, 1)
     assert "no features" in error
     assert "gcnzc embed" in hint
     assert not (tmp_path / "r").exists()
 
 
 def test_pcie_rejects_a_graph_without_features(shared_data, capsys):
-    error, hint = said(capsys, ["pcie", shared_data / "ogb" / "arxiv_nofeat"], 1)
+    error, hint = failed(capsys, ["pcie", shared_data / "ogb" / "arxiv_nofeat"], 1)
     assert "no features to read" in error
     assert "gcnzc embed" in hint
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_runs import SMALL, failed
 from limits import HANG_S
 from numba import njit
 from stopped import STOPS, wait_for_state
@@ -24,8 +25,6 @@ from gcnzc.train import run as train_run
 from gcnzc.train.options import check_writable
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--epochs", "2", "--fanouts", "4,4", "--layers", "2", "--hidden", "16"]
-SMALL += ["--batch-size", "32", "--lr", "0.01"]
 
 
 def start(*words, program=(sys.executable, "-m", "gcnzc"), **options) -> subprocess.Popen:
@@ -39,32 +38,9 @@ def start(*words, program=(sys.executable, "-m", "gcnzc"), **options) -> subproc
     )
 
 
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("errors")
-    sizes = ["--nodes", "1500", "--edges", "6000", "--num-features", "16", "--classes", "4"]
-    assert main(["make", str(folder / "raw"), *sizes]) == 0
-    assert main(["prepare", str(folder / "raw"), str(folder / "prepared")]) == 0
-    return folder / "prepared"
-
-
-@pytest.fixture(scope="module")
-def run(graph) -> Path:
-    folder = graph.parent / "run"
-    assert main(["train", str(graph), *SMALL, "--out", str(folder)]) == 0
-    return folder
-
-
 def answer_of(capsys, words, status) -> str:
-    """The one error and the one hint that a command prints."""
-    capsys.readouterr()
-    assert main([str(word) for word in words]) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], err
-    assert "Traceback" not in err
-    return "\n".join(lines)
+    """The error and the hint of a command that fails."""
+    return "\n".join(failed(capsys, words, status))
 
 
 def test_too_little_memory_is_reported_with_a_remedy(graph, tmp_path, capsys):
@@ -155,6 +131,7 @@ def test_output_paths_are_checked_before_the_work(run, graph, tmp_path, capsys, 
         assert wrong in answer_of(capsys, words, 2), words
 
 
+@pytest.mark.processes
 def test_a_pipe_that_closes_is_no_error(graph):
     process = start("info", graph, stdout=subprocess.PIPE)
     process.stdout.close()
@@ -163,6 +140,7 @@ def test_a_pipe_that_closes_is_no_error(graph):
     assert process.wait() == 1
 
 
+@pytest.mark.processes
 def test_sigterm_while_preparing_leaves_nothing_behind(tmp_path):
     sizes = ["--nodes", "100", "--edges", "200", "--num-features", "10"]
     assert main(["make", str(tmp_path / "raw"), *sizes]) == 0
@@ -239,6 +217,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     assert done.stderr == "error: interrupted\nhint: run the command again\n"
 
 
+@pytest.mark.processes
 def test_a_closed_stdout_is_reported(tmp_path):
     command = f"{sys.executable} -m gcnzc presets >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
@@ -264,7 +243,8 @@ def test_a_long_compilation_is_reported_once(graph, monkeypatch, capsys):
         assert capsys.readouterr().err.count("compiling kernels for this machine") == reports
 
 
-def test_two_processes_do_not_train_in_one_folder(run, capsys):
+def test_two_processes_do_not_train_in_one_folder(run, tmp_path, capsys):
+    run = shutil.copytree(run, tmp_path / "run")
     with files.locked_folder(run):
         text = answer_of(capsys, ["train", "--resume", run, "--epochs", "3"], 1)
     assert f"error: another process (pid {os.getpid()}) is training in {run}" in text
