@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcnzc.datasets import catalog, download
+from gcnzc.datasets import catalog
 
 
 def test_ogb_datasets_agree_with_the_ogb_package() -> None:
@@ -73,26 +73,3 @@ def test_names_are_unique_and_found() -> None:
 def test_the_nearest_names_are_suggested(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"no dataset {name}\n\nhint: {hint}"):
         catalog.get(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ogbn-mag", "heterogeneous"),
-        ("MAG240M", "heterogeneous"),
-        ("ogbl_wikikg2", "a knowledge graph"),
-        ("ogbl-biokg", "a knowledge graph"),
-        ("wikikg90mv2", "a knowledge graph"),
-        ("ogbg-molhiv", "a graph-level dataset"),
-        ("pcqm4m-v2", "a graph-level dataset"),
-    ],
-)
-def test_datasets_of_other_kinds_are_rejected(name: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
-        catalog.get(name)
-    if name == "ogbn-mag":
-        # HeteroGraph.from_ogb and `gcnzc prepare` read it
-        assert download.lookup(name).url.endswith("/mag.zip")
-        return
-    with pytest.raises(ValueError, match=rf"{name} is {kind}.*\n\nhint: "):
-        download.lookup(name)

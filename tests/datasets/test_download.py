@@ -124,18 +124,6 @@ def test_an_interrupted_download_is_resumed(site: Site, tmp_path: Path) -> None:
     assert site.asked == [None, "bytes=1000-", "bytes=1700-"]
 
 
-def test_an_interrupted_download_is_resumed_by_the_next_call(site: Site, tmp_path: Path) -> None:
-    here = tmp_path / "downloads"
-    site.breaks = [500, 100, 100]
-    with pytest.raises(RuntimeError, match=r"failed after 700 bytes: .*\n\nhint: is there a net"):
-        fetch(site.remote, here)
-    assert names(here) == ["tiny.zip.partial", "tiny.zip.partial.json"]
-    path = fetch(site.remote, here)
-    assert site.asked[-1] == "bytes=700-"
-    assert contents(path) == contents(tmp_path / "source")
-    assert names(here) == ["ogbn_tiny_v1"]
-
-
 @pytest.mark.parametrize("why", ["no ranges", "no stamp", "weak stamp", "no length"])
 def test_a_server_without_ranges_restarts_the_download(
     site: Site, tmp_path: Path, why: str

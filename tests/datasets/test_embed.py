@@ -112,19 +112,6 @@ def test_cooccurrences_agree_with_powers_of_the_transition_matrix(monkeypatch):
     np.testing.assert_array_equal(met, met.T)
 
 
-def test_log_ratios_are_relative_to_the_counts_expected_by_chance(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
-    random = np.random.default_rng(0)
-    counts = random.integers(0, 4, (30, 30)) * (random.random((30, 30)) < 0.3)
-    counts = (counts + counts.T).astype(np.float64)
-    of_node = counts.sum(1)
-    with np.errstate(divide="ignore"):
-        expected = np.log(counts * of_node.sum() / np.outer(of_node, of_node))
-    found = module._log_ratios(sparse.csr_matrix(counts.astype(np.float32)))
-    np.testing.assert_allclose(found.toarray(), np.maximum(expected, 0), rtol=1e-5, atol=1e-6)
-    assert found.nnz == (expected > 0).sum()
-
-
 def test_leading_vectors_are_those_of_a_dense_factorisation(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ROWS", 64)
     random = np.random.default_rng(0)

@@ -90,17 +90,6 @@ def test_meta_dict_has_the_metric_and_the_stored_direction(tmp_path):
     assert load(path).links.metric == "auc"
 
 
-def test_splits_may_be_tensors_with_other_fields(tmp_path):
-    links = parts()
-    path = written(tmp_path / "a", links)
-    for part in PARTS:
-        file = path / f"split/time/{part}.pt"
-        told = torch.load(file, weights_only=False)
-        more = {"weight": torch.ones(len(told["edge"])), "year": np.full(len(told["edge"]), 2017)}
-        torch.save({name: torch.from_numpy(ids) for name, ids in told.items()} | more, file)
-    assert np.array_equal(OgbLinkGraph(path).links().edges["test"], links.edges["test"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

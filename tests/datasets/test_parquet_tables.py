@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 import gcnzc
+from gcnzc.train.prediction_files import read_times
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -276,3 +277,22 @@ def test_a_damaged_part_is_named(kept, tmp_path):
     path.write_bytes(data[:4] + b"\xff" * 300 + data[304:])
     with pytest.raises(ValueError, match=r"part.1.parquet cannot be read: .*\n\nhint: write or do"):
         prepare(tmp_path, None)
+
+
+def test_a_filtered_table_has_no_index_among_its_features(tmp_path):
+    nodes = NODES[NODES["level"] > 1]
+    edges = EDGES[EDGES["src"].isin(nodes["id"]) & EDGES["dst"].isin(nodes["id"])]
+    check(prepare(tmp_path, nodes, edges, 'features = ["*"]\n'), nodes.reset_index(), edges)
+    # without a column of ids, the rows have those that pandas shows
+    edges = pd.DataFrame({"a": [0, 5], "b": [2, 4]}, index=[7, 3])
+    (tmp_path / "again").mkdir()
+    data = prepare(tmp_path / "again", nodes.drop(columns="id"), edges)
+    assert data.node_ids.tolist() == ["0", "2", "4", "5"]
+    ends = zip(*(data.node_ids[end.numpy()] for end in data.graph.edges()), strict=True)
+    assert sorted(ends) == [("0", "2"), ("5", "4")]
+
+
+def test_times_of_pairs_in_parts_have_the_order_of_the_pairs(tmp_path):
+    pairs = pd.DataFrame({"source": range(24), "target": range(24), "time": range(24)})
+    write_parts(tmp_path / "pairs", pairs, "part.{}.parquet")
+    assert read_times(tmp_path / "pairs", "s").tolist() == list(range(24))

@@ -57,18 +57,6 @@ def test_edges_have_valid_nodes_for_any_number_of_nodes(num_nodes):
     assert edges.max() == max(num_nodes, 3) - 1
 
 
-def test_labels_and_features_are_uniform():
-    graph = rmat(50_000, 10, 4, 5)
-    counts = np.bincount(graph.labels(), minlength=5)
-    assert (abs(counts - 10_000) < 400).all()
-    features = np.concatenate(list(graph.features.chunks(allocate_in_memory)))
-    assert features.shape == (50_000, 4)
-    assert features.dtype == np.float32
-    assert -1 <= features.min() < -0.99
-    assert 0.99 < features.max() < 1
-    assert graph.best_accuracy == 0.2
-
-
 def test_memory_is_bounded_by_a_few_chunks():
     graph = rmat(1 << 20, 8_000_000, 1, 2, threads=2)
     tracemalloc.start()

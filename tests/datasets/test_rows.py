@@ -25,15 +25,6 @@ def all_of(table: Rows, dtype: Any = np.float32, allow_nan: bool = False) -> NDA
     return np.concatenate([part.copy() for part in parts])
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 24])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "bool"])
-def test_rows_of_an_array(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, dtype: str) -> None:
-    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
-    table = TABLE.astype(dtype)
-    assert (all_of(rows_from_array(table, "here")) == table.astype(np.float32)).all()
-    assert (all_of(rows_from_array(table[::2, 1:4], "here")) == table[::2, 1:4]).all()
-
-
 def test_half_precision_is_kept_and_other_dtypes_become_float32() -> None:
     for kind, expected in (("float16", "float16"), ("float64", "float32"), ("int8", "float32")):
         table = rows_from_array(TABLE.astype(kind), "here")

@@ -228,17 +228,6 @@ def test_verify_reports_the_file_with_a_flipped_bit(tmp_path: Path, name: str) -
         store.verify(tmp_path / "a")
 
 
-def test_a_folder_that_is_created_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    def build() -> None:
-        with store.atomic_folder(tmp_path / "a") as folder:
-            (folder / "new").write_text("")
-            (tmp_path / "a").mkdir()
-
-    with pytest.raises(FileExistsError):
-        build()
-    assert files(tmp_path) == ["a"]
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failed_write_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def build() -> None:

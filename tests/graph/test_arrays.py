@@ -115,45 +115,6 @@ def test_features_labels_and_masks_of_pyg_and_dgl_objects_are_used(make, expecte
     check_equal(gcnzc.load(tmp_path / "data"), expected)
 
 
-class Pentagon(networkx.Graph):
-    """A graph whose constructor adds edges and requires an argument."""
-
-    def __init__(self, first):
-        super().__init__([(first + i, first + (i + 1) % 5) for i in range(5)])
-
-
-class Table(pd.DataFrame):
-    """A table like those of geopandas."""
-
-
-MULTI = networkx.MultiDiGraph([(0, 1), (0, 1), (1, 2), (2, 3)])
-OBJECTS = {
-    "constructor adds edges": (Pentagon(0), 10),
-    "attributes": (type("Own", (networkx.DiGraph,), {"edge_types": 1})([(0, 1), (1, 2)]), 2),
-    "multigraph": (type("Own", (networkx.MultiGraph,), {})([(0, 1), (0, 1), (1, 2)]), 6),
-    "reversed view": (MULTI.reverse(copy=False), 4),
-    "filtered view": (networkx.subgraph_view(MULTI, filter_node=lambda node: node < 3), 3),
-    "filtered undirected view": (
-        networkx.subgraph_view(networkx.MultiGraph(MULTI), filter_edge=lambda u, v, key: key == 0),
-        6,
-    ),
-    "table": (Table({"source": [0, 1, 2], "target": [2, 0, 1]}), 3),
-}
-
-
-@pytest.mark.parametrize("case", OBJECTS)
-def test_subclasses_and_views_are_read_like_their_base_classes(case, tmp_path):
-    graph, num_edges = OBJECTS[case]
-    gcnzc.prepare(tmp_path / "data", edges=graph)
-    found = gcnzc.load(tmp_path / "data").graph
-    assert found.num_edges == num_edges
-    if case != "table":
-        assert found.num_nodes == len(graph)
-        pairs = [edge[:2] for edge in graph.edges()]
-        pairs += [] if graph.is_directed() else [edge[::-1] for edge in pairs]
-        assert sorted(zip(*(ends.tolist() for ends in found.edges()), strict=True)) == sorted(pairs)
-
-
 def one_way(make):
     """A graph whose edges all lead from the lower to the higher id."""
     data = make()
@@ -299,15 +260,6 @@ def test_invalid_combinations_of_arguments_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"split is 'random', but a graph .*\n\nhint: splits="):
         gcnzc.prepare(tmp_path / "data", edges=EDGES, **GIVEN, split="random")
     assert not (tmp_path / "data").exists()
-
-
-def test_a_graph_without_labels_and_splits_is_prepared(tmp_path):
-    gcnzc.prepare(tmp_path / "data", edges=EDGES, features=FEATURES)
-    data = gcnzc.load(tmp_path / "data")
-    assert data.labels.tolist() == [-1] * N
-    assert [len(ids) for ids in data.split.values()] == [0, 0, 0]
-    assert data.num_classes == 0
-    verify(tmp_path / "data")
 
 
 def test_names_of_networkx_nodes_are_saved(tmp_path):

@@ -554,18 +554,6 @@ def test_numbers_that_are_not_finite_are_accepted_only_with_the_option(tmp_path:
 # labels and splits
 
 
-def test_several_tasks_are_prepared(tmp_path: Path) -> None:
-    labels = np.random.default_rng(0).integers(2, size=(40, 6)).astype(np.float64)
-    labels[:, 0] = np.nan
-    raw = tiny().but(labels=labels).write(tmp_path / "raw", metric="rocauc")
-    prepare(raw, tmp_path / "a")
-    found = load(tmp_path / "a")
-    assert (found.labels.shape, found.labels.dtype) == ((40, 6), torch.float32)
-    assert np.array_equal(found.labels.numpy(), labels, equal_nan=True)
-    assert (found.num_classes, found.metric) == (2, "rocauc")
-    assert info(tmp_path / "a")["num_tasks"] == 6
-
-
 def test_one_hot_labels_are_rejected(tmp_path: Path) -> None:
     labels = np.eye(5, dtype=np.int64)[np.arange(40) % 5]
     raw = tiny().but(labels=labels).write_npz(tmp_path / "mine.npz")

@@ -239,11 +239,9 @@ def test_from_pyg_rejects_data_of_several_types():
     assert "to_homogeneous" not in str(error.value)
 
 
-def test_from_pyg_agrees_with_pygs_own_conversion():
-    pyg = pytest.importorskip("torch_geometric")
-    edge_index = torch.from_numpy(np.stack([SRC, DST]))
-    theirs = pyg.utils.to_undirected(edge_index, num_nodes=NUM_NODES)
-    data = pyg.data.Data(edge_index=edge_index, num_nodes=NUM_NODES)
-    graph = Graph.from_pyg(data, bidirected=True, duplicates="remove")
-    assert columns(graph) == columns(Graph.from_edges(*theirs, NUM_NODES))
-    assert graph.num_edges == theirs.shape[1]
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_from_csr_supports_every_option(choices):
+    rows = scipy.sparse.csr_array((np.ones(4000), (SRC, DST)), (NUM_NODES, NUM_NODES))
+    src = np.repeat(np.arange(NUM_NODES), np.diff(rows.indptr))
+    graph = Graph.from_csr(rows.indptr, rows.indices, **choices)
+    assert columns(graph) == expected_columns(src, rows.indices, NUM_NODES, **choices)

@@ -99,15 +99,6 @@ def test_a_graph_is_read_back(tmp_path, binary):
         graph.to_ogb(tmp_path / "a")
 
 
-def test_nodes_without_labels_leave_the_split(tmp_path):
-    given = drawn()
-    given["labels"][given["split"]["valid"][:2]] = -1
-    build(given).to_ogb(tmp_path / "a", binary=False)
-    paper = HeteroGraph.from_ogb(tmp_path / "a").nodes("paper")
-    assert (paper.labels.numpy() == given["labels"]).all()
-    assert paper.split["valid"].tolist() == given["split"]["valid"][2:].tolist()
-
-
 def test_reverse_edge_types(tmp_path):
     build(drawn()).to_ogb(tmp_path / "a")
     graph = HeteroGraph.from_ogb(tmp_path / "a", reverse=True)

@@ -83,18 +83,6 @@ def test_a_split_may_be_words():
     }
 
 
-def test_masks_of_pyg_may_be_lists():
-    HeteroData = pytest.importorskip("torch_geometric.data").HeteroData
-    data = HeteroData()
-    data["user"].x = torch.zeros(3, 1)
-    data["user"].train_mask = [True, False, True]
-    data[LOOP].edge_index = torch.tensor([[0], [1]])
-    assert HeteroGraph.from_pyg(data).nodes("user").split["train"].tolist() == [0, 2]
-    data["user"].train_mask = [True, False]
-    with pytest.raises(ValueError, match=r"\['train'\] has shape \(2,\)"):
-        HeteroGraph.from_pyg(data)
-
-
 SPARSE = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]])
 
 

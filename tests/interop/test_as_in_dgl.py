@@ -29,26 +29,6 @@ def sampler(exclude=None, **kwargs):
     return loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude, **kwargs)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("sampler_library", ["gcnzc", "dgl"])
-@pytest.mark.parametrize(
-    "items",
-    [
-        {"indices": torch.arange(3), "batch_size": 4, "drop_last": True},
-        {"indices": torch.empty(0, dtype=torch.int64)},
-        {"indices": []},
-    ],
-)
-@pytest.mark.parametrize("is_edges", [False, True])
-def test_an_epoch_without_minibatches_is_no_error(graph, items, sampler_library, shuffle, is_edges):
-    drawn = sampler() if is_edges else loading.NeighborSampler([2])
-    loader = DataLoader(
-        graph, graph_sampler=drawn, sampler_library=sampler_library, shuffle=shuffle, **items
-    )
-    assert len(loader) == 0
-    assert [list(loader) for _ in range(2)] == [[], []]
-
-
 @NOT_PINNED
 def test_a_reverse_id_that_is_no_edge_excludes_nothing(graph):
     # as if every edge had a reverse behind all edges, where the graph has none

@@ -1,8 +1,6 @@
 """The PyG loaders behave as PyG's with rare arguments and empty epochs."""
 
-import copy
 import importlib.util
-import pickle
 
 import pytest
 import torch
@@ -71,21 +69,6 @@ def test_num_neighbors_may_be_pygs_class(data):
         NeighborLoader(data, NumNeighbors({("a", "to", "b"): [3]}))
 
 
-def test_items_may_be_a_tuple_with_the_type_none(data):
-    mask = NO_NODES.clone()
-    mask[[4, 9]] = True
-    assert seeds(NeighborLoader(data, [2], (None, mask))) == [4, 9]
-    assert seeds(NeighborLoader(data, [2], (None, [9, 4]))) == [9, 4]
-    assert seeds(NeighborLoader(data, [2], (None, None))) == list(range(NODES))
-    pairs = data.edge_index[:, :3]
-    assert len(LinkNeighborLoader(data, [2], (None, pairs))) == 3
-    assert len(LinkNeighborLoader(data, [2], (None, None))) == EDGES
-
-
-def seeds(loader):
-    return [int(batch.n_id[0]) for batch in loader]
-
-
 TENSOR = torch.arange(EDGES)
 
 
@@ -127,23 +110,6 @@ def test_pygs_layerwise_inference_accepts_the_loader(data):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("filter_per_worker", [None, True, False])
-def test_a_zip_loader_accepts_the_loaders(data, filter_per_worker):
-    parts = [
-        NeighborLoader(data, [2], input_nodes=torch.arange(12)),
-        LinkNeighborLoader(data, [2], data.edge_index[:, 40:50]),
-    ]
-    loader = pyg.loader.ZipLoader(parts, batch_size=4, filter_per_worker=filter_per_worker)
-    assert repr(loader) == "ZipLoader(loaders=[NeighborLoader(), LinkNeighborLoader()])"
-    found = list(loader)
-    assert [len(pair) for pair in found] == [2, 2, 2]
-    nodes = torch.cat([of_nodes.n_id[: of_nodes.batch_size] for of_nodes, _ in found])
-    assert nodes.tolist() == list(range(10))
-    pairs = [of_links.n_id[of_links.edge_label_index] for _, of_links in found]
-    assert torch.equal(torch.cat(pairs, dim=1), data.edge_index[:, 40:50])
-    assert all(torch.equal(of_nodes.x, data.x[of_nodes.n_id]) for of_nodes, _ in found)
-
-
 def test_collate_fn_and_filter_fn_give_a_whole_minibatch(data):
     loader = NeighborLoader(data, [2], input_nodes=torch.arange(9, 20))
     batch = loader.filter_fn(loader.collate_fn([3, 1]))
@@ -172,44 +138,6 @@ def test_loaders_have_the_attributes_of_pygs_loaders(data):
     assert torch.equal(links.input_data.col, data.edge_index[1, :9])
     assert links.input_data[[4, 2]].label.tolist() == [4, 2]
     assert links.link_sampler.num_neighbors.get_values() == [3]
-
-
-def rename(batch):
-    batch.renamed = True
-    return batch
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_a_copy_continues_at_the_position_of_the_loader(data, Loader, copied):
-    loader = Loader(data, [3, 2], batch_size=8, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    loader.transform = rename
-    other = copied(loader)
-    assert type(other) is Loader
-    rest = list(iterator)
-    for mine, theirs in zip(rest, other, strict=True):
-        assert torch.equal(mine.n_id, theirs.n_id)
-        assert torch.equal(mine.e_id, theirs.e_id)
-        assert torch.equal(mine.x, theirs.x)
-        assert theirs.renamed
-    # and is a loader of its own
-    other.close()
-    assert len(list(loader)) == len(loader)
-
-
-class Halved(NeighborLoader):
-    """A user's loader, with arguments of its own."""
-
-    def __init__(self, data, share):
-        super().__init__(data, [2], torch.arange(int(NODES * share)), batch_size=4)
-
-
-def test_a_copy_of_a_subclass_has_the_same_class(data):
-    other = copy.deepcopy(Halved(data, share=0.5))
-    assert type(other) is Halved
-    assert len(other.dataset) == NODES // 2
 
 
 def test_names_that_are_not_replaced_are_pygs(data, monkeypatch):

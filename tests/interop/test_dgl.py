@@ -3,7 +3,6 @@
 import importlib.util
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import gcnzc.interop.dgl as interop_dgl
 from gcnzc.graph.graph import Graph
-from gcnzc.interop.dgl import DglSampler, graphbolt_works, import_dgl
+from gcnzc.interop.dgl import DglSampler, import_dgl
 from gcnzc.interop.dgl import importing as door
 from gcnzc.sampling.neighbor import Sampler
 
@@ -78,29 +77,6 @@ def test_new_processes_import_dgl_quietly_and_sample_the_same(tmp_path):
     assert first.startswith("[0, 1, 2, 3")
     assert second == first
     assert not list(tmp_path.iterdir())
-
-
-@needs_dgl
-def test_a_missing_graphbolt_is_reported_when_it_is_used():
-    if graphbolt_works():
-        pytest.skip("GraphBolt works beside this torch")
-    with pytest.raises(AttributeError, match=r"GraphBolt is not compiled for torch \d"):
-        _ = import_dgl().graphbolt.ItemSet
-
-
-def test_graphbolt_needs_its_library_and_torchdata(fake, monkeypatch):
-    fake(
-        "",
-        "dgl/graphbolt/libgraphbolt_pytorch_1.0.0.so",
-        "torchdata/datapipes/x.py",
-        "torchdata/__init__.py",
-    )
-    assert not graphbolt_works()
-    monkeypatch.setattr(torch, "__version__", "1.0.0+cpu")
-    assert graphbolt_works()
-    fake("", "dgl/graphbolt/libgraphbolt_pytorch_1.0.0.so")
-    monkeypatch.setattr(door.importlib.util, "find_spec", lambda name: None)
-    assert not graphbolt_works()
 
 
 def test_a_missing_dgl_is_reported(fake, monkeypatch):
@@ -175,43 +151,6 @@ def test_full_neighbourhoods_equal_those_of_gcnzcs_sampler(cora):
     assert set(theirs.nodes.tolist()) == set(ours.nodes.tolist())
     for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
         assert (mine.num_dst, mine.num_edges) == (other.num_dst, other.num_edges)
-
-
-def numbers(batch):
-    return torch.cat([batch.nodes, *[block.edge_ids for block in batch.blocks]]).tolist()
-
-
-@needs_dgl
-def test_batches_do_not_depend_on_threads_or_order(cora):
-    asked = [(torch.arange(i, i + 50), epoch) for i in range(0, 500, 50) for epoch in range(2)]
-    sampler = DglSampler(cora, [5, 5], seed=2)
-    expected = [numbers(sampler.sample(*one)) for one in asked]
-    with ThreadPoolExecutor(4) as pool:
-        backwards = list(pool.map(lambda one: numbers(sampler.sample(*one)), asked[::-1]))
-    assert backwards[::-1] == expected
-    again = DglSampler(cora, [5, 5], seed=2)
-    assert [numbers(again.sample(*one)) for one in asked] == expected
-    # another epoch, seed or set of seeds is another sample
-    assert expected[0] != expected[1]
-    assert numbers(DglSampler(cora, [5, 5], seed=3).sample(*asked[0])) != expected[0]
-
-
-@needs_dgl
-@pytest.mark.parametrize(
-    ("seeds", "epoch", "message"),
-    [([1, 5, 1], 0, "twice"), ([-1], 0, "nodes"), ([10**6], 0, "nodes"), ([1], -1, "epoch")],
-)
-def test_invalid_seeds_and_epochs_are_rejected(cora, seeds, epoch, message):
-    with pytest.raises(ValueError, match=message):
-        DglSampler(cora, [2]).sample(torch.tensor(seeds), epoch)
-
-
-@needs_dgl
-def test_invalid_fanouts_are_rejected(cora):
-    with pytest.raises(ValueError, match="fanouts"):
-        DglSampler(cora, [-2])
-    with pytest.raises(ValueError, match="64 bits"):
-        DglSampler(cora, [2], seed=2**64)
 
 
 def test_the_install_hint_depends_on_the_python_version():

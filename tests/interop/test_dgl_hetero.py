@@ -5,8 +5,6 @@ import gc
 import importlib.util
 import itertools
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -356,28 +354,6 @@ def test_minibatches_of_edges_equal_those_of_dgls_loader(exclude, idtype):
             assert torch.equal(nodes, blocks[-1].dstnodes[kind].data[dgl.NID])
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_nodes_get_their_fanout_of_the_edges_that_are_not_excluded(graph, replace):
-    sampler = edge_sampler("reverse_types", fanouts=(2, 3))
-    sampler.sampler.replace = replace
-    num_excluded = 0
-    for _, pairs, blocks in DataLoader(graph, EDGES, sampler, batch_size=60, shuffle=True):
-        gone = excluded_edges("reverse_types", pairs)
-        for block, fanout in zip(blocks, (2, 3), strict=True):
-            for each in TYPES:
-                ids = block.edges[each].data[dgl.EID].tolist()
-                assert not gone[each].intersection(ids)
-                num_excluded += len(gone[each])
-                is_gone = torch.zeros(graph.num_edges(each), dtype=torch.bool)
-                is_gone[[*gone[each]]] = True
-                targets = graph.edges(etype=each, order="eid")[1][~is_gone]
-                degrees = torch.bincount(targets, minlength=graph.num_nodes(each[2]))
-                degrees = degrees[block.dstnodes[each[2]].data[dgl.NID]]
-                kept = (degrees > 0) * fanout if replace else degrees.clamp(max=fanout)
-                assert torch.equal(block.in_degrees(etype=each), kept)
-    assert num_excluded
-
-
 @NOT_PINNED
 @pytest.mark.parametrize("negative", ["uniform", "global", "own"])
 def test_negatives_have_the_types_of_their_edges(graph, negative):
@@ -420,40 +396,6 @@ def test_negatives_have_the_types_of_their_edges(graph, negative):
                 assert torch.equal(dst, edges % graph.num_nodes(each[2]))
             if negative == "global" and len(edges):
                 assert not bool(graph.has_edges_between(src, dst, etype=each).any())
-
-
-class Model(torch.nn.Module):
-    def __init__(self, graph, hidden=8, out=3):
-        super().__init__()
-        widths = {kind: graph.nodes[kind].data["feat"].shape[1] for kind in graph.ntypes}
-        sizes = [widths, dict.fromkeys(widths, hidden)]
-        self.layers = torch.nn.ModuleList(
-            dgl.nn.HeteroGraphConv(
-                {
-                    each[1]: dgl.nn.SAGEConv((own[each[0]], own[each[2]]), width, "mean")
-                    for each in graph.canonical_etypes
-                }
-            )
-            for own, width in zip(sizes, (hidden, out), strict=True)
-        )
-
-    def forward(self, blocks, x):
-        for layer, block in zip(self.layers, blocks, strict=True):
-            own = {kind: rows[: block.num_dst_nodes(kind)] for kind, rows in x.items()}
-            x = layer(block, (x, own) if block.is_block else (x, x))
-        return x
-
-
-def test_a_heterograph_conv_has_the_outputs_of_the_whole_graph(graph):
-    torch.manual_seed(0)
-    model = Model(graph).double()
-    wanted = model([graph, graph], {k: graph.nodes[k].data["feat"].double() for k in graph.ntypes})
-    sampler = loading.MultiLayerFullNeighborSampler(2)
-    for _, outputs, blocks in DataLoader(graph, SEEDS, sampler, batch_size=13, shuffle=True):
-        x = {kind: rows.double() for kind, rows in blocks[0].srcdata["feat"].items()}
-        found = model(blocks, x)
-        for kind, ids in outputs.items():
-            torch.testing.assert_close(found[kind], wanted[kind][ids], rtol=1e-12, atol=1e-12)
 
 
 def drawn(loader, count=None):
@@ -511,21 +453,6 @@ def test_minibatches_are_reproducible_and_a_loader_resumes(name):
         assert drawn(other) == first[2:]
         assert drawn(other) == second
     assert drawn(make(1, seed=10), 2) != first[:2]
-
-
-def test_a_state_of_other_items_or_fanouts_is_rejected(graph):
-    state = DataLoader(graph, SEEDS, NODE_SAMPLER, seed=1).state_dict()
-    with pytest.raises(ValueError, match="other nodes or edges"):
-        DataLoader(graph, {"paper": SEEDS["paper"]}, NODE_SAMPLER).load_state_dict(state)
-    authors = {"author": SEEDS["author"]}
-    state = DataLoader(graph, authors, NODE_SAMPLER, seed=1).state_dict()
-    # the same ids of another type
-    papers = DataLoader(graph, {"paper": SEEDS["author"]}, NODE_SAMPLER)
-    with pytest.raises(ValueError, match="loader with types"):
-        papers.load_state_dict(state)
-    other = DataLoader(graph, authors, loading.NeighborSampler([BY_TYPE, 3], **PREFETCH))
-    with pytest.raises(ValueError, match="loader with fanouts"):
-        other.load_state_dict(state)
 
 
 @NOT_PINNED
@@ -671,35 +598,6 @@ def test_minibatches_do_not_depend_on_how_dgl_sorts_its_edges(is_typed):
     assert not torch.equal(whole.adj_tensors("csc", etype=each)[2], order)
     gc.collect()
     assert edges() == before
-
-
-def test_edge_ids_may_be_read_in_several_threads():
-    ends = torch.randint(1000, (2, 30_000), generator=torch.Generator().manual_seed(4))
-    whole = dgl.graph((*ends,))
-    loader = DataLoader(whole, torch.arange(1000), loading.NeighborSampler([-1]), batch_size=1000)
-    (_, _, (block,)) = next(iter(loader))
-    column = block._edge_frames[0]._columns[dgl.EID]
-    index, storage = column.index, column.storage
-    barrier = threading.Barrier(4)
-
-    def read(_):
-        barrier.wait()
-        return column.data
-
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(30):
-            column.index, column.storage, column.deferred_dtype = index, storage, torch.int64
-            for ids in pool.map(read, range(4)):
-                assert ids.dtype == torch.int64
-                assert torch.equal(ids, storage[index].long())
-
-
-def test_types_that_a_minibatch_does_not_reach_have_no_nodes(graph):
-    sampler = loading.NeighborSampler([dict.fromkeys(TYPES, 0)])
-    inputs, outputs, (block,) = next(iter(DataLoader(graph, SEEDS, sampler, batch_size=8)))
-    assert {kind: len(ids) for kind, ids in inputs.items()} == {"author": 0, "paper": 8, "venue": 0}
-    assert list(outputs) == ["paper"]
-    assert block.num_edges() == 0
 
 
 def wrong_negatives(result):

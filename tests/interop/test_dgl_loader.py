@@ -87,27 +87,6 @@ def test_the_signature_begins_with_dgls():
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more[:-1])
 
 
-@pytest.mark.parametrize("idtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("prefetch", [PREFETCH, {}], ids=["prefetched", "lazy"])
-@pytest.mark.parametrize("fanouts", [[5, 4, 3], [-1, 2], [0, 3]])
-def test_blocks_have_their_node_and_edge_data(idtype, prefetch, fanouts):
-    graph = make_graph(idtype)
-    seeds = torch.randperm(NODES)[:150]
-    loader = DataLoader(graph, seeds, loading.NeighborSampler(fanouts, **prefetch), batch_size=64)
-    assert loader.sampler_library == "gcnzc"
-    outputs = []
-    for inputs, output_nodes, blocks in loader:
-        check_blocks(graph, blocks, fanouts)
-        for block in blocks:
-            check_data(graph, block)
-        assert inputs.dtype == output_nodes.dtype == idtype
-        assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
-        assert torch.equal(output_nodes, blocks[-1].dstdata[dgl.NID])
-        outputs.append(output_nodes.long())
-    assert [len(part) for part in outputs] == [64, 64, 22]
-    assert torch.equal(torch.cat(outputs), seeds)
-
-
 @pytest.mark.parametrize(
     ("sampler", "sampler_library"),
     [
@@ -207,28 +186,6 @@ def test_minibatches_of_edges_have_pair_graphs_and_blocks(graph, exclude, negati
     assert [len(part) for part in taken] == [32, 32, 16]
 
 
-def test_excluded_edges_are_those_of_dgl(graph):
-    # any edges may be excluded, and then DGL draws
-    gone = torch.arange(0, 2 * EDGES, 3)
-    sampler = loading.as_edge_prediction_sampler(loading.NeighborSampler([-1]), exclude=gone)
-    loader = DataLoader(graph, torch.arange(64), sampler, batch_size=32)
-    assert loader.sampler_library == "dgl"
-    for _, _, blocks in loader:
-        assert not bool(torch.isin(blocks[0].edata[dgl.EID], gone).any())
-
-
-def test_an_invalid_reverse_edge_is_rejected(graph):
-    sampler = loading.as_edge_prediction_sampler(
-        loading.NeighborSampler([2]), exclude="reverse_id", reverse_eids=REVERSE.roll(1)
-    )
-    message = "reverse_eids: edge .* is not the reverse of edge 0"
-    for batch_size in (4, 2 * EDGES):
-        # with all edges in a minibatch, each wrong edge connects two of its nodes
-        items = torch.arange(2 * EDGES)
-        with pytest.raises(ValueError, match=message):
-            next(iter(DataLoader(graph, items, sampler, batch_size=batch_size)))
-
-
 def drawn(loader, count=None):
     found = []
     for number, (*_, blocks) in enumerate(loader):
@@ -265,37 +222,6 @@ def test_a_resumed_loader_yields_the_same_minibatches(graph, threads):
         make(1, seed=10).load_state_dict(state)
     with pytest.raises(ValueError, match="other nodes or edges"):
         DataLoader(graph, torch.arange(1, 101), sampler, **kwargs).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        loading.NeighborSampler([4, 3], replace=True),
-        loading.NeighborSampler([4, 3], prob="weight"),
-        loading.LaborSampler([4, 3]),
-        loading.as_edge_prediction_sampler(
-            loading.LaborSampler([4, 3]), negative_sampler=loading.negative_sampler.GlobalUniform(1)
-        ),
-    ],
-    ids=["replace", "prob", "labor", "edges"],
-)
-def test_minibatches_sampled_by_dgl_are_reproducible(graph, sampler):
-    def make(**other):
-        kwargs = {"batch_size": 16, "shuffle": True, "seed": 9, "sampler_library": "dgl"} | other
-        return DataLoader(graph, torch.arange(100), sampler, **kwargs)
-
-    whole = make(threads=1)
-    first, second = drawn(whole), drawn(whole)
-    assert first != second
-    loader = make(threads=2)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    other = make(threads=3)
-    other.load_state_dict(loader.state_dict())
-    assert drawn(other) == first[3:]
-    assert drawn(other) == second
-    assert drawn(make(seed=10)) != first
 
 
 def test_num_workers_sets_the_number_of_threads(graph):
@@ -457,14 +383,6 @@ def test_unsupported_arguments_are_rejected_by_name(graph, change, message):
     change = {name: value() if name == "graph" else value for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
         DataLoader(**(arguments | change))
-
-
-def test_prefetched_features_that_require_a_gradient_are_rejected():
-    graph = make_graph()
-    graph.ndata["feat"] = graph.ndata["feat"].requires_grad_()
-    sampler = loading.NeighborSampler([3], prefetch_node_feats=["feat"])
-    with pytest.raises(ValueError, match=r"feat requires a gradient(.|\n)*Embedding"):
-        DataLoader(graph, torch.arange(9), sampler)
 
 
 def test_fanouts_by_edge_type_are_sampled_by_dgl(graph):

@@ -90,19 +90,6 @@ def test_a_minibatch_that_is_no_list_of_integers_is_rejected(name, group, messag
         list(make(batch_sampler=[group]))
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_items_that_another_loader_chose_are_checked(name):
-    make, count = LOADERS[name]
-    loader = make()
-    with pytest.raises(IndexError, match=f"index has {count} at position 1"):
-        loader.collate_fn([0, count])
-    with pytest.raises(TypeError, match=r"index has 0.5 at position 0"):
-        loader.collate_fn([0.5])
-    if name != "DGL":
-        with pytest.raises(IndexError, match="index has -1 at position 0"):
-            loader([-1])
-
-
 GROUPS = {
     "lists": [[5, 6], [1], [2, 3, 4]],
     "tuples": [(5, 6), (1,), (2, 3, 4)],

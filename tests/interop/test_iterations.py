@@ -122,21 +122,6 @@ def test_iterators_of_every_loader_are_epochs_of_their_own_and_its_seed_is_torch
     assert epochs[0] == epochs[1] != epochs[2]
 
 
-def test_the_seed_is_part_of_the_state():
-    torch.manual_seed(1)
-    loader = make()
-    first, second = epochs_of(loader, 2)
-    loader.set_epoch(0)
-    list(islice(loader, 1))
-    torch.manual_seed(2)
-    resumed = make()
-    assert resumed.state_dict()["seed"] != loader.state_dict()["seed"]
-    resumed.load_state_dict(loader.state_dict())
-    assert epochs_of(resumed, 2) == [first[1:], second]
-    with pytest.raises(ValueError, match=f"with seed {loader.state_dict()['seed']}, not 8"):
-        make(seed=8).load_state_dict(loader.state_dict())
-
-
 def test_ranks_without_a_seed_have_the_same_order():
     taken, alone = [], []
     for rank in range(2):
@@ -181,47 +166,3 @@ def test_torchs_dataloader_can_use_collate_fn_of_our_loader():
         != ours.collate_fn(items[::-1]).edge_index.tolist()
         for items in fixed
     )
-
-
-class OnGpu(torch.Tensor):
-    """Stands for a tensor of a GPU: it does not mix with tensors of the host."""
-
-    device = torch.device("cuda", 0)
-    is_cuda = True
-
-    @classmethod
-    def of(cls, tensor):
-        return torch.Tensor._make_subclass(cls, tensor)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        flat = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if any(type(arg) is not cls and arg.ndim for arg in flat):
-            raise RuntimeError("Expected all tensors to be on the same device")
-        found = super().__torch_function__(function, types, args, kwargs)
-        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
-
-
-class Copies(torch.overrides.TorchFunctionMode):
-    """Takes tensors of the host to the stand-in for a GPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        is_copy = function is torch.Tensor.to and args[1:] == (OnGpu.device,)
-        return OnGpu.of(args[0]) if is_copy else function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("Loader", [NeighborLoader, LinkNeighborLoader])
-def test_attributes_on_a_gpu_are_gathered_there(Loader):
-    data, plain = make_data(), make_data()
-    names = ("x", "y", "edge_attr", "two_index")
-    for name in (*names, "edge_index"):
-        data[name] = OnGpu.of(plain[name])
-    kwargs = {"batch_size": 5, "seed": 3}
-    with Copies():
-        found = list(Loader(data, [2, 2], **kwargs))
-    for batch, wanted in zip(found, Loader(plain, [2, 2], **kwargs), strict=True):
-        assert batch.to_dict().keys() == wanted.to_dict().keys()
-        for name, value in batch.to_dict().items():
-            if isinstance(value, torch.Tensor):
-                assert (type(value) is OnGpu) == (name in names), name
-                assert torch.equal(value.as_subclass(torch.Tensor), wanted[name]), name

@@ -2,7 +2,6 @@
 
 import importlib.util
 import warnings
-from itertools import chain
 
 import pytest
 import torch
@@ -73,21 +72,6 @@ def fit(data, folder, checkpoint=None, **kwargs):
     return model
 
 
-def test_every_epoch_has_all_nodes_in_another_order(data, tmp_path):
-    model = fit(data, tmp_path, max_epochs=3)
-    epochs = [[seeds for at, seeds, _ in model.seen if at == epoch] for epoch in range(3)]
-    train = sorted(data.split["train"].tolist())
-    assert [sorted(chain(*epoch)) for epoch in epochs] == [train] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
-    # the same as our loader's
-    loader = gcnzc.Loader(data.graph, None, data.split["train"], [3, 3], 16, seed=5)
-    nodes = [batch.nodes.tolist() for _ in range(3) for batch in loader]
-    assert [nodes for _, _, nodes in model.seen] == nodes
-    # validation draws the same neighbours every time
-    once = len(model.checked) // 3
-    assert model.checked[:once] == model.checked[once : 2 * once] == model.checked[2 * once :]
-
-
 @pytest.mark.parametrize(
     ("stop", "every"),
     [({"max_epochs": 1}, {"every_n_epochs": 1}), ({"max_steps": 9}, {"every_n_train_steps": 9})],
@@ -117,25 +101,6 @@ def test_test_and_prediction_batches_are_in_order(data, tmp_path):
     ((nodes, labels),) = trainer(tmp_path).predict(model, datamodule=few)
     assert torch.equal(nodes, chosen)
     assert torch.equal(labels, torch.cat([labels for _, labels in parts])[chosen])
-
-
-def test_batches_are_on_the_host_without_a_trainer(data):
-    module = DataModule(data, [3, 3], batch_size=32, threads=1)
-    assert module.state_dict() == {}
-    module.setup("fit")
-    feed = module.train_dataloader()
-    assert module.train_dataloader() is feed
-    first = next(iter(feed))
-    assert torch.equal(first.x, data.features[first.nodes])
-    state = module.state_dict()
-    assert state["position"] == 1
-    other = DataModule(data, [3, 3], batch_size=32)
-    other.load_state_dict(state)
-    second = next(iter(other.train_dataloader()))
-    again = gcnzc.Loader(data.graph, None, data.split["train"], [3, 3], 32)
-    assert [batch.nodes.tolist() for batch in again][1] == second.nodes.tolist()
-    module.teardown("fit")
-    assert module.train_dataloader() is not feed
 
 
 def test_ranks_share_the_nodes(data):

@@ -14,7 +14,6 @@ from gcnzc import FeatureTable
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc.interop.column import Column
 from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, TableStore, importing, minibatches
 
 pyg = importing.import_pyg()
@@ -144,20 +143,6 @@ def test_edge_index_may_have_other_dtypes_and_strides(data):
             assert torch.equal(batch.e_id, wanted)
 
 
-# `torch.tensor([[], []])` is of float32
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_data_without_edges_can_be_loaded(dtype):
-    data = Data(x=torch.randn(5, 2), edge_index=torch.empty(2, 0, dtype=dtype))
-    for options in ({}, {"is_sorted": True}, {"disjoint": True}):
-        (batch,) = NeighborLoader(data, [3, 2], batch_size=5, **options)
-        assert torch.equal(batch.x, data.x)
-        assert (counts(batch), batch.edge_index.shape) == (([5, 0, 0], [0, 0]), (2, 0))
-        assert batch.edge_index.dtype == torch.int64
-    assert list(LinkNeighborLoader(data, [3, 2])) == []
-    full = Data(edge_index=EDGE, num_nodes=3)
-    assert list(LinkNeighborLoader(full, [3], edge_label_index=data.edge_index)) == []
-
-
 def test_input_nodes_may_be_ids_masks_or_lists(data):
     ids = torch.tensor([7, 3, 250])
     whole = NeighborLoader(data, [2], batch_size=NODES)
@@ -246,20 +231,6 @@ def test_attributes_that_the_loader_sets_replace_those_of_the_data(data):
     theirs.node_sampler.batch.e_id = mine.e_id - 5
     same(mine, next(iter(theirs)))
     assert mine.input_id.tolist() == list(range(16))
-
-
-@pytest.mark.parametrize("in_worker", [True, False])
-def test_edge_attributes_on_a_gpu_are_those_of_the_sampled_edges(data, monkeypatch, in_worker):
-    data = copy.copy(data)
-    data.e_id = torch.arange(EDGES) + 5
-    host = Column.is_on_host.fget
-    # the loader takes `edge_kind` for rows on a GPU, which it slices in the training process
-    is_on_host = property(lambda self: self.name != "edge_kind" and host(self))
-    monkeypatch.setattr(Column, "is_on_host", is_on_host)
-    loader = NeighborLoader(data, [3, 2], batch_size=16)
-    batch = next(iter(loader)) if in_worker else loader(torch.arange(16))
-    assert torch.equal(batch.edge_kind, data.edge_kind[batch.e_id - 5])
-    assert "_sampled_edges" not in batch
 
 
 # of what PyG uses of `typing`, on Python 3.13
@@ -428,31 +399,6 @@ def test_an_epoch_does_not_end_early_if_transform_raises_stop_iteration(data):
         loader = Loader(data, [2], batch_size=500, transform=lambda batch: next(iter(())))
         with pytest.raises(RuntimeError, match=r"(?s)transform raised StopIteration.*\n\nhint: "):
             list(loader)
-
-
-def test_data_may_change_between_epochs(data):
-    # a well-known example evaluates with a copy of the data whose features it takes out
-    data = copy.copy(data)
-    loader = NeighborLoader(copy.copy(data), [-1], batch_size=100)
-    assert "x" in next(iter(loader))
-    del loader.data.x, loader.data.y
-    loader.data.n_id = torch.arange(NODES) + 1000
-    for batch in loader:
-        assert "x" not in batch
-        assert "y" not in batch
-        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id + 1000)
-    loader.data.x = data.x * 2
-    del loader.data.n_id
-    for batch in loader:
-        assert torch.equal(batch.x, data.x[batch.n_id] * 2)
-    # a rejected change is rejected again
-    loader.data.x = data.x.clone().requires_grad_()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="requires a gradient"):
-            iter(loader)
-    loader.data.x = data.x
-    for batch in loader:
-        assert torch.equal(batch.x, data.x[batch.n_id])
 
 
 def test_tables_replace_attributes(data):

@@ -2,10 +2,7 @@
 
 import copy
 import importlib.util
-import inspect
 import pickle
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import numpy as np
@@ -18,7 +15,6 @@ if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
 from gcnzc.interop.pyg import (
-    HeteroNeighborLoader,
     LinkNeighborLoader,
     NeighborLoader,
     importing,
@@ -28,7 +24,6 @@ pyg = importing.import_pyg()
 from torch_geometric import typing as pyg_typing  # noqa: E402
 from torch_geometric.data import HeteroData  # noqa: E402
 from torch_geometric.loader import node_loader  # noqa: E402
-from torch_geometric.nn import SAGEConv, to_hetero  # noqa: E402
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, NumNeighbors  # noqa: E402
 
 USERS, ITEMS, TAGS = 60, 40, 9
@@ -213,18 +208,6 @@ def fanouts_of(data, num_neighbors):
     }
 
 
-def test_without_limits_the_whole_neighbourhood_is_sampled(data):
-    batch = next(iter(NeighborLoader(data, [-1, -1], ("user", [5, 8]), batch_size=2)))
-    found = {each: set() for each in data.node_types}
-    found["user"] = {5, 8}
-    for _ in range(2):
-        begun = copy.deepcopy(found)
-        for edge_type in data.edge_types:
-            edges = data[edge_type].edge_index.T.tolist()
-            found[edge_type[0]] |= {src for src, dst in edges if dst in begun[edge_type[2]]}
-    assert {each: set(batch[each].n_id.tolist()) for each in found} == found
-
-
 def test_disjoint_subgraphs_share_no_node(data):
     loader = NeighborLoader(data, [3, 2], "item", batch_size=5, disjoint=True)
     for batch in loader:
@@ -272,17 +255,6 @@ def check_latest(data, batch, time_attr):
     assert torch.equal(found, eligible[:3])
 
 
-def test_the_times_of_the_nodes_are_those_of_the_seeds(data):
-    mask = data["user"].train_mask
-    plain = NeighborLoader(data, [3, 2], ("user", mask), time_attr="born", seed=1)
-    times = data["user"].born[mask]
-    given = NeighborLoader(data, [3, 2], ("user", mask), time_attr="born", seed=1, input_time=times)
-    for mine, other in zip(plain, given, strict=True):
-        assert same(mine, other)
-        assert "seed_time" not in mine["user"]
-        assert torch.equal(other["user"].seed_time, data["user"].born[other["user"].input_id])
-
-
 def test_what_is_later_does_not_change_a_minibatch(data):
     seeds = torch.tensor([3, 7, 11])
     times = torch.tensor([8, 8, 8])
@@ -307,23 +279,6 @@ def test_with_replacement_each_node_gets_all_its_samples(data):
     degrees = torch.bincount(data[HAS].edge_index[1], minlength=ITEMS)
     found = torch.bincount(batch[HAS].edge_index[1], minlength=ITEMS)
     assert torch.equal(found, torch.where(degrees > 0, 50, 0))
-
-
-def test_neighbours_are_sampled_by_weight(data):
-    drawn = torch.zeros(100)
-    loader = NeighborLoader(
-        data, [1], "item", batch_size=ITEMS, replace=True, weight_attr="weight", seed=0
-    )
-    for _ in range(200):
-        for batch in loader:
-            drawn += torch.bincount(batch[HAS].e_id, minlength=100)
-    weights, targets = data[HAS].weight, data[HAS].edge_index[1]
-    totals = torch.zeros(ITEMS).index_add_(0, targets, weights)
-    assert not drawn[weights == 0].any()
-    wanted = 200 * weights / totals[targets].clamp(min=1e-9)
-    likely = wanted > 5
-    # with about 40 values, a sum of 100 has a chance below 1e-5
-    assert float(((drawn - wanted)[likely] ** 2 / wanted[likely]).sum()) < 100
 
 
 def test_bidirectional_subgraphs_have_the_reverses(data):
@@ -364,19 +319,6 @@ def same(mine, other):
         for name in ("n_id", "e_id", "edge_index", "x", "batch")
         if name in store
     )
-
-
-@pytest.mark.parametrize("sampling", [{}, {"time_attr": "born"}, {"disjoint": True}])
-def test_minibatches_do_not_depend_on_the_number_of_threads(data, sampling):
-    def load(threads):
-        options = {"batch_size": 7, "shuffle": True, "seed": 5, "threads": threads}
-        loader = NeighborLoader(data, [3, 2], "user", **options, **sampling)
-        return [*loader, *loader]
-
-    first = load(1)
-    assert not torch.equal(first[0]["user"].input_id, first[9]["user"].input_id)
-    for threads in (2, 4):
-        assert all(map(same, first, load(threads)))
 
 
 def test_a_resumed_loader_yields_the_same_minibatches(data):
@@ -433,24 +375,6 @@ def test_input_nodes_may_be_a_type_ids_or_a_mask(data):
     assert loader([2, 0])["user"].n_id[:2].tolist() == [50, 7]
     assert loader.input_data[torch.tensor([1])].node.tolist() == [3]
     assert loader.input_data.input_type == loader.input_type == "user"
-
-
-def test_times_of_seeds_have_the_unit_of_the_data_and_are_no_dates(data):
-    days = np.datetime64("2020-01-01") + np.arange(USERS)
-    seconds = torch.from_numpy(days.astype("datetime64[s]").astype(np.int64))
-    data["user"].born = seconds
-    del data["item"].born
-    options = {"time_attr": "born", "batch_size": ITEMS}
-    # whether the integers of the data are seconds is not known
-    with pytest.raises(ValueError, match=r"^input_time has dates, but the times of the graph are"):
-        NeighborLoader(data, [-1], "item", input_time=days[:ITEMS] + 5, **options)
-    input_time = seconds[:ITEMS] + 5 * 86400
-    (batch,) = NeighborLoader(data, [-1], "item", input_time=input_time, **options)
-    src, dst = batch[BUYS].edge_index
-    wanted = data[BUYS].edge_index
-    assert int((wanted[0] <= wanted[1] + 5).sum()) == len(src) > 20
-    assert batch["item"].seed_time.dtype == torch.int64
-    assert bool((batch["user"].n_id[src] <= batch["item"].n_id[dst] + 5).all())
 
 
 def test_without_hops_minibatches_have_only_the_seeds(data):
@@ -568,21 +492,6 @@ def test_a_type_added_or_removed_between_epochs_is_named(data):
             iter(loader)
 
 
-def test_iterators_in_several_threads_have_the_data_of_their_first_minibatch(data):
-    loader = NeighborLoader(data, [2], "user", batch_size=30, threads=1)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for number in range(40):
-                iterators = [iter(loader) for _ in range(4)]
-                data["user"].x = torch.full((USERS, 2), float(number))
-                for batch in pool.map(next, iterators):
-                    assert torch.equal(batch["user"].x, torch.full_like(batch["user"].x, number))
-    finally:
-        sys.setswitchinterval(before)
-
-
 class Frame(pyg_typing.TensorFrame):
     """A table with columns of several types, as of `torch_frame`."""
 
@@ -601,75 +510,6 @@ def test_tensor_frames_are_sliced(data):
     data["tag"].tf = Frame(torch.arange(TAGS) * 3)
     for batch in NeighborLoader(data, [2], "item", batch_size=20):
         assert torch.equal(batch["tag"].tf.rows, batch["tag"].n_id * 3)
-
-
-def test_loaders_of_one_graph_share_it(data):
-    first, second = NeighborLoader(data, [2], "user"), NeighborLoader(data, [3], "item")
-    assert first._typed is second._typed
-    assert NeighborLoader(data, [3], "item", time_attr="born")._typed is not first._typed
-    data[BUYS].edge_index[0, 0] = (data[BUYS].edge_index[0, 0] + 1) % USERS
-    assert NeighborLoader(data, [2], "user")._typed is not first._typed
-
-
-def test_the_class_has_the_signature_and_attributes_of_the_homogeneous_loader(data):
-    mine, other = (inspect.signature(c) for c in (HeteroNeighborLoader, NeighborLoader))
-    for name, parameter in other.parameters.items():
-        assert mine.parameters[name].default == parameter.default
-        assert mine.parameters[name].kind == parameter.kind
-    assert list(mine.parameters) == list(other.parameters)
-    loader = NeighborLoader(data=data, num_neighbors={BUYS: [2], "default": [1]}, input_nodes="tag")
-    assert isinstance(loader, NeighborLoader)
-    assert isinstance(loader, pyg.loader.NeighborLoader)
-    # Lightning reads the arguments from attributes
-    assert set(other.parameters) - set(dir(loader)) <= {
-        *("kwargs", "transform_sampler_output", "neighbor_sampler")
-    }
-    loader = NeighborLoader(data, [3, 2], "user")
-    assert loader.node_sampler.num_neighbors.get_values() == [3, 2]
-    zipped = pyg.loader.ZipLoader([loader, NeighborLoader(data, [2], "item")], batch_size=4)
-    users, items = next(iter(zipped))
-    assert (users["user"].batch_size, items["item"].batch_size) == (4, 4)
-
-
-class Sage(torch.nn.Module):
-    """Two layers of GraphSAGE."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = SAGEConv((-1, -1), 8), SAGEConv((-1, -1), 3)
-
-    def forward(self, x, edge_index):
-        return self.second(self.first(x, edge_index).relu(), edge_index)
-
-
-@pytest.mark.filterwarnings("ignore:Failing to pass a value to the 'type_params'")
-def test_a_model_is_trained_and_full_neighbourhoods_give_the_outputs_of_the_whole_graph(data):
-    data["item"].x = data["item"].x.float()
-    data["tag"].x = torch.eye(TAGS)
-    # every type of `to_hetero` needs messages
-    data["user", "uses", "tag"].edge_index = torch.stack(
-        [torch.arange(USERS), torch.arange(USERS) % TAGS]
-    )
-    torch.manual_seed(0)
-    model = to_hetero(Sage(), data.metadata())
-    with torch.no_grad():
-        wanted = model(data.x_dict, data.edge_index_dict)["user"]
-    loader = NeighborLoader(data, [-1, -1], "user", batch_size=25)
-    for batch in loader:
-        own = batch["user"]
-        with torch.no_grad():
-            found = model(batch.x_dict, batch.edge_index_dict)["user"][: own.batch_size]
-        torch.testing.assert_close(found, wanted[own.input_id], rtol=1e-4, atol=1e-5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def loss_of(batch):
-        out = model(batch.x_dict, batch.edge_index_dict)["user"][: batch["user"].batch_size]
-        return torch.nn.functional.cross_entropy(out, batch["user"].y[: len(out)])
-
-    before = loss_of(batch)
-    before.backward()
-    optimizer.step()
-    assert loss_of(batch).item() < before.item()
 
 
 def changed(kind, **values):

@@ -222,19 +222,6 @@ def test_negative_nodes_have_the_distribution_of_the_eligible_weights():
             assert not shares[wanted == 0].any()
 
 
-def test_negatives_are_sampled_by_the_weights_of_their_types(data):
-    src_weight, dst_weight = torch.zeros(USERS), torch.zeros(ITEMS)
-    src_weight[[5, 6]], dst_weight[[7]] = 1, 1
-    sampling = NegativeSampling("binary", 4, src_weight=src_weight, dst_weight=dst_weight)
-    batch = next(iter(LinkNeighborLoader(data, [2], BUYS, batch_size=30, neg_sampling=sampling)))
-    src, dst = batch[BUYS].edge_label_index[:, 30:]
-    assert set(batch["user"].n_id[src].tolist()) == {5, 6}
-    assert set(batch["item"].n_id[dst].tolist()) == {7}
-    sampling = NegativeSampling("binary", 4, src_weight=dst_weight, dst_weight=dst_weight)
-    with pytest.raises(ValueError, match="neg_sampling has 30 weights for 50 nodes"):
-        LinkNeighborLoader(data, [2], BUYS, neg_sampling=sampling)
-
-
 def fields(batch):
     names = ("n_id", "e_id", "edge_index", "x", "batch", "edge_label_index", "edge_label")
     return {

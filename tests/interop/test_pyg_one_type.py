@@ -1,6 +1,5 @@
 """Times, weights, replacement, disjoint and undirected subgraphs in PyG's loaders of `Data`."""
 
-import copy
 import importlib.util
 import pickle
 
@@ -14,10 +13,9 @@ from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader, importing
 
 pyg = importing.import_pyg()
 from torch_geometric.data import Data, HeteroData  # noqa: E402
-from torch_geometric.loader import link_loader, node_loader  # noqa: E402
-from torch_geometric.sampler import BaseSampler, NegativeSampling, SamplerOutput  # noqa: E402
+from torch_geometric.loader import node_loader  # noqa: E402
+from torch_geometric.sampler import BaseSampler, SamplerOutput  # noqa: E402
 from torch_geometric.sampler.base import SubgraphType  # noqa: E402
-from torch_geometric.sampler.neighbor_sampler import edge_sample  # noqa: E402
 
 NODES, EDGES, LATEST = 60, 500, 20
 # random numbers depend on the names of the types
@@ -138,143 +136,6 @@ def test_fields_equal_those_of_pyg_for_the_same_nodes(data, sampling):
     assert_equals_pygs(mine, next(iter(theirs)))
 
 
-@pytest.mark.parametrize("neg_sampling", [None, "binary", ("binary", 2), ("triplet", 2)])
-@pytest.mark.parametrize(
-    "sampling", [{"disjoint": True}, {"time_attr": "born"}, {"time_attr": "at"}, {"replace": True}]
-)
-def test_fields_of_links_equal_those_of_pyg_for_the_same_samples(data, neg_sampling, sampling):
-    if isinstance(neg_sampling, tuple):
-        neg_sampling = NegativeSampling(*neg_sampling)
-    pairs = data.edge_index[:, :30].flip(0)
-    options = {"edge_label_index": pairs, "batch_size": 10, "neg_sampling": neg_sampling}
-    if "time_attr" in sampling:
-        options["edge_label_time"] = torch.arange(30, dtype=torch.int32)
-    loader = LinkNeighborLoader(data, [3, 2], **options, **sampling)
-    mine = next(iter(loader))
-    theirs = link_loader.LinkLoader(data, Sampled(loader, mine), **options)
-    assert_equals_pygs(mine, next(iter(theirs)))
-
-
-class Fixed(NegativeSampling):
-    """Returns given negative nodes, by endpoint."""
-
-    def sample(self, num_samples, endpoint, num_nodes=None):
-        assert len(self.negatives[endpoint]) == num_samples
-        return self.negatives[endpoint]
-
-
-class Sampled(BaseSampler):
-    """PyG's own handling of edges, around gcnzc's sampler and the negatives of a minibatch."""
-
-    edge_permutation = None
-
-    def __init__(self, loader, batch):
-        self.sampler, self.sampling, self.batch = loader._sampler, loader._sampling, batch
-
-    def sample_from_nodes(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def sample_from_edges(self, index, neg_sampling=None):
-        if neg_sampling is not None:
-            neg_sampling = Fixed(neg_sampling.mode, neg_sampling.amount)
-            neg_sampling.negatives = self.negatives(len(index.row))
-        disjoint = self.sampler.options.disjoint
-        return edge_sample(index, self.sample, NODES, disjoint, None, neg_sampling)
-
-    def negatives(self, num_pairs):
-        """The negative nodes of the minibatch, in the order in which PyG samples them."""
-        if "edge_label_index" in self.batch:
-            ends = self.batch.n_id[self.batch.edge_label_index[:, num_pairs:]]
-            return dict(zip(("src", "dst"), ends, strict=True))
-        found = self.batch.dst_neg_index
-        found = found.t() if "batch" in self.batch else found
-        return {"dst": self.batch.n_id[found.flatten()]}
-
-    def sample(self, seeds, times):
-        batch = self.sampler.sample({"node": seeds}, 0, times)
-        edge = ("node", "to", "node")
-        return SamplerOutput(
-            node=batch.nodes["node"],
-            row=batch.row[edge],
-            col=batch.col[edge],
-            edge=batch.edge_ids[edge],
-            batch=None if batch.subgraphs is None else batch.subgraphs["node"],
-            num_sampled_nodes=list(batch.num_nodes["node"]),
-            num_sampled_edges=list(batch.num_edges[edge]),
-        )
-
-
-def test_bidirectional_subgraphs_have_the_reverses_with_the_edges_that_they_reverse(data):
-    for batch in NeighborLoader(data, [3, 2], batch_size=9, subgraph_type="bidirectional"):
-        pairs = set(map(tuple, batch.edge_index.T.tolist()))
-        assert len(pairs) == batch.num_edges
-        assert pairs == {pair[::-1] for pair in pairs}
-        # the order of PyG: by destination, then by source
-        keys = batch.edge_index[1] * len(batch.n_id) + batch.edge_index[0]
-        assert bool((keys[1:] > keys[:-1]).all())
-        assert torch.equal(batch.edge_attr, batch.e_id)
-        found, wanted = batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id]
-        is_own, is_reverse = (found == wanted).all(0), (found == wanted.flip(0)).all(0)
-        assert bool((is_own | is_reverse).all())
-        assert 0 < int(is_own.sum()) < batch.num_edges
-        # the sampled edges are those of a directional subgraph
-        assert batch.get("num_sampled_edges") is None
-
-
-def test_induced_subgraphs_have_all_edges_among_the_nodes(data):
-    for batch in NeighborLoader(data, [3, 2], batch_size=9, subgraph_type="induced"):
-        has_node = torch.zeros(NODES, dtype=torch.bool)
-        has_node[batch.n_id] = True
-        wanted = (has_node[data.edge_index[0]] & has_node[data.edge_index[1]]).nonzero().flatten()
-        assert torch.equal(batch.e_id.sort().values, wanted)
-        assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
-
-
-@pytest.mark.parametrize("strategy", ["uniform", "last"])
-@pytest.mark.parametrize("time_attr", ["at", "born"])
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_nothing_is_later_than_the_seed(data, time_attr, strategy, is_sorted):
-    if is_sorted:
-        # in the order of the destinations, but not of the times
-        order = data.edge_index[1].argsort(stable=True)
-        for name in ("edge_index", "at"):
-            data[name] = data[name][..., order]
-    times = torch.randint(LATEST, (NODES,), generator=torch.Generator().manual_seed(1))
-    temporal = {"time_attr": time_attr, "temporal_strategy": strategy, "input_time": times}
-    num_edges = 0
-    for batch in NeighborLoader(data, [3, 2], batch_size=5, is_sorted=is_sorted, **temporal):
-        assert torch.equal(batch.seed_time, times[batch.input_id])
-        src, dst = batch.edge_index
-        found = batch.at if time_attr == "at" else batch.born[src]
-        assert bool((found <= batch.seed_time[batch.batch[dst]]).all())
-        assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
-        num_edges += len(found)
-        own = (data.edge_index[1] == batch.n_id[0]).nonzero().flatten()
-        of_edges = data.at if time_attr == "at" else data.born[data.edge_index[0]]
-        eligible = of_edges[own][of_edges[own] <= batch.seed_time[0]].sort(descending=True).values
-        first = found[dst == 0].sort(descending=True).values
-        assert len(first) == min(len(eligible), 3)
-        if strategy == "last":
-            assert torch.equal(first, eligible[:3])
-    assert num_edges > 100
-
-
-def test_neighbours_are_sampled_by_weight(data):
-    drawn = torch.zeros(EDGES)
-    options = {"batch_size": NODES, "replace": True, "weight_attr": "weight", "seed": 0}
-    loader = NeighborLoader(data, [5], **options)
-    for _ in range(100):
-        for batch in loader:
-            drawn += torch.bincount(batch.e_id, minlength=EDGES)
-    totals = torch.zeros(NODES).index_add_(0, data.edge_index[1], data.weight)
-    wanted = 500 * data.weight / totals[data.edge_index[1]]
-    assert not drawn[data.weight == 0].any()
-    likely = wanted > 5
-    assert int(likely.sum()) > 250
-    # at most 333 values; the sum exceeds 450 with a chance below 1e-4
-    assert float(((drawn - wanted)[likely] ** 2 / wanted[likely]).sum()) < 450
-
-
 def test_the_default_arguments_are_sampled_without_types(data):
     plain = {"replace": False, "subgraph_type": "directional", "directed": True}
     plain |= {"temporal_strategy": "last", "disjoint": 0}
@@ -315,21 +176,6 @@ def same(mine, other):
     return all(torch.equal(mine[name], other[name]) for name in ("n_id", "e_id", "edge_index", "x"))
 
 
-def test_copies_and_subclasses_keep_the_options(data):
-    class Own(NeighborLoader):
-        def __init__(self, data):
-            super().__init__(data, [3], disjoint=True, subgraph_type="bidirectional")
-
-    assert "batch" in next(iter(Own(data)))
-    loader = NeighborLoader(data, [3], time_attr="at", input_time=torch.arange(NODES), seed=1)
-    other = copy.deepcopy(loader)
-    assert all(map(same, loader, other))
-    # Lightning reads the arguments from attributes
-    for name, value in (("time_attr", "at"), ("replace", False), ("subgraph_type", "directional")):
-        assert getattr(loader, name) == value
-    assert loader.input_data[torch.tensor([4])].time.tolist() == [4]
-
-
 @pytest.mark.gpu
 def test_minibatches_on_a_gpu_equal_those_on_the_host(data):
     options = {"batch_size": 9, "seed": 3, "time_attr": "born"}
@@ -366,20 +212,3 @@ def test_invalid_arguments_are_rejected_by_name(data, Loader, change, message):
     data.negative = -torch.ones(EDGES)
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(**({"data": data, "num_neighbors": [2]} | change))
-
-
-def test_times_of_items_are_checked(data):
-    for options, message in (
-        ({"time_attr": "at"}, "the nodes of type 'node' have no times"),
-        ({"time_attr": "born", "input_time": torch.arange(3)}, "input_time has 3 times"),
-        ({"input_time": torch.arange(NODES)}, "input_time was given without time_attr"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NeighborLoader(data, [2], **options)
-    for options, message in (
-        ({"time_attr": "at"}, "time_attr was given, but .edge_label_time. is not set"),
-        ({"edge_label_time": torch.arange(EDGES)}, "edge_label_time was given without time_attr"),
-        ({"time_attr": "at", "edge_label_time": torch.arange(3)}, r"edge_label_time has shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LinkNeighborLoader(data, [2], **options)

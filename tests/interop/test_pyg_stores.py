@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,6 @@ from gcnzc.interop.pyg import (
     as_stores,
     importing,
 )
-from gcnzc.sampling import HeteroSampler
 
 pyg = importing.import_pyg()
 from torch_geometric.data import (  # noqa: E402
@@ -33,7 +31,6 @@ from torch_geometric.data import (  # noqa: E402
     HeteroData,
     TensorAttr,
 )
-from torch_geometric.sampler import NeighborSampler  # noqa: E402
 
 USERS, ITEMS, LATEST = 40, 30, 20
 BUYS, BOUGHT, LIKES = ("user", "buys", "item"), ("item", "of", "user"), ("item", "like", "item")
@@ -369,22 +366,6 @@ def test_the_stores_of_a_graph_have_its_values(data):
             Store(data)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        *(None, 3, -1, slice(2, 9, 3), [4, -2], torch.arange(USERS) % 3 == 0),
-        *(torch.tensor([4, 1, 1]), torch.tensor([[4, 1], [0, 1]])),
-    ],
-)
-def test_rows_are_indexed_as_those_of_hetero_data(index, data):
-    store, _ = as_stores(HeteroGraph.from_pyg(data, **GRAPH_OPTIONS))
-    for name in ("x", "y"):
-        found = store.get_tensor("user", name, index)
-        assert torch.equal(
-            found, data["user"][name] if index is None else data["user"][name][index]
-        )
-
-
 def test_loaders_accept_the_stores_of_a_graph(data):
     graph = HeteroGraph.from_pyg(data, **GRAPH_OPTIONS)
     loader = NeighborLoader(as_stores(graph), [3, 2], "user", batch_size=9)
@@ -404,51 +385,3 @@ def test_loaders_accept_the_stores_of_a_graph(data):
             target = batch[each[2]]
             limits = batch["user"].seed_time[target.batch[batch[each].edge_index[1]]]
             assert bool((batch[each].time <= limits).all())
-
-
-DAY = np.datetime64("2024-01-01", "D")
-
-
-@pytest.mark.parametrize("unit", ["s", "ms"])
-def test_times_of_seeds_over_the_stores_of_a_graph_are_dates(data, unit):
-    for store in (*data.node_stores, *data.edge_stores):
-        days = store.at if "at" in store else store.born
-        store.time = (DAY + days.numpy()).astype(f"datetime64[{unit}]").astype(np.int64)
-    graph = HeteroGraph.from_pyg(data, time_attr="time", time_unit=unit)
-    assert as_stores(graph)[0].time_unit == unit
-    days = np.arange(USERS) % LATEST
-    # within the day: nothing of the next day is sampled
-    dates = (DAY + days).astype("datetime64[us]") + np.timedelta64(1, "us")
-    seconds = torch.from_numpy((DAY + days).astype(f"datetime64[{unit}]").astype(np.int64))
-    options = {"batch_size": 9, "seed": 3, "time_attr": "time"}
-    found, expected = (
-        list(NeighborLoader(as_stores(graph), [3, 2], "user", input_time=times, **options))
-        for times in (dates, seconds)
-    )
-    assert any(len(batch[BUYS].e_id) for batch in expected)
-    for batch, other in zip(found, expected, strict=True):
-        assert_equal(batch, other)
-    sampler = HeteroSampler(graph, [3, 2], temporal="uniform", seed=3)
-    for number, batch in enumerate(found):
-        part = slice(9 * number, 9 * number + 9)
-        own = sampler.sample(("user", torch.arange(USERS)[part]), 0, dates[part])
-        for name in ("user", "item"):
-            assert torch.equal(batch[name].n_id, own.nodes[name])
-    pairs = data[BUYS].edge_index[:, :20]
-    found, expected = (
-        next(iter(LinkNeighborLoader(as_stores(graph), [3], (BUYS, pairs), **own)))
-        for own in (options | {"edge_label_time": times[:20]} for times in (dates, seconds))
-    )
-    assert torch.equal(found["user"].n_id, expected["user"].n_id)
-
-
-@pytest.mark.filterwarnings("ignore:Using .NeighborSampler. without")
-def test_pygs_sampler_reads_the_stores_of_a_graph(data):
-    sampler = NeighborSampler(as_stores(HeteroGraph.from_pyg(data)), [3], "induced")
-    assert sampler.num_nodes == SIZES
-    assert set(sampler.edge_types) == set(data.edge_types)
-    for each in data.edge_types:
-        name = "__".join(each)
-        assert sampler.row_dict[name].dtype == sampler.colptr_dict[name].dtype == torch.int64
-        counts = torch.bincount(data[each].edge_index[1], minlength=SIZES[each[2]])
-        assert torch.equal(sampler.colptr_dict[name].diff(), counts)

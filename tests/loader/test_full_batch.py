@@ -1,7 +1,5 @@
 """The loader of the whole graph yields one batch per epoch, without copies where it can."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -98,15 +96,6 @@ def test_nothing_is_built_again_in_later_steps(name, graph, table, monkeypatch):
         counts.append(len(calls))
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
-
-
-def test_a_block_that_was_written_to_gets_new_self_loops():
-    block = FullBatchLoader(Graph([0, 1, 2], [1, 0]), None, None, 1).batch.blocks[0]
-    block = replace(block, indices=block.indices.clone())
-    x, scores = torch.tensor([[[1.0]], [[5.0]]]), torch.zeros(2, 1)
-    assert gat.gat_aggregate(block.indptr, block.indices, x, scores, scores).flatten()[0] == 3
-    block.indices[0] = 0
-    assert gat.gat_aggregate(block.indptr, block.indices, x, scores, scores).flatten()[0] == 1
 
 
 def test_a_state_resumes_before_or_after_the_batch(graph, table):

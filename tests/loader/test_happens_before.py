@@ -99,13 +99,3 @@ def test_leaving_out_any_statement_that_orders_accesses_is_found(name):
         "Transfer",
         lambda: any(is_found(TransferProgram, seed) for seed in range(NUM_ATTEMPTS)),
     )
-
-
-@pytest.mark.parametrize("kind", NUM_SCHEDULES)
-def test_a_seed_reproduces_its_schedule(kind):
-    def trace(seed):
-        program = run(kind, seed)
-        return [actor.clock for actor in program.device.checker.actors]
-
-    for seed in range(10):
-        assert trace(seed) == trace(seed)

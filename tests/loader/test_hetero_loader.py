@@ -178,16 +178,6 @@ def test_pairs_are_seed_edges_and_negatives(links, make, graph, temporal):
         assert int(batch.pairs[1].max()) < len(batch.seeds["item"])
 
 
-def test_a_negative_may_have_the_number_of_its_source():
-    # user 0 may only be paired with item 0: the others are edges
-    graph = HeteroGraph.from_arrays(
-        {"user": 1, "item": 3}, {BUYS: {"edge_index": np.array([[0, 0], [1, 2]])}}
-    )
-    sampler = HeteroLinkSampler(HeteroSampler(graph, [1]), BUYS)
-    batch = sampler.sample([0], 0)
-    assert batch.nodes["item"][batch.pairs[1]].tolist() == [1, 0]
-
-
 def test_seed_edges_and_their_reverses_are_not_in_the_neighbourhoods(links, make, graph):
     assert find_reverse_types(graph, BUYS) == [BOUGHT]
     edges = graph.edges(BUYS).edge_index()

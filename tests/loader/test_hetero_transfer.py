@@ -212,25 +212,6 @@ def test_each_type_is_gathered_by_one_launch_after_the_copy_of_all_ids(make):
     loader._transfer.close()
 
 
-def test_parts_that_share_memory_are_copied_once(make):
-    for kind in ("induced", "bidirectional"):
-        device = Device("eager")
-        loader = through(make(kind), device)
-        for batch in loader:
-            assert len(batch.blocks) == 3
-            assert batch.blocks[0] is batch.blocks[1]
-            assert batch.blocks[2] is not batch.blocks[1]
-            assert batch.seeds["user"].data_ptr() == batch.nodes["user"].data_ptr()
-            if kind == "bidirectional":
-                assert batch.row[BOUGHT] is batch.col[BUYS]
-            # to keep the labels does not keep the memory of the edges
-            memory = {each.untyped_storage().data_ptr() for each in batch.row.values()}
-            assert batch.y.untyped_storage().data_ptr() not in memory
-            memory = {each.data_ptr() % 64 for each in (*batch.nodes.values(), *batch.x.values())}
-            assert memory <= {0}
-        loader._transfer.close()
-
-
 def test_minibatches_may_be_waited_for_in_any_order_and_after_a_close(make, tables):
     device, loader = Device("lazy"), make()
     transfer = Transfer(device, tables, 0.3, max_pending=8)

@@ -23,7 +23,6 @@ from gcnzc.loader.loader import Loader
 from gcnzc.loader.seeds import Shares, epoch_order
 from gcnzc.loader.transfer import Transfer, _BatchMemory
 from gcnzc.sampling.batch import Batch
-from gcnzc.sampling.link import LinkSampler
 from gcnzc.sampling.neighbor import Sampler
 
 NUM_NODES = 3000
@@ -127,30 +126,11 @@ def test_batches_equal_those_of_sampler_and_gather(make, graph, table, labels, t
             assert all(seconds > 0 for seconds in batch.times.values())
 
 
-def test_batches_may_be_kept(make):
-    loader = make(batch_size=300)
-    kept = [batch for _ in range(3) for batch in loader]
-    loader.set_epoch(0)
-    for _ in range(3):
-        for batch in loader:
-            assert same(batch, kept.pop(0))
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_sparse_table_is_supported(make, table):
     sparse = FeatureTable(table.rows.clamp(min=1).sub(1).to_sparse_csr())
     batch = next(iter(make(table=sparse)))
     assert torch.equal(batch.x, table.rows.clamp(min=1).sub(1)[batch.nodes])
-
-
-def test_a_quantized_table_is_supported(make, table):
-    """Batches have what the codes stand for, and memory that is used again is of that dtype."""
-    for per in (None, 2):
-        codes = FeatureTable.quantized(table.rows, torch.float8_e4m3fn, scale_columns=per)
-        everything = codes.gather(torch.arange(NUM_NODES))
-        for batch in make(table=codes):
-            assert batch.x.dtype == torch.float32
-            assert torch.equal(batch.x, everything[batch.nodes])
 
 
 # order
@@ -179,18 +159,6 @@ def test_order_does_not_touch_the_global_generators(make):
 def test_without_shuffling_the_order_is_kept(make):
     loader = make(shuffle=False)
     assert torch.equal(torch.cat([batch.seeds for batch in loader]), loader.seeds)
-
-
-def test_each_iteration_is_another_epoch(make):
-    loader = make()
-    assert loader.epoch == 0
-    first = torch.cat([batch.seeds for batch in loader])
-    assert loader.epoch == 1
-    second = torch.cat([batch.seeds for batch in loader])
-    assert not torch.equal(first, second)
-    assert torch.equal(first.sort().values, second.sort().values)
-    loader.set_epoch(0)
-    assert torch.equal(torch.cat([batch.seeds for batch in loader]), first)
 
 
 def test_drop_last_omits_the_last_batch(make):
@@ -337,40 +305,7 @@ def test_an_invalid_state_is_rejected(make):
         loader.load_state_dict(loader.state_dict() | {"epoch": -1})
 
 
-def test_the_state_of_another_link_sampler_is_rejected(make, graph):
-    edges = torch.stack(graph.edges())[:, :500].long()
-
-    def links(**options):
-        sampler = LinkSampler(graph, edges, [3], **options)
-        return make(seeds=torch.arange(500), sampler=sampler, labels=None)
-
-    state = links().state_dict()
-    links().load_state_dict(state)
-    for name, value, shown in (
-        ("negatives", "both", "negatives 'uniform', not 'both'"),
-        ("num_negatives", 2, "num_negatives 1, not 2"),
-        ("strict", False, "strict True, not False"),
-        ("exclude", "self", "exclude 'reverse', not 'self'"),
-        ("seed", 5, "sampler_seed 0, not 5"),
-    ):
-        with pytest.raises(ValueError, match=shown):
-            links(**{name: value}).load_state_dict(state)
-
-
 # threads
-
-
-def test_several_iterators_over_one_loader(make):
-    loader = make()
-    one, other = iter(loader), iter(loader)
-    pairs = list(zip(one, other, strict=True))
-    assert len(pairs) == 16
-    assert all(same(a, b) for a, b in pairs)
-    # the one that was begun last counts, once
-    assert loader.epoch == 1
-    assert next(one, None) is None
-    assert next(other, None) is None
-    assert loader.epoch == 1
 
 
 def test_break_leaves_no_threads(make):
@@ -502,15 +437,6 @@ def test_worker_threads_use_one_torch_thread_each(make, graph):
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
     assert set(counted) == {1}
-
-
-def test_batches_are_prefetched(make, graph):
-    sampler, end = Slow(graph), time.monotonic() + HANG_S
-    for step, _ in enumerate(make(sampler=sampler, threads=2), 1):
-        # while the model computes, the next batch is sampled
-        while sampler.calls <= step < 16:
-            assert time.monotonic() < end
-            time.sleep(0.001)
 
 
 INTERRUPTED = """
@@ -648,42 +574,6 @@ def test_batches_through_streams_equal_those_of_the_cpu(make, schedule, share, t
     device.finish()
     assert not device.faults
     assert all(torch.equal(found, right) for batch in seen for found, right in batch)
-
-
-def test_memory_of_an_epoch_that_is_stopped_early_is_not_overwritten(make):
-    device = Device("not model")
-    loader = through(make(threads=2), device, 0.5)
-    found = []
-    for epoch in range(3):
-        for number, batch in enumerate(loader):
-            found.append((epoch, torch.empty_like(batch.x), torch.empty_like(batch.nodes)))
-            device.own.do(lambda to, x: to.copy_(x), found[-1][1], batch.x)
-            device.own.do(lambda to, nodes: to.copy_(nodes), found[-1][2], batch.nodes)
-            if number == 2:
-                break
-        loader.set_epoch(epoch + 1)
-    loader._transfer.close()
-    device.finish()
-    assert len(found) == 9
-    for _, x, nodes in found:
-        assert torch.equal(x, loader.table.rows[nodes])
-
-
-def test_a_sampler_may_have_other_items_and_its_own_labels(make, graph):
-    class Items:
-        num_items = 2 * NUM_NODES
-        inner = Sampler(graph, [2, 2])
-
-        def sample(self, seeds, epoch):
-            batch = self.inner.sample(seeds // 2, epoch)
-            batch.y = seeds.float()
-            return batch
-
-    items = torch.arange(0, 2 * NUM_NODES, 2)
-    loader = make(seeds=items, sampler=Items(), shuffle=False)
-    assert torch.equal(torch.cat([batch.y for batch in loader]), items.float())
-    with pytest.raises(ValueError, match=r"but the sampler has 6000 items"):
-        make(seeds=items + 2, sampler=Items())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

@@ -11,7 +11,6 @@ from gcnzc.graph.graph import Graph
 from gcnzc.loader.loader import Loader
 from gcnzc.loader.seed_order import balance_parts
 from gcnzc.loader.seeds import Shares
-from gcnzc.sampling.link import LinkSampler
 
 NUM_NODES = 600
 SEEDS = torch.arange(1, NUM_NODES, 3)  # 200
@@ -95,18 +94,6 @@ def test_in_as_many_epochs_as_ranks_each_rank_takes_every_seed_once(make, world_
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_depend_on_the_seed_and_not_on_threads(make, order):
-    options = {"seed_order": order, "world_size": 3, "rank": 1}
-    expected = take_epoch(make(**options))
-    assert take_epoch(make(**options, threads=3)) == expected
-    assert take_epoch(make(**options, seed=1)) != expected
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    take_epoch(make(**options))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_seeds", [200, 57])
 def test_drop_last_drops_other_seeds_each_epoch(make, order, num_seeds):
     loaders = ranks(make, 3, seed_order=order, seeds=SEEDS[:num_seeds], drop_last=True)
@@ -146,17 +133,6 @@ def test_balancing_moves_only_the_surplus():
     assert set(parts[balanced != parts]) == {0}
     even = np.array([0, 1, 2, 2, 1, 0])
     assert balance_parts(even, np.array([2, 2, 2]), seed=0).tolist() == even.tolist()
-
-
-def test_parts_of_a_sampler_with_items_are_those_of_its_items(graph):
-    edges = torch.stack(graph.edges())[:, :300].long()
-    parts = torch.arange(300) % 2
-    for rank in range(2):
-        sampler = LinkSampler(graph, edges, [2])
-        options = {"rank": rank, "world_size": 2, "seed_order": "local", "parts": parts}
-        loader = Loader(graph, None, torch.arange(300), [], 16, sampler=sampler, **options)
-        items = torch.cat([batch.items for batch in loader])
-        assert items.sort().values.tolist() == list(range(rank, 300, 2))
 
 
 # state

@@ -251,14 +251,3 @@ def test_memory_of_a_failed_batch_is_kept_until_its_copies_end(graph):
     assert not copied.is_done()
     del others
     transfer.close()
-
-
-def test_an_empty_batch_is_copied(graph):
-    run = Run(graph, table_of("float32"), 0.5, "eager")
-    transfer = Transfer(run.device, run.source, 0.5)
-    batch, want = run.batch(transfer, 0, 0)
-    assert len(batch.nodes) == 0
-    run.model(transfer, transfer.start(batch), want)
-    run.device.finish()
-    assert run.is_whole()
-    assert run.seen[0][0]["x"].shape == (0, 12)

@@ -309,22 +309,6 @@ def test_minibatches_do_not_depend_on_threads(num_threads):
         assert_equal(found[i], expected.sample(seeds, i))
 
 
-def test_other_edge_types_do_not_change_the_choices():
-    random = np.random.default_rng(0)
-    ends = random.integers(0, 10, (3, 2, 200))
-    nodes = {"u": 10, "v": 10}
-    edges = {("u", "r", "v"): ends[0], ("v", "s", "v"): ends[1], ("u", "q", "u"): ends[2]}
-    both = HeteroGraph.from_arrays(nodes, edges)
-    one = HeteroGraph.from_arrays(nodes, {("u", "r", "v"): ends[0]})
-    drawn = [HeteroSampler(graph, [5]).sample(("v", range(10)), 2) for graph in (both, one)]
-    edge_type = ("u", "r", "v")
-    assert torch.equal(drawn[0].edge_ids[edge_type], drawn[1].edge_ids[edge_type])
-    # edge types with the same edges choose independently
-    same = HeteroGraph.from_arrays(nodes, {("u", "r", "v"): ends[0], ("u", "q", "v"): ends[0]})
-    batch = HeteroSampler(same, [5]).sample(("v", range(10)), 2)
-    assert not torch.equal(*batch.edge_ids.values())
-
-
 def test_bidirectional_subgraphs_equal_those_of_pyg():
     sampler_base = pytest.importorskip("torch_geometric.sampler.base")
     for trial in range(10):

@@ -64,29 +64,11 @@ def test_batches_do_not_depend_on_threads_or_order(graph, threads):
             assert_equal(mine, theirs)
 
 
-def test_batches_stay_valid_after_later_ones(graph):
-    sampler = Sampler(graph, [5, 10])
-    first = sampler.sample(torch.arange(100), 0)
-    copies = [part.clone() for part in numbers(first)]
-    for epoch in range(1, 6):
-        sampler.sample(torch.arange(100, 200), epoch)
-    for part, copy in zip(numbers(first), copies, strict=True):
-        assert torch.equal(part, copy)
-
-
 def test_neighbours_of_a_node_do_not_depend_on_its_batch(graph):
     sampler = Sampler(graph, [3], edge_ids=True)
     alone = sampler.sample(torch.tensor([8]), 2).blocks[0].edge_ids
     block = sampler.sample(torch.tensor([5, 8, 9]), 2).blocks[0]
     assert torch.equal(block.edge_ids[block.indptr[1] : block.indptr[2]], alone)
-
-
-def test_epochs_and_seeds_sample_other_neighbours(graph):
-    seeds = torch.arange(100)
-    first = Sampler(graph, [3], edge_ids=True).sample(seeds, 0).blocks[0].edge_ids
-    for seed, epoch in [(0, 1), (1, 0)]:
-        sampler = Sampler(graph, [3], seed=seed, edge_ids=True)
-        assert not torch.equal(sampler.sample(seeds, epoch).blocks[0].edge_ids, first)
 
 
 def test_edge_ids_are_positions_in_the_graph(graph):

@@ -67,22 +67,6 @@ def test_reverses_are_found_by_their_pairs_and_names(relation, share, more, is_r
     assert found(graph, other) == ["buys"] * is_reverse
 
 
-def test_duplicates_and_self_loops_do_not_matter():
-    graph = graph_of(np.concatenate([mixed(1.0), mixed(0.1)], axis=1), "bought_by")
-    assert found(graph) == ["bought_by"]
-    # each edge twice, and each reverse once
-    graph = graph_of(mixed(1.0), "bought_by", np.concatenate([pairs_of(), pairs_of()], axis=1))
-    assert found(graph) == ["bought_by"]
-    assert found(graph, ("item", "bought_by", "user")) == ["buys"]
-    random = np.random.default_rng(0)
-    cites = random.integers(0, 30, (2, 100))
-    edges = {("p", "cites", "p"): cites, ("p", "rev_cites", "p"): cites[::-1, :60]}
-    one = HeteroGraph.from_arrays({"p": 30}, edges)
-    assert found(one, "cites") == ["rev_cites"]
-    edges = {("p", "cites", "p"): np.concatenate([cites, cites[::-1]], axis=1)}
-    assert found(HeteroGraph.from_arrays({"p": 30}, edges), "cites") == ["cites"]
-
-
 def test_a_name_without_reverses_causes_a_warning():
     graph = graph_of(mixed(0.01, 297))
     with pytest.warns(
