@@ -217,6 +217,7 @@ def test_a_user_error_is_reported_once_and_not_retried(graph, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.processes
 def test_a_launcher_that_dies_takes_its_workers_with_it(graph, tmp_path):
     run = tmp_path / "run"
     words = ("--workers", "2", "--epochs", "10000", "--evaluate-every", "10000")

@@ -10,7 +10,6 @@ import pytest
 from training import planted
 
 from gcnzc.cli import main
-from gcnzc.train import plots, run_folder
 from gcnzc.train import run as train_run
 from gcnzc.train.trainer import Interrupted
 
@@ -133,13 +132,3 @@ def test_several_seeds_with_workers_print_one_line(graph, tmp_path):
         json.loads(done.stdout)["results"][1]["test_accuracy"]
         == (line["results"][1]["test_accuracy"])
     )
-
-
-def test_seeds_of_a_run_share_a_row_of_the_plot(tmp_path):
-    seeds = [tmp_path / "several" / f"seed-{seed}" for seed in range(3)]
-    singles = [tmp_path / f"single-{number}" for number in range(6)]
-    seeds[0].parent.mkdir()
-    (seeds[0].parent / run_folder.RUNS).touch()
-    rows = plots._rows_of([*singles[:3], *seeds, *singles[3:]])
-    assert rows == [singles[:3], [*seeds, *singles[3:5]], singles[5:]]
-    assert max(map(len, plots._rows_of(singles))) == plots.RUNS_PER_ROW

@@ -104,6 +104,7 @@ def test_a_run_that_does_not_begin_leaves_no_folder(graph, tmp_path, capsys, mon
         assert Path("runs").exists() == bool(words)
 
 
+@pytest.mark.processes
 def test_a_second_process_does_not_prepare_the_same_folder(graph, tmp_path, capsys):
     raw, dest = graph.parent / "raw", tmp_path / "new"
     with started("prepare", raw, dest, program=STOPS) as process:

@@ -9,9 +9,7 @@ import torch
 from processes import results
 from training import Listener, lines, planted, saved, stop_after, train_as_worker
 
-from gcnzc import prepare
 from gcnzc.cli.commands.train import summary_lines
-from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.loader.seeds import Shares
 from gcnzc.optim import Averaged, DropCompute
 from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedEvent
@@ -119,34 +117,6 @@ def test_two_workers_equal_one_and_resume_as_two_or_as_one(config, tmp_path):
     for mine, its in zip(lines(other), lines(whole), strict=True):
         # each seed is used once, also by another number of workers
         assert mine["seeds_checksum"] == its["seeds_checksum"]
-
-
-def test_link_prediction_accumulates(config, tmp_path):
-    prepare(config.data.parent / "raw", tmp_path / "graph", edge_split=EdgeShares(0.1, 0.1))
-    options = {
-        "data": tmp_path / "graph",
-        "task": "link",
-        "batch_size": 400,
-        "accumulate": 3,
-        "fanouts": (5, 5),
-    }
-    train(replace(config, **options), tmp_path / "run")
-    one, two = lines(tmp_path / "run")
-    assert one["steps"] == two["steps"] > 1
-    assert two["loss"] < one["loss"]
-
-
-def test_steps_and_seeds_are_counted_once(config, tmp_path):
-    train(replace(config, accumulate=1), tmp_path / "one")
-    train(replace(config, trace=3, epochs=8), tmp_path / "four")
-    for a, b in zip(lines(tmp_path / "one"), lines(tmp_path / "four"), strict=False):
-        assert b["steps"] == -(-a["steps"] // 4)
-        for name in ("seeds", "seeds_checksum", "payload_bytes"):
-            assert a[name] == b[name]
-        assert b["compute_s"] > 0
-    events = json.loads((tmp_path / "four" / "timeline.json").read_text())["traceEvents"]
-    # three steps of four minibatches each, or fewer if the last one is among them
-    assert 3 < len([each for each in events if each["name"] == "compute"]) <= 12
 
 
 def check_same_end(run, whole):

@@ -187,15 +187,6 @@ def test_every_method_is_recorded_and_scores_alike(task, graph, tmp_path, capsys
         assert found[key] == pytest.approx(expected[key], abs=0.02)
 
 
-def test_full_batch_runs_evaluate_by_every_method(graph, tmp_path, capsys):
-    for method in METHODS:
-        words = [*OPTIONS[:2], *OPTIONS[4:], "--batch-size", "all", "--evaluate", method]
-        words += ["--evaluate-fanouts", "4,4"] if method == "sampled" else []
-        line, err = line_of(capsys, "train", graph / "g", *words, "--out", tmp_path / method)
-        assert line["evaluation"] == ("needed" if method == "auto" else method)
-        assert ("one pass over the whole graph" in err) == (method == "auto")
-
-
 def test_wrong_options_are_rejected(graph, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", str(graph / "g"), *OPTIONS, "--out", str(run)]) == 0

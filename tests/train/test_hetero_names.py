@@ -14,7 +14,7 @@ from gcnzc.cli import main
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.hetero.tables import Table
 from gcnzc.graph.load import verify
-from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
+from gcnzc.train import embed_nodes, evaluate, predict, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 
 USERS, ITEMS = 60, 40
@@ -64,14 +64,6 @@ SIZES = {"fanouts": (4, 4), "layers": 2, "hidden": 8, "batch_size": 32, "epochs"
 def run(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "run"
     train(TrainConfig(data=folder, model="rgcn", **SIZES), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def link_run(folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("links") / "run"
-    options = {"task": "link", "edge_type": "f2p_item", "evaluate_negatives": 5}
-    train(TrainConfig(data=folder, model="rgcn", **SIZES, **options), path)
     return path
 
 
@@ -163,24 +155,6 @@ def test_files_of_predictions_have_keys_and_names(suffix, run, tmp_path, monkeyp
         assert list(table.columns) == ["node", "class", *(f"p_{name}" for name in LEVELS)]
     assert list(table["node"]) == EMAILS[[9, 4]].tolist()
     assert list(table["class"]) == expected.classes.tolist()
-
-
-def test_pairs_are_keys(link_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # orders have no keys
-    pairs = [0, 3, 399], CODES[[5, 6, 5]]
-    found = predict_links(link_run, pairs=pairs)
-    assert found.sources.tolist() == pairs[0]
-    assert found.targets.tolist() == pairs[1].tolist()
-    assert embed_nodes(link_run, node_type="item").nodes.tolist() == CODES.tolist()
-    pd.DataFrame({"source": pairs[0], "target": pairs[1]}).to_csv("pairs.csv", index=False)
-    assert main(["predict", str(link_run), "--pairs", "pairs.csv", "--out", "x.csv"]) == 0
-    table = pd.read_csv("x.csv")
-    assert table["target"].tolist() == pairs[1].tolist()
-    np.testing.assert_allclose(table["score"], found.scores, rtol=1e-6)
-    missing = next(number for number in range(2000) if number not in CODES)
-    with pytest.raises(ValueError, match=f"has no node '{missing}'"):
-        predict_links(link_run, pairs=([0], [missing]))
 
 
 def test_columns_of_labels_have_names(tmp_path):

@@ -78,19 +78,6 @@ def test_predictions_are_those_of_the_evaluation(run, tmp_path):
     assert accuracy == pytest.approx(scores["test_accuracy"])
 
 
-def test_sampled_predictions_are_those_of_a_sampled_evaluation(run):
-    scores = evaluate(EvaluateConfig(run=run, evaluate="sampled", evaluate_fanouts=(2, 1)))
-    found = predict(run, nodes="test", fanouts=(2, 1))
-    labels = build().nodes("paper").labels.numpy()
-    assert (found.classes == labels[found.nodes]).mean() == pytest.approx(
-        scores["test_accuracy"], abs=0.02
-    )
-    again = predict(run, nodes="test", fanouts=(2, 1))
-    np.testing.assert_array_equal(again.probabilities, found.probabilities)
-    whole = predict(run, nodes="test")
-    assert np.abs(whole.probabilities - found.probabilities).max() > 1e-3
-
-
 def test_a_graph_without_labels_and_with_other_papers(run, tmp_path):
     graph = build()
     features = graph.nodes("paper").table.rows
@@ -304,13 +291,6 @@ def test_a_time_that_could_be_a_date_is_an_error(dated, tmp_path, capsys, monkey
         assert main(["predict", str(dated), *words]) == 0
         expected = predict_links(dated, pairs=ends, times=time).scores
         np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
-
-
-def test_predict_and_predict_links_reject_runs_of_the_other_task(run, link_run):
-    with pytest.raises(ValueError, match="predicts classes of nodes"):
-        predict_links(run, pairs=([0], [0]))
-    with pytest.raises(ValueError, match="predicts scores of pairs"):
-        predict(link_run)
 
 
 def printed(capsys):

@@ -242,17 +242,3 @@ def test_invalid_arguments_are_rejected():
         inference(model, graph, FeatureTable(torch.randn(59, 5)))
     with pytest.raises(ValueError, match="60, but the graph has 60 nodes"):
         inference(model, graph, table, nodes=torch.tensor([60]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_nodes_that_are_given_twice_have_equal_rows_also_with_self_loops(name, dtype, tmp_path):
-    # node 0 has a self loop, which layers that add their own one must not count twice
-    graph = Graph.from_edges(torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 1, 2]), 3)
-    model = made(name, 5, 6, 4).float()
-    table = FeatureTable(torch.randn(3, 5).to(dtype))
-    whole = inference(model, graph, table)
-    nodes = [0, 2, 0, 0, 1]
-    assert torch.equal(inference(model, graph, table, nodes=nodes), whole[nodes])
-    scratch = inference(model, graph, table, nodes=nodes, scratch=tmp_path / "scratch")
-    assert torch.equal(scratch, whole[nodes])

@@ -93,24 +93,6 @@ def test_the_loss_is_the_mean_over_the_predicted_seeds(config):
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.99])
-def test_minibatches_of_one_size_have_as_many_predicted_seeds(config, share):
-    data = load(config.data)
-    labels = LabelInputs(data, data.num_classes, False)
-    seeds, others = data.split["train"][:200], data.split["train"][200:]
-    torch.manual_seed(0)
-    for num_seeds in (1, 2, 7, 200):
-        nodes = torch.cat([seeds[:num_seeds], others])
-        selected = torch.stack([labels.select(nodes, num_seeds, share) for _ in range(400)])
-        numbers = selected[:, :num_seeds].sum(dim=1)
-        assert (numbers == min(round(share * num_seeds), num_seeds - 1)).all()
-        # each seed and each other training node is selected equally often
-        for part in (selected[:, :num_seeds], selected[:, num_seeds:]):
-            mean = part.float().mean().item()
-            assert (part.float().mean(dim=0) - mean).abs().max() < 5 * (0.25 / 400) ** 0.5
-        assert selected[:, num_seeds:].float().mean().item() == pytest.approx(share, abs=0.02)
-
-
 def test_rows_of_labels(config):
     data = load(config.data)
     labels = LabelInputs(data, data.num_classes, False)
@@ -204,10 +186,3 @@ def test_columns_of_labels_train_with_every_metric(tmp_path):
     found = predict(tmp_path / "run", nodes="test")
     assert found.classes.shape == (100, 3)
     assert np.array_equal(found.classes, found.probabilities > 0.5)
-
-
-@pytest.mark.parametrize("batch_size", [64, "all"])
-def test_a_share_that_leaves_no_node_to_predict_is_refused(batch_size, config, tmp_path):
-    config = replace(config, batch_size=batch_size, label_inputs=0.999)
-    with pytest.raises(ValueError, match=r"--label-inputs 0\.999 leaves less than one of the"):
-        train(config, tmp_path / "run")

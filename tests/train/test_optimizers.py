@@ -10,7 +10,6 @@ from training import lines, planted, saved, train_as_worker
 
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import Averaged
-from gcnzc.train import checkpoint
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT
 from gcnzc.train.optimizers import build_method, format_warmup_warning, warmup_steps
@@ -152,18 +151,6 @@ def copy(source, target):
             there.write_bytes(path.read_bytes())
 
 
-def test_a_missing_state_is_reported(config, tmp_path):
-    config = of(config, "onebit-adam")
-    run = tmp_path / "run"
-    train(config, run)
-    state = saved(run)["optimizer"]
-    path = run / "workers" / f"{state['generation']:06}-0.pt"
-    assert checkpoint.load(path)["world_size"] == 1
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match="no state of worker 0"):
-        train(replace(config, epochs=4, resume=run), run)
-
-
 # by name on the command line, that of the optimizer, if it is another one
 NAMES = {
     "topk": "Averaged",
@@ -228,16 +215,3 @@ def test_a_warm_up_too_short_for_the_variance_is_warned_of():
         assert not format_warmup_warning(TrainConfig(optimizer=optimizer), 100)
     assert not format_warmup_warning(TrainConfig(optimizer="adam"), 6)
     assert not format_warmup_warning(TrainConfig(optimizer="onebit-adam", warmup="auto"), 6)
-
-
-def test_fragments_may_be_modules_or_named():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 5))
-    config = TrainConfig(strategy="streaming-diloco", fragments="modules")
-    made = build_method(config, model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [8, 15]
-    made = build_method(replace(config, fragments="3"), model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [7, 8, 8]
-    made = build_method(replace(config, fragments=r"^1\.,weight"), model, Group(), 100)
-    assert [fragment.num_elements for fragment in made.recipe.update.fragments] == [15, 6, 2]
-    with pytest.raises(ValueError, match="no parameter for the fragment 'third'"):
-        build_method(replace(config, fragments="weight,third"), model, Group(), 100)

@@ -16,7 +16,7 @@ from training import Listener, lines, planted, saved
 
 from gcnzc.cli import main
 from gcnzc.system import files
-from gcnzc.train import checkpoint, epoch, output_files
+from gcnzc.train import checkpoint, epoch
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.run import train
@@ -179,13 +179,6 @@ def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
     assert (result["epochs"], result["unsaved"]) == (6, {})
 
 
-@restored_limit()
-def test_a_full_disk_at_the_start_ends_the_command(config, tmp_path):
-    limit(0)
-    with pytest.raises(OSError, match="File too large"):
-        train(config, tmp_path / "run")
-
-
 def test_a_moved_folder_is_not_reported_as_a_full_disk(tmp_path):
     run, listener = tmp_path / "run", Listener()
     run.mkdir()
@@ -197,14 +190,3 @@ def test_a_moved_folder_is_not_reported_as_a_full_disk(tmp_path):
     with pytest.raises(ValueError, match=r"was moved or removed(.|\n)*hint: "):
         files.attempt("x", (run / "x").touch)
     assert listener.said == []
-
-
-def test_a_new_run_continues_if_its_folder_is_numbered_anew(
-    config, after_epoch, tmp_path, monkeypatch
-):
-    """Some network file systems do so; `config.json` remains the file of the run."""
-    number = output_files.folder_identity
-    after_epoch[1] = lambda: monkeypatch.setattr(
-        output_files, "folder_identity", lambda folder: f"{number(folder)} anew"
-    )
-    assert train(config, tmp_path / "run", Listener())["epochs"] == config.epochs

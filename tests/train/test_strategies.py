@@ -21,7 +21,6 @@ from gcnzc.train.optimizers import build_method
 from gcnzc.train.options import config_from_dict, config_to_dict
 from gcnzc.train.run_folder import CONFIG
 from gcnzc.train.strategies import STRATEGIES
-from gcnzc.train.strategy_checks import format_one_worker_warning
 
 OPTION_NAMES = {field.name for field in fields(TrainConfig)}
 
@@ -99,16 +98,6 @@ def test_muloco_trains_with_muon(tmp_path):
     assert choice(replace(TrainConfig(), strategy="muloco")) == ("muloco", "muon")
 
 
-def test_the_command_line_overrides_a_file(tmp_path):
-    file = tmp_path / "options.toml"
-    file.write_text('strategy = "diloco"\noptimizer = "sgd"\n')
-    words = ["train", "--config", str(file)]
-    assert choice(parse(words)) == ("diloco", "sgd")
-    assert choice(parse([*words, "--strategy", "co2"])) == ("co2", "sgd")
-    assert choice(parse([*words, "--optimizer", "adamw"])) == ("diloco", "adamw")
-    assert choice(parse([*words, "--strategy", "average"])) == ("average", "sgd")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -183,28 +172,6 @@ def test_a_quorum_that_is_not_possible_is_reported(words, message):
         parse(["train", "--strategy", "diloco", *words.split()])
     assert message in " ".join(str(error.value).split())
     assert "\n\nhint: " in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({"strategy": "diloco"}, "--strategy diloco"),
-        (
-            {"strategy": "dropcompute", "compress": "int8"},
-            "--strategy dropcompute, --compress int8",
-        ),
-        ({"optimizer": "onebit-adam"}, "--optimizer onebit-adam"),
-        ({"seed_order": "local"}, "--seed-order local"),
-        ({"seed_order": "rotating"}, "--seed-order rotating"),
-        ({"compress": "topk:0.01"}, "--compress topk:0.01"),
-    ],
-)
-def test_one_worker_exchanges_nothing(options, given):
-    message = format_one_worker_warning(TrainConfig(**options), 1)
-    assert message.startswith(f"{given} with one worker, which exchanges nothing; give --workers N")
-    assert not format_one_worker_warning(TrainConfig(**options), 2)
-    for config in (TrainConfig(), TrainConfig(compress="float32", optimizer="muon", accumulate=2)):
-        assert not format_one_worker_warning(config, 1)
 
 
 def test_sgd_has_a_default_learning_rate_of_its_own(tmp_path):

@@ -1,6 +1,5 @@
 """Inference with rows on disk equals inference in memory bit for bit, and resumes after a kill."""
 
-import errno
 import itertools
 import os
 import random
@@ -176,28 +175,6 @@ def test_it_resumes_wherever_it_ended(name, small, tmp_path, monkeypatch):
         assert not [path for path in folder.glob("*.rows") if path.stem != "layer-3"]
     assert ends > 5
     assert len(seen) > 1
-
-
-def test_finished_ranges_are_not_computed_again(small, tmp_path, monkeypatch):
-    graph, model = random_graph(), made("sage", 30, 8, 4)
-    table = FeatureTable(torch.randn(60, 30).double())
-    calls = []
-    write = stored_rows.StoredRows.write
-    monkeypatch.setattr(stored_rows, "SYNC_BYTES", 0)
-
-    def counted(self, begin, end, values):
-        calls.append((self.name, begin))
-        if len(calls) == 20:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rows")
-        write(self, begin, end, values)
-
-    monkeypatch.setattr(stored_rows.StoredRows, "write", counted)
-    # a full disk is an error that names the file, and the rows before it are kept
-    with pytest.raises(OSError, match="No space left on device"):
-        inference(model, graph, table, scratch=tmp_path, **small)
-    inference(model, graph, table, scratch=tmp_path, **small)
-    assert calls[19] == calls[20]
-    assert len(set(calls)) == len(calls) - 1
 
 
 def test_rows_of_another_computation_are_refused(small, tmp_path):

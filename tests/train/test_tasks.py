@@ -17,9 +17,8 @@ from gcnzc.datasets import ogb, ogb_link
 from gcnzc.datasets.generate import Shape, make
 from gcnzc.datasets.source import EdgeSplitArrays
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.dataset import EdgeSplit
 from gcnzc.graph.edge_split import EdgeShares
-from gcnzc.models.metrics import auc, hits, ranks
+from gcnzc.models.metrics import auc
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.inference import inference
@@ -48,7 +47,7 @@ def config(graph) -> TrainConfig:
     # each model with one of the decoders, and one with both
     mark_slow(
         itertools.product(("sage", "gcn", "gat", "gatv2"), ("dot", "mlp")),
-        lambda model, decoder: decoder == "dot" and model != "sage",
+        lambda model, decoder: (model, decoder) not in (("sage", "dot"), ("gat", "mlp")),
     ),
 )
 def test_every_model_learns(model, decoder, config, tmp_path):
@@ -101,29 +100,6 @@ def test_scores_equal_those_of_all_pairs_one_by_one(config):
     outputs, scores = task.outputs(model, table, torch.device("cpu"), lambda *_: None)
     torch.testing.assert_close(outputs, rows)
     assert scores["auc"]["test"] == pytest.approx(found["auc"]["test"], abs=1e-6)
-
-
-@pytest.mark.parametrize("metric", ["mrr", "hits@20"])
-def test_other_metrics_are_computed(metric, config):
-    data = load(config.data)
-    edges = {part: pairs[:, :200] for part, pairs in data.links.edges.items()}
-    shape = (200, 7) if metric == "mrr" else (2, 300)
-    negatives = {part: torch.randint(0, 800, shape).int() for part in ("valid", "test")}
-    data = replace(data, links=EdgeSplit(edges, negatives, metric))
-    task = LinkTask(config, data)
-    model, table = task.model(), FeatureTable(data.features)
-    found = task.evaluate(model, table, torch.device("cpu"), lambda *_: None)
-    rows = inference(model.encoder, data.graph, table)
-    sources, targets = edges["test"].long()
-    positives = model.scores(rows, sources, targets)
-    if metric == "mrr":
-        others = model.scores(rows, sources[:, None].expand(200, 7), negatives["test"])
-        expected = (1 / ranks(positives, others)).mean().item()
-        assert set(found) == {"auc", "mrr", "hits@1", "hits@3", "hits@10"}
-    else:
-        expected = hits(positives, model.scores(rows, *negatives["test"]), 20)
-        assert set(found) == {"auc", "hits@20"}
-    assert found[metric]["test"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_message_passing_graph_has_no_held_out_edges(shared_data, tmp_path):
@@ -221,36 +197,6 @@ def test_link_prediction_runs_from_the_command_line(tmp_path, capsys):
     assert not (tmp_path / "h").exists()
     # the labels are still there
     assert main(["train", str(tmp_path / "g"), *sizes, "--out", str(tmp_path / "nodes")]) == 0
-
-
-def test_the_remedies_for_too_few_negatives_are_accepted(tmp_path, capsys):
-    src, dst = np.triu_indices(12, 1)
-    options = {"features": np.eye(12), "bidirected": True}
-    prepare(dest=tmp_path / "all", edges=np.stack([src, dst]), **options)
-    prepare(dest=tmp_path / "most", edges=np.stack([src, dst])[:, 3:], **options)
-    split = ["--task", "link"]
-    fewer = [*split, "--valid-edges", "0.03", "--test-edges", "0.03"]
-    for name, hint, remedy in (
-        ("most", "smaller shares, --valid-edges and --test-edges", fewer),
-        ("all", "prepare the graph without edge_split, and without --task link", []),
-    ):
-        source = str(tmp_path / name)
-        assert main(["prepare", source, str(tmp_path / "out"), *split]) == 1
-        assert hint in capsys.readouterr().err
-        assert main(["prepare", source, str(tmp_path / f"{name}2"), *remedy]) == 0
-    assert load(tmp_path / "most2").links.negatives["test"].shape == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"sampler": "dgl"}, "--sampler dgl does not support link prediction"),
-        ({"features": "cached"}, "--cache-policy presampled samples"),
-    ],
-)
-def test_options_of_node_classification_are_rejected(more, message, config):
-    with pytest.raises(ValueError, match=rf"{message}.*\n\nhint: "):
-        LinkTask(replace(config, **more), load(config.data))
 
 
 def test_a_graph_without_an_edge_split_is_rejected(config, graph, tmp_path):

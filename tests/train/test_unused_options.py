@@ -1,11 +1,11 @@
 """An option that the chosen model, task, optimizer or features would ignore is an error."""
 
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 
 import numpy as np
 import pytest
 import torch
-from training import Listener, planted
+from training import planted
 
 from gcnzc import load
 from gcnzc.cli import main
@@ -18,7 +18,6 @@ from gcnzc.train.hetero.encoder import build_hetero_encoder
 from gcnzc.train.hetero_options import HETERO_MODELS, REJECTED
 from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES
 from gcnzc.train.optimizers import build_method
-from gcnzc.train.run import train
 from gcnzc.train.strategies import STRATEGIES
 from gcnzc.train.unused_options import READ_WITH, unused_options
 
@@ -210,13 +209,6 @@ def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
     assert capsys.readouterr().err.count(warning) == 1
 
 
-def test_unused_options_are_reported_in_python_too(graph, tmp_path):
-    listener = Listener()
-    config = TrainConfig(data=graph, layers=1, fanouts=(2,), epochs=1, heads=2)
-    train(replace(config, model="gcn"), tmp_path / "run", listener)
-    assert any("--heads 2 has no effect with --model gcn" in text for text in listener.said)
-
-
 def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, capsys):
     words = ["train", str(graph), "--model", "gat", "--no-skip", "--residual"]
     assert main(words) == 2
@@ -225,17 +217,3 @@ def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, ca
     assert hint == "hint: omit --residual"
     assert not unused_options(TrainConfig(model="gat", skip=False))
     assert not unused_options(TrainConfig(model="gat", residual=True))
-
-
-@pytest.mark.parametrize("threshold", ["0.5", "none"])
-def test_the_largest_fraction_of_dropped_minibatches_needs_an_automatic_threshold(
-    threshold, graph, capsys
-):
-    words = ["train", str(graph), "--strategy", "dropcompute", "--max-dropped", "0.2"]
-    assert main([*words, "--compute-threshold", threshold]) == 2
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error == f"error: --max-dropped 0.2 has no effect with --compute-threshold {threshold}"
-    assert hint == "hint: only --compute-threshold auto uses it"
-    options = {"strategy": "dropcompute", "max_dropped": 0.2}
-    assert not unused_options(TrainConfig(**options))
-    assert "max_dropped" in unused_options(TrainConfig(**options, compute_threshold=threshold))

@@ -129,31 +129,3 @@ def test_two_workers_resume_bit_for_bit(strategy, config, tmp_path):
     found = results(2, tmp_path, train_as_worker, again, tmp_path / "cut")
     assert found[0]["test_accuracy"] == found[1]["test_accuracy"] == whole[0]["test_accuracy"]
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_a_run_that_is_extended_averages_anew():
-    model = Small()
-    swa = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=2), model)
-    for epoch in range(2):
-        swa.end_epoch(epoch)
-    assert swa.updates == 1
-    # resumed with more epochs: the average begins after epoch 4
-    longer = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=8), model)
-    longer.load_state_dicts([swa.state_dict()])
-    longer.end_epoch(2)
-    assert longer.updates == 0
-    assert run(longer.build_evaluated_model(), Group()) is model
-    # or already in the next epoch, so that no epoch before it is averaged
-    next_one = WeightAverage(TrainConfig(average="swa", average_start=0.5, epochs=4), model)
-    next_one.load_state_dicts([swa.state_dict()])
-    for epoch in range(2, 4):
-        next_one.end_epoch(epoch)
-        assert next_one.updates == epoch - 1
-    for epoch in range(3, 5):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(epoch)
-        longer.end_epoch(epoch)
-    assert longer.updates == 1
-    found = run(longer.build_evaluated_model(), Group())
-    assert all((value == 4).all() for value in found.parameters())
