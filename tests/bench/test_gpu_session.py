@@ -16,7 +16,7 @@ import torch
 from limits import HANG_S, NEVER_S
 
 from bench.gpu import session as gpu_session
-from bench.gpu.session import ARCHIVE, TABLE, Stage, run_stages, save, table_of
+from bench.gpu.session import ARCHIVE, TABLE, Stage, run_stages, table_of
 
 ROOT = Path(__file__).parents[2]
 # a session of stages that are given as shell commands, on a machine that was identified
@@ -160,29 +160,6 @@ def test_a_terminated_session_leaves_its_results_and_no_process(tmp_path):
     assert (line["stage"], line["status"]) == ("stage0", "passed")
     assert "begun" in (tmp_path / "unpacked" / "stage1.log").read_text()
     wait_for_ends([pid.read_text().strip()])
-
-
-def test_an_archive_is_at_most_16_mib_and_keeps_the_ends_of_logs(tmp_path):
-    work, out = tmp_path / "work", tmp_path / "out"
-    (work / "results").mkdir(parents=True)
-    (work / "graph").mkdir()
-    out.mkdir()
-    (work / "results" / "gpu_link.jsonl").write_text("{}\n")
-    (work / "graph" / "features.npy").write_bytes(b"x")
-    (work / "comparison.txt").write_text("the comparison\n")
-    for number in range(20):
-        (work / f"stage{number:02}.log").write_bytes(os.urandom(3 << 20) + b"end")
-    line = {"stage": "stage00", "status": "passed", "seconds": 1.0, "limit_s": 2.0}
-    save(out, work, [line])
-    unpack(out, tmp_path / "unpacked")
-    found = {
-        str(path.relative_to(tmp_path / "unpacked")) for path in tmp_path.rglob("unpacked/**/*.*")
-    }
-    assert {"results/gpu_link.jsonl", "comparison.txt", "stage00.log"} <= found
-    assert "graph/features.npy" not in found
-    assert (tmp_path / "unpacked" / "stage00.log").read_bytes().endswith(b"end")
-    assert (out / TABLE).read_text() == "\n".join([*table_of([line]), "", "the comparison\n"])
-    assert {path.name for path in out.iterdir()} == {ARCHIVE, TABLE}
 
 
 def options_of(monkeypatch, tmp_path, *words):

@@ -37,23 +37,6 @@ def test_a_different_field_is_reported():
     assert pyg_sampler.compare_exactly(mine, theirs, {"x", "born", "n_id"})["different"] == []
 
 
-@pytest.mark.parametrize("name", ["Data, uniform", "Data, by weight, with replacement"])
-def test_counts_of_equal_distributions_agree(name):
-    case = SAMPLED[name]
-    found = pyg_sampler.compare_counts(case, load(case, 0), load(case, 1))
-    assert found["least_p"] > pyg_sampler.LEAST_P
-    assert found["largest_z"] < 5
-
-
-def test_counts_of_another_distribution_differ():
-    by_weight, uniform = (SAMPLED[f"Data, {name}"] for name in ("by weight", "uniform"))
-    uniform = uniform | {"arguments": uniform["arguments"] | {"num_neighbors": [1, 1]}}
-    found = pyg_sampler.compare_counts(by_weight, load(by_weight, 0), load(uniform, 1))
-    p_values = found["p_values"]["edges"]
-    assert p_values["gcnzc"] > pyg_sampler.LEAST_P
-    assert max(p_values["pyg"], p_values["both"]) < pyg_sampler.LEAST_P
-
-
 def test_an_unsupported_case_has_the_message():
     case = SAMPLED["Data, uniform"]
     wrong = case | {"arguments": case["arguments"] | {"time_attr": "day"}}

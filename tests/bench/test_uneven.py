@@ -1,15 +1,10 @@
 """The options of uneven machines, and the strategies with uneven workers in virtual time."""
 
 import json
-import subprocess
-import threading
 import time
-from itertools import cycle
-from types import SimpleNamespace
 
 import pytest
 from limits import HANG_S, NEVER_S
-from stopped import wait_for_state
 
 from bench import harness
 from bench.network import cluster as cluster_module
@@ -56,34 +51,6 @@ def test_a_machine_sends_acknowledgements_first_and_has_a_queue_for_each_receive
     ]
     assert "tcp_congestion_control" in script
     assert "tc " not in Network([None, None], 0.0, {}).interface(0)
-
-
-def test_processes_are_paused_for_a_part_of_the_time(monkeypatch):
-    waited_s, states, ended = {"S": 0.0, "T": 0.0}, cycle("ST"), threading.Event()
-
-    class Event:
-        """Counts the time for which the process sleeps, and that for which it is stopped."""
-
-        def wait(self, seconds):
-            wait_for_state(process, state := next(states))
-            waited_s[state] += seconds
-            if sum(waited_s.values()) > 10.5 * uneven.PERIOD_S:
-                ended.set()
-            return ended.is_set()
-
-        def set(self):
-            ended.wait(HANG_S)
-
-    replaced = SimpleNamespace(Event=Event, Thread=threading.Thread)
-    monkeypatch.setattr(uneven, "threading", replaced)
-    with subprocess.Popen(["sleep", str(HANG_S)]) as process:
-        try:
-            with uneven.slowed(lambda worker: [process.pid], {0: 3.0}):
-                pass
-            wait_for_state(process, "S")
-        finally:
-            process.kill()
-    assert waited_s["T"] / sum(waited_s.values()) == pytest.approx(2 / 3, abs=0.05)
 
 
 @needs_namespaces

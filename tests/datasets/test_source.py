@@ -22,7 +22,6 @@ NAN = np.nan
     [
         (np.array([0, 2, 1]), [0, 2, 1]),
         (np.array([[0], [2], [1]], np.int8), [0, 2, 1]),
-        (np.array([0, -1, 1]), [0, -1, 1]),
         (np.array([[0], [NAN], [1]], np.float32), [0, -1, 1]),
         (np.array([True, False, True]), [1, 0, 1]),
         (np.array([[0, 1], [1, 1], [1, 0]]), [[0, 1], [1, 1], [1, 0]]),
@@ -47,13 +46,10 @@ def test_missing_labels_of_several_tasks_are_kept() -> None:
     ("raw", "num_classes", "words"),
     [
         ([0, 3, 1], 3, r"node 1 has the label 3, which is not a class \(0 to 2\)"),
-        ([0, -2, 1], None, r"node 1 has the label -2, .* \(classes start at 0 and "),
         ([0, 2**40, 1], None, "node 1 has the label 1099511627776, which is not a class"),
         ([0, 1, 1], 2**40, "1,099,511,627,776 classes for 3 nodes"),
         ([0, 0.5, 1], None, "node 1 has the label 0.5"),
-        ([0, np.inf, 1], None, "node 1 has the label inf"),
         ([[0, 0], [0, 2], [0, 0]], 2, "node 1 has the label 2"),
-        ([[0, 0], [0, -1], [0, 0]], 2, "node 1 has the label -1"),
         ([0, 1], 2, r"the labels have the shape \(2,\) for 3 nodes"),
     ],
 )
@@ -68,7 +64,6 @@ def test_labels_that_are_no_classes_are_rejected(
     ("labels", "count"),
     [
         ([0, 4, -1], 5),
-        ([0, 0], 2),
         ([-1, -1], 2),
         ([[0, 1], [1, 1]], 2),
         ([[0, NAN], [3, NAN]], 4),
@@ -98,21 +93,17 @@ def test_nodes_without_a_label_are_removed_from_the_split() -> None:
     ("split", "words"),
     [
         (parts(test=np.empty(0, int)), r"the test split is empty\n\nhint: "),
-        (parts(test=np.empty(0)), r"the test split is empty\n\nhint: "),
         (parts(valid=(2,)), "the valid split is empty: its 1 nodes have no label"),
         (
             parts(train=(0, 3)),
             "node 3 is in the train split and in the test split \\(1 overlapping nodes\\)",
         ),
-        (parts(valid=(0, 3)), "node 0 is in the train split and in the valid split"),
         (parts(train=(0, 4, 0)), "the train split contains node 0 twice"),
         (parts(train=(0, 6)), "the train split contains node 6, but nodes are 0 to 5"),
-        (parts(train=(0, -1)), "the train split contains node -1"),
         (
             parts(valid=(False, True, False, False, False, False)),
             "the valid split is a mask of type bool over the 6 nodes(?s:.*)hint: .*flatnonzero",
         ),
-        (parts(test=(0, 1, 0, 1, 0, 0)), "the test split is a mask of type int64"),
         (parts(train=(0, 0.5)), "the train split has ids of type float64"),
     ],
 )

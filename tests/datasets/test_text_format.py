@@ -173,24 +173,6 @@ def test_a_file_says_whether_its_edges_have_directions(file, head, bidirected, t
     assert not caplog.text
 
 
-def test_ids_from_one_with_rows_from_zero(tmp_path, caplog):
-    """Ids are those of the table of nodes; without a column of ids, they count from 0."""
-    path, nodes = tmp_path / "graph.toml", '[nodes]\nfile = "nodes.csv"\n'
-    (tmp_path / "nodes.csv").write_text("id,x\n3,0.75\n1,0.25\n2,0.5\n")
-    text = "% sym unweighted\n1 2\n2 3\n"
-    graph = read(tmp_path, text, "out.a", nodes)
-    assert (edges(graph), graph.num_nodes, graph.notes) == ([("1", "2"), ("2", "3")], 3, ())
-    (tmp_path / "nodes.csv").write_text("x\n0.25\n0.5\n0.75\n")
-    with pytest.raises(
-        ValueError, match=r"line 3, column '1': no node has the id '3'(.|\n)*from 1"
-    ):
-        read(tmp_path, text, "out.a", nodes)
-    # as the other nodes of the list have rows, it may be right
-    read(tmp_path, "1 2\n2 1\n", "a.txt", nodes)
-    gcnzc.prepare(path, tmp_path / "data")
-    assert "no edge of graph.toml has the node 0" in caplog.text
-
-
 def test_a_table_of_nodes_needs_names_of_columns(tmp_path):
     (tmp_path / "nodes.csv").write_text("0,0.5\n1,1.5\n")
     with pytest.raises(ValueError, match=r"nodes.csv: the first line has only numbers, no names"):

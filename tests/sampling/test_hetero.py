@@ -33,29 +33,6 @@ def random_options(random, times, weights):
     }
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("excluded", [[], [1, 4]])
-def test_the_latest_edges_are_those_with_a_weight(replace, excluded):
-    edge_type = ("a", "r", "a")
-    edges = {"edge_index": [[1, 2, 3, 4, 5, 6], [0] * 6], "time": range(1, 7)}
-    edges["weight"] = [1.0, 1.0, 1.0, 0.0, 2.0, 0.0]
-    graph = HeteroGraph.from_arrays({"a": 10}, {edge_type: edges})
-    kept = [node for node in (1, 2, 3, 5) if node - 1 not in excluded]
-    for fanout in (1, 2, 3, 4, 5, 6, -1):
-        sampler = HeteroSampler(
-            graph, [fanout], temporal="last", weighted=True, replace=replace, seed=fanout
-        )
-        exclude = {edge_type: torch.tensor(excluded)} if excluded else None
-        batch = sampler.sample(("a", [0]), 0, torch.tensor([9]), exclude=exclude)
-        found = sorted(batch.nodes["a"][batch.row[edge_type]].tolist())
-        latest = kept if fanout < 0 else kept[-fanout:]
-        if replace and fanout > 0:
-            assert len(found) == fanout
-            assert set(found) <= set(latest)
-        else:
-            assert found == latest
-
-
 @pytest.fixture(params=["direct", "hashed"])
 def table(request, monkeypatch):
     if request.param == "hashed":

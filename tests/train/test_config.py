@@ -42,17 +42,9 @@ def test_options_that_are_a_number_or_a_word_may_be_numbers_in_a_file():
     [
         ({"bach_size": 7}, r"f\.toml: no option named bach_size"),
         ({"batch_size": "7"}, r"f\.toml: batch_size cannot be '7'"),
-        ({"residual": 1}, r"residual cannot be 1"),
-        ({"norm": "group"}, r"norm"),
         ({"epochs": True}, r"epochs cannot be True"),
-        ({"seed": [1, 2]}, r"seed cannot be \[1, 2\]"),
-        ({"seed": 1.5}, r"seed cannot be 1.5"),
         ({"fanouts": [3, "2", 1]}, r"fanouts cannot be \[3, '2', 1\]"),
-        ({"fanouts": 3}, r"fanouts cannot be 3"),
         ({"model": "mlp"}, r"model cannot be 'mlp'"),
-        ({"outer_lr": "x"}, r"outer_lr cannot be 'x'"),
-        ({"out": 3}, r"out cannot be 3"),
-        ({"lr": 10**400}, r"lr cannot be 10000"),
     ],
 )
 def test_options_of_the_wrong_type_are_rejected(words, message):
@@ -64,22 +56,14 @@ def test_options_of_the_wrong_type_are_rejected(words, message):
     ("options", "message"),
     [
         ({"batch_size": 0}, "--batch-size must be at least 1, got 0"),
-        ({"epochs": -3}, "--epochs must be at least 1, got -3"),
         ({"dropout": 1.0}, r"--dropout must be in \[0, 1\), got 1.0"),
-        ({"lr": 0.0}, "--lr must be above 0, got 0.0"),
         ({"lr": float("nan")}, "--lr must be finite, got nan"),
-        ({"fanouts": (5, 5)}, r"^2 fanouts \(5,5\) for 3 layers\n\nhint:.* use --layers 2"),
         ({"layers": 2}, r"^the 3 default fanouts \(15,10,5\) for 2 layers\n\nhint: give .* first$"),
         (
             {"evaluate": "sampled", "batch_size": "all"},
             "fanouts -1,-1,-1, which sample all neighbours\n\nhint: give --evaluate-fanouts",
         ),
         ({"fanouts": (5, 0, 5)}, "a fanout must be at least 1, or -1 for all neighbours, got 0"),
-        ({"hidden": 10**30}, "--hidden must be at most 9223372036854775807, got 10000000"),
-        ({"outer_lr": -1.0}, "--outer-lr must be at least 0, got -1.0"),
-        ({"outer_momentum": -1.0}, r"--outer-momentum must be in \[0, 1\), got -1.0"),
-        ({"timeout_s": 1e30}, "--timeout-s must be at most 1000000000.0, got 1e"),
-        ({"seed": -1}, "--seed must be at least 0, got -1"),
     ],
 )
 def test_values_out_of_range_are_rejected(options, message):
@@ -117,13 +101,8 @@ def test_python_values_are_converted_to_the_types_of_the_options():
     ("option", "value", "hint"),
     [
         ("optimizer", "foo", "choose one of adam, adamw, sgd, muon, onebit-adam"),
-        ("model", "SAGE", "choose one of sage, gcn, gin, gat, gatv2"),
         ("epochs", "3", "its type is int"),
-        ("epochs", True, "its type is int"),
-        ("epochs", 2.5, "its type is int"),
         ("residual", "no", "its type is bool"),
-        ("dropout", None, "its type is float"),
-        ("data", 3, "its type is Path"),
         ("fanouts", "5,5,5", "its type is"),
     ],
 )

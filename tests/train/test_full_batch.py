@@ -103,13 +103,9 @@ def test_a_large_graph_is_evaluated_layer_by_layer(config, tmp_path, monkeypatch
         ("--fanouts 5,5", "--fanouts 5,5 with --batch-size all", "omit --fanouts"),
         # the default, if it is given
         ("--layers 3 --fanouts 15,10,5", "--fanouts 15,10,5 with --batch-size all", "give -1"),
-        ("--fanouts=15,10,5", "--fanouts 15,10,5 with --batch-size all", "give -1"),
-        ("--fanouts -1,-1,-1", "3 fanouts (-1,-1,-1) for 2 layers", "--layers 3"),
         ("--task link", "--task link with --batch-size all", "give --batch-size a number"),
-        ("--sampler dgl", "--sampler dgl with --batch-size all", "omit --sampler"),
         ("--features cached", "--features cached with --batch-size all", "--features host"),
         ("--workers 2", "--workers 2 with --batch-size all", "use one worker"),
-        ("--batch-size many", "'many' is not a whole number or all", "lists the options"),
     ],
 )
 def test_options_that_do_not_fit_are_errors_with_remedies(words, message, hint, graph, capsys):

@@ -98,18 +98,6 @@ def test_a_graph_with_other_classes_is_rejected(config, tmp_path):
     assert len(predict(tmp_path / "run", tmp_path / "five").nodes) > 0
 
 
-def test_fewer_epochs_than_a_run_has_are_said_to_have_no_effect(config, tmp_path):
-    line = train(config, tmp_path / "run")
-    messages = []
-    reporter = NullReporter()
-    reporter.say = messages.append
-    options = {"epochs": 2, "resume": tmp_path / "run"}
-    again = train(replace(config, **options), tmp_path / "run", reporter)
-    assert again["valid_accuracy"] == line["valid_accuracy"]
-    expected = "has finished 3 epochs, so --epochs 2 has no effect; the result is that of 3 epochs"
-    assert any(expected in each for each in messages)
-
-
 def test_results_do_not_depend_on_threads(config, tmp_path):
     train(config, tmp_path / "one")
     train(replace(config, threads=4), tmp_path / "four")
@@ -160,12 +148,6 @@ def test_neighbours_at_any_time_cause_a_warning(config, tmp_path):
         own = replace(config, temporal=temporal, epochs=1)
         train(own, tmp_path / temporal, reporter=reporter)
         assert sum("--temporal uniform samples earlier ones" in text for text in said) == number
-
-
-def test_early_stopping_and_averaged_weights(config, tmp_path):
-    line = train(replace(config, epochs=30, lr=0.1, patience=2, average="ema"), tmp_path / "run")
-    assert line["epochs"] < 30
-    assert line["best_epoch"] == line["epochs"] - 2
 
 
 @pytest.mark.parametrize(

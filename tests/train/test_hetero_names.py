@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import gcnzc
 from gcnzc._files import checksum
@@ -175,32 +174,6 @@ def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
     HeteroGraph.from_tables(own, labels={"user": "level"}).save(tmp_path / "other")
     with pytest.raises(ValueError, match=r"class 0 is 'first', but the model was .* 'gold'"):
         predict(run, tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ([0, 1, 2], None),
-        (["0", "1", "2"], None),
-        ([2, 1, 0], [2, 1, 0]),
-        (["b", "007", "7"], ["b", "007", "7"]),
-        (pd.array([5, 3, 4], "Int64"), [5, 3, 4]),
-        (pd.Categorical(["x", "z", "y"]), ["x", "z", "y"]),
-        (pd.to_datetime(["2024-01-02", "2024-01-01", "2024-01-03"]), "dates"),
-        (np.array([2**63, 1, 2], np.uint64), ["9223372036854775808", "1", "2"]),
-        (torch.tensor([8, 7, 6]), [8, 7, 6]),
-        (["a\rb", "\r\n", "\n"], ["a\rb", "\r\n", "\n"]),
-        ([("a", 1), ("b", 1), ("a", 2)], ["('a', 1)", "('b', 1)", "('a', 2)"]),
-    ],
-)
-def test_keys_of_all_kinds(keys, expected, tmp_path):
-    if isinstance(expected, str):
-        expected = [f"2024-01-0{day} 00:00:00" for day in (2, 1, 3)]
-    graph = HeteroGraph.from_arrays({"a": {"keys": keys}}, {})
-    graph.save(tmp_path / "graph")
-    for own in (graph, HeteroGraph.load(tmp_path / "graph")):
-        found = own.nodes("a").keys
-        assert (found if found is None else found.tolist()) == expected
 
 
 def test_bad_keys_and_names_are_rejected_by_name():

@@ -261,38 +261,6 @@ def test_times_of_pairs_and_nodes_are_dates(dated, tmp_path, capsys, monkeypatch
         assert "dates such as 2024-03-01 (UTC), or integers in s since 1970" in message
 
 
-def test_a_time_that_could_be_a_date_is_an_error(dated, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pairs = pd.DataFrame({"source": [0, 1], "target": [99, 98]})
-    pairs.to_csv("pairs.csv", index=False)
-    pairs.assign(time=[7, 20240301]).to_csv("times.csv", index=False)
-    pairs.assign(time=[7, 20240301]).to_parquet("times.parquet")
-    message = "20240301 s since 1970, which is 1970-08-23T06:18:21"
-    hint = "hint: write 2024-03-01 for the date, or 20240301s for the integer"
-    compact = ["--pairs", "pairs.csv", "--time", "20240301"]
-    for words, where in (
-        (["predict", *compact], "--time 20240301 could be"),
-        (["embed-nodes", "--node-type", "item", *compact[2:]], "--time 20240301 could be"),
-        (["predict", "--pairs", "times.csv"], "line 3, column 'time': '20240301' could be"),
-    ):
-        assert main([words[0], str(dated), *words[1:], "--out", "x.npy"]) == 1, words
-        text = " ".join(capsys.readouterr().err.split())
-        assert where in text
-        assert f"the date 2024-03-01, or {message}" in text
-        assert hint in text
-        assert not (tmp_path / "x.npy").exists()
-    ends = pairs.to_numpy().T
-    # a column of integers has no dates
-    assert main(["predict", str(dated), "--pairs", "times.parquet", "--out", "x.npy"]) == 0
-    expected = predict_links(dated, pairs=ends, times=torch.tensor([7, 20240301])).scores
-    np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
-    for text, time in (("20240301s", 20240301), ("2024-03-01", np.datetime64("2024-03-01"))):
-        words = ["--pairs", "pairs.csv", "--time", text, "--out", "x.npy"]
-        assert main(["predict", str(dated), *words]) == 0
-        expected = predict_links(dated, pairs=ends, times=time).scores
-        np.testing.assert_array_equal(np.load("x.npy")["score"], expected)
-
-
 def printed(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 

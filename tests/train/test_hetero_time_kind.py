@@ -8,7 +8,6 @@ import pytest
 import torch
 from typed_shop import BOUGHT, BUYS, EDGES, ITEMS, USERS, build
 
-from gcnzc.cli import main
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.sampling.hetero_link import edge_times
 from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
@@ -79,23 +78,6 @@ def test_edges_earlier_than_their_nodes_need_the_times_of_edges(tmp_path):
     check_resumed_options(resumed, options, run)
 
 
-def test_the_kind_of_times_is_an_option_of_the_command_line(tmp_path, capsys):
-    folder, run = saved(tmp_path / "graph", of_users=torch.full((USERS,), LAST)), tmp_path / "run"
-    words = "--task link --edge-type buys --model hetero-sage --fanouts 3 --layers 1 --hidden 8"
-    words = [*words.split(), "--epochs", "1", "--evaluate-negatives", "5", "--out", str(run)]
-    train_words = ["train", str(folder), *words]
-    assert main([*train_words, "--times", "edge"]) == 2
-    assert "--times edge has no effect with --temporal none" in capsys.readouterr().err
-    assert main([*train_words, "--temporal", "last", "--times", "edge"]) == 0
-    (tmp_path / "pairs.csv").write_text("source,target,time\n0,1,200\n")
-    words = ["--pairs", str(tmp_path / "pairs.csv"), "--out", str(tmp_path / "scores.csv")]
-    assert main(["predict", str(run), *words]) == 0
-    words = ["--node-type", "item", "--out", str(tmp_path / "rows.npy")]
-    assert main(["embed-nodes", str(run), *words]) == 0
-    rows = embed_nodes(run, node_type="item").rows
-    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), rows)
-
-
 def with_labels(**more):
     """Users to classify, at the times of their labels."""
     whole, random = build(), np.random.default_rng(0)
@@ -136,32 +118,6 @@ def test_nodes_are_classified_by_the_chosen_times(tmp_path):
             probabilities[times], predict(run, tmp_path / times).probabilities
         )
     assert np.abs(probabilities["edge"] - probabilities["node"]).max() > 1e-4
-
-
-def test_times_that_do_not_exist_are_rejected_by_name(tmp_path):
-    def rejected(folder, message, **options):
-        with pytest.raises(ValueError, match=message) as error:
-            train(config_of(folder, **options), tmp_path / "run")
-        assert not (tmp_path / "run").exists()
-        return str(error.value)
-
-    edges = saved(tmp_path / "edges")
-    message = rejected(edges, "^--times node: no source of an edge in .* has a time", times="node")
-    assert message.endswith("hint: --times edge")
-    nodes = saved(tmp_path / "nodes", of_edges=False, of_users=torch.arange(USERS))
-    message = rejected(nodes, "^--times edge: no edge in .* has a time", times="edge")
-    assert message.endswith("hint: --times node")
-    none = saved(tmp_path / "none", of_edges=False)
-    message = rejected(none, "^--times edge: no edge in .* has a time", times="edge")
-    assert message.endswith("hint: omit --temporal and --times")
-    # other edges have times
-    graph = with_times(of_users=torch.arange(USERS))
-    stores = {BUYS: replace(graph.edges(BUYS), time=None), BOUGHT: graph.edges(BOUGHT)}
-    own = {name: graph.nodes(name) for name in graph.node_types}
-    HeteroGraph(own, stores).save(tmp_path / "some")
-    text = r"--temporal last: the edges \('user', 'buys', 'item'\) have no times of their own"
-    message = rejected(tmp_path / "some", text, times="edge")
-    assert message.endswith("hint: omit --times to use others, or omit --temporal")
 
 
 @pytest.mark.parametrize("times", ["node", "both"])

@@ -1,14 +1,12 @@
 """Records survive crashes, and their curves are drawn."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
 
-from gcnzc.system import files, machine
+from gcnzc.system import files
 from gcnzc.train import record, tensorboard
-from gcnzc.train.plots import curves, run_labels
+from gcnzc.train.plots import curves
 from gcnzc.train.tensorboard import EventFile
 
 LINE = {
@@ -57,13 +55,6 @@ def test_damaged_json_is_reported(tmp_path):
         files.read_json(tmp_path / "a.json")
 
 
-def test_a_machine_is_described():
-    found = machine.machine()
-    assert found["torch"]
-    assert found["cores"] >= 1
-    assert json.dumps(found)
-
-
 def test_curves_of_one_run_and_of_two_are_drawn(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -78,16 +69,6 @@ def test_curves_of_one_run_and_of_two_are_drawn(tmp_path):
             pixels = np.asarray(picture.convert("L"))
         assert pixels.shape[1] == 900
         assert (pixels < 200).mean() > 0.01  # something is drawn
-
-
-def test_labels_of_runs_are_short_and_differ(tmp_path):
-    names = [f"{'long-' * 20}{number}-{'name-' * 20}" for number in range(3)]
-    runs = [*(tmp_path / name for name in names), tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    labels = run_labels(runs)
-    assert len(set(labels)) == 5
-    assert max(map(len, labels)) < 50
-    assert run_labels(runs[-2:]) == ["a/run", "b/run"]
-    assert run_labels([tmp_path / "x" / "one", tmp_path / "y" / "two"]) == ["one", "two"]
 
 
 def test_a_run_without_epochs_has_no_curves(tmp_path):

@@ -18,18 +18,14 @@ from gcnzc.exchange.long_work import joint_work
 from gcnzc.exchange.sync import all_gather_scalar
 from gcnzc.features import registrations
 from gcnzc.features.table import FeatureTable
-from gcnzc.graph.edge_split import EdgeShares
 from gcnzc.graph.load import load
 from gcnzc.graph.prepare import prepare
-from gcnzc.models import metrics
 from gcnzc.system import cuda_driver as cuda
 from gcnzc.system.host_memory import mappings
 from gcnzc.system.page_lock import PageLocks
 from gcnzc.train import shared_data as module
-from gcnzc.train.config import TrainConfig
 from gcnzc.train.setup import feature_table
 from gcnzc.train.shared_data import first_workers, load_shared, share_result, shared_empty
-from gcnzc.train.tasks import build_task, node
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -181,46 +177,6 @@ def test_graphs_of_all_kinds_are_stored_once_per_machine(tmp_path):
                     assert where == {"/memfd:gcnzc (deleted)"}
                 else:
                     assert all(file.startswith(str(folders[name])) for file in where)
-
-
-def score(configs):
-    """Evaluate models of nodes and of links; worker 1 reckons a little differently."""
-    found, usual = [], metrics.score
-    torch.set_num_threads(1)
-    with init_group() as group:
-
-        def differing(*arguments):
-            scores = usual(*arguments)
-            return {
-                metric: {part: value + 1e-9 * group.rank for part, value in parts.items()}
-                for metric, parts in scores.items()
-            }
-
-        node.score = differing
-        for config in configs:
-            torch.manual_seed(0)
-            data = load_shared(config.data, group)
-            task = build_task(config, data)
-            told = task.model(), data.table, torch.device("cpu"), lambda *_: None, group
-            outputs, scores = task.outputs(*told)
-            found.append((task.evaluate(*told), scores, outputs.clone()))
-    return found
-
-
-def test_workers_get_the_same_scores(tmp_path):
-    source = tiny(300, 3000).write(tmp_path / "source")
-    prepare(source, tmp_path / "links", edge_split=EdgeShares())
-    sizes = {"layers": 2, "fanouts": (2, 2), "hidden": 8, "decoder": "dot"}
-    configs = [
-        TrainConfig(data=source, **sizes),
-        TrainConfig(data=tmp_path / "links", task="link", **sizes),
-    ]
-    (alone,) = results(1, tmp_path, score, configs)
-    for found in results(2, tmp_path, score, configs):
-        for (scores, all_scores, outputs), expected in zip(found, alone, strict=True):
-            assert scores == expected[0]
-            assert all_scores == expected[1]
-            assert torch.equal(outputs, expected[2])
 
 
 def fail_to_load(broken, missing):
