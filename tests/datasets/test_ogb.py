@@ -422,24 +422,6 @@ for path in sorted(here.glob("ours-*")):
     arrays |= {f"split_{part}": ids for part, ids in read.get_idx_split().items()}
     np.savez(here / f"read-{path.name}.npz", labels=labels, num_nodes=graph["num_nodes"],
              num_classes=read.num_classes, **arrays)
-# what OGB writes
-for path in sorted(here.glob("given-*.npz")):
-    given = dict(np.load(path))
-    name = "ogbn-" + path.stem
-    saver = DatasetSaver(name, is_hetero=False, version=1)
-    order = "F" if "fortran" in path.stem else "C"
-    graph = {"edge_index": np.asarray(given["edge_index"], order=order),
-             "num_nodes": len(given["labels"]),
-             "node_feat": np.asarray(given["features"], order=order),
-             "node_year": given["labels"][:, :1]}
-    saver.save_graph_list([graph])
-    saver.save_target_labels(given["labels"])
-    saver.save_split({part: given[part] for part in ("train", "valid", "test")}, "species")
-    Path("mapping").mkdir(exist_ok=True)
-    Path("mapping/README.md").write_text("Whose they are.")
-    saver.copy_mapping_dir("mapping")
-    saver.save_task_info("binary classification", "rocauc", num_classes=5)
-    saver.get_meta_dict()
 """
 
 OURS = {
@@ -450,16 +432,11 @@ OURS = {
     "half": tiny(seed=5).but(features=np.arange(200, dtype=np.float16).reshape(40, 5)),
     "several": tiny(seed=6).but(labels=np.eye(40, 3)),
 }
-GIVEN = {
-    "plain": tiny(seed=7).but(labels=tiny(seed=7).labels[:, None]),
-    "fortran": tiny(seed=8).but(labels=tiny(seed=8).labels[:, None]),
-    "several": tiny(seed=9).but(labels=np.where(np.eye(40, 4) > 0, np.nan, 1)),
-}
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where the package has read what we wrote, and written for us to read."""
+    """A folder where the package has read what we wrote."""
     here = tmp_path_factory.mktemp("ogb")
     for name, graph in OURS.items():
         path = graph.write(
@@ -468,14 +445,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             add_inverse_edge=name == "inverse",
         )
         (path / "meta_dict.json").write_text(json.dumps(meta_dict(path)))
-    for name, graph in GIVEN.items():
-        np.savez(
-            here / f"given-{name}.npz",
-            edge_index=graph.edge_index,
-            labels=graph.labels,
-            features=np.empty(0) if graph.features is None else graph.features,
-            **graph.split,
-        )
     subprocess.run([sys.executable, "-c", THEIRS, str(here)], check=True, capture_output=True)
     return here
 
@@ -497,21 +466,6 @@ def test_ogb_reads_what_we_write(theirs: Path, name: str) -> None:
     assert ("node_feat" in read) == (graph.features is not None)
     if graph.features is not None:
         assert (read["node_feat"] == graph.features).all()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", GIVEN)
-def test_we_read_what_ogb_writes(theirs: Path, name: str) -> None:
-    graph = GIVEN[name]
-    found = OgbGraph(theirs / f"submission_ogbn_given_{name}" / f"given_{name}")
-    assert (edges_of(found) == graph.edge_index).all()
-    assert (features_of(found) == graph.features).all()
-    assert np.array_equal(found.labels(), graph.labels, equal_nan=True)
-    assert all((found.split()[part] == ids).all() for part, ids in graph.split.items())
-    # from the meta_dict.pt beside the folder
-    assert (found.num_classes, found.metric, found.split_name) == (5, "rocauc", "species")
-    assert usual_of(found) == (False, "keep")
-    assert found.mapping is not None
 
 
 def test_a_source_is_written_as_it_is_read(tmp_path: Path, shared_data: Path) -> None:

@@ -42,9 +42,6 @@ def graph():
     return make_graph()
 
 
-REVERSE = torch.cat([torch.arange(EDGES, 2 * EDGES), torch.arange(EDGES)])
-
-
 def check_blocks(graph, blocks, fanouts):
     """Every edge is one of the graph, none is there twice, and there are as many as asked for."""
     for outer, inner in itertools.pairwise(blocks):
@@ -125,67 +122,6 @@ def test_blocks_have_the_fields_of_dgls_own_loader(graph, sampler, sampler_libra
             check_data(graph, mine)
 
 
-@pytest.mark.parametrize("exclude", [None, "self", "reverse_id"])
-@pytest.mark.parametrize("negative", ["none", "uniform", "global", "own"])
-def test_minibatches_of_edges_have_pair_graphs_and_blocks(graph, exclude, negative):
-    samplers = {
-        "none": None,
-        "uniform": loading.negative_sampler.Uniform(3),
-        "global": loading.negative_sampler.GlobalUniform(2),
-        "own": lambda g, edges: (g.find_edges(edges)[0], (edges + 1) % NODES),
-    }
-    inner = loading.NeighborSampler([4, -1], **PREFETCH)
-    sampler = loading.as_edge_prediction_sampler(
-        inner,
-        exclude=exclude,
-        reverse_eids=REVERSE,
-        negative_sampler=samplers[negative],
-        prefetch_labels=["weight"],
-    )
-    with pytest.warns(UserWarning, match="CPU affinity"):
-        theirs = next(iter(loading.DataLoader(graph, torch.arange(80), sampler, batch_size=32)))
-    loader = DataLoader(graph, torch.randperm(2 * EDGES)[:80], sampler, batch_size=32)
-    assert loader.sampler_library == "gcnzc"
-    taken = []
-    for inputs, pair_graph, *negatives, blocks in loader:
-        edges, nodes = pair_graph.edata[dgl.EID], pair_graph.ndata[dgl.NID]
-        taken.append(edges)
-        heads, tails = (nodes[ends] for ends in pair_graph.edges(order="eid"))
-        assert torch.equal(torch.stack([heads, tails]), torch.stack(graph.find_edges(edges)))
-        assert torch.equal(pair_graph.ndata["feat"], graph.ndata["feat"][nodes])
-        assert torch.equal(pair_graph.edata["weight"], graph.edata["weight"][edges])
-        assert set(pair_graph.ndata) == set(theirs[1].ndata)
-        assert set(pair_graph.edata) == set(theirs[1].edata)
-        assert torch.equal(nodes, blocks[-1].dstdata[dgl.NID])
-        assert torch.equal(inputs, blocks[0].srcdata[dgl.NID])
-        for block in blocks:
-            check_data(graph, block)
-        gone = {None: edges[:0], "self": edges, "reverse_id": torch.cat([edges, REVERSE[edges]])}
-        for block in blocks:
-            assert not bool(torch.isin(block.edata[dgl.EID], gone[exclude]).any())
-        # nothing else is missing where all are kept
-        degrees = graph.in_degrees(nodes)
-        left = torch.bincount(graph.find_edges(gone[exclude].unique())[1], minlength=NODES)[nodes]
-        assert torch.equal(blocks[-1].in_degrees(), degrees - left)
-        kept = (degrees - left).clamp(max=4)
-        assert torch.equal(blocks[0].in_degrees()[: len(nodes)], kept)
-        for block in blocks:
-            assert len(block.edata[dgl.EID].unique()) == block.num_edges()
-            ends = graph.find_edges(block.edata[dgl.EID])
-            src, dst = block.edges(order="eid")
-            assert torch.equal(block.srcdata[dgl.NID][src], ends[0])
-            assert torch.equal(block.dstdata[dgl.NID][dst], ends[1])
-        assert len(negatives) == len(theirs) - 3
-        if negatives:
-            assert torch.equal(negatives[0].ndata[dgl.NID], nodes)
-            assert (set(negatives[0].ndata), set(negatives[0].edata)) == ({dgl.NID}, set())
-        if negative == "uniform":
-            assert negatives[0].num_edges() == 3 * len(edges)
-            others = nodes[negatives[0].edges(order="eid")[0]]
-            assert torch.equal(others, heads.repeat_interleave(3))
-    assert [len(part) for part in taken] == [32, 32, 16]
-
-
 def drawn(loader, count=None):
     found = []
     for number, (*_, blocks) in enumerate(loader):
@@ -222,18 +158,6 @@ def test_a_resumed_loader_yields_the_same_minibatches(graph, threads):
         make(1, seed=10).load_state_dict(state)
     with pytest.raises(ValueError, match="other nodes or edges"):
         DataLoader(graph, torch.arange(1, 101), sampler, **kwargs).load_state_dict(state)
-
-
-def test_num_workers_sets_the_number_of_threads(graph):
-    sampler = loading.NeighborSampler([2])
-    assert DataLoader(graph, torch.arange(9), sampler, num_workers=3).threads == 3
-    assert DataLoader(graph, torch.arange(9), sampler, num_workers=3, threads=1).threads == 1
-    quiet = {"persistent_workers": True, "pin_memory": True, "prefetch_factor": 4, "timeout": 5}
-    quiet |= {"num_workers": 1, "worker_init_fn": print}
-    loader = DataLoader(graph, torch.arange(9), sampler, **quiet)
-    assert len(list(loader)) == 9
-    with loader.enable_cpu_affinity():
-        assert len(list(loader)) == 9
 
 
 def test_a_subgraph_of_another_graph_can_be_loaded(graph):

@@ -11,7 +11,6 @@ if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
 from gcnzc.interop.pyg import HeteroLinkNeighborLoader, LinkNeighborLoader, importing
-from gcnzc.interop.pyg.negatives import NegativeNodes
 
 pyg = importing.import_pyg()
 from torch_geometric.data import HeteroData  # noqa: E402
@@ -203,23 +202,6 @@ def test_nothing_is_later_than_the_edge(data, time_attr, neg_sampling):
             for each, local in zip(("user", "item"), own.edge_label_index, strict=True):
                 assert bool((batch[each].born[local[count:]] <= limits).all())
     assert num_edges > 50
-
-
-def test_negative_nodes_have_the_distribution_of_the_eligible_weights():
-    times = torch.tensor([5, 1, 3, 9, 7])
-    weights = torch.tensor([1.0, 2.0, 0.0, 4.0, 3.0])
-    random = torch.Generator().manual_seed(0)
-    limits = torch.tensor([0, 7, 20])
-    for weight in (None, weights):
-        nodes = NegativeNodes(5, weight, times)
-        found = nodes.sample(3, 20000, limits, random).view(-1, 3)
-        # if all nodes are later, the earliest is taken
-        assert found[:, 0].unique().tolist() == [1]
-        for column, limit in ((1, 7), (2, 20)):
-            wanted = (torch.ones(5) if weight is None else weight) * (times <= limit)
-            shares = torch.bincount(found[:, column], minlength=5) / len(found)
-            torch.testing.assert_close(shares, wanted / wanted.sum(), atol=0.02, rtol=0)
-            assert not shares[wanted == 0].any()
 
 
 def fields(batch):

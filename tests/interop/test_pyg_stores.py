@@ -10,7 +10,6 @@ import torch
 if importlib.util.find_spec("torch_geometric") is None:
     pytest.skip("PyG is not installed", allow_module_level=True)
 
-from gcnzc import FeatureTable
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.interop.pyg import (
     HeteroFeatureStore,
@@ -226,27 +225,6 @@ def test_minibatches_without_types_equal_those_of_data(data, layout, sampling):
     times = {} if "time_attr" not in sampling else {"edge_label_time": torch.arange(300)}
     (mine,) = LinkNeighborLoader(stores, [2], batch_size=300, **sampling, **times)
     assert torch.equal(mine.n_id[mine.edge_label_index], own.edge_index)
-
-
-def test_other_tensors_and_classes(data):
-    class Own(HeteroData):
-        pass
-
-    (features, edges), _ = to_stores(data)
-    # of a group that is no edge type
-    features.tensors[("user", "to", "user"), "x"] = torch.rand(3)
-    tables = {("user", "x"): FeatureTable(torch.rand(USERS, 2))}
-    loader = NeighborLoader((features, edges), [2], "user", custom_cls=Own, tables=tables)
-    batch = next(iter(loader))
-    assert type(batch) is Own
-    assert batch.node_types == ["user", "item"]
-    assert torch.equal(batch["user"].x, tables["user", "x"].gather(batch["user"].n_id))
-    # tensors that are added later are part of the next epoch
-    features.tensors["user", "more"] = torch.arange(USERS)
-    batch = next(iter(loader))
-    assert torch.equal(batch["user"].more, batch["user"].n_id)
-    again = next(iter(copy.deepcopy(loader)))
-    assert type(again) is Own
 
 
 def test_the_numbers_of_nodes_come_from_sizes_or_tensors(data):

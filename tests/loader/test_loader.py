@@ -234,36 +234,6 @@ def test_an_epoch_that_is_stopped_early_is_repeated(make):
     assert loader.epoch == 0
 
 
-@pytest.mark.parametrize("stop", [0, 3, 9, 16])
-@pytest.mark.parametrize("workers", [(1, 3), (3, 1), (2, 5), (4, 300), (300, 4)])
-def test_another_number_of_ranks_takes_the_remaining_seeds(workers, stop, make):
-    before, after = workers
-    old = [Shares(1000, 20, rank, before) for rank in range(before)]
-    stop = min(stop, len(old[0]))
-    used = [
-        seed for step in range(stop) for each in old for seed in range(1000)[each.seed_range(step)]
-    ]
-    state = make(batch_size=20, world_size=before).state_dict() | {"position": stop}
-    loaders = [make(batch_size=30, rank=rank, world_size=after) for rank in range(after)]
-    for loader in loaders:
-        loader.load_state_dict(state)
-    shares = [loader.shares for loader in loaders]
-    assert len({len(each) for each in shares}) == 1
-    for step in range(len(shares[0])):
-        used += [seed for each in shares for seed in range(1000)[each.seed_range(step)]]
-        assert sum(each.loss_weight(step) for each in shares) == pytest.approx(after)
-    assert sorted(used) == list(range(1000))
-    # where that is saved, and taken up again by as many as before
-    again = loaders[0].state_dict() | {"position": min(1, len(shares[0]))}
-    other = make(batch_size=20, rank=0, world_size=before)
-    other.load_state_dict(again)
-    if len(shares[0]) > 1:
-        assert other.shares.seeds_done == shares[0].step_start(1)
-    # the next epoch is whole
-    other.set_epoch(1)
-    assert other.shares == old[0]
-
-
 def test_a_rank_without_a_seed_gets_an_empty_batch(make):
     state = make(batch_size=999).state_dict() | {"position": 1}
     sizes = []
