@@ -121,38 +121,6 @@ def test_the_example_reads_quantized_features_and_labels_of_training_nodes(graph
 
 
 @pytest.mark.processes
-def test_the_example_serves_several_tasks(graph):
-    draw = np.random.default_rng(1)
-    labels = draw.integers(2, size=(200, 4)).astype(np.float32)
-    labels[draw.random((200, 4)) < 0.2] = np.nan
-    with np.load(graph / "g.npz") as arrays:
-        np.savez(graph / "tasks.npz", **{**arrays, "node_label": labels})
-    gcnzc.prepare(graph / "tasks.npz", graph / "tasks")
-    run = graph / "run-tasks"
-    words = [*OPTIONS, "--label-inputs", "0.5", "--out", str(run)]
-    assert main(["train", str(graph / "tasks"), *words]) == 0
-    assert main(["export", str(run), "--out", str(graph / "m.pt2")]) == 0
-    with serve(graph, "--nodes", "5,150", "--exact", data="tasks") as process:
-        found = json.loads(process.communicate()[0])
-    expected = predict(run, nodes=[5, 150]).probabilities
-    assert [line["probabilities"] for line in found] == pytest.approx(expected, abs=1e-5)
-    # a graph with other labels, and one with other features
-    for data, message in (
-        ("g", "labels of 3 columns, not 4"),
-        ("w", "needs 5 columns of features"),
-    ):
-        if data == "w":
-            with np.load(graph / "tasks.npz") as arrays:
-                features = np.zeros((200, 6), np.float32)
-                np.savez(graph / "w.npz", **{**arrays, "node_feat": features})
-            gcnzc.prepare(graph / "w.npz", graph / "w")
-        with serve(graph, "--nodes", "5", data=data) as process:
-            _, err = process.communicate()
-        assert process.returncode == 2
-        assert message in err
-
-
-@pytest.mark.processes
 def test_the_example_explains_errors(graph, tmp_path):
     (tmp_path / "m.pt2").write_bytes(b"no archive")
     (tmp_path / "g").symlink_to(graph / "g")

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gcnzc import prepare
 from gcnzc.cli import main
 from gcnzc.cli.commands import COMMANDS
 from gcnzc.cli.errors import UNKNOWN_REMEDY
 from gcnzc.cli.parser import parse
-from gcnzc.datasets.generate import Shape, make
 
 ROOT = Path(__file__).parents[2]
-TRAINING = ["--layers", "2", "--fanouts", "3,3", "--hidden", "4", "--epochs", "1"]
 
 
 @pytest.mark.parametrize(
@@ -131,32 +128,6 @@ def test_the_help_names_positional_arguments_and_types_of_optional_values(capsys
         assert "{None}" not in text
     assert main(["train", "--help"]) == 0
     assert "--outer-lr FLOAT" in capsys.readouterr().out
-
-
-def test_a_graph_of_another_size_is_reported_with_both_numbers(tmp_path, capsys):
-    for name, shape in (
-        ("own", Shape(300, 1500, 8, 3)),
-        ("columns", Shape(300, 1500, 9, 3)),
-        ("classes", Shape(300, 1500, 8, 4)),
-    ):
-        make(tmp_path / f"{name}-raw", "planted", shape, seed=3)
-        prepare(tmp_path / f"{name}-raw", tmp_path / name)
-    own = tmp_path / "own"
-    linear = ["--input-linear", "--output-linear"]
-    for model, options in (("sage", []), ("gcn", linear), ("gat", []), ("gatv2", ["--no-skip"])):
-        run = tmp_path / f"run-{model}"
-        words = ["--model", model, *options]
-        assert main(["train", str(own), *TRAINING, *words, "--out", str(run)]) == 0
-        for name, words in (
-            ("columns", f"has 9 feature columns, but the model was trained on {own} with 8"),
-            ("classes", f"has 4 outputs (classes), but the model was trained on {own} with 3"),
-        ):
-            capsys.readouterr()
-            assert main(["evaluate", str(run), str(tmp_path / name)]) == 1
-            err = capsys.readouterr().err
-            assert f"error: {tmp_path / name} {words}" in err
-            assert "give the model's options" not in err
-        assert main(["evaluate", str(run), str(own)]) == 0
 
 
 @pytest.mark.processes

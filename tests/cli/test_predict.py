@@ -207,25 +207,6 @@ def test_scores_of_pairs(graph, tmp_path, capsys):
     assert "--nodes test with --pairs" in error_of(capsys, *words, status=2)
 
 
-def test_several_tasks_have_a_probability_each(tmp_path):
-    labels = RANDOM.integers(0, 2, (N, 3))
-    parts = np.array(["train", "train", "valid", "test"])[np.arange(N) % 4]
-    gcnzc.prepare(
-        tmp_path / "data", edges=EDGES, features=VALUES, labels=labels, splits=parts.astype(object)
-    )
-    words = ["train", tmp_path / "data", *OPTIONS, "--out", tmp_path / "run"]
-    assert main(list(map(str, words))) == 0
-    found = predict(tmp_path / "run", nodes=[5, 2])
-    assert found.nodes.tolist() == [5, 2]
-    assert found.probabilities.shape == (2, 3)
-    assert (found.classes == (found.probabilities > 0.5)).all()
-    words = ["predict", tmp_path / "run", "--out", tmp_path / "p.npy", "--probabilities"]
-    assert main(list(map(str, words))) == 0
-    written = np.load(tmp_path / "p.npy")
-    assert written.dtype.names == ("node", "class", "probability")
-    assert written["probability"].shape == (N, 3)
-
-
 def test_scores_that_are_not_defined_are_null_and_reported(tmp_path, capsys):
     labels = np.ones((N, 2), np.int64)
     parts = np.array(["train", "train", "valid", "test"], object)[np.arange(N) % 4]

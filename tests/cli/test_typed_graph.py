@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from gcnzc.cli import main
 from gcnzc.graph.hetero import HeteroGraph
 
@@ -37,21 +35,3 @@ def test_make_prepare_and_info(tmp_path, monkeypatch, capsys):
     assert len(graph.edge_types) == 6
     assert main(["prepare", "raw", "both", "--bidirected", "yes"]) == 0
     assert len(printed(capsys)["edges"]) == 12
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["make", "raw", "--kind", "typed", "--like", "reddit"], "reddit is a homogeneous graph"),
-        (["make", "raw", *MAKE[:4], "--edges", "10"], "10 edges for 1000 nodes"),
-        (["prepare", "made", "ready", "--self-loops", "add"], "self_loops is 'add', but made"),
-        (["prepare", "made", "ready", "--task", "link"], "edge_split is EdgeShares"),
-        (["prepare", "made", "ready", "--split", "random"], "has no split random"),
-    ],
-)
-def test_options_that_do_not_apply(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["make", "made", *MAKE]) == 0
-    assert main(words) != 0
-    assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"made"}

@@ -319,18 +319,6 @@ def test_only_empty_cells_and_listed_texts_are_missing_among_texts(tmp_path):
     assert (data.names.classes, data.labels.tolist()) == (["-1", "EU", "NA"], [2, 1, -1, -1, -1, 0])
 
 
-def test_an_index_without_a_name_is_no_feature(tmp_path):
-    """As pandas names it after reading what it wrote, and writes it again."""
-    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
-    nodes = "Unnamed: 0.1,Unnamed: 0,id,x\n0,5,ann,0.5\n1,6,bob,1.5\n"
-    path = write(tmp_path / "in", options=options, nodes=nodes, edges="u,v\nann,bob\n")
-    gcnzc.prepare(path, tmp_path / "all")
-    path.write_text(options + 'features = ["*", "Unnamed: 0"]\n')
-    gcnzc.prepare(path, tmp_path / "named")
-    assert gcnzc.load(tmp_path / "all").names.features == ["x"]
-    assert gcnzc.load(tmp_path / "named").names.features == ["x", "Unnamed: 0"]
-
-
 def test_missing_numbers_among_labels_and_missing_words_of_a_split(tmp_path):
     nodes = "id,x,label,split\n0,1,0,train\n1,1,255.0,train\n2,1,NA,val\n3,1,1,val\n4,1,-100,test\n"
     nodes += "5,1,0,test\n6,1,1,not used\n"
@@ -345,17 +333,3 @@ def test_missing_numbers_among_labels_and_missing_words_of_a_split(tmp_path):
     data = prepare(path, tmp_path / "data")
     assert data.labels.tolist() == [0, -1, -1, 1, -1, 0, 1]
     assert [data.split[part].tolist() for part in ("train", "valid", "test")] == [[0], [3], [5]]
-
-
-def test_masks_that_are_not_masks(tmp_path):
-    options = '[edges]\nfile = "edges.csv"\n[nodes]\nfile = "nodes.csv"\n'
-    nodes = "id,x,y,train_mask,val_mask,test_mask\n0,1,0,1,0,0\n1,1,1,0,maybe,0\n2,1,0,0,0,1\n"
-    for wrong, message in (
-        (nodes, "line 3, column 'val_mask': 'maybe' is neither true nor false"),
-        (nodes.replace("val_mask", "other"), "but none of valid"),
-        (nodes.replace("test_mask", "dev"), "two masks of the valid part"),
-        (nodes.replace("x,y", "split,y"), "has the parts in 'split' and in"),
-    ):
-        path = write(tmp_path / "in", options=options, nodes=wrong, edges="u,v\n0,1\n")
-        with pytest.raises(ValueError, match=message):
-            gcnzc.prepare(path, tmp_path / "data")

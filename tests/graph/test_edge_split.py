@@ -120,16 +120,6 @@ def test_negatives_are_uniform(density):
     assert abs(found - share).max() < 5 * (share * (1 - share) / seeds) ** 0.5
 
 
-def test_the_split_depends_only_on_the_seed(graph):
-    _, first = split_edges(graph, EdgeShares(seed=1))
-    _, same = split_edges(graph, EdgeShares(seed=1))
-    _, other = split_edges(graph, EdgeShares(seed=2))
-    assert all(np.array_equal(first.edges[part], same.edges[part]) for part in PARTS)
-    assert np.array_equal(first.negatives["test"], same.negatives["test"])
-    assert either_way(first.edges["test"]) != either_way(other.edges["test"])
-    assert not np.array_equal(first.negatives["test"], other.negatives["test"])
-
-
 def test_graphs_that_are_too_small_or_too_dense_are_rejected():
     few = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1, 2]), 3)
     with pytest.raises(ValueError, match="edges between 2 pairs of nodes, which gives 0 for"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_graph import Tiny, tiny
 
-from gcnzc.datasets import array_files, download, store
+from gcnzc.datasets import array_files, store
 from gcnzc.datasets.meta import checksum_of
 from gcnzc.datasets.meta_rules import HEADER_BYTES
 from gcnzc.datasets.rows import allocate_in_memory
@@ -176,17 +176,6 @@ def test_requested_choices_are_made(tmp_path: Path) -> None:
     assert load(raw, name="ogbn-arxiv", duplicates="keep").graph.num_edges == 400
 
 
-def test_a_prepared_graph_is_rebuilt_with_other_choices(tmp_path: Path) -> None:
-    graph = tiny()
-    prepare(graph.write(tmp_path / "raw"), tmp_path / "a")
-    rebuilt = load(tmp_path / "a", self_loops="remove", bidirected=True)
-    expected = load(tmp_path / "raw", self_loops="remove", bidirected=True)
-    assert edges(rebuilt) == edges(expected)
-    assert rebuilt.origin["options"]["self_loops"] == "remove"
-    prepare(tmp_path / "a", tmp_path / "b", self_loops="remove", bidirected=True)
-    assert edges(load(tmp_path / "b")) == edges(expected)
-
-
 def test_the_real_arxiv_has_the_published_number_of_edges(
     tmp_path: Path, shared_data: Path
 ) -> None:
@@ -206,19 +195,6 @@ def test_real_datasets_agree_in_both_formats(tmp_path: Path, shared_data: Path, 
 
 
 # features
-
-
-def test_rows_can_be_padded(tmp_path: Path) -> None:
-    raw = tiny().write(tmp_path / "raw")
-    prepare(raw, tmp_path / "a", pitch_bytes=128)
-    found = load(tmp_path / "a")
-    assert found.features is not None
-    assert found.features.stride() == (32, 1)
-    assert_same(found, load(raw))
-    assert info(tmp_path / "a")["features"]["pitch_bytes"] == 128
-    for pitch in (16, 22):
-        with pytest.raises(ValueError, match=f"cannot have a pitch of {pitch} bytes\n\nhint: "):
-            prepare(raw, tmp_path / "b", pitch_bytes=pitch)
 
 
 @pytest.mark.parametrize(
@@ -573,17 +549,6 @@ def test_a_named_dataset_is_searched_next_to_the_destination(tmp_path: Path) -> 
     found = load(tmp_path / "a")
     assert (found.name, found.num_classes) == ("ogbn-arxiv", 40)
     assert found.origin["options"]["duplicates"] == "remove"
-
-
-def test_a_named_dataset_is_downloaded_only_with_the_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fetch(remote: download.Remote, folder: Path, progress: object) -> Path:
-        return tiny().write(folder / remote.folder_name)
-
-    monkeypatch.setattr(download, "fetch", fetch)
-    prepare("ogbn-products", tmp_path / "a", download=True)
-    assert load(tmp_path / "a").graph.num_nodes == 40
 
 
 @pytest.mark.parametrize(

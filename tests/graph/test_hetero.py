@@ -98,17 +98,6 @@ def test_columns_are_sorted_by_the_later_time_and_else_as_listed(times):
                 assert pairs == sorted(pairs)
 
 
-def test_sort_by_one_kind_of_time():
-    graph = random_graph(3, times="both", edges=100)
-    for kind in ("edge", "node", "both"):
-        other = graph.sort_by_time(kind)
-        other.check_time_order(kind)
-        for edge_type in graph.edge_types:
-            assert torch.equal(
-                other.edges(edge_type).edge_index(), graph.edges(edge_type).edge_index()
-            )
-
-
 def test_from_pyg():
     HeteroData = pytest.importorskip("torch_geometric.data").HeteroData
     data = HeteroData()

@@ -369,20 +369,6 @@ def test_damaged_and_missing_csv_files_are_named(written, tmp_path, file):
         HeteroGraph.from_ogb(path)
 
 
-@pytest.mark.parametrize("file", ["num_nodes_dict", "num_edges_dict", "edge_index_dict"])
-def test_damaged_archives_are_named(written, tmp_path, file):
-    path = tmp_path / "a"
-    shutil.copytree(written / "binary", path)
-    own = path / f"raw/{file}.npz"
-    whole = own.read_bytes()
-    own.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"{file}\.npz.*\n\nhint: "):
-        HeteroGraph.from_ogb(path)
-    own.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{file}\.npz\n\nhint: "):
-        HeteroGraph.from_ogb(path)
-
-
 EDGES = "raw/relations/paper___cites___paper/edge"
 
 
@@ -434,23 +420,3 @@ def test_wrong_arrays_are_rejected_with_a_message_that_names_them(
     np.savez(path / f"raw/{file}.npz", **arrays)
     with pytest.raises(ValueError, match=f"{words}(.|\n)*\n\nhint: "):
         HeteroGraph.from_ogb(path)
-
-
-def test_graphs_that_the_layout_cannot_hold(tmp_path):
-    labelled = {"features": np.zeros((9, 1)), "labels": np.arange(9) % 3}
-    split = {part: [i, i + 3] for i, part in enumerate(PARTS)}
-    split_less = HeteroGraph.from_arrays({"a": labelled}, {})
-    with pytest.raises(ValueError, match=r"requires train, valid and test"):
-        split_less.to_ogb(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"no node type has labels\n\nhint: "):
-        HeteroGraph.from_arrays({"a": 3}, {}).to_ogb(tmp_path / "a")
-    whole = labelled | {"split": split}
-    with pytest.raises(ValueError, match=r"the type 'a/b' cannot be part of .*\n\nhint: "):
-        HeteroGraph.from_arrays({"a/b": whole}, {}).to_ogb(tmp_path / "a")
-    nothing = np.zeros((2, 0), int)
-    graph = HeteroGraph.from_arrays({"a": whole}, {("a", "to", "a"): {"edge_index": nothing}})
-    with pytest.raises(ValueError, match=r"'to'.* has no edges.*\n\nhint: binary=True"):
-        graph.to_ogb(tmp_path / "a", binary=False)
-    assert not list(tmp_path.iterdir())
-    graph.to_ogb(tmp_path / "a")
-    assert HeteroGraph.from_ogb(tmp_path / "a").num_edges("to") == 0

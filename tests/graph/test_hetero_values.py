@@ -97,28 +97,3 @@ def test_features_may_be_scipy_matrices(kind, tmp_path):
         loader = HeteroLoader(HeteroSampler(own, [-1]), ("user", [1]), 1)
         batch = next(iter(loader))
         assert torch.equal(batch.x["user"], SPARSE[batch.nodes["user"]])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_sparse_values_that_do_not_fit_are_named():
-    csr = SPARSE.to_sparse_csr()
-    square = torch.eye(2).to_sparse_csr()
-    with pytest.raises(
-        ValueError, match=r"features of node type 'user' is .*layout torch.sparse_c"
-    ):
-        graph_of({"features": SPARSE.to_sparse_csc()})
-    counts = graph_of({"features": SPARSE.long().to_sparse()}).nodes("user").features
-    assert torch.equal(counts.to_dense(), SPARSE)
-    text = scipy.sparse.csr_matrix((2, 3), dtype=complex)
-    with pytest.raises(ValueError, match="is a SciPy matrix of type complex128"):
-        graph_of({"features": text})
-    for what, value in (("labels", csr), ("time", csr), ("split", {"train": csr})):
-        with pytest.raises(TypeError, match=f"{what}.* of node type 'user'.* of layout"):
-            graph_of({"num_nodes": 2, what: value})
-    for given in (square, torch.eye(2).to_sparse(), scipy.sparse.eye(2).tocsr()):
-        for edges in (given, {"edge_index": given}):
-            with pytest.raises(TypeError, match=r"edge_index of edge type .*\n\nhint: ") as error:
-                graph_of(2, {LOOP: edges})
-            assert "indices()" in str(error.value) or "nonzero()" in str(error.value)
-    with pytest.raises(TypeError, match="weight of edge type"):
-        graph_of(2, {LOOP: {"edge_index": [[0], [1]], "weight": csr}})

@@ -83,35 +83,6 @@ def through(loader, device, tables=None, share=0.5):
 
 
 @needs_pyg
-def test_data_minibatches_on_streams_equal_those_on_the_host():
-    from gcnzc.interop.pyg import LinkNeighborLoader, NeighborLoader
-    from gcnzc.interop.pyg.importing import import_pyg
-
-    Data = import_pyg().data.Data
-    data = Data(
-        x=torch.randn(200, 12),
-        y=torch.randn(200),
-        edge_index=torch.randint(200, (2, 3000)),
-        edge_attr=torch.randn(3000, 2),
-    )
-    for Loader in (NeighborLoader, LinkNeighborLoader):
-        kwargs = {"batch_size": 500, "shuffle": True, "threads": 2, "seed": 5}
-        device = Device("eager")
-        loader = through(Loader(data, [4, 3], **kwargs), device)
-        # of which alone the loader knows that minibatches go elsewhere
-        loader.device = torch.device("cuda")
-        count = 0
-        for found, wanted in zip(loader, Loader(data, [4, 3], **kwargs), strict=True):
-            count += 1
-            assert found.to_dict().keys() == wanted.to_dict().keys()
-            for name, value in wanted.to_dict().items():
-                same = torch.equal if isinstance(value, torch.Tensor) else (lambda a, b: a == b)
-                assert same(found[name], value), name
-        assert count == len(loader)
-        assert len(device.streams) == 3
-
-
-@needs_pyg
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "not model", "not side 1", "not side 2", 0])
 @pytest.mark.parametrize("kind", ["nodes", "disjoint", "bidirectional", "links", "triplets"])
 def test_typed_minibatches_on_streams_equal_those_on_the_host(kind, schedule):

@@ -262,45 +262,11 @@ def test_invalid_arguments_are_rejected(data, change, message):
         NeighborLoader(**({"data": stores, "num_neighbors": [2], "input_nodes": "user"} | change))
 
 
-def test_a_store_without_a_tensor_is_reported(data):
-    (features, edges), _ = to_stores(data)
-    loader = NeighborLoader((features, edges), [2], "user")
-    features.tensors["user", "x"] = None
-    with pytest.raises(ValueError, match="the feature store returned None for 1 id of user, x"):
-        next(iter(loader))
-    for wrong in (torch.rand(9, 2), torch.tensor(1.0)):
-        features._get_tensor = lambda attr, rows=wrong: rows
-        with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
-            next(iter(loader))
-    features._get_tensor = lambda attr: torch.rand(9, 2)
-    with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
-        next(iter(loader))
-
-
 def test_edges_out_of_range_are_reported(data):
     (features, edges), _ = to_stores(data)
     edges.edges[BOUGHT, "coo"][0][3] = ITEMS
     with pytest.raises(ValueError, match="goes from 30"):
         NeighborLoader((features, edges), [2], "user")
-
-
-@pytest.mark.parametrize(
-    ("layout", "edges", "message"),
-    [
-        ("coo", ([0, 1], [0]), "2 sources and 1 destinations for the edges of .*'buys'"),
-        ("coo", ([0.0, 1.0], [0, 1]), "two integer tensors"),
-        ("csc", ([0, 1], [[0, 1, 2]]), "two integer tensors"),
-        ("csc", ([0, 1], [0, 2, 1]), "offsets for the edges of .*'buys'"),
-        ("csc", ([0, 1], [1, 2]), "do not fit its 2 edges"),
-        ("csr", ([0, 1], [0, 1]), "do not fit its 2 edges"),
-        ("csr", ([], []), "do not fit its 0 edges"),
-    ],
-)
-def test_edges_that_do_not_fit_their_layout_are_reported(layout, edges, message):
-    arrays = tuple(torch.tensor(ids) if ids else torch.empty(0, dtype=torch.long) for ids in edges)
-    stores = Features({}), Edges({(BUYS, layout): arrays}, {BUYS: (USERS, ITEMS)})
-    with pytest.raises(ValueError, match=message):
-        NeighborLoader(stores, [2], "user")
 
 
 GRAPH_OPTIONS = {"time_attr": "at", "weight_attr": "weight"}

@@ -182,30 +182,6 @@ def train_with_drops(config, folder, threshold):
     return train_as_worker(config, folder)
 
 
-def test_minibatches_that_are_dropped_are_not_used_later(config, tmp_path, monkeypatch):
-    train(config, tmp_path / "plain")
-    # each worker keeps three of four
-    halves = replace(config, batch_size=10)
-    results(2, tmp_path, train_with_drops, halves, tmp_path / "two", 5.5)
-    use_drop_compute(5.5, monkeypatch.setattr)
-    config = replace(config, dropout=0.3)
-    train(config, tmp_path / "whole")
-    for run in (tmp_path / "two", tmp_path / "whole"):
-        for line, its in zip(lines(run), lines(tmp_path / "plain"), strict=True):
-            assert line["steps"] == its["steps"]
-            assert 0.7 * its["seeds"] < line["seeds"] < 0.85 * its["seeds"]
-            assert line["loss"] > 0
-    cut = tmp_path / "cut"
-    with monkeypatch.context() as patch:
-        stop_after(3, patch, DropCompute)
-        with pytest.raises(Interrupted):
-            train(config, cut)
-    # those that were dropped are behind it
-    assert saved(cut)["loader"]["position"] == 12
-    train(replace(config, resume=cut), cut)
-    check_same_end(cut, tmp_path / "whole")
-
-
 def test_the_dropped_share_is_recorded_and_shown_and_too_large_a_one_is_a_warning(
     config, tmp_path, monkeypatch
 ):

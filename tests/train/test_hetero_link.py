@@ -16,7 +16,6 @@ from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.prediction import predict_links
-from gcnzc.train.progress import NullReporter
 from gcnzc.train.run import train
 from gcnzc.train.tasks import hetero_link
 from gcnzc.train.trainer import Interrupted
@@ -179,49 +178,6 @@ def test_scores_do_not_depend_on_how_negatives_are_divided(options, config, tmp_
     assert sum(sizes) == 2 * 200 * (4 * 8 + 3)
     for name in ("test_mrr", "valid_mrr", "test_auc", "test_hits@3"):
         assert parts[name] == pytest.approx(whole[name], abs=1e-4)
-
-
-def test_more_negatives_than_destinations_are_rejected(config, tmp_path):
-    with pytest.raises(ValueError, match=r"negatives 101, .* 100 nodes of type 'item'") as error:
-        train(replace(config, evaluate_negatives=101), tmp_path / "run")
-    assert "hint: --evaluate-negatives all" in str(error.value)
-    assert not (tmp_path / "run").exists()
-    messages = []
-    reporter = NullReporter()
-    reporter.say = messages.append
-    train(replace(config, evaluate_negatives=100, epochs=1), tmp_path / "run", reporter)
-    assert any("so that nodes repeat; --evaluate-negatives all" in each for each in messages)
-    with pytest.raises(ValueError, match="negatives 1000000, but there are 100 nodes"):
-        evaluate(EvaluateConfig(run=tmp_path / "run", evaluate_negatives=1_000_000))
-
-
-@pytest.mark.parametrize("kind", ["random", "time", "timed nodes"])
-def test_a_source_with_all_destinations_is_rejected_before_the_run_has_a_folder(
-    kind, config, tmp_path
-):
-    items = 10
-    users = np.arange(200) % 20
-    pairs = np.stack([users, np.arange(200) // 20])
-    pairs = pairs[:, (users == 0) | (np.arange(200) % 3 > 0)]
-    nodes = {"user": {"num_nodes": 20}, "item": {"num_nodes": items}}
-    edges = {"edge_index": pairs}
-    options = {"edge_split": "random"}
-    if kind != "random":
-        edges["time"] = pairs[1]
-        options = {"edge_split": "time"}
-    if kind == "timed nodes":
-        # items 0 to 4 are not later than edges of time 4, and user 0 buys each
-        nodes["item"]["time"] = np.arange(items)
-        pairs = edges["edge_index"] = pairs[:, (pairs[0] > 0) | (pairs[1] < 5)]
-        edges["time"] = pairs[1]
-        options = {"temporal": "last", "evaluate": "sampled", "model": "rgcn"}
-    HeteroGraph.from_arrays(nodes, {BUYS: edges}).save(tmp_path / "graph")
-    options |= {"data": tmp_path / "graph", "epochs": 1}
-    with pytest.raises(ValueError, match="no negative: the graph has edges between") as error:
-        train(replace(config, **options), tmp_path / "run")
-    assert "--no-strict-negatives" in str(error.value)
-    assert not (tmp_path / "run").exists()
-    train(replace(config, strict_negatives=False, **options), tmp_path / "run")
 
 
 def scores_of_all_pairs(run):

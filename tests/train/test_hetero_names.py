@@ -156,17 +156,6 @@ def test_files_of_predictions_have_keys_and_names(suffix, run, tmp_path, monkeyp
     assert list(table["class"]) == expected.classes.tolist()
 
 
-def test_columns_of_labels_have_names(tmp_path):
-    frame = tables()["user"].frame.assign(odd=np.arange(USERS) % 2)
-    own = tables(user=Table(frame, "email", features=["x"]))
-    graph = HeteroGraph.from_tables(own, labels={"user": ["vip", "odd"]}, splits={"user": "part"})
-    graph.save(tmp_path / "graph")
-    train(TrainConfig(data=tmp_path / "graph", model="rgcn", **SIZES), tmp_path / "run")
-    out = tmp_path / "x.csv"
-    assert main(["predict", str(tmp_path / "run"), "--probabilities", "--out", str(out)]) == 0
-    assert list(pd.read_csv(out).columns) == ["node", "class_vip", "class_odd", "p_vip", "p_odd"]
-
-
 def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
     frame = tables()["user"].frame
     frame = frame.assign(level=frame["level"].cat.rename_categories({"gold": "first"}))
@@ -174,33 +163,3 @@ def test_a_graph_with_other_names_of_classes_is_rejected(run, tmp_path):
     HeteroGraph.from_tables(own, labels={"user": "level"}).save(tmp_path / "other")
     with pytest.raises(ValueError, match=r"class 0 is 'first', but the model was .* 'gold'"):
         predict(run, tmp_path / "other")
-
-
-def test_bad_keys_and_names_are_rejected_by_name():
-    def rejected(message, **values):
-        with pytest.raises(ValueError, match=message) as error:
-            HeteroGraph.from_arrays({"a": {"num_nodes": 3} | values}, {})
-        assert "\n\nhint: " in str(error.value)
-
-    rejected("keys of node type 'a' has shape", keys=[1, 2])
-    rejected("keys of node type 'a' have 'x' twice", keys=["x", "y", "x"])
-    rejected("keys of node type 'a' have '7' twice", keys=pd.Series([7, "7", 8], dtype=object))
-    rejected(r"keys of node type 'a' have 'x\\x00', which has a NUL", keys=["x\0", "x", "y"])
-    rejected("keys of node type 'a' are 3\n", keys=3)
-    rejected("keys of node type 'a' are 'xyz'", keys="xyz")
-    rejected("keys of node type 'a' are an array of int64 and shape", keys=np.zeros((3, 2), int))
-    rejected("keys of node type 'a' have missing values", keys=["x", None, "y"])
-    labels = {"labels": [0, 2, -1]}
-    rejected("classes of node type 'a' are given, but the nodes have no class", classes=["x"])
-    rejected("are given, but the nodes have no class labels", classes=["x"], labels=[0.5, 1.5, 2.5])
-    rejected(
-        r"2 names are given as .*\n\nhint: give at least 3 names", classes=["x", "y"], **labels
-    )
-    rejected("have 'x' twice", classes=["x", "y", "x"], **labels)
-    rejected("are the str 'xyz'|are 'xyz'|hint: give a list of names", classes="xyz", **labels)
-    two = np.zeros((3, 2), int)
-    rejected(
-        r"3 names are given as .*\n\nhint: give one for each of the 2 label",
-        classes=["x", "y", "z"],
-        labels=two,
-    )

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,6 @@ from gcnzc.train import embed_nodes, evaluate, predict, predict_links, train
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.hetero.edge_split import split_edges
 from gcnzc.train.prediction import load_model
-from gcnzc.train.prediction_files import read_times
 
 
 @pytest.fixture(scope="module")
@@ -297,20 +295,6 @@ def test_commands_write_files(run, link_run, link_config, tmp_path, capsys, monk
     assert main(["predict", str(timed), *words]) == 0
     expected = predict_links(timed, pairs=ends, times=7).scores
     np.testing.assert_array_equal(np.load("timed.npy")["score"], expected)
-    # nanoseconds have 19 digits
-    pairs["time"] = [-(2**63) + 1, 1_700_000_000_000_000_000, 2**63 - 1]
-    pairs.to_csv("nanoseconds.csv", index=False)
-    np.testing.assert_array_equal(read_times(Path("nanoseconds.csv"), None), pairs["time"])
-    for value in (str(2**63), str(-(2**63) - 1), "9" * 5000, "7.5", "\u0663"):
-        pairs["time"] = ["100", value, "7"]
-        pairs.to_csv("wrong.csv", index=False)
-        with pytest.raises(ValueError, match=r"line 3, column 'time': .* is not a time"):
-            read_times(Path("wrong.csv"), None)
-    pairs["time"] = ["100", "soon", "7"]
-    pairs.to_csv("wrong.csv", index=False)
-    capsys.readouterr()
-    assert main(["predict", str(timed), "--pairs", "wrong.csv", "--out", "timed.npy"]) == 1
-    assert "line 3, column 'time': 'soon' is not a time" in capsys.readouterr().err
     for words, message in (
         (["--out", "x.csv", "--scratch", "here"], "heterogeneous graphs are not stored"),
         (["--out", "x.csv", "--time", "3"], "--time 3 has no effect without --pairs"),

@@ -121,19 +121,6 @@ def test_rows_of_labels(config):
     assert isinstance(append_labels(data.table, None), FeatureTable)
 
 
-def test_label_inputs_reject_labels_of_other_classes_or_columns(config, tmp_path):
-    data = load(config.data)
-    several = torch.ones(data.graph.num_nodes, 2)
-    for labels, columns, is_multi_label, message in (
-        (data.labels, 2, False, "labels of 2 classes .* labels of class 2"),
-        (data.labels, 3, True, "labels of 3 columns .* labels of class 2"),
-        (several, 3, True, "labels of 3 columns .* labels of 2 columns"),
-        (several, 3, False, "labels of 3 classes .* labels of 2 columns"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LabelInputs(replace(data, labels=labels), columns, is_multi_label)
-
-
 @pytest.mark.parametrize("model", ["sage", "gat"])
 def test_label_inputs_help_and_are_used_by_all_commands(model, config, tmp_path):
     base = replace(config, model=model, epochs=8, lr=0.05, label_inputs=0.0)

@@ -8,7 +8,6 @@ import errno
 import json
 import resource
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from gcnzc.cli import main
 from gcnzc.system import files
 from gcnzc.train import checkpoint, epoch
 from gcnzc.train.config import TrainConfig
-from gcnzc.train.output_files import OutputFiles
 from gcnzc.train.run import train
 
 FILES = ("best.pt", "checkpoint.pt", "record.jsonl")
@@ -149,44 +147,3 @@ def test_a_summary_of_runs_that_cannot_be_saved_is_printed(config, tmp_path, mon
     monkeypatch.undo()
     assert main(["train", "--resume", str(runs)]) == 0
     assert json.loads((runs / "summary.json").read_text())["unsaved"] == {}
-
-
-def test_states_of_workers_outlive_checkpoints_that_could_not_be_written(
-    config, tmp_path, after_epoch, monkeypatch
-):
-    broken = set()
-    write = checkpoint.write
-
-    def write_unless_broken(path, data):
-        if path.name in broken or path.parent.name in broken:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
-
-    def end():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "write", write_unless_broken)
-    local = replace(config, strategy="local-sgd", local_steps="2")
-    after_epoch[1] = lambda: broken.add("checkpoint.pt")
-    after_epoch[2] = lambda: broken.add("workers")
-    after_epoch[3] = end
-    run = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        train(local, run)
-    broken.clear()
-    after_epoch.clear()
-    result = train(replace(local, resume=run), run)
-    assert (result["epochs"], result["unsaved"]) == (6, {})
-
-
-def test_a_moved_folder_is_not_reported_as_a_full_disk(tmp_path):
-    run, listener = tmp_path / "run", Listener()
-    run.mkdir()
-    files = OutputFiles(run, listener.say)
-    files.identify()
-    files.is_training = True
-    assert files.attempt("x", (run / "x").touch)
-    run.rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"was moved or removed(.|\n)*hint: "):
-        files.attempt("x", (run / "x").touch)
-    assert listener.said == []

@@ -13,7 +13,7 @@ from training import Listener, Stopped, Stopping, lines, planted, saved
 
 from gcnzc import prepare
 from gcnzc.exchange import Group, init_group
-from gcnzc.train import checkpoint, precision
+from gcnzc.train import precision
 from gcnzc.train.config import EvaluateConfig, TrainConfig
 from gcnzc.train.evaluation import evaluate
 from gcnzc.train.optimizer_options import ONE_BIT
@@ -148,24 +148,6 @@ def test_a_run_resumes_bit_for_bit(choice, config, tmp_path, monkeypatch):
         assert skips[0].endswith(f"the loss scale is now {2.0**19:g}")
     for mine, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         assert mine["loss"] == other["loss"]
-
-
-def test_a_checkpoint_without_a_valid_loss_scale_is_rejected(config, tmp_path):
-    config = replace(config, precision="fp16", epochs=1)
-    train(config, tmp_path / "run")
-    resumed = replace(config, resume=tmp_path / "run", epochs=2)
-    whole = saved(tmp_path / "run")
-    for bad, said in (
-        ({"scaler": torch.tensor([[0.0, 1.0]])}, "states of GradScaler have invalid values"),
-        ({"scaler": torch.tensor([1.0])}, "states of GradScaler have invalid values"),
-        ({"scaler": None}, "scaler is a NoneType"),
-    ):
-        checkpoint.save(tmp_path / "run" / "checkpoint.pt", whole | bad)
-        with pytest.raises(ValueError, match=f"{said}.*\n\nhint: restore"):
-            train(resumed, tmp_path / "run")
-    checkpoint.save(tmp_path / "run" / "checkpoint.pt", whole)
-    with pytest.raises(ValueError, match="has precision 'fp16', not 'bf16'\n\nhint"):
-        train(replace(resumed, precision="bf16"), tmp_path / "run")
 
 
 def test_with_other_workers_all_continue_with_the_smallest_scale():

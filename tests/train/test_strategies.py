@@ -11,9 +11,8 @@ from train.test_unused_options import NEEDED, OTHERS
 
 from gcnzc.cli.errors import UsageError
 from gcnzc.cli.parser import parse
-from gcnzc.compress import compression
 from gcnzc.exchange import Group
-from gcnzc.optim import DiLoCo, MuLoCo, Muon, StreamingDiLoCo
+from gcnzc.optim import DiLoCo, StreamingDiLoCo
 from gcnzc.system import files
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.optimizer_options import ONE_BIT, UPDATE_RULES, OptimizerName, StrategyName
@@ -27,14 +26,6 @@ OPTION_NAMES = {field.name for field in fields(TrainConfig)}
 
 def build(**options):
     return build_method(TrainConfig(**options), torch.nn.Linear(3, 2), Group(), 100)
-
-
-def choice(config):
-    return config.strategy, config.optimizer
-
-
-def parsed(words):
-    return choice(parse(["train", *words.split()]))
 
 
 def test_the_table_has_every_strategy():
@@ -75,27 +66,6 @@ def test_options_are_converted_to_arguments():
     assert (len(recipe.update.fragments), recipe.policy.requested_delay) == (2, "auto")
     assert build(strategy="streaming-diloco").recipe.policy.requested_delay == 1
     assert build(strategy="streaming-diloco", delay="3").recipe.policy.requested_delay == 3
-
-
-def test_muloco_trains_with_muon(tmp_path):
-    assert parsed("--strategy muloco") == ("muloco", "muon")
-    assert parsed("--strategy muloco --optimizer muon") == ("muloco", "muon")
-    made = build(strategy="muloco")
-    assert isinstance(made, MuLoCo)
-    assert isinstance(made.inner, Muon)
-    assert made.recipe.exchange.compress == compression("int2")
-    other = build(strategy="muloco", compress="int8")
-    assert other.recipe.exchange.compress == compression("int8")
-    for optimizer in ("adam", "adamw", "sgd"):
-        words = ["train", "--strategy", "muloco", "--optimizer", optimizer]
-        message = f"--optimizer {optimizer} with --strategy muloco, which is a strategy for muon"
-        with pytest.raises(UsageError) as error:
-            parse(words)
-        assert message in " ".join(str(error.value).split())
-    with pytest.raises(ValueError, match="--optimizer sgd with --strategy muloco"):
-        TrainConfig(strategy="muloco", optimizer="sgd")
-    # the default of another strategy is not muon
-    assert choice(replace(TrainConfig(), strategy="muloco")) == ("muloco", "muon")
 
 
 @pytest.mark.parametrize(
