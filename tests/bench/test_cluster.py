@@ -275,7 +275,7 @@ def processes_with(word):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("killed_after_s", [0, 0.04, 0.08, 0.15, 0.25, None])
+@pytest.mark.parametrize("killed_after_s", [0.08, None])
 def test_a_cluster_that_is_killed_at_any_moment_leaves_nothing_behind(killed_after_s):
     before = state()
     word = f"GCNZC_TEST_CLUSTER={os.getpid()}-{killed_after_s}"

@@ -329,3 +329,18 @@ def test_loaders_accept_the_stores_of_a_graph(data):
             target = batch[each[2]]
             limits = batch["user"].seed_time[target.batch[batch[each].edge_index[1]]]
             assert bool((batch[each].time <= limits).all())
+
+
+def test_a_store_without_a_tensor_is_reported(data):
+    (features, edges), _ = to_stores(data)
+    loader = NeighborLoader((features, edges), [2], "user")
+    features.tensors["user", "x"] = None
+    with pytest.raises(ValueError, match="the feature store returned None for 1 id of user, x"):
+        next(iter(loader))
+    for wrong in (torch.rand(9, 2), torch.tensor(1.0)):
+        features._get_tensor = lambda attr, rows=wrong: rows
+        with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
+            next(iter(loader))
+    features._get_tensor = lambda attr: torch.rand(9, 2)
+    with pytest.raises(ValueError, match=r"the feature store returned .* for 1 id of user, x"):
+        next(iter(loader))

@@ -109,6 +109,7 @@ def train_with_lightning(folder):
     return seen, [item for part in predicted for item in part]
 
 
+@pytest.mark.processes
 def test_lightning_gives_each_rank_its_share(found):
     found = [of_rank["lightning"] for of_rank in found]
     for how in ("given", "in a hook"):

@@ -57,8 +57,7 @@ def is_found(seed):
 
 
 # what statements call that order accesses, or that keep what is accessed or by whom
-ORDERING = ("wait", "_wait", "synchronize", "readers.append", "writers.append")
-ORDERING += ("copies.append", "_pending.append")
+ORDERING = ("wait", "synchronize", "copies.append")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

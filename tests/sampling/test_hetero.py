@@ -45,7 +45,7 @@ def table(request, monkeypatch):
 def test_equals_the_reference(times, weights):
     random = np.random.default_rng([len(times), weights])
     num_edges = 0
-    for trial in range(15):
+    for trial in range(5):
         graph = random_graph(trial, times=times, weights=weights)
         if not any(graph.num_edges(each) for each in graph.edge_types):
             continue
@@ -189,7 +189,7 @@ def inclusion(weights, fanout, replace):
 @pytest.mark.parametrize("temporal", ["uniform", "last"])
 @pytest.mark.parametrize("subgraph_type", ["directional", "induced", "bidirectional"])
 def test_nothing_is_later_than_the_seed(times, temporal, subgraph_type):
-    for trial in range(15):
+    for trial in range(5):
         graph = random_graph(trial, times=times, edges=80)
         sampler = HeteroSampler(
             graph, [3, 3], temporal=temporal, subgraph_type=subgraph_type, replace=trial % 2 == 0
