@@ -203,7 +203,7 @@ def test_pcie_reports_the_traffic_of_a_graph(graph, capsys, monkeypatch):
 
 def test_pcie_without_a_gpu_and_a_graph_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr("gcnzc.tune.pcie_bench.current_gpu", lambda: None)
-    error, hint = said(capsys, ["pcie"], 1)
+    error, hint = failed(capsys, ["pcie"], 1)
     assert "no CUDA device" in error
     assert "`gcnzc pcie DATA`" in hint
 
