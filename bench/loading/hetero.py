@@ -15,8 +15,6 @@ rounds of the ratio between the fastest configurations. `--sequential` compares 
 thread with that of no workers, for machines on which other programs run.
 """
 
-import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,15 @@ import numpy as np
 import torch
 
 from bench import harness
-from bench.loading.loader import BATCH_SIZE, ROOT, Rival, draw_nodes, power_law
+from bench.loading.loader import (
+    Rival,
+    draw_nodes,
+    measure_rounds,
+    parser_of,
+    power_law,
+    record_case,
+    record_ratio,
+)
 from gcnzc.graph.hetero.graph import EdgeType, HeteroGraph
 
 NODES = {"paper": 550_000, "author": 400_000, "institution": 10_000, "field": 40_000}
@@ -41,7 +47,6 @@ COLUMNS, LATEST, SEED = 64, 1000, 0
 # batches timed per round, and untimed batches before them
 TIMED, SKIPPED = {"hetero_ours": 20, "hetero_pyg": 10}, 4
 SEQUENTIAL = ("1 threads", "0 workers")
-PROMISED = 10.0
 
 
 def generated_graph(cache: Path) -> Path:
@@ -73,14 +78,7 @@ def sorted_edges(folder: Path, edge_type: EdgeType, pair: list[Any]) -> Any:
 
 def main() -> None:
     """Measure both systems and record their times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rivals", type=Path, required=True, help="folder of make_environments.sh")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
-    )
+    parser = parser_of(__doc__, rivals=True)
     parser.add_argument(
         "--sequential",
         action="store_true",
@@ -100,61 +98,20 @@ def main() -> None:
             names = rival.configurations
             rival.configurations = [name for name in names if name.endswith(SEQUENTIAL)]
     cases = [(rival, name) for rival in rivals for name in rival.configurations]
-    nodes = {
-        (rival.name, name): rival.measure(name, folder / "seeds.npy", 0, 1, 1)["nodes"]
+    results = measure_rounds(cases, folder / "seeds.npy", options.rounds, TIMED, SKIPPED)
+    clock = "cpu" if options.sequential else "wall"
+    counted = "cpu_seconds" if options.sequential else "seconds"
+    seconds = {
+        (rival.name, name): record_case("hetero_loader", rival, name, results, counted, clock=clock)
         for rival, name in cases
     }
-    random = np.random.default_rng()
-    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in nodes}
-    for round_ in range(options.rounds):
-        first = round_ % len(cases)
-        for rival, name in cases[first:] + cases[:first]:
-            batches = TIMED[rival.name]
-            begin = int(random.integers(NODES["paper"] - (batches + SKIPPED) * BATCH_SIZE))
-            found = rival.measure(name, folder / "seeds.npy", begin, batches, SKIPPED)
-            clock = "cpu_seconds" if options.sequential else "seconds"
-            seconds[rival.name, name].append(found[clock] / found["batches"])
-    record(rivals, seconds, nodes, "cpu" if options.sequential else "wall")
-
-
-def record(
-    rivals: list[Rival],
-    seconds: dict[tuple[str, str], list[float]],
-    nodes: dict[tuple[str, str], float],
-    clock: str,
-) -> None:
-    """Record a line for each configuration, and one for the speed-up of each way of sampling."""
-    versions = {name: f"{own}" for rival in rivals for name, own in rival.versions.items()}
-    for (system, name), own in seconds.items():
-        timing = harness.timing_of(own)
-        harness.record(
-            "hetero_loader",
-            {"system": system, "way": name, "clock": clock, "batch_size": BATCH_SIZE},
-            timing,
-            seeds_per_s=BATCH_SIZE / timing.median_s,
-            nodes=nodes[system, name],
-            **{f"rival_{name}": version for name, version in versions.items()},
-        )
     for kind in ("uniform", "temporal"):
-        best = {}
-        for rival in rivals:
-            ways = [way for way in rival.configurations if way.startswith(kind)]
-            if ways:
-                times = {way: seconds[rival.name, way] for way in ways}
-                way = min(times, key=lambda way: statistics.median(times[way]))
-                best[rival.name] = way, times[way]
-        if len(best) < len(rivals):
-            continue
-        (_, ours), (_, theirs) = best["hetero_ours"], best["hetero_pyg"]
-        ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
-        harness.record(
-            "hetero_loader",
-            {"ratio": f"pyg / ours, {kind}", "clock": clock, "promised": PROMISED},
-            times=statistics.median(ratios),
-            least=min(ratios),
-            greatest=max(ratios),
-            ways=[way for way, _ in best.values()],
+        ours, theirs = (
+            [own for (name, way), own in seconds.items() if name == rival.name and kind in way]
+            for rival in rivals
         )
+        if theirs:
+            record_ratio("hetero_loader", f"pyg / ours, {kind}", ours, theirs, clock=clock)
 
 
 if __name__ == "__main__":

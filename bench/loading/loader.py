@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ EXPONENT = 0.6  # a node of rank r has a share of the edges' ends proportional t
 BATCH_SIZE = 1024
 # batches timed per round for each system (fewer for slow systems), and untimed batches before them
 TIMED, SKIPPED = {"ours": 100, "dgl": 40, "pyg": 12, "graphbolt": 16}, 6
-# minimum speed-ups that the documentation promises, between the fastest configurations
-PROMISED = {"dgl": 3.0, "pyg": 10.0, "graphbolt": 10.0, "dgl sampling": 2.0}
+
+Results = dict[tuple[str, str], list[dict[str, float]]]
+"""what was measured in each round, by system and configuration"""
 
 
 def power_law(count: int, random: np.random.Generator) -> NDArray[np.float64]:
@@ -148,17 +150,88 @@ class Rival:
         return json.loads(line)
 
 
+def measure_rounds(
+    cases: Sequence[tuple[Rival, str]],
+    seeds: Path,
+    rounds: int,
+    timed: Mapping[str, int],
+    skipped: int = SKIPPED,
+) -> Results:
+    """Measure configurations in interleaved rounds, each on its own range of seeds.
+
+    Args:
+        cases: systems with their configurations.
+        seeds: file of the shuffled seeds.
+        rounds: number of measurements of each case.
+        timed: number of timed batches by system.
+        skipped: number of batches before them.
+    """
+    random, num_seeds = np.random.default_rng(), len(np.load(seeds, mmap_mode="r"))
+    results: Results = {}
+    for round_ in range(rounds):
+        first = round_ % len(cases)
+        for rival, name in [*cases[first:], *cases[:first]]:
+            batches = timed[rival.name]
+            begin = int(random.integers(num_seeds - (batches + skipped) * BATCH_SIZE))
+            found = rival.measure(name, seeds, begin, batches, skipped)
+            results.setdefault((rival.name, name), []).append(found)
+    return results
+
+
+def record_case(
+    file: str, rival: Rival, name: str, results: Results, clock: str = "seconds", **case: str
+) -> list[float]:
+    """Record a configuration, and return its seconds per batch in each round."""
+    found = results[rival.name, name]
+    seconds = [each[clock] / each["batches"] for each in found]
+    timing = harness.timing_of(seconds)
+    harness.record(
+        file,
+        {"system": rival.name, "way": name, **case, "batch_size": BATCH_SIZE},
+        timing,
+        seeds_per_s=BATCH_SIZE / timing.median_s,
+        nodes=statistics.mean(each["nodes"] for each in found),
+        edges=statistics.mean(each["edges"] for each in found),
+        **{f"rival_{name}": version for name, version in rival.versions.items()},
+    )
+    return seconds
+
+
+def record_ratio(
+    file: str, ratio: str, ours: Iterable[list[float]], theirs: Iterable[list[float]], **case: str
+) -> None:
+    """Record the speed-up of the fastest configuration, the median over the rounds."""
+    own, other = (min(times, key=statistics.median) for times in (ours, theirs))
+    ratios = [b / a for a, b in zip(own, other, strict=True)]
+    harness.record(
+        file,
+        {"ratio": ratio, **case, "rounds": len(ratios)},
+        times=statistics.median(ratios),
+        least=min(ratios),
+        greatest=max(ratios),
+    )
+
+
+def parser_of(doc: str | None, *, rivals: bool | None) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks of loaders have in common.
+
+    Args:
+        doc: docstring of the benchmark.
+        rivals: whether `--rivals` is required; None if there is no such option.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    if rivals is not None:
+        text = "folder of make_environments.sh"
+        parser.add_argument("--rivals", type=Path, required=rivals, help=text)
+    parser.add_argument("--rounds", type=int, default=5)
+    cache = ROOT / "data" / "bench"
+    parser.add_argument("--cache", type=Path, default=cache, help="folder for the graph")
+    return parser
+
+
 def main() -> None:
     """Measure all systems and record their times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rivals", type=Path, help="folder of make_environments.sh")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__, rivals=False).parse_args()
     harness.check_code_is_committed()
     folder = generated_graph(options.cache)
 
@@ -178,16 +251,11 @@ def main() -> None:
     cases += [(rival, "sampling", "1 thread") for rival in single]
 
     check_sizes(cases, folder)
-    results: dict[tuple[str, str], list[dict[str, float]]] = {}
-    random = np.random.default_rng()
-    for round_ in range(options.rounds):
-        first = round_ % len(cases)
-        for rival, configuration, _ in cases[first:] + cases[:first]:
-            batches = TIMED[rival.name]
-            begin = int(random.integers(NODES - (batches + SKIPPED) * BATCH_SIZE))
-            result = rival.measure(configuration, folder / "seeds.npy", begin, batches)
-            results.setdefault((rival.name, configuration), []).append(result)
-    record(cases, results)
+    results = measure_rounds(
+        [(rival, name) for rival, name, _ in cases], folder / "seeds.npy", options.rounds, TIMED
+    )
+    for rival, name, cores in cases:
+        record_case("loader", rival, name, results, on=cores)
 
 
 def check_sizes(cases: list[tuple[Rival, str, str]], folder: Path) -> None:
@@ -206,37 +274,6 @@ def check_sizes(cases: list[tuple[Rival, str, str]], folder: Path) -> None:
             raise RuntimeError(
                 f"{name}, {configuration}: {count:.0f} nodes per batch, but gcnzc has {ours:.0f}"
             )
-
-
-def record(
-    cases: list[tuple[Rival, str, str]], results: dict[tuple[str, str], list[dict[str, float]]]
-) -> None:
-    """Record a line for each configuration, and one for each promised speed-up."""
-    rates: dict[str, float] = {}
-    for rival, configuration, cores in cases:
-        measured = results[rival.name, configuration]
-        seconds = [result["seconds"] / result["batches"] for result in measured]
-        fifths = statistics.quantiles(seconds, n=5)
-        timing = harness.Timing(statistics.median(seconds), fifths[0], fifths[3], len(seconds))
-        versions = {f"rival_{name}": version for name, version in rival.versions.items()}
-        seeds_per_s = BATCH_SIZE / timing.median_s
-        harness.record(
-            "loader",
-            {"system": rival.name, "way": configuration, "on": cores, "batch_size": BATCH_SIZE},
-            timing,
-            seeds_per_s=seeds_per_s,
-            nodes=statistics.mean(result["nodes"] for result in measured),
-            edges=statistics.mean(result["edges"] for result in measured),
-            **versions,
-        )
-        if "without features" not in configuration:
-            kind = f"{rival.name} sampling" if configuration == "sampling" else rival.name
-            rates[kind] = max(rates.get(kind, 0.0), seeds_per_s)
-    for kind, least in PROMISED.items():
-        if kind in rates:
-            ours = rates["ours sampling" if "sampling" in kind else "ours"]
-            case = {"ratio": f"ours / {kind}", "promised": least}
-            harness.record("loader", case, times=ours / rates[kind])
 
 
 if __name__ == "__main__":

@@ -401,46 +401,10 @@ def _options() -> argparse.Namespace:
         "--mbit-per-s", type=parse_rates, help="of all links, or of each: 100 or 100,100,10"
     )
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
-    parser.add_argument(
-        "--link",
-        type=link,
-        action="append",
-        default=[],
-        metavar="FROM:TO=MBIT_PER_S",
-        help="a slower link from one worker to another; may be repeated",
-    )
-    parser.add_argument(
-        "--slow-worker",
-        type=slow_worker,
-        action="append",
-        default=[],
-        metavar="WORKER:FACTOR",
-        help="run a machine more slowly, by pausing its processes often; may be repeated",
-    )
-    parser.add_argument(
-        "--slow-link",
-        type=slow_link,
-        action="append",
-        default=[],
-        metavar="A-B:FACTOR",
-        help="a slower link between two workers, in both directions; may be repeated",
-    )
-    parser.add_argument(
-        "--leave",
-        type=moment,
-        action="append",
-        default=[],
-        metavar="WORKER:SECONDS",
-        help="kill everything on a machine after this time; may be repeated",
-    )
-    parser.add_argument(
-        "--join",
-        type=moment,
-        action="append",
-        default=[],
-        metavar="WORKER:SECONDS",
-        help="start the command of a machine at this time, again if it has left before",
-    )
+    for name, parse, metavar, text in REPEATED_OPTIONS:
+        parser.add_argument(
+            name, type=parse, action="append", default=[], metavar=metavar, help=text
+        )
     parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of the command")
     parser.add_argument(
         "--measure", action="store_true", help="measure worker 0's link to worker 1, and all --link"
@@ -469,6 +433,16 @@ def link(text: str) -> tuple[tuple[int, int], float]:
     pair, rate = text.split("=")
     sender, receiver = pair.split(":")
     return (int(sender), int(receiver)), float(rate)
+
+
+# name, parser of a value, its form and help of the options that may be repeated
+REPEATED_OPTIONS: Sequence[tuple[str, Callable[[str], object], str, str]] = (
+    ("--link", link, "FROM:TO=MBIT_PER_S", "a slower link from one worker to another"),
+    ("--slow-worker", slow_worker, "WORKER:FACTOR", "slow a machine, by pausing its processes"),
+    ("--slow-link", slow_link, "A-B:FACTOR", "a slower link, in both directions"),
+    ("--leave", moment, "WORKER:SECONDS", "kill everything on a machine after this time"),
+    ("--join", moment, "WORKER:SECONDS", "start a machine's command at this time, or again"),
+)
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, object], bool]:

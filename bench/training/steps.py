@@ -9,7 +9,7 @@ ogbn-arxiv's shape with reverse edges, minibatches of 1024 seeds with fan-outs 1
 of three layers with 256 columns (GAT: 4 heads of 64) and dropout 0.5. gcnzc's loader samples ahead
 on its own threads; DGL and PyG are measured with 0 and with 1 worker, and the faster one counts.
 gcnzc keeps freed memory in the process, as `gcnzc train` does. DGL is measured without this setting
-and with it, and has a ratio for each. Each system runs in its own process (`bench/rivals/`), as in
+and with it. Each system runs in its own process (`bench/rivals/`), as in
 `bench.loading.loader`; PyG needs the environment of `--rivals`. The measurements are interleaved.
 
 The floor of a step is the time of its matrix products alone, at the sizes of mean minibatches, plus
@@ -19,7 +19,6 @@ counted after the aggregation, where it has one row per target; each head of GAT
 sums, which together have the operations of one such product.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -28,9 +27,9 @@ import numpy as np
 import torch
 
 from bench import harness
-from bench.loading.loader import ROOT, Rival
+from bench.loading.loader import Rival, measure_rounds, parser_of, record_case
 from bench.rivals.serve import BATCH_SIZE, FANOUTS
-from bench.rivals.steps import CLASSES, HIDDEN, KEPT
+from bench.rivals.steps import CLASSES, HIDDEN
 from bench.training.aggregate import power_law
 from bench.training.layers import ARXIV_EDGES, ARXIV_NODES
 from gcnzc.graph.graph import Graph
@@ -39,11 +38,6 @@ from gcnzc.sampling.neighbor import Sampler
 COLUMNS, SEED = 128, 0
 # steps timed per round for each system, and untimed ones before them
 TIMED, SKIPPED = {"ours": 16, "dgl": 10, "pyg": 3}, 3
-# minimum speed-ups over the fastest configuration of each system
-PROMISED = {
-    ("sage", "dgl"): 1.75, ("gcn", "dgl"): 2.4, ("gat", "dgl"): 3.2,
-    ("sage", "pyg"): 7.0, ("gcn", "pyg"): 7.0, ("gat", "pyg"): 7.0,
-}  # fmt: skip
 
 
 def generated_graph(cache: Path) -> Path:
@@ -137,15 +131,8 @@ def record_floor(kind: str, sizes: list[tuple[int, int]], step_s: float, bandwid
 
 def main() -> None:
     """Measure all systems, and record their times, the ratios and the floor."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rivals", type=Path, help="folder of make_environments.sh")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, rivals=False)
     parser.add_argument("--kinds", default="sage,gcn,gat")
-    parser.add_argument(
-        "--cache", type=Path, default=ROOT / "data" / "bench", help="folder for the graph"
-    )
     options = parser.parse_args()
     folder = generated_graph(options.cache)
     pythons = {"ours": sys.executable, "dgl": sys.executable}
@@ -154,56 +141,23 @@ def main() -> None:
     rivals = [Rival.start(name, python, folder, work="train") for name, python in pythons.items()]
     sizes, bandwidth = layer_sizes(folder), copy_bandwidth(5)
     for kind in options.kinds.split(","):
-        seconds = measure(kind, rivals, folder, options.rounds)
-        fastest = record_systems(kind, rivals, seconds)
-        record_floor(kind, sizes, fastest["ours"], bandwidth)
-
-
-def measure(
-    kind: str, rivals: list[Rival], folder: Path, rounds: int
-) -> dict[tuple[str, str], list[float]]:
-    """Return the seconds per step of each round, by system and configuration."""
-    cases = [
-        (rival, name)
-        for rival in rivals
-        for name in rival.configurations
-        if name.partition(",")[0] == kind
-    ]
-    seconds: dict[tuple[str, str], list[float]] = {}
-    random = np.random.default_rng()
-    # the first round is not counted: it compiles kernels
-    for round_ in range(-1, rounds):
-        first = round_ % len(cases)
-        for rival, name in cases[first:] + cases[:first]:
-            steps = TIMED[rival.name]
-            begin = int(random.integers(ARXIV_NODES - (steps + SKIPPED) * BATCH_SIZE))
-            result = rival.measure(name, folder / "seeds.npy", begin, steps, SKIPPED)
-            if round_ >= 0:
-                each = seconds.setdefault((rival.name, name), [])
-                each.append(result["seconds"] / result["batches"])
-    return seconds
-
-
-def record_systems(
-    kind: str, rivals: list[Rival], seconds: dict[tuple[str, str], list[float]]
-) -> dict[str, float]:
-    """Record the times of all configurations and the ratios; return the fastest of each system."""
-    versions = {rival.name: rival.versions for rival in rivals}
-    fastest: dict[str, float] = {}
-    for (system, name), each in seconds.items():
-        timing = harness.timing_of(each)
-        counted = f"{system}, {KEPT}" if name.endswith(KEPT) else system
-        fastest[counted] = min(fastest.get(counted, timing.median_s), timing.median_s)
-        others = {f"rival_{key}": version for key, version in versions[system].items()}
-        case = {"kind": kind, "system": system, "way": name, "batch_size": BATCH_SIZE}
-        harness.record("steps", case, timing, **others)
-    for system, best_s in fastest.items():
-        if system != "ours":
-            case = {"kind": kind, "ratio": f"ours / {system}"}
-            if (kind, system) in PROMISED:
-                case["promised"] = PROMISED[kind, system]
-            harness.record("steps", case, times=best_s / fastest["ours"])
-    return fastest
+        cases = [
+            (rival, name)
+            for rival in rivals
+            for name in rival.configurations
+            if name.partition(",")[0] == kind
+        ]
+        # the first round is not counted: it compiles kernels
+        measure_rounds(cases, folder / "seeds.npy", 1, TIMED, SKIPPED)
+        results = measure_rounds(cases, folder / "seeds.npy", options.rounds, TIMED, SKIPPED)
+        medians = {
+            (rival.name, name): statistics.median(
+                record_case("steps", rival, name, results, kind=kind)
+            )
+            for rival, name in cases
+        }
+        own_s = min(each for (system, _), each in medians.items() if system == "ours")
+        record_floor(kind, sizes, own_s, bandwidth)
 
 
 if __name__ == "__main__":
