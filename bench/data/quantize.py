@@ -11,12 +11,9 @@ measured.
 """
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +43,6 @@ CHUNK_ROWS = 1000
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the formats and graphs of the command line."""
     options = parse(argv)
-    lines: list[dict[str, Any]] = []
     for graph in options.graphs:
         recipe = next(recipe for recipe in accuracy.RECIPES if recipe.graph == graph)
         with tempfile.TemporaryDirectory() as folder:
@@ -61,31 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 accuracy.gcnzc(accuracy.words_of(command, EXACT=exact_folder, STORED=stored))
                 line = measure(recipe, form, stored, exact_folder, options.seeds, exact)
                 exact = exact or line["tests_percent"]
-                lines.append(line)
-    print_table(lines)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = ", ".join(accuracy.MADE_BY)
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=known)
+    parser = accuracy.parser_of(__doc__)
     parser.add_argument(
-        "--forms",
-        nargs="+",
-        choices=FORMATS,
-        default=DEFAULT_FORMATS,
-        metavar="FORM",
-        help=f"number formats: {', '.join(FORMATS)}",
+        "--forms", nargs="+", choices=FORMATS, default=DEFAULT_FORMATS, help="number formats"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 2")
-    parser.add_argument("--archives", type=Path, default=accuracy.ARCHIVES)
-    options = parser.parse_args(argv)
-    options.graphs = list(dict.fromkeys(options.graphs or GRAPHS))
-    if unknown := [graph for graph in options.graphs if graph not in accuracy.MADE_BY]:
-        parser.error(f"no recipe for {', '.join(unknown)}; recipes exist for {known}")
-    if options.seeds < 2:
-        parser.error("a standard deviation needs at least two seeds")
+    options = accuracy.parse(parser, argv, accuracy.MADE_BY, GRAPHS)
     # first, since the others are compared with it
     options.forms = list(dict.fromkeys(["float32", *options.forms]))
     return options
@@ -110,33 +90,24 @@ def measure(
         exact: test scores with float32 by seed, in percent; None for float32 itself.
     """
     words = f"train GRAPH {recipe.options}"
-    results, begin = [], time.perf_counter()
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as runs:
-            more = ["--seed", str(seed), "--out", str(Path(runs) / "run")]
-            output = accuracy.gcnzc([*accuracy.words_of(words, GRAPH=stored), *more])
-            results.append(json.loads(output))
-    metric = results[0]["metric"]
-    tests = [100 * result[f"test_{metric}"] for result in results]
-    mean, limit = statistics.mean(tests), FORMATS[form][1]
+    results = accuracy.train_each_seed(accuracy.words_of(words, GRAPH=stored), seeds)
+    scores = accuracy.scores_of(results)
+    tests = [100 * result[f"test_{scores['metric']}"] for result in results]
+    limit = FORMATS[form][1]
     differences = [one - other for one, other in zip(tests, exact or tests, strict=True)]
     difference = statistics.mean(differences)
     features = load.info(stored)["features"]
     return harness.record(
         "quantize",
         {"graph": recipe.graph, "model": results[0]["model"], "form": form},
-        metric=metric,
+        **scores | {"tests_percent": tests},
         relative_error=relative_error(exact_folder, stored),
         row_bytes=features["columns"] * getattr(torch, features["dtype"]).itemsize,
-        test_percent=mean,
-        spread_percent=statistics.stdev(tests),
-        tests_percent=tests,
         # per seed; the mean of the differences equals the difference of the means
         difference_percent=difference,
         difference_spread_percent=statistics.stdev(differences),
         limit_percent=limit,
         within=None if limit is None else abs(difference) <= limit,
-        run_s=(time.perf_counter() - begin) / seeds,
         command=f"gcnzc {words}",
         made_by=f"gcnzc prepare GRAPH GRAPH {FORMATS[form][0]}",
     )
@@ -156,23 +127,5 @@ def relative_error(exact_folder: Path, stored: Path) -> float:
     return float((difference / total) ** 0.5)
 
 
-def print_table(lines: Iterable[dict[str, Any]]) -> None:
-    """Print one row for each format."""
-    print(
-        f"\n{'graph':22}{'model':6}{'form':15}{'bytes/row':>10}{'error':>10}{'test %':>15}"
-        f"{'- float32':>15}"
-    )
-    for line in lines:
-        test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"
-        difference = f"{line['difference_percent']:+.2f} ± {line['difference_spread_percent']:.2f}"
-        verdict = ""
-        if line["limit_percent"] is not None:
-            verdict = f"  {'within' if line['within'] else 'NOT within'} {line['limit_percent']}"
-        print(
-            f"{line['graph']:22}{line['model']:6}{line['form']:15}{line['row_bytes']:>10,}"
-            f"{line['relative_error']:>10.1e}{test:>15}{difference:>15}{verdict}"
-        )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

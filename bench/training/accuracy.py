@@ -6,9 +6,8 @@
 Each result is measured by the gcnzc commands that are recorded with it; only the seed differs
 between runs. The graph is prepared, a model trains on minibatches of sampled neighbours, or with
 the sampler `none` on the whole graph, and the model with the best validation score is tested with
-all neighbours. Without GRAPH, all graphs are measured. With the samplers of gcnzc and DGL, their
-difference is compared with the standard deviation over the seeds. The exit status is 1 if a mean is
-below its target.
+all neighbours. Without GRAPH, all graphs are measured. The exit status is 1 if a mean is below its
+target.
 
 FOLDER contains archives NAME/NAME.npz for `gcnzc prepare`; the graph `digits` needs none.
 """
@@ -144,24 +143,45 @@ def main(argv: Sequence[str] | None = None) -> int:
                     name for name in asked.sampler if (name == "none") == recipe.is_full_batch
                 ]
                 lines += measure(recipe, prepared, samplers, asked.seeds)
-    print_table(lines)
     return int(any(not line["reached"] for line in lines))
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(MADE_BY))
+    parser = parser_of(__doc__)
     parser.add_argument("--sampler", nargs="+", choices=SAMPLERS, default=SAMPLERS[:1])
+    return parse(parser, argv, MADE_BY)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options of benchmarks that train on graphs over several seeds."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 2")
     parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of NAME/NAME.npz")
-    asked = parser.parse_args(argv)
-    unknown = [graph for graph in asked.graphs if graph not in MADE_BY]
-    if unknown:
-        parser.error(f"no recipe for {', '.join(unknown)}; there are {', '.join(MADE_BY)}")
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    known: Iterable[str],
+    default: Iterable[str] | None = None,
+) -> argparse.Namespace:
+    """Parse a command line, and check its graphs and number of seeds.
+
+    Args:
+        parser: see `parser_of`.
+        argv: the words; None for those of this process.
+        known: names of graphs that may be measured.
+        default: graphs to measure if the command line names none; all by default.
+    """
+    asked, known = parser.parse_args(argv), list(known)
+    if unknown := [graph for graph in asked.graphs if graph not in known]:
+        parser.error(f"no recipe for {', '.join(unknown)}; there are {', '.join(known)}")
     if asked.seeds < 2:
         parser.error("a standard deviation needs at least two seeds")
-    asked.graphs = list(dict.fromkeys(asked.graphs)) or list(MADE_BY)
+    asked.graphs = list(dict.fromkeys(asked.graphs or default or known))
     return asked
 
 
@@ -174,66 +194,49 @@ def measure(
         words = f"train GRAPH {recipe.options}"
         if not recipe.is_full_batch:
             words += f" --sampler {sampler}"
-        results, seconds = [], []
-        for seed in range(seeds):
-            with tempfile.TemporaryDirectory() as runs:
-                here = ["--seed", str(seed), "--out", str(Path(runs) / "run")]
-                begin = time.perf_counter()
-                results.append(json.loads(gcnzc([*words_of(words, GRAPH=prepared), *here])))
-                seconds.append(time.perf_counter() - begin)
-        lines.append(record(recipe, sampler, f"gcnzc {words}", results, seconds))
-    if len(lines) == 2:
-        compare(*lines)
+        scores = scores_of(train_each_seed(words_of(words, GRAPH=prepared), seeds))
+        line = harness.record(
+            "accuracy",
+            {"graph": recipe.graph, "model": recipe.model, "sampler": sampler},
+            **scores,
+            target_percent=recipe.target_percent,
+            reached=scores["test_percent"] >= recipe.target_percent,
+            made_by=f"gcnzc {MADE_BY[recipe.graph]}",
+            command=f"gcnzc {words}",
+        )
+        lines.append(line)
     return lines
 
 
-def record(
-    recipe: Recipe,
-    sampler: str,
-    command: str,
-    results: Sequence[dict[str, Any]],
-    seconds: Sequence[float],
-) -> dict[str, Any]:
-    """Record the mean and standard deviation over the seeds."""
+def train_each_seed(words: Sequence[str], seeds: int) -> list[dict[str, Any]]:
+    """Run a command of training once per seed, and return the results, with the time of a run."""
+    results = []
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as runs:
+            begin = time.perf_counter()
+            found = gcnzc([*words, "--seed", str(seed), "--out", str(Path(runs) / "run")])
+            results.append(json.loads(found) | {"run_s": time.perf_counter() - begin})
+    return results
+
+
+def scores_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a record: scores over the seeds, epochs, times and parameters."""
     metric = results[0]["metric"]
-    tests = [100 * result[f"test_{metric}"] for result in results]
-    valids = [100 * result[f"valid_{metric}"] for result in results]
-    mean = statistics.mean(tests)
-    return harness.record(
-        "accuracy",
-        {"graph": recipe.graph, "model": recipe.model, "sampler": sampler},
-        metric=metric,
-        test_percent=mean,
-        spread_percent=statistics.stdev(tests),
-        target_percent=recipe.target_percent,
-        reached=mean >= recipe.target_percent,
-        tests_percent=[round(test, 2) for test in tests],
-        valid_percent=statistics.mean(valids),
-        best_epochs=[result["best_epoch"] for result in results],
-        epochs=[result["epochs"] for result in results],
-        run_s=statistics.mean(seconds),
-        epoch_s=statistics.mean(result["epoch_s"] for result in results),
-        parameters=results[0]["parameters"],
-        made_by=f"gcnzc {MADE_BY[recipe.graph]}",
-        command=command,
+    tests, valids = (
+        [100 * result[f"{part}_{metric}"] for result in results] for part in ("test", "valid")
     )
-
-
-def compare(ours: dict[str, Any], other: dict[str, Any]) -> None:
-    """Record the difference of two samplers, and the standard deviation of the difference."""
-    spread = (ours["spread_percent"] ** 2 + other["spread_percent"] ** 2) ** 0.5
-    difference = ours["test_percent"] - other["test_percent"]
-    harness.record(
-        "accuracy",
-        {
-            "graph": ours["graph"],
-            "model": ours["model"],
-            "sampler": f"{ours['sampler']} - {other['sampler']}",
-        },
-        difference_percent=difference,
-        spread_percent=spread,
-        within_spread=abs(difference) <= spread,
-    )
+    return {
+        "metric": metric,
+        "test_percent": statistics.mean(tests),
+        "spread_percent": statistics.stdev(tests),
+        "tests_percent": [round(test, 2) for test in tests],
+        "valid_percent": statistics.mean(valids),
+        "best_epochs": [result["best_epoch"] for result in results],
+        "epochs": [result["epochs"] for result in results],
+        "run_s": statistics.mean(result["run_s"] for result in results),
+        "epoch_s": statistics.mean(result["epoch_s"] for result in results),
+        "parameters": results[0]["parameters"],
+    }
 
 
 def gcnzc(words: Sequence[str]) -> str:
@@ -251,18 +254,6 @@ def words_of(command: str | Sequence[str], **paths: Path) -> list[str]:
     """Return the arguments of a command, with the names of `paths` replaced by the paths."""
     words = command.split() if isinstance(command, str) else command
     return [str(paths.get(word, word)) for word in words]
-
-
-def print_table(lines: Iterable[dict[str, Any]]) -> None:
-    """Print one row for each result."""
-    print(f"\n{'graph':22}{'model':7}{'sampler':9}{'test %':>15}{'target':>8}{'per run':>9}")
-    for line in lines:
-        test = f"{line['test_percent']:.2f} ± {line['spread_percent']:.2f}"
-        missed = "" if line["reached"] else "  missed"
-        print(
-            f"{line['graph']:22}{line['model']:7}{line['sampler']:9}{test:>15}"
-            f"{line['target_percent']:>8}{line['run_s']:>7.1f} s{missed}"
-        )
 
 
 if __name__ == "__main__":

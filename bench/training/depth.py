@@ -22,12 +22,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.training.accuracy import ARCHIVES, MADE_BY, gcnzc, words_of
+from bench.training.accuracy import ARCHIVES, MADE_BY, gcnzc, scores_of, words_of
 
 LAYERS = (2, 4, 8, 16, 32, 64, 100)
 TARGET_PERCENT, TARGET_LAYERS = 75.0, 100
@@ -80,22 +81,16 @@ def measure(
         with tempfile.TemporaryDirectory() as runs:
             own = ["--seed", str(seed), "--out", str(Path(runs, "run"))]
             command = [sys.executable, "-m", "gcnzc", *words, *own]
+            begin = time.perf_counter()
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    metric = results[0]["metric"]
-    tests = [100 * result[f"test_{metric}"] for result in results]
+        found = json.loads(done.stdout.splitlines()[-1])
+        results.append(found | {"run_s": time.perf_counter() - begin})
+    epoch_s = statistics.median(result["epoch_s"] for result in results)
     return harness.record(
         "depth",
         {"graph": graph, "kind": kind, "layers": layers},
-        metric=metric,
-        test_percent=statistics.mean(tests),
-        spread_percent=statistics.stdev(tests),
-        tests_percent=[round(test, 2) for test in tests],
-        best_epochs=[result["best_epoch"] for result in results],
-        epochs=epochs,
-        epoch_s=statistics.median(result["epoch_s"] for result in results),
+        **scores_of(results) | {"epochs": epochs, "epoch_s": epoch_s},
         peak_memory_bytes=max(result["peak_memory_bytes"] for result in results),
-        parameters=results[0]["parameters"],
         made_by=f"gcnzc {MADE_BY[graph]}",
         command=f"gcnzc train GRAPH {options}",
     )

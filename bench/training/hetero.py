@@ -12,7 +12,6 @@ its words. The exit status is 1 if the mean of R-GCN is more than 1 point below 
 FOLDER contains archives NAME/NAME.npz for `gcnzc prepare`.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import harness
-from bench.training.accuracy import ARCHIVES
+from bench.training.accuracy import parse, parser_of
 from gcnzc.graph.dataset import Dataset
 from gcnzc.graph.hetero import HeteroGraph
 from gcnzc.graph.load import load
@@ -268,18 +267,8 @@ def _train_one(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the models on the requested graphs, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=", ".join(GRAPHS))
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, at least 2")
-    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder of NAME/NAME.npz")
-    asked = parser.parse_args(argv)
-    unknown = [graph for graph in asked.graphs if graph not in GRAPHS]
-    if unknown:
-        parser.error(f"no settings for {', '.join(unknown)}; there are {', '.join(GRAPHS)}")
-    if asked.seeds < 2:
-        parser.error("a standard deviation needs at least two seeds")
-    graphs = asked.graphs or list(GRAPHS)
-    is_close = [measure(name, asked.archives, asked.seeds) for name in graphs]
+    asked = parse(parser_of(__doc__), argv, GRAPHS)
+    is_close = [measure(name, asked.archives, asked.seeds) for name in asked.graphs]
     return int(not all(is_close))
 
 

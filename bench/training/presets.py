@@ -11,11 +11,8 @@ runs; the model with the best validation score is tested.
 """
 
 import argparse
-import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench import harness
-from bench.training.accuracy import ARCHIVES, gcnzc
+from bench.training.accuracy import ARCHIVES, gcnzc, scores_of, train_each_seed
 from gcnzc.train.presets import Preset, preset_names, read_preset
 
 PARTS = ("train", "valid", "test")
@@ -46,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             archive, split = with_split(preset, asked.archives, asked.splits, Path(folder))
             prepared = Path(folder, "graph")
             gcnzc(["prepare", str(archive), str(prepared), *preset.prepare.split()])
-            measure(preset, prepared, split, asked.options, asked.seeds, Path(folder))
+            measure(preset, prepared, split, asked.options, asked.seeds)
     return 0
 
 
@@ -74,33 +71,14 @@ def with_split(
     return copy, "of the source"
 
 
-def measure(
-    preset: Preset, prepared: Path, split: str, options: str, seeds: int, scratch: Path
-) -> dict[str, Any]:
+def measure(preset: Preset, prepared: Path, split: str, options: str, seeds: int) -> dict[str, Any]:
     """Train a preset once per seed, and record the mean and standard deviation of its scores."""
-    results, seconds = [], []
     words = ["train", str(prepared), "--preset", preset.name, *options.split()]
-    for seed in range(seeds):
-        begin = time.perf_counter()
-        out = ["--seed", str(seed), "--out", str(scratch / f"seed-{seed}")]
-        results.append(json.loads(gcnzc([*words, *out])))
-        seconds.append(time.perf_counter() - begin)
-    metric = results[0]["metric"]
-    tests = [100 * result[f"test_{metric}"] for result in results]
     return harness.record(
         "presets",
         {"preset": preset.name, "graph": preset.data, "split": split, "options": options},
-        metric=metric,
-        test_percent=statistics.mean(tests),
-        spread_percent=statistics.stdev(tests),
+        **scores_of(train_each_seed(words, seeds)),
         published_percent=100 * preset.score,
-        tests_percent=[round(test, 2) for test in tests],
-        valid_percent=statistics.mean(100 * result[f"valid_{metric}"] for result in results),
-        best_epochs=[result["best_epoch"] for result in results],
-        epochs=[result["epochs"] for result in results],
-        run_s=statistics.mean(seconds),
-        epoch_s=statistics.mean(result["epoch_s"] for result in results),
-        parameters=results[0]["parameters"],
         made_by=f"gcnzc prepare ARCHIVE GRAPH {preset.prepare}".rstrip(),
         command=f"gcnzc train GRAPH --preset {preset.name} {options}".rstrip(),
     )
