@@ -159,22 +159,6 @@ class Event:
         return max(1e3 * (end.at_s - self.at_s), 1e-6)
 
 
-def compile_kernel(source, name):
-    """Return what gathers rows as `bench.gpu.bulk.SOURCE` does."""
-    assert f"void {name}(" in source
-
-    def launch(grid, block, arguments, shared_mem):
-        table, ids, out, num_ids, row_bytes, pitch = arguments
-        assert len(ids) == num_ids
-        assert table.shape[1] * table.element_size() == row_bytes
-        assert shared_mem % pitch == 0
-        assert all(grid)
-        assert all(block)
-        out.copy_(table[ids])
-
-    return launch
-
-
 @contextlib.contextmanager
 def installed():
     """Replace torch.cuda and libcuda in this process, also after the context.
@@ -210,7 +194,6 @@ def installed():
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.current_stream = lambda device=None: own
     torch.cuda.stream = torch.cuda.device = contextlib.nullcontext
-    torch.cuda._compile_kernel = compile_kernel
     load, library = torch.load, ctypes.CDLL
 
     def load_on_host(*given, map_location=None, **options):

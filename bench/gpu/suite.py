@@ -11,7 +11,7 @@
 `link` measures the PCIe bus; `methods` zero-copy and its alternatives; `widths` dtypes, columns and
 offsets; `tlb` small and huge pages, of tables beyond the reach of the GPU's TLB; `claims` these
 three; `gather` layouts, dtypes, and numbers of programs; `cache` cached rows by their hit rate;
-`codes` quantized rows; `bulk` asynchronous bulk copies from host memory into shared memory;
+`codes` quantized rows;
 `epoch`, `epoch-large`, `overlap` and `two-engine` whole minibatches, see bench/gpu/epochs.py.
 `claims --quick` is predicted to take 60 s, half of it for the compilation of 30 gathers.
 
@@ -40,7 +40,6 @@ from torch import Tensor
 from bench import harness
 from bench.gpu import epochs
 from bench.gpu.base import GIB, Bench, huge_pages_share, random_bytes
-from bench.gpu.bulk import bulk_gather
 from gcnzc.features.pcie_traffic import Traffic, traffic
 from gcnzc.features.registrations import copy_to
 from gcnzc.kernels.gather import cached_rows, gather_numba, gpu
@@ -380,18 +379,6 @@ def check_dequantized(out: Tensor, codes: Tensor, scales: Tensor, ids: Tensor) -
     )
 
 
-def measure_bulk(bench: Bench) -> None:
-    """Measure gathers by bulk asynchronous copies, on GPUs that have them."""
-    with random_bytes(bench.scale.table_bytes) as memory:
-        for row_bytes in (400, 512, 1024, 4096):
-            rows = rows_of(memory, row_bytes, row_bytes, torch.int32)
-            num_ids = max(1, bench.scale.payload_bytes // row_bytes)
-            threads = zero_copy(rows, num_ids, bench.device)
-            bulk = replace(threads, run=partial(bulk_gather, rows, threads.ids, threads.out))
-            case: dict[str, object] = {"row_bytes": row_bytes, "num_ids": num_ids}
-            measure(bench, "bulk", case, memory, {"threads": threads, "bulk": bulk})
-
-
 PARTS = {
     "link": measure_link,
     "methods": measure_methods,
@@ -400,7 +387,6 @@ PARTS = {
     "gather": measure_gather,
     "cache": measure_cache,
     "codes": measure_codes,
-    "bulk": measure_bulk,
 }
 # of the headline claims, see bench/gpu/claims.py
 CLAIMS = ("methods", "widths", "tlb")

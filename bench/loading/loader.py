@@ -92,7 +92,6 @@ class Rival:
         threads: int | None = None,
         *,
         work: str = "load",
-        root: Path = ROOT,
     ) -> "Rival":
         """Start the process and wait until it has loaded the graph.
 
@@ -102,13 +101,12 @@ class Rival:
             folder: of the graph.
             threads: OMP_NUM_THREADS of the process; not set if None.
             work: what the process measures, the first part of the program's name.
-            root: checkout of gcnzc that the process imports in this environment.
         """
         program = ROOT / "bench" / "rivals" / f"{work}_{name}.py"
         # PYTHONPATH of this environment must not leak into the rival's environment
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if python == sys.executable:
-            env["PYTHONPATH"] = str(root)
+            env["PYTHONPATH"] = str(ROOT)
         if threads is not None:
             env["OMP_NUM_THREADS"] = str(threads)
         process = subprocess.Popen(
