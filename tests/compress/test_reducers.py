@@ -27,7 +27,6 @@ from compress.cases import (
 )
 from processes import results
 
-from gcnzc.compress import Rounded
 from gcnzc.exchange import Choices, lockstep
 from gcnzc.optim import resize_state
 
@@ -138,19 +137,6 @@ def test_sums_of_means_and_errors_equal_sums_of_vectors(name):
         assert pending(them).abs().max() > 10 * room
 
 
-@pytest.mark.parametrize("name", [*FEEDBACK, *SPARSE_FEEDBACK])
-def test_compression_errors_stay_bounded(name):
-    """Errors do not grow with the number of steps."""
-    count, world_size, left = 300, 2, []
-    them = reducers(ALL[name], count, world_size)
-    for step in range(30):
-        given = [vector.clamp(-3, 3) for vector in vectors(count, world_size, step)]
-        mean_of(them, given)
-        left.append(pending(them).norm() / count**0.5)
-    assert max(left[15:]) < 2 * max(left[:15])
-    assert max(left) < 10
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_inactive_elements_have_no_mean_no_error_and_no_part_in_scales(name):
     for (count, world_size), dtype in zip([(1000, 3), (65, 2), (40, 1)], DTYPES * 2, strict=False):
@@ -178,17 +164,6 @@ def test_inactive_elements_have_no_mean_no_error_and_no_part_in_scales(name):
                 assert not each.server_error[~active[begin:end]].any()
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_without_active_elements_the_mean_is_zero(name, world_size):
-    them = reducers(ALL[name], 100, world_size)
-    for each in them:
-        each.restrict_to(torch.zeros(100, dtype=torch.bool))
-    found = mean_of(them, vectors(102, world_size), 2)
-    assert not found[0][:100].any()
-    assert found[0][100:].any()
-
-
 @pytest.mark.parametrize("name", [*FEEDBACK, *NO_DECAY])
 def test_restriction_clears_the_errors_of_inactive_elements_only(name):
     count, world_size = 700, 4
@@ -211,17 +186,6 @@ def test_restriction_clears_the_errors_of_inactive_elements_only(name):
         each.restrict_to(None)
     found = mean_of(them, vectors(count, world_size, 9))
     assert found[0][~active].any()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_mean_of_zeros_is_zero(name):
-    for count, world_size in [(100, 1), (1000, 3)]:
-        them = reducers(ALL[name], count, world_size)
-        for _ in range(2):
-            found = mean_of(them, [torch.zeros(count) for _ in them])
-            assert not any(vector.any() for vector in found)
-        for each in them:
-            assert not any(each.errors()[name].any() for name in each.errors() if name != "means")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -265,20 +229,6 @@ def test_all_ranks_with_non_finite_elements_or_extras_are_reported(name):
     mean_of(them, vectors(52, 3), 2)
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_inactive_elements_that_are_not_finite_are_not_counted(name):
-    active = masked(60)
-    them = reducers(ALL[name], 60, 2)
-    for each in them:
-        each.restrict_to(active)
-    given = vectors(60, 2)
-    for vector in given:
-        vector[~active] = torch.nan
-    given[1][int(active.nonzero()[4])] = torch.inf
-    outcome, _ = attempt(them, given)
-    assert outcome.results == ["elements that are not finite or too large: rank 1 has 1"] * 2
-
-
 @pytest.mark.parametrize("name", ["dense", "rounded float32", "int8", "int4, then bfloat16"])
 def test_a_sum_that_overflows_is_reported_and_changes_no_state(name):
     them, others = (reducers(ALL[name], 200, 3) for _ in range(2))
@@ -299,21 +249,6 @@ def test_an_element_that_overflows_with_its_error_is_reported_with_its_rank(name
     (skip_reason,) = set(outcome.results)
     assert skip_reason.startswith("elements that are not finite or too large: rank 1 has")
     assert are_same(errors_of(them), before)
-
-
-def test_float16_overflows_where_float32_does_not():
-    given = [torch.full((10,), 40_000.0), torch.full((10,), 30_000.0)]
-    for name in ("dense", "rounded without errors"):
-        assert mean_of(reducers(ALL[name], 10, 2), given)[0][0] == pytest.approx(35_000, rel=2**-7)
-    # the elements are finite, but their sum is not
-    skip_reasons = attempt(reducers(COMPRESSIONS["dense float16"], 10, 2), given)[0].results
-    assert skip_reasons == ["the mean overflows"] * 2
-    # here the sum is computed in float32
-    them = reducers(Rounded(torch.float16), 10, 2)
-    assert torch.equal(mean_of(them, given)[0], torch.full((10,), 35_000.0).half().float())
-    given[1][4] = 70_000
-    skip_reasons = attempt(them, given)[0].results
-    assert skip_reasons == ["elements that are not finite or too large: rank 1 has 1"] * 2
 
 
 @pytest.mark.parametrize("name", [*CODES, *SPARSE])
@@ -442,17 +377,4 @@ def test_errors_that_would_make_all_exchanges_fail_are_not_loaded(name, value):
             ValueError, match=rf"error {each} has .* not finite or too large\n\nhint: "
         ):
             own.load_errors({**before, each: damaged})
-    assert are_same([own.errors()], [before])
-
-
-@pytest.mark.parametrize("name", FEEDBACK)
-def test_errors_of_another_type_are_not_loaded(name):
-    own = reducers(FEEDBACK[name], 64, 2, torch.float32)[1]
-    before = {each: error.clone() for each, error in own.errors().items()}
-    with pytest.raises(ValueError, match=r"compression errors are a NoneType\n\nhint: "):
-        own.load_errors(None)
-    for each, error in before.items():
-        for damaged in (None, "a text", error.bool(), error.to(torch.complex64), -1 - error.long()):
-            with pytest.raises(ValueError, match=rf"error {each} (is|has) .*\n\nhint: "):
-                own.load_errors({**before, each: damaged})
     assert are_same([own.errors()], [before])

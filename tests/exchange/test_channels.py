@@ -13,12 +13,10 @@ from slow_cases import seeds
 from gcnzc.exchange import (
     Abandon,
     AllGatherScalar,
-    Caller,
     Compute,
     Crash,
     First,
     Link,
-    Mean,
     Now,
     Receive,
     RequestMismatch,
@@ -32,7 +30,6 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-from gcnzc.exchange.agreement import collective_sequence, name_channel
 
 DELAY_S = 0.01
 LINK = Link(delay_s=DELAY_S)
@@ -203,16 +200,6 @@ def test_a_mismatch_names_channels():
         lockstep([open_both(rank) for rank in range(2)])
 
 
-def test_the_name_of_a_channel_may_contain_the_word_channel():
-    assert name_channel(collective_sequence("my channel a", Sum(number()))) == (
-        " on channel my channel a"
-    )
-    assert not name_channel(collective_sequence("", Sum(number())))
-    for request, name in ((Send(number(), 1), "my channel a"), (Send(number(), 1), "")):
-        expected = f" on channel {name}" if name else ""
-        assert name_channel(request.sequence(0, name)) == expected
-
-
 def report_channels():
     """Return the errors of messages without a match on a channel."""
     found = []
@@ -281,22 +268,6 @@ def test_a_crash_ends_the_wait_for_the_first():
     assert outcome.results[0] == (1, pytest.approx(0.5 + DELAY_S), 1)
 
 
-def test_a_rank_may_wait_for_the_first_collective():
-    def reduce(rank):
-        pending = []
-        for name in ("slow", "fast"):
-            yield Compute(0.1 * rank)
-            pending.append((yield Start(Mean(number() + rank), name)))
-        index = yield First(pending)
-        values = []
-        for each in pending:
-            values.append(float((yield Wait(each))))
-        return index, values
-
-    for index, values in lockstep([reduce(rank) for rank in range(3)], LINK).results:
-        assert (index, values) == (0, [1, 1])
-
-
 def first_of_nothing(peer):
     yield First([])
 
@@ -360,41 +331,8 @@ def test_ranks_that_open_channels_in_another_order_are_a_mismatch(ranks, text):
         lockstep(ranks)
 
 
-def test_a_simulation_of_no_ranks_has_no_channels():
-    assert lockstep([]).results == []
-
-
-def test_the_caller_is_part_of_the_opening_of_a_channel():
-    def named(name):
-        yield Caller(name)
-        yield from open_in_order("a")
-
-    with pytest.raises(RequestMismatch, match=r"channel a for one, rank 1 .* channel a for other"):
-        lockstep([named("one"), named("other")])
-
-
 def invalid_message(kind, peer, values, channel):
     yield Start(kind(values, peer), channel)
-
-
-INVALID = [
-    (-1, number, "with rank -1 on rank 0 of 2"),
-    (2, number, "with rank 2 on rank 0 of 2"),
-    (0, number, "with rank 0 on rank 0 of 2"),
-    (1, lambda: torch.zeros(4, 4).T[1:], r"the values, of shape \(3, 4\), are not contiguous"),
-]
-
-
-@pytest.mark.parametrize("channel", [None, "mail"])
-@pytest.mark.parametrize("kind", [Send, Receive])
-@pytest.mark.parametrize(("peer", "make", "text"), INVALID)
-def test_messages_that_are_invalid_are_rejected(kind, peer, make, text, channel):
-    if channel is not None:
-        ranks = [invalid_message(kind, peer, make(), channel), leave_at_once(0)]
-    else:
-        ranks = [invalid_message(kind, peer, make(), None), open_in_order()]
-    with pytest.raises(ValueError, match=f"{kind.__name__} of .* bytes.*{text}"):
-        lockstep(ranks)
 
 
 def wait_over_processes():
@@ -480,7 +418,7 @@ def gather_until(rank, world_size, seconds, limit_s):
     return total, lost, set(inboxes)
 
 
-@pytest.mark.parametrize("seed", seeds(200, 40))
+@pytest.mark.parametrize("seed", seeds(200, 10))
 def test_each_rank_is_counted_once_or_lost_or_late(seed):
     choose = random.Random(seed)
     world_size, limit_s = choose.randint(2, 6), choose.choice([0.0, 0.1, 1.0])
@@ -508,115 +446,3 @@ def test_each_rank_is_counted_once_or_lost_or_late(seed):
         assert all(outcome.errors[peer] is not None for peer in lost)
         if not faults and limit_s == 1.0:
             assert not late
-
-
-def test_an_error_of_a_receive_is_not_that_of_the_next_one_on_its_channel():
-    def receive():
-        lost = yield Start(Receive(number(), 1), "mail")
-        other = yield Start(Receive(number(), 2), "mail")
-        with pytest.raises(WorkerLost):
-            yield Wait(lost)
-        return float((yield Wait(other)))
-
-    def send(rank):
-        yield Compute(1.0)
-        yield Wait((yield Start(Send(number() + rank, 0), "mail")))
-
-    outcome = lockstep([receive(), send(1), send(2)], LINK, faults={1: [Crash(0.5)]})
-    assert outcome.results[0] == 2
-
-
-def wait_behind_a_slow_rank(rank):
-    """A receive waits behind another one on its channel, while two ranks wait for each other."""
-    if rank == 0:
-        first = yield Start(Receive(number(), 2), "mail")
-        second = yield Start(Receive(number(), 1), "mail")
-        direct = yield Receive(number(), 1)
-        values = [direct, (yield Wait(first)), (yield Wait(second))]
-        return [float(each) for each in values]
-    yield Abandon((yield Start(Receive(number(), 3 - rank), "mail")))
-    if rank == 1:
-        yield Wait((yield Start(Send(number() + 1, 0), "mail")))
-        yield Send(number() + 3, 0)
-    else:
-        yield Compute(1.0)
-        yield Wait((yield Start(Send(number() + 2, 0), "mail")))
-    return []
-
-
-def run_behind_a_slow_rank():
-    shorten_waits()
-    with init_group(timeout_s=60) as group:
-        return run(wait_behind_a_slow_rank(group.rank), group)
-
-
-def test_ranks_that_wait_for_a_busy_channel_are_no_mismatch(tmp_path):
-    expected = [[3.0, 2.0, 1.0], [], []]
-    assert lockstep([wait_behind_a_slow_rank(rank) for rank in range(3)]).results == expected
-    assert results(3, tmp_path, run_behind_a_slow_rank) == expected
-
-
-def miss_messages():
-    """Abandon a receive for longer than the time limit, and use its channel again."""
-    shorten_waits()
-    with init_group(timeout_s=5) as group:
-        return run(use_after_the_limit(group.rank), group)
-
-
-def use_after_the_limit(rank):
-    peer = 1 - rank
-    inbox = yield Start(Receive(number(), peer), "mail")
-    missed = yield First([inbox], 6.0)
-    # both have missed it
-    yield AllGatherScalar(0)
-    yield Wait((yield Start(Send(number() + rank, peer), "mail")))
-    return missed, float((yield Wait(inbox)))
-
-
-def test_a_receive_on_a_channel_has_no_time_limit(tmp_path):
-    assert results(2, tmp_path, miss_messages) == [(None, 1.0), (None, 0.0)]
-
-
-def wait_behind_a_receive(rank):
-    yield Abandon((yield Start(Receive(number(), 1 - rank), "mail")))
-    return (yield Wait((yield Start(Sum(number()), "mail"))))
-
-
-def fail_behind_a_receive():
-    """The limit ends the wait, and a group that is closed says so."""
-    shorten_waits()
-    expected = r"(?s)\(an earlier receive on this channel .*hint: a channel executes its requests"
-    with init_group(timeout_s=5) as group, pytest.raises(WorkerLost, match=expected):
-        run(wait_behind_a_receive(group.rank), group)
-    with pytest.raises(RuntimeError, match="closed"):
-        run(wait_behind_a_receive(group.rank), group)
-    return True
-
-
-def test_a_wait_behind_an_abandoned_receive_has_the_time_limit(tmp_path):
-    assert results(2, tmp_path, fail_behind_a_receive) == [True, True]
-    with pytest.raises(RequestMismatch):
-        lockstep([wait_behind_a_receive(rank) for rank in range(2)])
-
-
-def wait_twice(rank):
-    """Both waits for a message, of which only one is sent."""
-    values = number() + rank
-    handles = []
-    for message in (Send(values, 1 - rank), Receive(number(), 1 - rank)):
-        handles.append((yield Start(message)))
-    found = []
-    for handle in handles * 2:
-        found.append((yield Wait(handle)))
-    return [None if each is None else float(each) for each in found]
-
-
-def wait_twice_over_processes():
-    with init_group(timeout_s=20) as group:
-        return run(wait_twice(group.rank), group)
-
-
-def test_a_second_wait_returns_the_answer_again(tmp_path):
-    expected = lockstep([wait_twice(rank) for rank in range(2)]).results
-    assert expected[0][1] == expected[0][3] == 1.0
-    assert results(2, tmp_path, wait_twice_over_processes) == expected

@@ -21,7 +21,7 @@ from gcnzc.exchange import (
 )
 from gcnzc.exchange.algorithms import ALGORITHMS
 
-WORLDS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16]
+WORLDS = [1, 2, 3, 5, 8]
 
 
 def ask(request):
@@ -85,7 +85,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_all_gathers_broadcasts_and_send_receives_are_exact(dtype, world_size):
     mine = [random_values(rank, (13,), dtype) for rank in range(world_size)]
     for name in ALGORITHMS["AllGather"]:
@@ -174,7 +174,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 4, 6])
 @pytest.mark.parametrize("title", REQUESTS)
 def test_the_ledger_counts_the_bytes_of_the_formula(title, world_size):
     kind = title.split(",")[0]
@@ -267,51 +267,19 @@ def test_changing_a_tensor_while_it_is_sent_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("request_of_three", "message"),
+    ("steps", "hint"),
     [
-        (lambda: AllToAll([torch.zeros(1)] * 2), "2 parts for 3 ranks"),
-        (lambda: AllToAll([torch.zeros(2, 2)] * 3), r"part for rank 0 has the shape \(2, 2\)"),
-        (lambda: AllToAll([torch.zeros(1)] * 2 + [torch.tensor(0.0)]), "part for rank 2 has"),
-        (lambda: AllToAll([torch.zeros(1)] * 3, [1, 1]), "2 counts for 3 ranks"),
-        (
-            lambda: AllToAll([torch.zeros(1), torch.zeros(1), torch.zeros(1).int()]),
-            "several dtypes",
-        ),
-        (lambda: Mean(torch.zeros(3, dtype=torch.int64)), "Mean of torch.int64"),
-        (lambda: Sum(torch.zeros(4, 4).T), "not contiguous"),
-        (lambda: ReduceScatter(torch.zeros(4)), "4 elements for 3 ranks"),
-        (lambda: Broadcast(torch.zeros(4), 3), "from rank 3 of 3"),
-        (lambda: SendReceive(torch.zeros(4), -1), "with rank -1 of 3"),
+        ({"Broadcast": ((None, "chain:0"),)}, "use one of binomial, chain, builtin"),
+        ({"Broadcast": ((None, "doubling"),)}, "use one of binomial, chain, builtin"),
+        ({"Sum": ()}, "sort the steps by size, and end with None"),
+        ({"Sum": ((8, "ring"),)}, "sort the steps by size, and end with None"),
+        ({"Sum": ((9, "ring"), (8, "ring"), (None, "ring"))}, "sort the steps by size"),
+        ({"AllToAll": ((8, "direct"), (None, "builtin"))}, "use one algorithm for all sizes"),
     ],
 )
-def test_invalid_requests_are_rejected(request_of_three, message):
-    with pytest.raises(ValueError, match=message):
-        run_all(3, lambda rank: request_of_three())
-
-
-@pytest.mark.parametrize("name", ["fastest", "chain:0", "chain:", "ring:5", "doubling"])
-def test_unknown_algorithms_are_rejected(name):
-    with pytest.raises(ValueError, match="hint: use one of binomial, chain, builtin"):
-        Choices.always(Broadcast=name)
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (),
-        ((8, "ring"),),
-        ((None, "ring"), (None, "ring")),
-        ((9, "ring"), (8, "ring"), (None, "ring")),
-    ],
-)
-def test_choices_that_do_not_cover_all_sizes_are_rejected(steps):
-    with pytest.raises(ValueError, match="hint: sort the steps by size, and end with None"):
-        Choices({"Sum": steps})
-
-
-def test_the_algorithm_of_all_to_all_cannot_depend_on_the_size():
-    with pytest.raises(ValueError, match="hint: use one algorithm for all sizes"):
-        Choices({"AllToAll": ((8, "direct"), (None, "builtin"))})
+def test_choices_of_algorithms_that_do_not_exist_are_rejected(steps, hint):
+    with pytest.raises(ValueError, match=f"hint: {hint}"):
+        Choices(steps)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])

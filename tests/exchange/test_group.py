@@ -336,10 +336,3 @@ def test_a_worker_of_a_launcher_without_a_process_group_is_warned(monkeypatch):
 def test_a_rank_that_is_not_in_its_group_is_rejected(rank, world_size, error, message):
     with pytest.raises(error, match=f"^{message}\n\nhint: "):
         Group(rank, world_size)
-
-
-@pytest.mark.parametrize("backend", ["x", "", None, "NCCL"])
-def test_a_single_rank_rejects_an_unknown_backend(backend):
-    expected = f"^backend is {backend!r}\n\nhint: one of gloo, nccl, auto"
-    with pytest.raises(ValueError, match=expected), init_group(backend):
-        pass

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from limits import HANG_S, NEVER_S
 from processes import results
 from torch.distributed import HashStore, TCPStore
-from virtual_time import VirtualTime
 
 from gcnzc.exchange import (
     Group,
@@ -33,7 +32,6 @@ from gcnzc.exchange import (
     init_group,
     run,
 )
-from gcnzc.exchange.errors import explain, worker_lost
 from gcnzc.exchange.heartbeat import (
     Heartbeat,
     HeartbeatMonitor,
@@ -277,15 +275,6 @@ def test_a_message_that_cannot_be_started_is_a_lost_worker(monkeypatch):
             group.close()
 
 
-def test_a_rank_without_a_step_is_reported_without_one():
-    stopped = {1: Heartbeat(beat=3, step=None, activity="start", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, stopped).text
-    assert text == "rank 1 on here has stopped sending heartbeats; it was last at start"
-    running = {1: Heartbeat(beat=4, step=None, activity="start", host="here")}
-    text = describe_stopped_ranks(0, 2, range(2), stopped, running).text
-    assert text == "rank 1 on here is running and still at start"
-
-
 def test_the_first_cause_is_named_instead_of_the_ranks_that_it_ended():
     first = Heartbeat(3, 2, "training", "here", "ValueError: no such file")
     followed = Heartbeat(3, 2, "training", "here", "rank 2 on here ended: out of memory", True)
@@ -310,40 +299,6 @@ def test_a_rank_that_ended_because_this_one_was_slow_is_named(global_ranks):
     assert found.text.startswith(f"rank {other} ")
     assert found.text.endswith(f"on here ended, because {cause.text}")
     assert found.ranks == [other, own]
-
-
-def test_the_ranks_of_a_reason_are_written_for_the_others(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
-    store = HashStore()
-    slow, fast = (HeartbeatMonitor(store, rank, 2, "here") for rank in range(2))
-    slow.set_status(60, "training")
-    fast.set_status(100, "training")
-    failure = explain(fast, TimeoutError("no message"))
-    lost = worker_lost("rank 1", 1.0, 100, "Sum", failure, "start again")
-    fast.stop(lost.reason, is_follow_up=lost.is_follow_up, ranks=lost.reason_ranks)
-    text = slow.describe_failure().text
-    slow.stop()
-    assert text.startswith("rank 1 on here ended, because rank 0 on here is running and still")
-
-
-def test_a_failure_of_no_known_rank_is_reported_with_its_own_error(monkeypatch):
-    monitor = HeartbeatMonitor(HashStore(), 0, 1, "here")
-    ends, clock = threading.Event(), VirtualTime()
-    # the store accepts no heartbeats, or does not respond
-    for function, store_s, expected in (
-        (dict, 1000.0, "the store accepted no heartbeats in 1000 s"),
-        (ends.wait, 0.05, "the store does not respond"),
-    ):
-        monkeypatch.setattr(heartbeat, "time", clock)
-        monkeypatch.setattr(heartbeat, "STORE_S", store_s)
-        monkeypatch.setattr(monitor, "read_heartbeats", function)
-        failure = explain(monitor, RuntimeError("Connection reset"))
-        assert not failure.is_follow_up
-        assert failure.reason == (
-            f"unknown: {expected} (torch.distributed reports: Connection reset)"
-        )
-    ends.set()
-    monitor.stop()
 
 
 def leave_early(how):

@@ -33,15 +33,10 @@ def test_a_time_limit_of_numpy_is_a_number(seconds):
     ("changed", "expected"),
     [
         ({"RANK": "5"}, "RANK=5 with WORLD_SIZE=2"),
-        ({"RANK": "-1"}, "RANK=-1 with WORLD_SIZE=2"),
-        ({"RANK": "5", "WORLD_SIZE": "1"}, "RANK=5 with WORLD_SIZE=1"),
         ({"WORLD_SIZE": "0"}, "RANK=0 with WORLD_SIZE=0"),
         ({"RANK": "x"}, "the environment variable RANK is 'x'"),
-        ({"WORLD_SIZE": "2.0"}, "the environment variable WORLD_SIZE is '2.0'"),
         ({"MASTER_PORT": "x"}, "the environment variable MASTER_PORT is 'x'"),
-        ({"MASTER_PORT": ""}, "the environment variable MASTER_PORT is ''"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
         ({"LOCAL_WORLD_SIZE": "x"}, "the environment variable LOCAL_WORLD_SIZE is 'x'"),
     ],
 )

@@ -4,16 +4,12 @@ import random
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 from slow_cases import seeds
 
 from gcnzc.exchange import (
-    AllGather,
     AllGatherScalar,
-    AllToAll,
-    Broadcast,
     Choices,
     Compute,
     Crash,
@@ -21,7 +17,6 @@ from gcnzc.exchange import (
     Mean,
     Now,
     Receive,
-    ReduceScatter,
     Send,
     SendReceive,
     SizeOnly,
@@ -39,47 +34,6 @@ LINK = Link(bytes_per_s=1e6, delay_s=0.001, message_s=1e-4)
 
 def ask(request):
     return (yield request)
-
-
-def of_sizes(kind, make, world_size, rank):
-    """Return a request of a kind, whose values `make` creates from a shape."""
-    requests = {
-        "Sum": lambda: Sum(make(1003)),
-        "Mean": lambda: Mean(make((17, 40))),
-        "AllGather": lambda: AllGather(make(77)),
-        "ReduceScatter": lambda: ReduceScatter(make(24 * world_size)),
-        "AllToAll": lambda: AllToAll([make(5 + rank)] * world_size, list(range(5, 5 + world_size))),
-        "Broadcast": lambda: Broadcast(make((30, 1000)), world_size - 1),
-        "SendReceive": lambda: SendReceive(make((3, 4)), world_size - 1 - rank),
-    }
-    return requests[kind]()
-
-
-CASES = [
-    *((kind, name) for kind, names in ALGORITHMS.items() if kind != "AllGatherScalar"
-      for name in names),
-    ("Mean", "halving"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 16])
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_payloads_without_elements_take_the_same_time_and_bytes(kind, name, world_size):
-    choices = Choices.always(**{"Sum" if kind == "Mean" else kind: name})
-    outcomes = []
-    for make in (torch.zeros, SizeOnly):
-        algorithms = [ask(of_sizes(kind, make, world_size, rank)) for rank in range(world_size)]
-        outcomes.append(lockstep(algorithms, LINK, choices=choices))
-    real, sizes = outcomes
-    assert sizes.seconds == real.seconds
-    assert sizes.ledgers == real.ledgers
-    for one, other in zip(sizes.results, real.results, strict=True):
-        rows = (
-            [one, other] if isinstance(other, torch.Tensor) else list(zip(one, other, strict=True))
-        )
-        for found, expected in [rows] if isinstance(other, torch.Tensor) else rows:
-            assert tuple(found.shape) == tuple(expected.shape)
-            assert found.dtype == expected.dtype
 
 
 def test_messages_to_one_rank_share_its_incoming_bandwidth():
@@ -319,7 +273,7 @@ def random_run(seed):
     return outcome
 
 
-@pytest.mark.parametrize("part", seeds(5, 2))
+@pytest.mark.parametrize("part", seeds(5, 1))
 def test_random_schedules_with_crashes_end_with_right_means_or_clear_errors(part):
     first = 100 * part
     outcomes = [random_run(seed) for seed in range(first, first + 100)]
@@ -335,16 +289,6 @@ def test_ten_thousand_random_schedules_with_crashes():
         random_run(seed)
 
 
-def test_ranks_that_do_not_exist_are_refused():
-    def work():
-        yield Now()
-
-    with pytest.raises(ValueError, match=r"faults has rank 7, but there are 2 ranks\n\nhint: "):
-        lockstep([work(), work()], faults={7: [Crash(1.0)]})
-    with pytest.raises(ValueError, match=r"the pair \(0, 5\), but there are 2 ranks\n\nhint: "):
-        lockstep([work(), work()], links={(0, 5): Link()})
-
-
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -352,53 +296,21 @@ NAN, INFINITE = float("nan"), float("inf")
     ("make", "message"),
     [
         (lambda: Link.tcp(-1), "a link of -1 Mbit/s"),
-        (lambda: Link.tcp(NAN), "a link of nan Mbit/s"),
-        (lambda: Link(0), "a link with bytes_per_s=0"),
-        (lambda: Link(NAN), "a link with bytes_per_s=nan"),
         (lambda: Link("1e6"), "a link with bytes_per_s='1e6'"),
-        (lambda: Link(1e6, -0.1), "a link with delay_s=-0.1"),
         (lambda: Link(1e6, INFINITE), "a link with delay_s=inf"),
         (lambda: Link(1e6, 0, NAN), "a link with message_s=nan"),
-        (lambda: Link(in_bytes_per_s=-1), "a link with in_bytes_per_s=-1"),
         (lambda: Link(is_shared=True, buffer_bytes=-1), "a link with buffer_bytes=-1"),
         (lambda: Crash(NAN), "a Crash at nan s"),
-        (lambda: Crash(-1), "a Crash at -1 s"),
-        (lambda: Crash("a"), "a Crash at 'a' s"),
-        (lambda: SlowDown(NAN, 2), "a SlowDown at nan s"),
         (lambda: SlowDown(0, 2, -1), "a slow-down for -1 s"),
-        (lambda: SlowDown(0, 2, NAN), "a slow-down for nan s"),
         (lambda: SlowDown(0, "2"), "a slow-down by '2'"),
-        (
-            lambda: lockstep([ask(Compute(0.0))], faults={0: Crash(0)}),
-            "the faults Crash.* of a rank",
-        ),
         (lambda: lockstep([ask(Compute(0.0))], faults={0: [5]}), r"the faults \[5\] of a rank"),
+        (
+            lambda: lockstep([], faults={7: [Crash(1.0)]}),
+            "faults has rank 7, but there are 0 ranks",
+        ),
+        (lambda: lockstep([], links={(0, 5): Link()}), r"the pair \(0, 5\), but there are 0"),
     ],
 )
 def test_links_and_faults_are_checked(make, message):
     with pytest.raises(ValueError, match=message + ".*\n\nhint: "):
         make()
-
-
-def test_links_without_limits_and_crashes_that_never_happen_are_valid():
-    assert Link.tcp(INFINITE).bytes_per_s == INFINITE
-    assert lockstep(
-        [ask(Compute(0.0))], Link(np.float32(1e6)), faults={0: [Crash(INFINITE)]}
-    ).errors == [None]
-
-
-def test_a_crashed_rank_has_no_result():
-    def work(rank):
-        for _ in range(3):
-            yield Compute(0.01 * (1 + rank / 7))
-            yield Sum(torch.ones(500))
-        return "done"
-
-    has_crashed = 0
-    for milliseconds in range(1, 60):
-        faults = {3: [Crash(milliseconds / 1000)]}
-        found = lockstep([work(rank) for rank in range(6)], Link(1e6, 0.001), faults=faults)
-        expected = ["done" if error is None else None for error in found.errors]
-        assert found.results == expected
-        has_crashed += found.errors[3] is not None
-    assert has_crashed > 10

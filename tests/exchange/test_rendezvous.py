@@ -76,11 +76,6 @@ def test_a_failed_round_does_not_affect_the_next(clock):
     assert len(set(join_all(clock, store, range(3), 3).values())) == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_rounds_of_any_number_of_ranks(world_size, clock):
-    assert len(set(join_all(clock, HashStore(), range(world_size), world_size).values())) == 1
-
-
 def test_all_ranks_report_the_missing_rank_and_not_those_that_wait_for_it(clock):
     store, found = HashStore(), {}
 

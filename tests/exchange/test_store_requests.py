@@ -173,19 +173,6 @@ def test_requests_take_time():
     assert times == pytest.approx([STORE_S] * 3 + [0.5 + STORE_S])
 
 
-def test_a_wait_ends_half_a_request_after_the_key_is_set():
-    def wait():
-        value = yield WaitForKey("a", 60.0)
-        return value, (yield Now())
-
-    def set_key():
-        yield Compute(1.0)
-        yield CompareAndSet("a", b"", b"1")
-
-    value, at = lockstep([wait(), set_key()], store_s=STORE_S).results[0]
-    assert (value, at) == (b"1", pytest.approx(1.0 + STORE_S))
-
-
 def test_ranks_at_the_same_time_take_turns():
     """Each rank announces, and reads: all of them see all announcements."""
 
@@ -238,50 +225,6 @@ def test_a_wait_names_a_process_that_has_ended(tmp_path):
     assert "rank 1" in text
 
 
-@pytest.mark.parametrize(
-    ("request_", "text"),
-    [
-        (CompareAndSet("a", b"1", b""), "CompareAndSet of the key a to an empty value"),
-        (CompareAndSet("a", b"", bytes(2**22 + 1)), "with a value of 4,194,305 bytes"),
-        (WaitForKey("a", -1.0), "a wait of -1.0 s for the key a"),
-        (WaitForKey("a", float("nan")), "a wait of nan s for the key a"),
-        (WaitForKey("a", "b"), "a wait of 'b' s for the key a"),
-        (
-            CompareAndSet("a", b"", "text"),
-            "CompareAndSet of the key a with a value of the type str",
-        ),
-        (
-            CompareAndSet("a", None, b"1"),
-            "CompareAndSet of the key a with a value of the type None",
-        ),
-        (CompareAndSet("é" * 2049, b"", b"1"), "CompareAndSet with the key .* of 4,098 bytes"),
-        (WaitForKey("k" * 100_000), "WaitForKey with the key 'kkk.* of 100,000 bytes"),
-        (ReadKeys(["a", "k" * 5000]), "ReadKeys with the key 'kkk.* of 5,000 bytes"),
-        (DeleteKeys(["k" * 5000]), "DeleteKeys with the key 'kkk.* of 5,000 bytes"),
-        (ReadKeys("abc"), "ReadKeys of the keys 'abc'\n\nhint: give a list"),
-        (DeleteKeys("abc"), "DeleteKeys of the keys 'abc'\n\nhint: give a list"),
-        (ReadKeys(5), "ReadKeys of the keys 5\n\nhint: give a list"),
-        (ReadKeys([b"k"]), "ReadKeys with the key b'k' of the type bytes"),
-        (WaitForKey(None), "WaitForKey with the key None of the type NoneType"),
-        (CompareAndSet("\ud800", b"", b"1"), "CompareAndSet with the key .* which UTF-8 cannot"),
-    ],
-)
-def test_invalid_requests_are_rejected(request_, text):
-    def ask():
-        yield request_
-
-    with pytest.raises(ValueError, match=text):
-        lockstep([ask()])
-    with pytest.raises(ValueError, match=text):
-        run(ask(), Group())
-
-
-@pytest.mark.parametrize("store_s", [-0.1, float("inf"), float("nan")])
-def test_the_time_of_a_request_is_finite(store_s):
-    with pytest.raises(ValueError, match="requests to the store that take"):
-        lockstep([elect(0, 1)], store_s=store_s)
-
-
 def count(rank, steps, choose):
     """Add to a counter by compare-and-set."""
     value = b""
@@ -296,7 +239,7 @@ def count(rank, steps, choose):
     return (yield ReadKeys(["counter"]))
 
 
-@pytest.mark.parametrize("seed", seeds(50, 15))
+@pytest.mark.parametrize("seed", seeds(50, 5))
 def test_no_increment_is_lost(seed):
     choose = random.Random(seed)
     world_size, steps = choose.randint(1, 5), choose.randint(1, 5)

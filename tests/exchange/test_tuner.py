@@ -8,7 +8,7 @@ from processes import results
 from gcnzc.exchange import AllGatherScalar, Choices, Link, Tuning, init_group, lockstep, tune
 from gcnzc.exchange.measure import make_request, time_algorithms
 from gcnzc.exchange.requests import yield_request
-from gcnzc.exchange.tuner import KINDS, SIZES, candidates, measure
+from gcnzc.exchange.tuner import KINDS, SIZES, measure
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e7
 LINK = Link(bytes_per_s=BYTES_PER_S, delay_s=ALPHA_S)
@@ -142,32 +142,6 @@ def test_measuring_stays_within_the_budget(budget_s):
     assert set(times["Sum"]) == set(SIZES)
 
 
-def test_an_algorithm_that_is_fast_only_once_is_not_chosen():
-    measurements = {}
-
-    def timer(kind, size, names, rounds):
-        measurements[size] = measurements.get(size, 0) + 1
-        # in the first measurement of 64 KiB doubling is fast
-        fast = 0.5 if (size, measurements[size]) == (64 << 10, 1) else 2.0
-        seconds = {"doubling": 0.5 if size < 1024 else fast, "halving": 3.0, "ring": 3.0}
-        return [seconds.get(name, 1.0) for name in names], 0.0
-
-    tuning = Tuning(measure(timer, {"Sum": [64, 64 << 10]}, 8, 600.0))
-    assert tuning.choices.find_for_size("Sum", 64, 8) == "doubling"
-    assert tuning.choices.find_for_size("Sum", 64 << 10, 8) == "builtin"
-    assert tuning.times["Sum"][64 << 10]["doubling"] == 2.0
-
-
-def test_sizes_that_were_not_measured_have_a_choice():
-    times = {64: {"doubling": 1.0, "builtin": 2.0}, 800_000: {}}
-    assert Tuning({"Sum": times}).choices.steps["Sum"] == (
-        (512, "doubling"),
-        (None, "default"),
-    )
-    times = {1 << 20: {"binomial": 2.0, "chain:65536": 1.0, "builtin": 5.0}}
-    assert Tuning({"Broadcast": times}).choices.steps["Broadcast"] == ((None, "chain:65536"),)
-
-
 def test_smaller_sizes_are_probed_before_a_large_one():
     timer = FormulaTimer({})
     times = measure(timer, {"Sum": [800_000]}, 8, 60.0)
@@ -181,14 +155,6 @@ def test_smaller_sizes_are_probed_before_a_large_one():
     timer = FormulaTimer({})
     assert measure(timer, {"Sum": [1 << 30]}, 8, 2.0) == {"Sum": {1 << 30: {}}}
     assert timer.spent_s < 2.0
-
-
-def test_chains_are_candidates_with_a_moderate_number_of_pieces():
-    assert candidates("Broadcast", 16 << 10, 8) == ["binomial", "builtin", "chain:8192"]
-    assert candidates("Broadcast", 16 << 20, 8) == ["binomial", "builtin", "chain:262144"]
-    # two ranks have no chain
-    assert candidates("Broadcast", 16 << 20, 2) == ["binomial", "builtin"]
-    assert "chain" not in candidates("Sum", 16 << 20, 8)
 
 
 def tune_twice(folder):

@@ -1,9 +1,6 @@
 """Feature caches: predicted hit rates are correct, and cached tables gather the same rows."""
 
 import pickle
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,20 +106,6 @@ def test_predicted_hit_rates_agree_with_measured_ones_on_real_graphs(
     check_prediction(*graphs(name, shared_data), fanouts, batch_size)
 
 
-@pytest.mark.parametrize("kind", ["planted", "rmat"])
-def test_few_minibatches_do_not_overestimate_the_hit_rate(kind, graphs):
-    graph, seeds = graphs(kind)
-    found = check_prediction(graph, seeds, [5, 5], 64, batches=20)
-    # the minibatches that choose a set look well on it: they would promise far too much
-    counted = presampling.presample(graph, seeds, [5, 5], 64, batches=20)
-    counts = counted.halves[0] + counted.halves[1]
-    flattered = access_counts.compute_hit_rates(
-        access_counts.rank_by_score(counts), counts, sizes_of(graph)
-    )
-    measured = found["presampled"][1]
-    assert max(one - other for one, other in zip(flattered, measured, strict=True)) > 0.03
-
-
 def test_few_minibatches_do_not_rank_by_chance(graphs):
     graph, seeds = graphs("rmat")
     counted = presampling.presample(graph, seeds, [5, 5], 64, batches=4)
@@ -187,20 +170,6 @@ def test_presampled_minibatches_differ_from_the_runs_and_from_each_other(small, 
     assert len(set(epochs)) == len(set(batches)) == 140
     runs = {tuple(b.seeds.tolist()) for b in Loader(graph, None, seeds, [5], 64, seed=3)}
     assert runs.isdisjoint(batches)
-
-
-def test_a_presampled_epoch_covers_all_training_nodes(small):
-    # an epoch of one minibatch: every training node is in each
-    graph, seeds = small
-    counted = presampling.presample(graph, seeds, [2], batch_size=len(seeds), batches=6)
-    assert all((half[seeds] == 3).all() for half in counted.halves)
-    fresh = count_accesses(Loader(graph, None, seeds, [2], len(seeds)), 3)
-    assert (fresh[seeds] == 3).all()
-    (predicted,) = counted.hit_rates([len(seeds)])
-    (measured,) = access_counts.compute_hit_rates(
-        access_counts.rank_by_score(counted.scores), fresh, [len(seeds)]
-    )
-    assert abs(predicted - measured) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -353,27 +322,6 @@ def test_a_loader_with_a_cache_counts_hits(threads, small):
     ) == [counters.hit_rate]
 
 
-class Slow(int):
-    """A number that others have time to come between while it is added."""
-
-    def __radd__(self, other):
-        time.sleep(0.001)
-        return int(other) + int(self)
-
-
-def test_threads_count_all_hits():
-    tally, begin = cache_counters.Tally(), threading.Barrier(8)
-
-    def add_often(_):
-        begin.wait()
-        for _ in range(10):
-            tally.add(Slow(3), Slow(2))
-
-    with ThreadPoolExecutor(8) as executor:
-        list(executor.map(add_often, range(8)))
-    assert tally.read() == (240, 160)
-
-
 def test_gathers_on_a_gpu_read_the_copies(device):
     rows = torch.randn(200, 30)
     table = FeatureTable(rows if device.type == "cpu" else rows.pin_memory())
@@ -385,16 +333,6 @@ def test_gathers_on_a_gpu_read_the_copies(device):
         assert torch.equal(mine.gather(ids.to(device, kind)).cpu(), before[ids])
     counters = mine.counters()
     assert (counters.rows, counters.hits) == (1000, 2 * int(torch.isin(ids, mine.cached_ids).sum()))
-
-
-def test_hits_on_several_streams_add_up():
-    tally = cache_counters.Tally()
-    for _ in range(3):
-        tally.add(5, torch.tensor(2))
-    tally.add(4, 1)
-    assert tally.read() == (19, 7)
-    tally.reset()
-    assert tally.read() == (0, 0)
 
 
 # bytes beside a copy are no codes: they are multiplied too, and then dropped
@@ -446,19 +384,6 @@ def test_a_sharded_cache_gathers_the_same_rows(dtype, gpus, small):
     mine.reset_counters()
     assert mine.counters() == cache_counters.CacheCounters(0, 0, row_bytes)
     assert mine.counters().own_hit_rate == 0.0
-
-
-def test_a_cache_on_one_gpu_is_not_sharded():
-    table, scores = FeatureTable(torch.randn(50, 3)), torch.rand(50)
-    for mine in (
-        gcnzc.cached(table, 0.2, scores, devices=["cpu"]),
-        (share := gcnzc.cached_share(table, 0.2, scores, rank=0, world_size=1, device="cpu")).join(
-            [share.handle]
-        ),
-    ):
-        mine.gather(torch.arange(50))
-        assert mine.counters() == cache_counters.CacheCounters(50, 10, 12, peer_hits=0)
-        assert mine.gpus == 1
 
 
 @pytest.mark.triton

@@ -112,19 +112,6 @@ def test_gpus_without_peer_access_are_rejected(far, monkeypatch):
     assert driver.calls == []
 
 
-@pytest.mark.usefixtures("peer_access")
-def test_a_driver_that_refuses_peer_access_is_reported():
-    devices, driver = (
-        [torch.device("cuda", number) for number in (0, 1)],
-        FakePeers({"enable_peer": 217}),
-    )
-    with pytest.raises(RuntimeError) as error:
-        peer_memory.make_sharded_rows(rows_of(), torch.arange(5), devices, driver)
-    what, hint = str(error.value).split("\n\nhint: ")
-    assert what == "cuda:0 cannot read the memory of cuda:1: CUDA_ERROR_NUMBER (217)"
-    assert "a separate cache on each GPU" in hint
-
-
 @pytest.mark.triton
 @pytest.mark.usefixtures("peer_access")
 def test_wrong_bytes_from_a_peer_are_detected(monkeypatch):
@@ -133,13 +120,6 @@ def test_wrong_bytes_from_a_peer_are_detected(monkeypatch):
         RuntimeError, match=f"{DEVICE}.* reads rows from the GPU of rank 0 that differ"
     ):
         peer_memory.make_sharded_rows(rows_of(), torch.arange(5), [DEVICE, DEVICE], FakePeers())
-
-
-def test_too_little_gpu_memory_is_reported():
-    with pytest.raises(
-        RuntimeError, match=rf"for cached rows on {DEVICE}: CUDA_ERROR_NUMBER \(2\)\n\nhint"
-    ):
-        shares_of(rows_of(), torch.arange(5), 2, FakePeers({"allocate": 2}))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 5])

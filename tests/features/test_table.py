@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import mmap
 import os
 import platform
 import time
@@ -201,14 +200,6 @@ def test_invalid_codes_and_scales_are_rejected():
             FeatureTable.quantized(rows)
 
 
-def test_sizes_of_a_sparse_table():
-    table = FeatureTable(sparse(torch.eye(4)[:, :3].contiguous()))
-    assert table.is_sparse
-    assert table.row_bytes == 12
-    assert table.nbytes == 5 * 8 + 3 * 8 + 3 * 4
-    assert "sparse" in repr(table)
-
-
 @pytest.mark.parametrize("make", [lambda rows: rows, sparse])
 def test_gathers_return_the_rows(make):
     rows = torch.randn(50, 9)
@@ -248,11 +239,6 @@ def test_tensors_that_are_no_table_are_rejected(rows, words):
         FeatureTable(rows)
 
 
-def test_sparse_tables_of_float64_are_rejected():
-    with pytest.raises(ValueError, match=r"(?s)float32 on the host, not torch.float64.*hint: "):
-        FeatureTable(sparse(torch.eye(3, dtype=torch.float64)))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 @pytest.mark.parametrize("make", [lambda rows: rows, sparse])
 def test_pinned_does_nothing_without_cuda(make):
@@ -267,15 +253,6 @@ def test_pinned_locks_in_place_and_unlocks(cuda):
     with pinned(rows) as table:
         assert table.rows is rows
         assert driver.is_covered(*span_of(rows))
-    assert driver.ranges == {}
-
-
-def test_pinned_accepts_a_table(cuda):
-    driver = cuda(FakeDriver())
-    table = FeatureTable(torch.zeros(1000, 80))
-    with pinned(table) as same:
-        assert same is table
-        assert driver.is_covered(*span_of(table.rows))
     assert driver.ranges == {}
 
 
@@ -320,16 +297,6 @@ def test_a_locked_table_is_copied_to_a_gpu(cuda, whole_pages, segment_pages, dty
     assert torch.equal(FeatureTable(rows).to("cuda").rows, rows)
 
 
-def test_a_locked_table_is_one_copy_for_torch_itself(cuda):
-    cuda(FakeDriver())
-    # wherever a table begins on its page
-    memory = torch.arange(40_000.0)
-    for offset in range(0, 1024, 112):
-        rows = memory[offset : offset + 5 * 1024].view(-1, 5)
-        with pinned(rows):
-            assert torch.equal(rows.to("cuda"), rows)
-
-
 def test_neighbours_of_a_locked_table_are_copied_by_torch_itself(cuda):
     cuda(FakeDriver())
     memory = torch.arange(40_000.0)
@@ -344,13 +311,6 @@ def test_neighbours_of_a_locked_table_are_copied_by_torch_itself(cuda):
         assert torch.equal(copy_to(memory, "cuda"), memory)
         there = torch.empty_like(memory, device="cuda")
         assert torch.equal(copy_into(there, memory, non_blocking=True), memory)
-
-
-def test_padded_rows_are_copied_to_a_gpu(cuda):
-    cuda(FakeDriver(), 1)
-    rows = torch.arange(40_000.0).view(400, 100)[:, 3:60]
-    with pinned(rows) as table:
-        assert torch.equal(table.to("cuda").rows, rows)
 
 
 class Staged(torch.overrides.TorchFunctionMode):
@@ -418,38 +378,12 @@ def test_writable_memory_is_not_copied(cuda, code, caplog):
     assert driver.ranges == {}
 
 
-def test_pinned_checks_the_memory_before_it_locks(cuda, monkeypatch):
-    driver = cuda(FakeDriver())
-    # never written, so that none of it is there
-    rows = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.float32).view(-1, 64)
-    with pinned(torch.zeros(3, 2)):
-        calls = len(driver.calls)
-        monkeypatch.setattr(page_lock, "available_bytes", lambda: 1000)
-        words = (
-            r"1,048,576 bytes needs 1,048,576 bytes of memory, but 1,000 are available\n\nhint: "
-        )
-        with pytest.raises(RuntimeError, match=words), pinned(rows):
-            pytest.fail("nothing is locked here")
-        assert len(driver.calls) == calls
-
-
 def test_pinned_does_not_lock_empty_tables_or_tables_on_a_gpu(cuda):
     driver = cuda(FakeDriver())
     for rows in (torch.zeros(0, 4), torch.zeros(4, 0), torch.zeros(4, 4, device="meta")):
         with pinned(rows) as table:
             assert table.rows is rows
     assert driver.calls == []
-
-
-def test_pinned_does_not_lock_memory_that_is_locked_already(cuda):
-    driver = cuda(FakeDriver())
-    rows = torch.zeros(1000, 80)
-    address, num_bytes = span_of(rows)
-    driver.foreign[address] = address + num_bytes
-    with pinned(rows) as table:
-        assert table.rows is rows
-        assert driver.ranges == {}
-    assert driver.foreign == {address: address + num_bytes}
 
 
 def test_pinned_rejects_a_sparse_table_for_a_gpu(cuda):
@@ -468,12 +402,6 @@ def test_a_read_only_map_is_locked_in_place_where_the_driver_can(cuda, stored, c
         assert {call[3] for call in driver.named("lock")[1:]} == {True}
     assert driver.ranges == {}
     assert caplog.messages == []
-
-
-def test_writable_memory_is_not_locked_as_read_only(cuda):
-    driver = cuda(FakeDriver(read_only_code=801))
-    with pinned(torch.zeros(1000, 80)):
-        assert {call[3] for call in driver.named("lock")} == {False}
 
 
 def shared_memory():
@@ -624,21 +552,6 @@ def test_a_driver_that_locks_a_page_but_not_the_table_is_reported(cuda, caplog, 
     ]
 
 
-def test_a_lost_gpu_does_not_hide_the_error_of_the_body(cuda, caplog):
-    driver = cuda(FakeDriver())
-
-    def lose():
-        driver.lost = RuntimeError("unspecified launch failure")
-        raise RuntimeError("a kernel failed")
-
-    with pytest.raises(RuntimeError, match="a kernel failed") as raised, pinned(torch.zeros(3, 2)):
-        lose()
-    assert raised.value.args == ("a kernel failed",)
-    notes = getattr(raised.value, "__notes__", caplog.messages)
-    assert notes == ["CUDA failed to synchronize: unspecified launch failure"]
-    assert driver.ranges == {}
-
-
 def test_can_read_host_checks_the_gpu(cuda):
     if not torch.cuda.is_available():
         assert not can_read_host("cuda")
@@ -743,23 +656,6 @@ def test_a_gpu_gathers_from_shared_memory(device):
         ids = torch.tensor([2999, 0], device=device)
         assert torch.equal(table.gather(ids).cpu(), rows[[2999, 0]])
     assert not rows.is_pinned()
-
-
-@pytest.mark.gpu
-def test_the_gpu_of_this_machine_reads_host_memory(device):
-    assert can_read_host(device)
-
-
-@pytest.mark.gpu
-def test_a_gpu_gathers_pinned_rows(device):
-    rows = torch.randn(5, 3, device=device)
-    with pinned(rows) as table:
-        assert table.gather(torch.tensor([4], device=device)).tolist() == rows[4:].tolist()
-
-
-def test_complex_rows_are_rejected():
-    with pytest.raises(ValueError, match="a table of features has real values"):
-        FeatureTable(torch.empty(3, 2, dtype=torch.complex64))
 
 
 def test_arrays_without_rows_are_tables():

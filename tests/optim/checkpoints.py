@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 from optim.kinds import KINDS
+from optim.local import gradients_of
 from optim.models import Everything, batches
-from optim.replicas import gradients_of
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -5,15 +5,18 @@ from functools import partial
 
 import torch
 
-from gcnzc.compress import Blocks, RandomK, Sign, Threshold
+from gcnzc.compress import Blocks, Dense, RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
     DropCompute,
     LocalSGD,
+    MuLoCo,
+    Muon,
     OneBitAdam,
     OneBitLamb,
+    SparseLoCo,
     Strategy,
     StreamingDiLoCo,
     ZeroOneAdam,
@@ -152,3 +155,53 @@ EVERY_STEP = AVERAGED | REPLICATED
 FIXED_LAYOUT = REPLICATED | ZERO_ONE_LOCAL | LOCAL
 """which refuse parameters that are frozen or unfrozen later"""
 KINDS = AVERAGED | FIXED_LAYOUT
+
+HALF, SIGN = Dense(torch.float16), Sign(block=64)
+EAGER = {"gap": "none", "eager": 0.5}
+
+
+def of_muon(kind):
+    return lambda model, group, **options: kind(
+        Muon(model.parameters(), lr=0.01), group, local_steps=3, **options
+    )
+
+
+# other options of local strategies, with other states and messages
+LOCAL_VARIANTS = {
+    "local-sgd half": local(LocalSGD, compress=HALF),
+    "local-sgd sign": local(LocalSGD, compress=SIGN),
+    "local-sgd block": local(LocalSGD, compress=RandomBlock(0.3)),
+    "local-sgd muon": of_muon(LocalSGD),
+    "diloco half": local(DiLoCo, compress=HALF),
+    "diloco sign": local(DiLoCo, compress=SIGN),
+    "muloco": of_muon(MuLoCo),
+    "sparseloco": local(SparseLoCo, compress=TopK.sparse_loco(0.1)),
+    "streaming half": local(StreamingDiLoCo, fragments=5, delay=3, compress=HALF),
+    "streaming sign": local(StreamingDiLoCo, fragments=2, delay=3, compress=SIGN),
+    "streaming random": local(
+        StreamingDiLoCo, fragments=3, delay=2, compress=Blocks("int4", stochastic=True)
+    ),
+    "streaming topk": local(StreamingDiLoCo, fragments=2, compress=TopK(0.2, "layer")),
+    "co2 in sync": local(CO2, eager=0.0),
+    "co2 half": local(CO2, eager=0.0, compress=HALF),
+    "co2 at once": local(CO2, eager=0.0, delay=0, sharded=True),
+    "co2 eager": local(CO2, **EAGER),
+    "co2 eager sharded": local(CO2, **EAGER, sharded=True),
+    "co2 eager sign": local(CO2, **EAGER, compress=SIGN),
+    "a2cid2 plain": strategy(a2cid2, eta=0.0, topology="complete"),
+    "a2cid2 random": strategy(a2cid2, gossip_rate=1.5, matching="random", seed=3),
+    "saps measured": strategy(saps, density=0.25, probe_interval=3),
+    "selsync sign": strategy(selsync, window=3, threshold=0.3, decay=0.1, compress=SIGN),
+}
+VARIANTS = LOCAL_VARIANTS | {
+    "fedglomo of one participant": with_closure(fedglomo, local_steps=3, participants=1),
+    "averaged topk": averaged(TopK(0.1, "layer", "int2")),
+    "averaged refreshed threshold": averaged(Threshold(0.1, refresh=3)),
+    "onebit-adam refresh": replicated(OneBitAdam, warmup=4, refresh=3),
+    "onebit-adam topk": replicated(OneBitAdam, warmup=2, compress=TopK(0.2, "layer")),
+    "onebit-adam automatic": replicated(OneBitAdam, warmup=None, betas=(0.9, 0.5)),
+    "onebit-lamb refresh": replicated(OneBitLamb, warmup=4, reactivate="refresh"),
+}
+CASES = KINDS | VARIANTS
+"""all, with options that have other states or messages"""
+LOCAL_CASES = LOCAL | ZERO_ONE_LOCAL | LOCAL_VARIANTS

@@ -1,12 +1,11 @@
 """Workers that train one model on shares of the rows, stepping on their own."""
 
-import copy
 import io
 
 import torch
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.exchange import Group, init_group, lockstep
+from gcnzc.exchange import Group, lockstep
 from gcnzc.optim.local.sync_interval import Clocks
 
 
@@ -90,69 +89,3 @@ def saved(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def check_resuming_at_every_step(make, world_size, end, **options):
-    """Training that goes on from any step's states ends as the training that went on."""
-    models, optimizers = team(world_size, make, **options)
-    states = {}
-
-    def keep(rank):
-        def each(number):
-            states[number, rank] = saved(optimizers[rank].state_dict())
-
-        return each
-
-    pairs = enumerate(zip(models, optimizers, strict=True))
-    lockstep([taught(*pair, end, each=keep(rank)) for rank, pair in pairs])
-    # the same, if nobody asks for states
-    undisturbed, others = team(world_size, make, **options)
-    train(undisturbed, others, end)
-    for model, other in zip(models, undisturbed, strict=True):
-        assert torch.equal(vector_of(model), vector_of(other))
-    for number in range(1, end):
-        again, optimizers = team(world_size, make, **options)
-        for rank, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict(copy.deepcopy(states[number, rank]))
-        train(again, optimizers, end, number)
-        for model, other in zip(again, models, strict=True):
-            assert torch.equal(vector_of(model), vector_of(other)), number
-
-
-def as_worker(makers, steps):
-    """A worker's whole training with each of several optimizers, over a real process group."""
-    with init_group() as group:
-        return [_trained_over(make, group, steps) for make in makers]
-
-
-def _trained_over(make, group, steps):
-    model = Everything()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(group.rank * parameter.requires_grad)
-    optimizer = make(adamw(model.parameters()), group)
-    for number, rows in enumerate(batches(steps)):
-        gradients_of(model, optimizer, rows)
-        optimizer.step()
-        if number == steps // 2:
-            state = saved(optimizer.state_dict())
-            own = optimizer.average_parameters()
-            averaged = vector_of(model)
-            optimizer.restore_parameters(own)
-            optimizer.load_state_dict(state)
-    before = vector_of(model)
-    optimizer.finalize()
-    return averaged, before, vector_of(model)
-
-
-def check_processes_as_lockstep(found, make, steps):
-    """`found` of `as_worker` on each process is what workers in one process come to."""
-    models, optimizers = team(len(found), make, adamw)
-    train(models, optimizers, steps)
-    for (_, before, _), model in zip(found, models, strict=True):
-        assert torch.equal(before, vector_of(model))
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-    for averaged, _, after in found:
-        assert torch.equal(after, vector_of(models[0]))
-        assert torch.equal(averaged, found[0][0])

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from gcnzc.exchange import Group, init_group, run
+from gcnzc.exchange import Group
 from gcnzc.optim import Averaged
 
 ROWS, COLUMNS = 200, 5
@@ -56,15 +56,3 @@ def train_on_shares(model, inner, rank, world_size, steps, group=None):
         loss_of(model, share).backward()
         optimizer.weight = len(share) * world_size / len(rows)
         yield from optimizer.algorithm()
-
-
-def train_as_worker(steps):
-    with init_group() as group:
-        model = Everything()
-        inner = torch.optim.Adam(model.parameters(), lr=0.01)
-        run(train_on_shares(model, inner, group.rank, group.world_size, steps, group), group)
-        requests = {kind: entry.requests for kind, entry in group.ledger.entries.items()}
-        # of the beginning
-        requests["AllGatherScalar"] -= 1
-        del requests["Broadcast"]
-        return model.state_dict(), requests

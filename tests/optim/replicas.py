@@ -1,11 +1,11 @@
 """Workers whose copies of one model stay alike at every step, and their training."""
 
-import io
-
 import torch
-from optim.models import Everything, batches, loss_of
+from optim.local import saved as from_file
+from optim.local import taught
+from optim.models import Everything
 
-from gcnzc.exchange import Group, init_group, lockstep, run
+from gcnzc.exchange import Group, init_group, run
 from gcnzc.optim import OneBitAdam
 
 
@@ -19,28 +19,6 @@ def team(world_size, dtype=torch.float32, **options):
     return models, optimizers
 
 
-def gradients_of(model, optimizer, rows):
-    """What a worker's loop does before a step, with its share of the rows."""
-    rank, world_size = optimizer.group.rank, optimizer.group.world_size
-    share = rows[len(rows) * rank // world_size : len(rows) * (rank + 1) // world_size]
-    optimizer.zero_grad()
-    loss_of(model, share).backward()
-    optimizer.weight = len(share) * world_size / len(rows)
-
-
-def taught(model, optimizer, end, begin=0):
-    """Steps of one worker, as an algorithm."""
-    for rows in batches(end)[begin:]:
-        gradients_of(model, optimizer, rows)
-        yield from optimizer.algorithm()
-
-
-def train(models, optimizers, end, begin=0):
-    """Steps of all workers."""
-    pairs = zip(models, optimizers, strict=True)
-    return lockstep([taught(model, optimizer, end, begin) for model, optimizer in pairs])
-
-
 def values_of(model):
     """(n,) float64: all that is trained."""
     return torch.cat([p.detach().double().view(-1) for p in model.parameters() if p.requires_grad])
@@ -48,10 +26,7 @@ def values_of(model):
 
 def saved(optimizer):
     """A state that went through a file."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return from_file(optimizer.state_dict())
 
 
 def tensors_of(optimizer):

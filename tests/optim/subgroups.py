@@ -2,10 +2,9 @@
 
 import torch
 from exchange.cases import everything
-from optim.local import adamw, vector_of
-from optim.local import taught as taught_locally
+from optim.local import adamw, taught, vector_of
 from optim.models import Everything
-from optim.replicas import taught, values_of
+from optim.replicas import values_of
 from torch import distributed
 
 from gcnzc.exchange import Choices, current_group, init_group, run
@@ -65,7 +64,7 @@ def train_in_subgroups():
             message = str(error)
         again = current_group().subgroup(distributed.get_process_group_ranks(raw))
         optimizer = streaming(model, again)
-        run(taught_locally(model, optimizer, STEPS), again)
+        run(taught(model, optimizer, STEPS), again)
         optimizer.finalize()
         values.append(vector_of(model))
         again.close()

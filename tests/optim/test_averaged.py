@@ -1,15 +1,12 @@
-import copy
-
 import pytest
 import torch
-from optim.models import Everything, batches, loss_of, train_as_worker, train_on_shares
-from processes import results
+from optim.models import Everything, batches, loss_of, train_on_shares
 from torch import nn
 
 from gcnzc.exchange import Choices, Group, Link, lockstep
 from gcnzc.exchange.algorithms import ALGORITHMS
-from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, check_same, synchronize_buffers
-from gcnzc.optim import Averaged, resize_state
+from gcnzc.exchange.sync import all_gather_text, broadcast_bytes, check_same
+from gcnzc.optim import Averaged
 
 WORLDS = [1, 2, 3, 4, 8]
 STEPS = 12
@@ -51,27 +48,6 @@ def test_ranks_on_shards_of_a_minibatch_equal_one_rank_on_all_of_it(inner, world
             assert torch.equal(found, first)
 
 
-def test_states_without_compression_serve_another_number_of_ranks():
-    models = [Everything() for _ in range(2)]
-    old = [
-        Averaged(INNER["adam"](model.parameters()), Group(rank, 2))
-        for rank, model in enumerate(models)
-    ]
-    for model, rows in zip(models, batches(2), strict=True):
-        loss_of(model, rows).backward()
-    lockstep([optimizer.algorithm() for optimizer in old])
-    states = [optimizer.state_dict() for optimizer in old]
-    for rank in range(3):
-        optimizer = Averaged(INNER["adam"](Everything().parameters()), Group(rank, 3))
-        optimizer.load_state_dict(resize_state(states, rank, 3))
-        found, expected = optimizer.state_dict()["state"], states[0]["state"]
-        assert optimizer.steps == 1
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key]["exp_avg"], expected[key]["exp_avg"]) for key in found)
-    with pytest.raises(ValueError, match=r"states of ranks \[\](?s:.*)\n\nhint: "):
-        resize_state([], 0, 3)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_sparse_embedding_stays_sparse(world_size):
     sgd = lambda params: torch.optim.SGD(params, lr=0.05)  # noqa: E731
@@ -87,22 +63,6 @@ def test_a_sparse_embedding_stays_sparse(world_size):
         assert model.table.weight.grad.is_sparse
         for found, right in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-12)
-
-
-def test_over_processes_as_in_lockstep(tmp_path):
-    found = results(3, tmp_path, train_as_worker, STEPS)
-    models = [Everything() for _ in range(3)]
-    lockstep(
-        [
-            train_on_shares(model, INNER["adam"](model.parameters()), rank, 3, STEPS)
-            for rank, model in enumerate(models)
-        ]
-    )
-    for rank, (state, requests) in enumerate(found):
-        for name, right in models[rank].state_dict().items():
-            assert torch.equal(state[name], right)
-        # the layouts' hash, and the kinds, once; then one message a step
-        assert requests == {"Mean": STEPS, "AllGatherScalar": 1, "AllGather": 1}
 
 
 def one_step(models, inner=INNER["sgd"]):
@@ -138,57 +98,6 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_not_updated():
     one_step(models, INNER["adamw"])
     assert all(model.bias.grad is None for model in models)
     assert torch.equal(models[0].bias, before)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(bad):
-    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
-    # with which all begin
-    first = copy.deepcopy(list(models[0].parameters()))
-    models[1].weight.grad[0, 1] = bad
-    optimizers, _ = one_step(models, INNER["adam"])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        assert all(map(torch.equal, model.parameters(), first))
-        assert not optimizer.state
-        assert optimizer.skipped == 1
-        assert (
-            optimizer.skip_reason
-            == "elements of the gradient that are not finite or too large: rank 1 has 1"
-        )
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_single_rank_skips_a_step_that_is_not_finite_too(bad, sparse):
-    model = nn.Embedding(4, 2, sparse=sparse)
-    before = model.weight.detach().clone()
-    inner = torch.optim.SparseAdam if sparse else torch.optim.Adam
-    optimizer = Averaged(inner(list(model.parameters()), lr=0.1), Group())
-    for scale, skipped in [(1.0, 0), (bad, 1), (1.0, 1)]:
-        optimizer.zero_grad()
-        (scale * model(torch.tensor([1, 2])).sum()).backward()
-        optimizer.step()
-        assert optimizer.skipped == skipped
-        assert (optimizer.skip_reason == "a gradient is not finite or too large") == (scale is bad)
-    assert optimizer.steps == 2
-    assert model.weight.isfinite().all()
-    assert not torch.equal(model.weight[1], before[1])
-
-
-def test_signals_of_one_rank_reach_all_ranks():
-    models = [with_gradients(nn.Linear(2, 2), 1.0) for _ in range(3)]
-    optimizers = [
-        Averaged(INNER["sgd"](model.parameters()), Group(rank, 3), 2)
-        for rank, model in enumerate(models)
-    ]
-    for signals in ([False, False], [False, True], [True, True]):
-        optimizers[2].signals = signals
-        lockstep([optimizer.algorithm() for optimizer in optimizers])
-        assert all(optimizer.received_signals == signals for optimizer in optimizers)
-    alone = Averaged(INNER["sgd"](models[0].parameters()), Group(), 2)
-    alone.signals = [True, False]
-    alone.step()
-    assert alone.received_signals == [True, False]
 
 
 def begin(models):
@@ -239,32 +148,6 @@ def test_texts_of_all_ranks_are_gathered_and_broadcast(texts):
     assert set(bytes_of_first.results) == {texts[0].encode()}
 
 
-def test_buffers_become_their_means():
-    models = [nn.BatchNorm1d(2) for _ in range(3)]
-    for rank, model in enumerate(models):
-        model.running_mean += rank
-        model.num_batches_tracked += 5
-    lockstep([synchronize_buffers(model) for model in models])
-    for model in models:
-        assert torch.equal(model.running_mean, torch.ones(2))
-        assert torch.equal(model.running_var, torch.ones(2))
-        assert model.num_batches_tracked == 5
-
-
-def test_all_ranks_start_with_equal_models():
-    models = []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        models.append(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).half()))
-        models[-1][0].weight.requires_grad = False
-        models[-1][1].running_mean += rank
-        models[-1][1].num_batches_tracked += rank
-    first = copy.deepcopy(models[0].state_dict())
-    begin(models)
-    for model in models:
-        assert all(map(torch.equal, model.state_dict().values(), first.values()))
-
-
 def test_the_number_of_messages_does_not_grow_with_the_parameters():
     for layers in (1, 20):
         models = [
@@ -288,31 +171,6 @@ def test_replicas_are_bitwise_equal_with_every_algorithm(name):
     )
     for model in models:
         assert all(map(torch.equal, model.parameters(), models[0].parameters()))
-
-
-def test_it_is_an_optimizer():
-    model = with_gradients(nn.Linear(2, 2), 1.0)
-    optimizer = Averaged(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), Group())
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.inner.param_groups[0]["lr"] == 0.5
-    state = optimizer.state_dict()
-    other = Averaged(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), Group())
-    other.load_state_dict(state)
-    assert torch.equal(
-        other.state[model.weight]["momentum_buffer"],
-        optimizer.state[model.weight]["momentum_buffer"],
-    )
-    extra = nn.Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [extra]})
-    extra.grad = torch.ones(2)
-    optimizer.step()
-    assert not torch.equal(extra, torch.ones(2))
-    optimizer.zero_grad()
-    assert extra.grad is None
-    assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
 
 
 def test_signals_and_options_are_exchanged_if_all_gradients_are_sparse():

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from limits import NEVER_S
-from optim.local import check_resuming_at_every_step, sgd, team, train, vector_of
+from optim.local import sgd, team, train, vector_of
 from processes import results
 from slow_cases import seeds
 from torch import nn
@@ -22,7 +21,6 @@ from gcnzc.exchange import (
     Group,
     Link,
     ReadKeys,
-    RequestMismatch,
     SlowDown,
     WaitForKey,
     init_group,
@@ -237,32 +235,6 @@ def test_stragglers_delay_few_rounds(graph):
     assert full_s <= max(outcome.seconds) < 1.01 * full_s
 
 
-def test_ranks_that_are_about_equally_fast_do_not_miss_rounds():
-    choose = random.Random(0)
-    times = [[1 + 0.05 * choose.random() for _ in range(40)] for _ in range(6)]
-    full_s = sum(max(each) for each in zip(*times, strict=True))
-    ranks, outcome = run_team(times, topology="ring")
-    found = all_rounds(ranks)
-    # the first round has no earlier step to measure
-    assert all(closed.members == tuple(range(6)) for number, closed in found.items() if number > 2)
-    assert max(outcome.seconds) < 1.05 * full_s
-
-
-def test_a_permanent_straggler_bounds_each_epoch_once():
-    # rank 2 is an inner one of the path, so two edges need it
-    times = [[20.0 if rank == 2 else 1.0] * 20 for rank in range(5)]
-    ranks, _ = run_team(times, topology="ring", control_interval=1000)
-    found = all_rounds(ranks)
-    first_end = min(each.rounds[-1].round for each in ranks)
-    before = [closed for number, closed in found.items() if 1 < number <= first_end]
-    with_slow = [closed for closed in before if 2 in closed.members]
-    # each of its steps completes an epoch
-    assert [closed.epochs for closed in with_slow] == sorted({each.epochs for each in with_slow})
-    assert before[-1].numbers_by_rank[2] >= len(with_slow) > 0
-    # the others take part in several rounds for each of its steps
-    assert len(before) >= 2 * len(with_slow)
-
-
 def test_a_fast_rank_waits_for_a_slow_one_after_two_control_intervals():
     times = [[1.0] * 40, [1.0] * 40, [1.0] * 40, [3.0] * 40]
     ranks = [Rank(rank, 4, control_interval=5) for rank in range(4)]
@@ -374,24 +346,6 @@ def test_parameters_that_are_not_finite_do_not_spread(bad):
         assert each.x.isfinite().all()
 
 
-def test_a_gradient_that_is_not_finite_skips_one_local_step():
-    ranks = [Rank(rank, 3, topology="complete") for rank in range(3)]
-
-    def with_bad_gradient(rank):
-        yield from ranks[rank].optimizer.broadcast_model_algorithm()
-        for number in range(4):
-            ranks[rank].set_gradient()
-            if (rank, number) == (1, 2):
-                ranks[rank].x.grad[0] = math.nan
-            yield from ranks[rank].optimizer.algorithm()
-
-    lockstep([with_bad_gradient(rank) for rank in range(3)])
-    assert [each.optimizer.skipped for each in ranks] == [0, 1, 0]
-    for each in ranks:
-        assert each.x.isfinite().all()
-        torch.testing.assert_close(each.x, ranks[0].x)
-
-
 def test_bytes_are_those_of_the_members_edges():
     times = stragglers(6, 20, seed=5)
     ranks, outcome = run_team(times, topology="4-regular", control_interval=1000)
@@ -421,7 +375,7 @@ def test_the_keys_of_finished_rounds_are_deleted():
     assert max(counts) <= 12
 
 
-@pytest.mark.parametrize("seed", seeds(300, 60))
+@pytest.mark.parametrize("seed", seeds(300, 12))
 def test_random_schedules_end(seed):
     choose = random.Random(seed)
     world_size, steps = choose.randint(2, 7), choose.randint(1, 12)
@@ -466,13 +420,6 @@ def test_a_rank_that_crashes_is_named():
             assert "rank 2 crashed" in str(outcome.errors[rank])
 
 
-def test_a_run_resumes_from_any_step():
-    def make(inner, group):
-        return Strategy(inner, backup_workers("ring", control_interval=3), group)
-
-    check_resuming_at_every_step(make, 3, 6)
-
-
 @pytest.mark.parametrize("saved_at", [0, 3])
 def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at):
     def steps(rank, times, saved_at, loaded_at, states):
@@ -506,26 +453,6 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(saved_at)
             assert torch.equal(rank.x, other.x)
 
 
-def test_the_keys_of_the_rounds_before_a_load_are_deleted():
-    counts = {}
-
-    def steps(rank):
-        optimizer = rank.optimizer
-        yield from optimizer.broadcast_model_algorithm()
-        for number in range(12):
-            if number == 6:
-                optimizer.load_state_dict(optimizer.state_dict())
-            yield from rank.step(1.0)
-        names = ["status/0", "status/1", *(f"closed/{number}" for number in range(20))]
-        for generation in range(2):
-            keys = [f"{optimizer.namespace}/{generation}/{name}" for name in names]
-            counts[generation] = sum(map(bool, (yield ReadKeys(keys))))
-
-    lockstep([steps(Rank(rank, 2)) for rank in range(2)])
-    assert counts[0] == 0
-    assert counts[1] >= 3
-
-
 def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
     ranks, _ = run_team(stragglers(4, 9, seed=6), topology="ring")
     last = max((each.policy.last for each in ranks), key=lambda closed: closed.round)
@@ -544,23 +471,6 @@ def test_a_resumed_run_continues_the_epoch_of_the_latest_round():
     lockstep([each.train([1.0]) for each in ranks])
     for each, other in zip(ranks, again, strict=True):
         assert torch.equal(each.x, other.x)
-
-
-def test_the_state_of_a_pending_epoch():
-    ranks = [Rank(rank, 5, topology="ring") for rank in range(5)]
-    rules = ranks[0].policy.rules
-    statuses = [RankStatus(1, StatusKind.FINISHED)] * 2 + [RankStatus(0, StatusKind.FINISHED)] * 3
-    closed = rules.close(rules.begin(), statuses, 1)
-    ranks[0].policy.last = closed
-    state = ranks[0].policy.local_state()
-    ranks[1].policy.load({}, state, {})
-    restored = ranks[1].policy.last
-    assert (restored.round, restored.epochs) == (1, 0)
-    assert restored.pending == closed.pending == ((1, 2), (2, 3), (3, 4))
-    # a state of another number of ranks begins again
-    other = Rank(0, 4, topology="ring")
-    other.policy.load({}, state, {})
-    assert other.policy.last == other.policy.rules.begin()
 
 
 def test_rules_of_closing():
@@ -595,34 +505,6 @@ def test_rules_of_closing():
     assert not rules.is_complete(begin, at("fpcf"))
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"topology": "star"}, "topology is 'star'"),
-        ({"topology": [(0, 1)]}, "a graph that does not connect rank 0 and rank 2"),
-        ({"topology": "3-regular"}, "a graph of 3 ranks with 3 neighbors"),
-        ({"grace": -1.0}, "grace"),
-        ({"control_interval": 0}, "control_interval"),
-        ({"wait_interval": 0}, "wait_interval"),
-    ],
-)
-def test_bad_options_are_rejected(options, text):
-    with pytest.raises(ValueError, match=text):
-        Rank(0, 3, **options)
-
-
-@pytest.mark.parametrize("topology", ["star", 5, [5], [(0, 1, 2)], [("a", "b")]])
-def test_an_invalid_topology_is_rejected_before_ranks_are_known(topology):
-    with pytest.raises(ValueError, match=r"(topology is|the edge) .*\n\nhint: "):
-        backup_workers(topology)
-
-
-def test_a_graph_of_edges():
-    ranks, _ = run_team([[1.0] * 3] * 3, topology=np.array([(1, 0), (1, 2)]))
-    assert ranks[0].policy.rules.edges == [(0, 1), (1, 2)]
-    check_rounds(ranks, [(0, 1), (1, 2)])
-
-
 def train_over_processes():
     with init_group(timeout_s=60) as group:
         each = Rank(group.rank, group.world_size, group, topology="ring", control_interval=4)
@@ -649,32 +531,6 @@ def test_processes_agree_on_rounds(tmp_path):
             assert rank in closed["members"]
             assert rounds.setdefault(closed["round"], closed) == closed
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
-
-
-def load_on_one_rank(options):
-    """The error after rank 1 alone has loaded an older state."""
-    # an error that comes with the time limit comes too late
-    with init_group(timeout_s=NEVER_S) as group:
-        rank = Rank(group.rank, group.world_size, group, **options)
-        for step in range(100):
-            rank.set_gradient()
-            time.sleep(0.02)
-            try:
-                rank.optimizer.step()
-            except (ValueError, RequestMismatch) as error:
-                return str(error)
-            if step == 1:
-                state = copy.deepcopy(rank.optimizer.state_dict())
-            if step == 5 and group.rank == 1:
-                rank.optimizer.load_state_dict(state)
-    return ""
-
-
-@pytest.mark.parametrize("options", [{"wait_interval": 4}, {"control_interval": 1000}])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_older_state_that_one_rank_loads_is_found_at_once(world_size, options, tmp_path):
-    for text in results(world_size, tmp_path, load_on_one_rank, options):
-        assert text.startswith("number of steps differs between ranks: "), text
 
 
 def close_after_the_grace(policy, before, after):

@@ -14,7 +14,6 @@ from optim.checkpoints import (
 )
 from optim.kinds import KINDS
 from processes import results
-from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gcnzc.exchange import Group
@@ -91,10 +90,3 @@ def test_a_distributed_checkpoint_is_converted_for_another_number_of_ranks(
         if world_size == 1:
             train(model, optimizer, SAVED, SAVED + 1)
             assert optimizer.steps == SAVED + 1
-
-
-def test_a_single_state_of_one_rank_remains_one():
-    model = nn.Linear(3, 2)
-    optimizer = KINDS["onebit-adam"](model, Group())
-    state = optimizer.state_dict()
-    assert plain(resize_state([state], 0, 1)) == plain(resize_state([optimizer.snapshot()], 0, 1))

@@ -11,7 +11,7 @@ from processes import results
 from torch import nn
 
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, Strategy, ZeroOneAdam, fedglomo
+from gcnzc.optim import Averaged, DiLoCo, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
 def test_each_rank_resumes_bit_for_bit_from_a_distributed_checkpoint(tmp_path):
@@ -77,23 +77,6 @@ def test_states_of_two_runs_at_the_same_step_are_an_error(name):
         lockstep([steps(*pair, 6, 20) for pair in zip(models, optimizers, strict=True)])
 
 
-def test_an_optimizer_with_a_closure_is_copied_after_a_step():
-    model = nn.Linear(3, 2)
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = Strategy(inner, fedglomo(local_steps=2), Group())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 3)).square().mean()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > 0
-    again = copy.deepcopy(optimizer)
-    assert again.steps == 1
-    assert not again.loss.requires_grad
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_state_dicts_have_the_layout_of_torchs(name):
     model = nn.Linear(3, 2)
@@ -152,58 +135,8 @@ def test_values_that_are_no_state_dict_are_refused():
                 optimizer.load_state_dict(wrong)
 
 
-def skipped_and_resumed(name, inner=None):
-    """The counts and parameters of 3 ranks with a skipped step, without and with a break."""
-
-    def make_team():
-        torch.manual_seed(0)
-        models = [nn.Linear(3, 2) for _ in range(3)]
-        make = inner or KINDS[name]
-        return models, [make(model, Group(rank, 3)) for rank, model in enumerate(models)]
-
-    def train(models, optimizers, begin, end):
-        def work(model, optimizer):
-            yield from optimizer.broadcast_model_algorithm()
-            for step in range(begin, end):
-                generator = torch.Generator().manual_seed(10 * step + optimizer.group.rank)
-                optimizer.zero_grad()
-                model(torch.randn(8, 3, generator=generator)).square().mean().backward()
-                if step in (1, 3):
-                    model.weight.grad[0, 0] = torch.nan
-                yield from optimizer.algorithm()
-            yield from getattr(optimizer, "finish_pending_algorithm", lambda: ())()
-
-        lockstep([work(*pair) for pair in zip(models, optimizers, strict=True)])
-
-    whole, resumed = make_team(), make_team()
-    train(*whole, 0, 12)
-    train(*resumed, 0, 6)
-    again, others = make_team()
-    for model, optimizer, before, its in zip(again, others, *resumed, strict=True):
-        model.load_state_dict(before.state_dict())
-        optimizer.load_state_dict(pickle.loads(pickle.dumps(its.state_dict())))
-        assert (optimizer.steps, optimizer.skipped) == (its.steps, its.skipped)
-    train(again, others, 6, 12)
-    return [
-        [
-            (each.steps, each.skipped, [*model.parameters()])
-            for model, each in zip(*team, strict=True)
-        ]
-        for team in (whole, (again, others))
-    ]
-
-
 def averaged_sgd(model, group):
     return Averaged(torch.optim.SGD(model.parameters(), lr=0.01), group)
-
-
-@pytest.mark.parametrize("name", [*KINDS, "averaged sgd"])
-def test_numbers_of_steps_and_skipped_steps_survive_a_checkpoint(name):
-    whole, resumed = skipped_and_resumed(name, averaged_sgd if name == "averaged sgd" else None)
-    for (*counts, values), (*other_counts, others) in zip(whole, resumed, strict=True):
-        assert counts == other_counts
-        assert counts[1] == 2
-        assert all(map(torch.equal, values, others))
 
 
 def test_an_optimizer_of_torch_loads_a_state_without_compression():

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import math
 import sys
@@ -9,9 +8,6 @@ from optim.local import (
     Handed,
     adamw,
     all_equal,
-    as_worker,
-    check_processes_as_lockstep,
-    check_resuming_at_every_step,
     gradients_of,
     mean_of,
     saved,
@@ -22,12 +18,10 @@ from optim.local import (
     vector_of,
 )
 from optim.models import Everything, batches, loss_of
-from processes import results
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.compress.dense import DenseReducer
-from gcnzc.exchange import Choices, Compute, Group, Link, init_group, lockstep
+from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
 from gcnzc.optim.local.co2 import CO2
 from gcnzc.optim.local.diloco import DiLoCo
 from gcnzc.optim.local.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
@@ -123,18 +117,18 @@ root = Root()
 GAPS = {"none": lambda *_: 1.0, "gap_aware": ratio, 2.5: lambda *_: 2.5, root: root}
 
 
-@pytest.mark.parametrize("gap", GAPS, ids=str)
 @pytest.mark.parametrize(
-    ("world_size", "each", "lr", "momentum", "clip", "delay", "eager"),
+    ("gap", "world_size", "each", "lr", "momentum", "clip", "delay", "eager"),
     [
-        (2, 3, 1.0, 0.2, None, 1, 0.0),
-        (3, 1, 0.7, 0.5, None, 1, 0.0),
-        (3, 4, 1.0, 0.2, 0.02, 1, 0.0),
-        (2, 2, 1.3, 0.0, 0.05, 0, 0.0),
-        (4, 3, 0.5, 0.4, None, 0, 0.0),
-        (2, 3, 1.0, 0.0, None, 1, 0.5),
-        (3, 2, 0.4, 0.7, 0.05, 1, 0.8),
+        ("none", 2, 3, 1.0, 0.2, None, 1, 0.0),
+        ("gap_aware", 3, 1, 0.7, 0.5, None, 1, 0.0),
+        ("gap_aware", 3, 4, 1.0, 0.2, 0.02, 1, 0.0),
+        (2.5, 2, 2, 1.3, 0.0, 0.05, 0, 0.0),
+        (root, 4, 3, 0.5, 0.4, None, 0, 0.0),
+        ("none", 2, 3, 1.0, 0.0, None, 1, 0.5),
+        (root, 3, 2, 0.4, 0.7, 0.05, 1, 0.8),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rounds_match_a_reference(gap, world_size, each, lr, momentum, clip, delay, eager, sharded):
@@ -193,42 +187,6 @@ def test_without_delay_gap_and_clip_it_is_diloco_without_nesterov(compress):
     train(others, theirs, 16)
     tolerance = 1e-12 if compress == Dense() else 1e-5
     torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"sharded": True}, {"compress": HALF}, {"compress": Sign(block=64)}, {"delay": 0}],
-    ids=str,
-)
-def test_ranks_are_in_sync_after_each_round_and_not_within(options):
-    models, optimizers = team(3, every(4, **options), adamw, torch.float32)
-    for step in range(20):
-        train(models, optimizers, step + 1, step)
-        assert all_equal(models) == (step % 4 == 3)
-    assert all(optimizer.dropped == 0 for optimizer in optimizers)
-
-
-def test_a_single_rank_takes_only_the_inner_steps():
-    (model,), optimizers = team(1, every(2))
-    train([model], optimizers, 20)
-    (right,) = [Everything()]
-    for _ in own_steps([right], sgd, 20):
-        pass
-    assert torch.equal(vector_of(model), vector_of(right))
-    assert optimizers[0].state_bytes == 0
-    optimizers[0].finalize()
-    assert torch.equal(vector_of(model), vector_of(right))
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_sharding_does_not_change_the_result(world_size, delay):
-    models, optimizers = team(world_size, every(3, delay=delay), adamw)
-    train(models, optimizers, 12)
-    others, theirs = team(world_size, every(3, delay=delay, sharded=True), adamw)
-    train(others, theirs, 12)
-    assert all_equal(others)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
 
 
 def test_a_shard_may_be_empty():
@@ -295,28 +253,6 @@ def test_the_clip_holds_every_element_of_the_momentum():
     assert float((found[-1] - found[-2]).abs().max()) > 1.0
 
 
-def test_defaults_are_stable_in_long_rounds_and_large_momentum_is_not():
-    targets = torch.randn(2, 30, dtype=torch.float64)
-    best = targets.mean(dim=0)
-
-    def left(**options):
-        # a round ends where it would have ended from anywhere, but for 0.005
-        go = quadratic(2, every(24, **options), targets, 30, lr=0.2)
-        return float((go(24 * 20) - best).norm() / best.norm())
-
-    assert left() < 0.05
-    assert left(delay=0) < 1e-6
-    # no gap need hold eager workers back
-    assert left(**EAGER, outer_lr=0.5, outer_momentum=0.0) < 1e-4
-    with pytest.warns(UserWarning, match="with outer_momentum=0.2"):
-        assert left(gap="none", clip=None) > 1
-    with pytest.warns(UserWarning, match="with outer_momentum=0.9"):
-        # an error grows by the root of 1.9 in each of 18 rounds
-        assert left(outer_momentum=0.9, gap="none", clip=None) > 100
-    with pytest.warns(UserWarning, match="with outer_momentum=0.9"):
-        assert left(outer_momentum=0.9, gap="none", clip=0.1) < 100
-
-
 @pytest.mark.parametrize(
     ("options", "is_warned"),
     [
@@ -348,44 +284,6 @@ def test_large_momentum_in_long_rounds_causes_a_warning(options, is_warned, recw
         assert not recwarn.list
     # nobody is late
     CO2(inner, Group(0, 1), **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gap": "none"},
-        {"sharded": True},
-        {"compress": HALF},
-        {"compress": Sign(block=64)},
-        {"delay": 0},
-        {"delay": 0, "sharded": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_rank_whose_parameters_are_not_finite_is_excluded(options, bad):
-    delay = options.get("delay", 1)
-    models, optimizers = team(3, every(2, **options), adamw, torch.float32)
-    train(models, optimizers, 3)
-    with torch.no_grad():
-        models[1].first.weight[0, 0] = bad
-        optimizers[1].state[models[1].rare]["exp_avg"][0] = bad
-    train(models, optimizers, 4, 3)
-    # it goes on from what all have at once, and the mean is taken when it is due
-    assert all_equal(models)
-    assert vector_of(models[0]).isfinite().all()
-    assert models[1].rare not in optimizers[1].state
-    assert models[0].rare in optimizers[0].state
-    words = "the parameters of 1 of 3 ranks are not finite or too large"
-    for step in (4, 5, 6):
-        train(models, optimizers, step, max(step - 1, 4))
-        is_due = step == (6 if delay else 4)
-        assert all((words in optimizer.skip_reason) == is_due for optimizer in optimizers)
-        assert all(optimizer.dropped == (is_due or not delay) for optimizer in optimizers)
-    train(models, optimizers, 12, 6)
-    assert all_equal(models)
-    assert vector_of(models[0]).isfinite().all()
-    assert all(optimizer.dropped == 1 for optimizer in optimizers)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -478,67 +376,6 @@ def test_bytes_and_requests_are_as_stated(options, requests):
         assert ledger.requests == 3 * requests
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sharded": True},
-        {"compress": HALF},
-        {"compress": Sign(block=64)},
-        {"delay": 0, "sharded": True},
-        EAGER,
-        {**EAGER, "sharded": True},
-        {**EAGER, "compress": Sign(block=64)},
-    ],
-    ids=str,
-)
-def test_a_run_resumes_from_any_step(options):
-    dtype = torch.float32 if "compress" in options else torch.float64
-    check_resuming_at_every_step(every(3, **options), 2, 11, inner=adamw, dtype=dtype)
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
-@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}], ids=str)
-def test_another_number_of_ranks_resumes_from_the_old_parameters(old, new, options):
-    make = every(4, **options)
-    models, optimizers = team(old, make, dtype=torch.float32)
-    # in the middle of a round, with the mean of the last one under way
-    train(models, optimizers, 10)
-    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, make, dtype=torch.float32)
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    mean = mean_of(models)
-    if new == 1:
-        # nobody is left to exchange with: what the last round comes to is taken at once
-        starts = [step_of(optimizer).start for optimizer in optimizers]
-        before = torch.cat(starts if "sharded" in options else starts[:1])
-        moved = optimizers[0].recipe.exchange.pending.values[: len(before)] - before
-        assert moved.abs().max() > 0.001
-        expected = Everything().float()
-        nn.utils.vector_to_parameters(mean, expected.parameters())
-        put(expected, nn.utils.parameters_to_vector(trained(expected)).detach() + moved)
-        mean = vector_of(expected)
-    for model in again:
-        torch.testing.assert_close(vector_of(model), mean)
-    assert all_equal(again)
-    if old > 1 < new:
-        parts = [step_of(each).momentum for each in others]
-        parts = parts if "sharded" in options else parts[:1]
-        whole = [step_of(each).momentum for each in optimizers]
-        whole = torch.cat(whole) if "sharded" in options else whole[0]
-        assert torch.equal(torch.cat(parts), whole)
-        # the round ends when it would have, and the next one begins where it would have
-        train(again, others, 12, 10)
-        train(models, optimizers, 12, 10)
-        assert torch.equal(vector_of(again[0]), vector_of(models[0]))
-        assert all(optimizer.dropped == 0 for optimizer in others)
-    else:
-        train(again, others, 14 if old == 1 else 12, 10)
-    assert all_equal(again)
-
-
 @pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1)])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_another_number_of_eager_ranks_has_the_same_result(old, new, sharded):
@@ -584,46 +421,6 @@ def test_a_state_saved_with_other_options_is_rejected(of, to, words, new):
     assert torch.equal(vector_of(again[0]), before)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_eager_rank_that_is_not_finite_starts_from_the_mean(bad, sharded):
-    models, optimizers = team(3, every(2, sharded=sharded, **EAGER), adamw, torch.float32)
-    train(models, optimizers, 3)
-    with torch.no_grad():
-        models[1].first.weight[0, 0] = bad
-    train(models, optimizers, 4, 3)
-    starts = [step_of(each).start for each in optimizers]
-    common = torch.cat(starts) if sharded else starts[0]
-    assert torch.equal(nn.utils.parameters_to_vector(trained(models[1])), common)
-    assert not torch.equal(nn.utils.parameters_to_vector(trained(models[0])), common)
-    train(models, optimizers, 12, 4)
-    assert all(vector_of(model).isfinite().all() for model in models)
-    assert all(optimizer.dropped == 1 for optimizer in optimizers)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-
-
-@pytest.mark.parametrize("steps", [8, 10])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"sharded": True}, {"compress": HALF}, {"delay": 0}, EAGER, {**EAGER, "sharded": True}],
-    ids=str,
-)
-def test_finalize_makes_parameters_bitwise_equal(steps, options):
-    models, optimizers = team(3, every(4, **options))
-    train(models, optimizers, steps)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-    after = vector_of(models[0])
-    assert all(step_of(optimizer).gap.distance == 0 for optimizer in optimizers)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert torch.equal(vector_of(models[0]), after)
-    # and may go on
-    train(models, optimizers, 20, steps)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-
-
 @pytest.mark.parametrize("eager", [0.0, 0.8])
 def test_finalize_includes_all_steps(eager):
     # plain sums of differences: each round counts once, though it comes late
@@ -644,72 +441,6 @@ def test_finalize_includes_all_steps(eager):
         expected = -0.1 * steps * targets.mean(dim=0)
         for vector in vectors:
             torch.testing.assert_close(vector.detach(), expected, rtol=0, atol=1e-14)
-
-
-def test_signals_are_sent_with_a_round_and_received_with_its_mean():
-    models, optimizers = team(3, every(2, signals=2))
-    for step in range(10):
-        optimizers[2].signals = [step in (2, 3), step == 4]
-        train(models, optimizers, step + 1, step)
-        # what is asked at the end of the second round is heard at that of the third
-        expected = [step == 5, False]
-        assert all(optimizer.received_signals == expected for optimizer in optimizers)
-
-
-def test_parameters_are_averaged_for_evaluation_and_restored():
-    models, optimizers = team(3, every(5))
-    undisturbed, others = team(3, every(5))
-    train(models, optimizers, 7)
-    own = [vector_of(model) for model in models]
-    mean = mean_of(models)
-    kept = lockstep([optimizer.average_parameters_algorithm() for optimizer in optimizers]).results
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), mean, rtol=1e-14, atol=1e-15)
-    pairs = zip(optimizers, kept, strict=True)
-    for optimizer, each in pairs:
-        optimizer.restore_parameters(each)
-    assert all(map(torch.equal, own, map(vector_of, models)))
-    train(models, optimizers, 15, 7)
-    train(undisturbed, others, 15)
-    assert torch.equal(vector_of(models[0]), vector_of(undisturbed[0]))
-
-
-def test_options_that_differ_or_contradict_are_an_error():
-    def of(rank, **options):
-        options = {**PUBLISHED, **options}
-        return CO2(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2), **options)
-
-    contradicting = ({"gap": "none", "local_steps": 4}, {"gap": root}, {"clip": None}, {"delay": 0})
-    for options in (*contradicting, {"eager": 0.5}):
-        optimizers = [of(0, local_steps=4), of(1, **{"local_steps": 4, **options})]
-        with pytest.raises(ValueError, match="optimizers of ranks 0 and 1 differ"):
-            lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    # a function has the same name on all
-    lockstep([of(rank, gap=root).broadcast_model_algorithm() for rank in range(2)])
-    for options, words in (
-        ({"sharded": True, "compress": HALF}, "sharded=True with"),
-        ({"delay": 2}, "a delay of 2 rounds"),
-        ({"clip": 0.0}, "clip is 0.0"),
-        ({"gap": "gap"}, "gap is 'gap'"),
-        ({"clip": "a"}, "clip is 'a'\n\nhint: give a number above 0, or None"),
-        ({"gap": 0}, "gap is 0"),
-        ({"gap": math.inf}, "gap is inf\n\nhint: give 'gap_aware', 'none', a finite divisor"),
-        ({"gap": True}, "gap is True\n\nhint: "),
-        ({"eager": "a"}, "eager is 'a'\n\nhint: give a number"),
-        ({"eager": 1.0}, "eager is 1.0"),
-        ({"eager": 0.5, "delay": 0}, "eager is 0.5, with a delay of 0"),
-        ({"local_steps": 0}, "local_steps is 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            of(0, **options)
-
-
-def test_half_precision_parameters_keep_their_dtype():
-    models, optimizers = team(2, every(2), sgd, torch.bfloat16)
-    train(models, optimizers, 6)
-    assert all_equal(models)
-    assert all(parameter.dtype == torch.bfloat16 for parameter in models[0].parameters())
-    assert step_of(optimizers[0]).start.dtype == torch.float32
 
 
 # --- beside the steps
@@ -744,71 +475,6 @@ def test_an_exchange_that_is_shorter_than_a_round_is_hidden(sharded):
     assert found_s == pytest.approx(7 * (12.0 - 4.0), rel=0.01)
     # and time changes no bit
     assert torch.equal(parameters, slow)
-
-
-@dataclasses.dataclass(frozen=True)
-class Patient(Dense):
-    """Means that are not taken before this worker has taken steps beside them."""
-
-    def reducer(self, num_elements, place):
-        return PatientReducer(num_elements, place, self.dtype)
-
-
-class PatientReducer(DenseReducer):
-    taken = 0
-    begun = 0
-
-    def mean(self, values, extras=0):
-        self.begun += 1
-        before = values.clone()
-        for _ in range(4000):
-            if self.taken >= 3 * self.begun + 2:
-                break
-            yield Compute(0.005)
-        else:
-            raise RuntimeError("no step was taken beside the exchange")
-        # nor have the steps touched what is sent
-        assert torch.equal(values, before)
-        return (yield from super().mean(values, extras))
-
-
-def patient(steps):
-    with init_group() as group:
-        model = Everything()
-        optimizer = every(3, compress=Patient())(adamw(model.parameters()), group)
-        reducer = optimizer.reducers["difference"]
-        for number, rows in enumerate(batches(steps), 1):
-            gradients_of(model, optimizer, rows)
-            optimizer.step()
-            reducer.taken = number
-        reducer.taken = 10**6
-        optimizer.finalize()
-        return vector_of(model), reducer.begun
-
-
-def test_steps_are_taken_during_an_exchange(tmp_path):
-    found = results(2, tmp_path, patient, 12)
-    models, optimizers = team(2, every(3), adamw)
-    train(models, optimizers, 12)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    for parameters, begun in found:
-        assert begun == 4
-        assert torch.equal(parameters, vector_of(models[0]))
-
-
-def every_third(inner, group):
-    return every(3)(inner, group)
-
-
-def every_third_in_shares(inner, group):
-    return every(3, sharded=True)(inner, group)
-
-
-def test_over_processes_as_in_lockstep(tmp_path):
-    makers = [every_third, every_third_in_shares]
-    found = results(3, tmp_path, as_worker, makers, 11)
-    for make, each in zip(makers, zip(*found, strict=True), strict=True):
-        check_processes_as_lockstep(each, make, 11)
 
 
 @pytest.mark.parametrize(
@@ -848,6 +514,10 @@ def test_the_number_of_local_steps_is_measured(delay, cpu_s, expected):
     lockstep([timed(rank) for rank in range(2)])
     for number, steps in seen:
         assert steps == (INITIAL_STEPS if number < WARM_UP + NUM_MEASURED - 1 else expected)
+    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
+    _, (other, _) = team(2, make)
+    other.load_state_dict(saved(optimizers[0].state_dict()))
+    assert other.local_steps == expected
 
 
 def test_the_warning_about_momentum_waits_for_the_measured_interval():

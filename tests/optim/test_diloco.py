@@ -5,7 +5,6 @@ import torch
 from optim.local import (
     adamw,
     all_equal,
-    check_resuming_at_every_step,
     mean_of,
     saved,
     sgd,
@@ -16,12 +15,10 @@ from optim.local import (
 )
 from optim.models import Everything, batches, loss_of
 
-from gcnzc.compress import Dense, Sign
+from gcnzc.compress import Dense
 from gcnzc.exchange import Choices, Group, lockstep
 from gcnzc.optim.local.diloco import DiLoCo
-from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.resize import resize_state
 from gcnzc.optim.strategy.outer_step import OuterSGD
 
 HALF = Dense(torch.float16)
@@ -88,49 +85,6 @@ def test_an_outer_step_is_torchs_on_the_mean_difference(nesterov):
         torch.testing.assert_close(vector_of(models[0]), common.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_an_outer_step_of_one_after_every_step_is_data_parallelism(world_size, sharded):
-    models, optimizers = team(world_size, every(1, **PLAIN, sharded=sharded))
-    train(models, optimizers, 15)
-    expected = Everything()
-    optimizer = sgd(expected.parameters())
-    for rows in batches(15):
-        optimizer.zero_grad()
-        loss_of(expected, rows).backward()
-        optimizer.step()
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-10, atol=1e-12)
-
-
-def test_without_an_outer_optimizer_it_is_local_sgd():
-    models, optimizers = team(3, every(4, **PLAIN), adamw)
-    train(models, optimizers, 8)
-    others, theirs = team(3, lambda *of: LocalSGD(*of, local_steps=4), adamw)
-    train(others, theirs, 8)
-    torch.testing.assert_close(vector_of(models[0]), vector_of(others[0]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
-def test_ranks_are_in_sync_after_every_outer_step_and_at_the_end(options):
-    models, optimizers = team(3, every(4, **options), adamw, torch.float32)
-    for step in range(10):
-        train(models, optimizers, step + 1, step)
-        assert all_equal(models) == (step % 4 == 3)
-    mean = mean_of(models)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), mean)
-    for optimizer in optimizers:
-        shards = optimizer.recipe.exchange
-        begin, end = (shards.begin, shards.end) if "sharded" in options else (0, None)
-        common = optimizer.vector()[begin:end]
-        assert torch.equal(optimizer.recipe.update.anchor, common)
-    # and may go on, from there
-    train(models, optimizers, 14, 10)
-    assert all_equal(models)
-
-
 def test_sharding_changes_only_the_memory():
     models, optimizers = team(3, every(4, sharded=True), adamw)
     train(models, optimizers, 12)
@@ -141,76 +95,6 @@ def test_sharding_changes_only_the_memory():
     assert theirs[0].state_bytes == 2 * count * 8
     assert sum(optimizer.state_bytes for optimizer in optimizers) == 2 * count * 8
     assert max(optimizer.state_bytes for optimizer in optimizers) <= 2 * (count // 3 + 32) * 8
-
-
-def test_sharding_is_exact_if_sums_are():
-    """Whole numbers, whose sums over two and four workers lose no bit."""
-
-    def stepped(optimizer, model):
-        yield from optimizer.broadcast_model_algorithm()
-        for step in range(4):
-            optimizer.zero_grad()
-            for place, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-                grown = torch.arange(parameter.numel()).view(parameter.shape) % 7
-                parameter.grad = (grown + place + step * optimizer.group.rank).to(parameter)
-            yield from optimizer.algorithm()
-
-    whole = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
-    for world_size in (2, 4):
-        results = []
-        for sharded in (False, True):
-            make = every(2, outer_lr=0.5, outer_momentum=0.5, sharded=sharded)
-            models, optimizers = team(world_size, make, whole)
-            for model in models:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.round_()
-            lockstep([stepped(*pair) for pair in zip(optimizers, models, strict=True)])
-            results.append(vector_of(models[0]))
-        assert torch.equal(*results)
-
-
-def test_an_option_that_is_no_flag_is_rejected():
-    with pytest.raises(TypeError, match="nesterov is 'x', not True or False\n\nhint: "):
-        DiLoCo(sgd(Everything().parameters()), nesterov="x")
-
-
-def test_sharding_with_compression_is_rejected():
-    with pytest.raises(ValueError, match="sharded=True with compress=Dense"):
-        DiLoCo(sgd(Everything().parameters()), sharded=True, compress=HALF)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"compress": HALF}, {"sharded": True}, {"compress": Sign(block=64)}],
-    ids=["dense", "half", "sharded", "sign"],
-)
-def test_a_run_resumes_from_any_step(options):
-    dtype = torch.float32 if "compress" in options else torch.float64
-    check_resuming_at_every_step(every(3, **options), 2, 8, inner=adamw, dtype=dtype)
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
-@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compress": Sign(block=64)}])
-def test_another_number_of_ranks_resumes(old, new, options):
-    make = every(4, **options)
-    models, optimizers = team(old, make, dtype=torch.float32)
-    train(models, optimizers, 6)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, make, dtype=torch.float32)
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    assert all_equal(again)
-    torch.testing.assert_close(vector_of(again[0]), mean_of(models))
-    if min(old, new) > 1:
-        for name in ("anchor", "momentum"):
-            before = [getattr(optimizer.recipe.update, name) for optimizer in optimizers]
-            after = [getattr(optimizer.recipe.update, name) for optimizer in others]
-            if "sharded" in options:
-                before, after = [torch.cat(before)], [torch.cat(after)]
-            assert all(torch.equal(each, before[0]) for each in after)
-    train(again, others, 10 if old == 1 else 8, 6)
-    assert all_equal(again)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -228,25 +112,6 @@ def test_bytes_and_requests_are_as_stated(options, world_size):
         # parts of a ring differ by an element
         slack = 0 if "sharded" in options else 2 * 2 * world_size * 4
         assert abs(ledger.bytes_sent - stated) <= slack
-
-
-@pytest.mark.parametrize("options", [{}, {"compress": HALF}, {"sharded": True}])
-def test_a_rank_whose_parameters_are_not_finite_gets_the_common_ones(options):
-    models, optimizers = team(3, every(3, **PLAIN, **options), sgd, torch.float32)
-    train(models, optimizers, 2)
-    with torch.no_grad():
-        models[1].first.weight[0, 0] = float("nan")
-    train(models, optimizers, 3, 2)
-    assert all_equal(models)
-    others, theirs = team(3, every(100), sgd, torch.float32)
-    train(others, theirs, 3)
-    right, loose = mean_of([others[0], others[2]]), 1e-3 if "compress" in options else 1e-6
-    torch.testing.assert_close(vector_of(models[1]), right, rtol=loose, atol=loose)
-    for optimizer in optimizers:
-        assert optimizer.dropped == 1
-        assert optimizer.skip_reason.endswith(
-            "the parameters of 1 of 3 ranks are not finite or too large"
-        )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -314,14 +179,6 @@ def test_a_single_rank_takes_inner_steps_and_outer_ones_if_requested():
         torch.testing.assert_close(vector_of(alone), (begin + vector_of(two[0])) / 2)
         results.append(vector_of(alone))
     torch.testing.assert_close(*results, rtol=0, atol=1e-14)
-
-
-def test_signals_are_received_with_sharding_too():
-    models, optimizers = team(3, every(2, sharded=True, signals=2))
-    optimizers[1].signals = [False, True]
-    for step, expected in enumerate([[False, False], [False, True]]):
-        train(models, optimizers, step + 1, step)
-        assert all(optimizer.received_signals == expected for optimizer in optimizers)
 
 
 def test_a_sparse_gradient_is_stepped_by_the_inner_optimizer():

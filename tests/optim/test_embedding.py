@@ -120,20 +120,6 @@ def test_adagrad_has_an_initial_accumulator():
     assert optimizer.state[table.rows]["sum"][0].tolist() == [0.2] * NUM_COLUMNS
 
 
-def test_only_touched_rows_change():
-    table, before = make_table(), make_table().rows
-    optimizer = SparseAdam(table)
-    for ids in ([3, 3, 5], [5], []):
-        table.gather(ids).square().sum().backward()
-        optimizer.step()
-    changed = (table.rows != before).any(1)
-    assert changed.nonzero().flatten().tolist() == [3, 5]
-    state = optimizer.state[table.rows]
-    assert state["exp_avg"].any(1).nonzero().flatten().tolist() == [3, 5]
-    # a step without rows does not count for the correction of the bias
-    assert (state["step"], optimizer.steps) == (2, 3)
-
-
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_equal_one_worker_and_each_other(name, world_size):
@@ -263,24 +249,6 @@ def test_options_that_differ_between_ranks_are_an_error_on_all():
     assert torch.equal(tables[0].rows, before)
 
 
-def test_tables_that_differ_between_ranks_are_an_error_before_the_first_step():
-    tables = [make_table(seed=rank) for rank in range(2)]
-    optimizers = [SparseSGD(table, group=Group(rank, 2)) for rank, table in enumerate(tables)]
-    with pytest.raises(ValueError, match=r"embedding tables of ranks 0 and 1 differ.*CRC-32"):
-        train(tables, optimizers, 1)
-
-
-def test_a_scheduler_changes_the_learning_rate():
-    table, rows = make_table(), make_table().rows
-    optimizer = SparseSGD(table, lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):
-        table.gather([0]).sum().backward()
-        optimizer.step()
-        scheduler.step()
-    torch.testing.assert_close(table.rows[0], rows[0] - 1.5, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("by_file", [False, True])
@@ -341,16 +309,6 @@ def test_numpy_and_a_table_without_an_optimizer_read_a_saved_file(tmp_path):
     first = (tmp_path / "state.npz").read_bytes()
     optimizer.save(tmp_path / "state.npz")
     assert (tmp_path / "state.npz").read_bytes() == first
-
-
-def test_a_learning_rate_that_is_a_tensor_is_saved(tmp_path):
-    _, optimizer = saved_run(tmp_path)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    optimizer.save(tmp_path / "state.npz")
-    other = SparseAdam({"paper": make_table()})
-    other.load(tmp_path / "state.npz")
-    assert other.param_groups[0]["lr"] == 0.25
-    assert other.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 def test_a_state_in_files_equals_one_in_memory(tmp_path):

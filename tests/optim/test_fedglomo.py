@@ -3,14 +3,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from optim.local import all_equal, saved, team, train, vector_of
+from optim.local import all_equal, team, vector_of
 from optim.models import Everything, batches, loss_of
-from processes import results
 from torch import nn
 
 from gcnzc.compress import Blocks
-from gcnzc.exchange import Group, init_group, lockstep
-from gcnzc.optim import LocalSGD, Strategy, fedglomo, resize_state
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import Strategy, fedglomo
 from gcnzc.optim.strategy.participants import Participants
 
 LR = 0.05
@@ -78,18 +77,6 @@ def test_with_one_local_step_and_no_global_momentum_it_is_data_parallel_sgd(worl
     run_steps(models, optimizers, 0, 12)
     assert all_equal(models)
     torch.testing.assert_close(vector_of(models[0]), vector_of(whole(12)), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_without_momenta_it_is_local_sgd(world_size):
-    models, optimizers = team(
-        world_size, exact(local_steps=4, round_weight=1, local_momentum=0), sgd
-    )
-    run_steps(models, optimizers, 0, 10)
-    others, locals_ = team(world_size, lambda *pair: LocalSGD(*pair, local_steps=4), sgd)
-    train(others, locals_, 10)
-    for model, other in zip(models, others, strict=True):
-        torch.testing.assert_close(vector_of(model), vector_of(other), rtol=1e-10, atol=1e-12)
 
 
 # of the reference: columns, rows of a minibatch
@@ -334,56 +321,6 @@ def test_an_error_of_the_closure_changes_nothing(failing):
     optimizer.step(closure)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "make"),
-    [
-        (1, quantized(local_steps=3)),
-        (2, quantized(local_steps=3)),
-        (3, quantized(local_steps=3, participants=2)),
-        (2, exact(local_steps=3, round_weight=1)),
-    ],
-)
-def test_a_run_resumes_bit_for_bit_from_any_step(world_size, make):
-    models, optimizers = team(world_size, make, sgd)
-    states = []
-    for step in range(8):
-        run_steps(models, optimizers, step, step + 1)
-        states.append([saved(optimizer.state_dict()) for optimizer in optimizers])
-    undisturbed, others = team(world_size, make, sgd)
-    run_steps(undisturbed, others, 0, 8)
-    for step, saved_states in enumerate(states, 1):
-        again, loaded = team(world_size, make, sgd)
-        for optimizer, state in zip(loaded, saved_states, strict=True):
-            optimizer.load_state_dict(state)
-        run_steps(again, loaded, step, 8)
-        for model, other, right in zip(again, models, undisturbed, strict=True):
-            assert torch.equal(vector_of(model), vector_of(right))
-            assert torch.equal(vector_of(other), vector_of(right))
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 5), (3, 1), (1, 3)])
-@pytest.mark.parametrize("step", [6, 8])
-def test_a_state_is_loaded_on_another_number_of_ranks(old, new, step):
-    # rounds end after steps 3, 6 and 9
-    models, optimizers = team(old, exact(local_steps=3), sgd)
-    run_steps(models, optimizers, 0, step)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    others, resized = team(new, exact(local_steps=3), sgd)
-    for rank, optimizer in enumerate(resized):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    mean = torch.stack([vector_of(model) for model in models]).mean(dim=0)
-    first = optimizers[0].recipe.update
-    for model, optimizer in zip(others, resized, strict=True):
-        torch.testing.assert_close(vector_of(model), mean, rtol=1e-14, atol=1e-15)
-        update = optimizer.recipe.update
-        for name in ("anchor", "momentum", "previous"):
-            assert torch.equal(getattr(update, name), getattr(first, name)), name
-        assert update.participants.round == 2
-    run_steps(others, resized, step, 9)
-    assert all_equal(others)
-    assert not torch.equal(resized[0].recipe.update.previous, first.previous)
-
-
 def take_round(models, optimizers, bad=()):
     """Two steps, in the second of which the gradients of the ranks `bad` are not finite."""
 
@@ -440,18 +377,6 @@ def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs()
     torch.testing.assert_close(sent[0], expected, rtol=1e-10, atol=1e-12)
     assert all_equal(models)
     assert vector_of(models[0]).isfinite().all()
-
-
-def test_parameters_that_are_not_finite_are_replaced():
-    models, optimizers = team(3, exact(local_steps=2, participants=2), sgd)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    take_round(models, optimizers)
-    for damaged in range(3):
-        with torch.no_grad():
-            models[damaged].rare.fill_(torch.nan)
-        take_round(models, optimizers)
-        assert all_equal(models)
-        assert vector_of(models[0]).isfinite().all()
 
 
 def test_a_round_without_a_mean_is_discarded():
@@ -521,39 +446,6 @@ def test_a_rank_that_does_not_participate_computes_nothing():
         assert calls[rank] == evaluations
 
 
-def test_finalize_within_a_round_makes_ranks_equal_and_training_continues():
-    models, optimizers = team(3, exact(local_steps=3), sgd)
-    run_steps(models, optimizers, 0, 5)
-    assert not all_equal(models)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-    run_steps(models, optimizers, 5, 8)
-    assert all_equal(models)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"round_weight": 0}, "round_weight is 0"),
-        ({"round_weight": 1.5}, "round_weight is 1.5"),
-        ({"local_momentum": -0.1}, "local_momentum is -0.1"),
-        ({"local_momentum": 1.1}, "local_momentum is 1.1"),
-        ({"local_momentum": "x"}, "local_momentum is 'x'"),
-        ({"participants": 0}, "participants is 0"),
-        ({"participants": 2.0}, "participants is 2.0"),
-        ({"participants": 3}, "3 participants of 2 ranks"),
-        ({"seed": "a"}, "seed is 'a'"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 1.5}, "seed is 1.5"),
-        ({"local_steps": 0}, "local_steps is 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=f"^{message}.*\n\nhint: "):
-        Strategy(sgd(model.parameters()), fedglomo(**options), Group(0, 2))
-
-
 def test_only_sgd_without_momentum_is_wrapped():
     model = nn.Linear(2, 2)
     for inner, kind in (
@@ -576,51 +468,3 @@ def test_a_step_without_a_closure_is_refused():
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(TypeError, match=r"without a closure\n\nhint: call step\(closure\)"):
         optimizer.step()
-
-
-def test_a_copy_after_a_step_has_the_same_state():
-    model = Everything()
-    optimizer = Strategy(sgd(model.parameters()), fedglomo(), Group())
-
-    def closure():
-        model.zero_grad()
-        loss = sum(parameter.square().sum() for parameter in model.parameters())
-        loss.backward()
-        return loss
-
-    loss = optimizer.step(closure)
-    assert not loss.requires_grad
-    copied = copy.deepcopy(optimizer)
-    assert torch.equal(copied.loss, loss)
-    assert copied.steps == 1
-
-
-def step_as_worker(steps):
-    with init_group() as group:
-        model = Everything()
-        optimizer = quantized(local_steps=3, participants=2)(sgd(model.parameters()), group)
-        losses = []
-        for rows in batches(steps):
-            share = share_of(rows, group)
-            optimizer.weight = len(share) * group.world_size / len(rows)
-            losses.append(optimizer.step(closure_of(model, share)))
-        before = vector_of(model)
-        optimizer.finalize()
-        return before, vector_of(model), losses
-
-
-def test_over_processes_as_in_lockstep(tmp_path):
-    found = results(3, tmp_path, step_as_worker, 8)
-    models, optimizers = team(3, quantized(local_steps=3, participants=2), sgd)
-    for model in models:
-        model.load_state_dict(Everything().state_dict())
-    run_steps(models, optimizers, 0, 8)
-    for (before, _, losses), model in zip(found, models, strict=True):
-        assert torch.equal(before, vector_of(model))
-        assert any(loss is not None for loss in losses)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    for _, after, _ in found:
-        assert torch.equal(after, vector_of(models[0]))
-    # two of three ranks compute a loss in each step
-    computed = [[loss is not None for loss in losses] for _, _, losses in found]
-    assert [sum(each) for each in zip(*computed, strict=True)] == [2] * 8

@@ -8,10 +8,7 @@ import re
 import pytest
 import torch
 from optim.kinds import (
-    AVERAGED,
-    FIXED_LAYOUT,
     KINDS,
-    LOCAL,
     LR,
     REPLICATED,
     WITH_CLOSURE,
@@ -28,20 +25,13 @@ ADAMS = REPLICATED | ZERO_ONE_LOCAL
 OF_ADAM = [name for name in KINDS if name not in WITH_CLOSURE]
 WRONG = [
     ("lr", math.nan, "lr{where} is nan"),
-    ("lr", -1, "lr{where} is -1"),
-    ("lr", math.inf, "lr{where} is inf"),
     ("lr", "fast", "lr{where} is 'fast'"),
-    ("lr", True, "lr{where} is True"),
     ("lr", [0.1, 0.2], r"lr{where} is \[0.1, 0.2\]"),
     ("lr", torch.tensor(-1.0), r"lr{where} is tensor\(-1.\)"),
     ("eps", -1e-8, "eps{where} is -1e-08"),
-    ("eps", "small", "eps{where} is 'small'"),
     ("weight_decay", math.nan, "weight_decay{where} is nan"),
-    ("weight_decay", "none", "weight_decay{where} is 'none'"),
     ("betas", (1.0, 0.9), r"betas\[0\]{where} is 1.0"),
     ("betas", (0.9, -0.1), r"betas\[1\]{where} is -0.1"),
-    ("betas", (0.9, math.nan), r"betas\[1\]{where} is nan"),
-    ("betas", (0.9, "x"), r"betas\[1\]{where} is 'x'"),
     ("betas", 0.9, "betas{where} is 0.9"),
     ("maximize", "no", "maximize{where} is 'no'"),
 ]
@@ -110,15 +100,8 @@ def train_weight(model, optimizer, steps):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("name", "has_layout"),
-    [
-        *((name, True) for name in KINDS),
-        # states of older versions have no layout
-        *((name, False) for name in AVERAGED | LOCAL if name not in WITH_CLOSURE),
-    ],
-)
-def test_a_state_of_a_parameter_of_another_shape_is_refused_and_changes_nothing(name, has_layout):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_of_a_parameter_of_another_shape_is_refused_and_changes_nothing(name):
     model, optimizer = make_with_shape(name, (3, 4))
     train_weight(model, optimizer, 5)
     # as many elements, and fewer
@@ -127,8 +110,6 @@ def test_a_state_of_a_parameter_of_another_shape_is_refused_and_changes_nothing(
         train_weight(other, loaded, 2)
         before = bits_of(other, loaded)
         state = copy.deepcopy(optimizer.snapshot())
-        if not has_layout:
-            state.pop("layout", None)
         with pytest.raises(ValueError, match=r"the state has (?s:.*)\n\nhint: load it into"):
             loaded.load_state_dict(state)
         assert bits_of(other, loaded) == before
@@ -161,16 +142,6 @@ def test_states_of_torchs_optimizers_are_loaded(inner):
     train(model, optimizers[1], 1)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_snapshot_with_an_option_out_of_range_is_refused(name):
-    model, optimizer = make(name)
-    train(model, optimizer, 3)
-    state = copy.deepcopy(optimizer.snapshot())
-    state.get("inner", state)["param_groups"][0]["lr"] = math.nan
-    with pytest.raises(ValueError, match=r"^lr of parameter group 0 of the state is nan\n"):
-        optimizer.load_state_dict(state)
-
-
 @pytest.mark.parametrize(("name", "option", "value", "message"), with_wrong_options(OF_ADAM))
 def test_an_option_out_of_range_is_refused_by_the_next_step(name, option, value, message):
     model, optimizer = make(name)
@@ -200,16 +171,6 @@ def test_options_that_are_not_supported_are_refused_later_too(name):
     with pytest.raises(ValueError, match=r"^amsgrad=True of parameter group 0 of the state is not"):
         optimizer.load_state_dict(state)
     assert "amsgrad" not in optimizer.param_groups[0]
-
-
-@pytest.mark.parametrize("name", FIXED_LAYOUT)
-def test_a_group_without_an_option_has_its_default(name):
-    model, optimizer = make(name)
-    train(model, optimizer, 2)
-    state = copy.deepcopy(optimizer.state_dict())
-    # as if it was saved before the option existed
-    del state["param_groups"][0]["maximize"]
-    optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

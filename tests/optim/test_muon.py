@@ -8,7 +8,6 @@ import pytest
 import torch
 from optim.local import (
     all_equal,
-    check_resuming_at_every_step,
     gradients_of,
     mean_of,
     saved,
@@ -17,11 +16,10 @@ from optim.local import (
     vector_of,
 )
 from optim.models import Everything, batches, loss_of, train_on_shares
-from processes import results
 from torch import nn
 
-from gcnzc.exchange import Group, init_group, lockstep, run
-from gcnzc.optim import Averaged, DiLoCo, LocalSGD, Muon, resize_state
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import Averaged, DiLoCo, LocalSGD, Muon
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
@@ -150,24 +148,6 @@ def test_groups_may_be_added():
     assert (take_steps(model, optimizer, 1) != before).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"weight_decay": float("nan")}, "weight_decay is nan"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0"),
-        ({"eps": -1.0}, "eps is -1.0"),
-        ({"ns_steps": 0}, "ns_steps is 0"),
-        ({"ns_steps": 100}, "ns_steps is 100"),
-        ({"adjust_lr_fn": "other"}, "adjust_lr_fn is 'other'"),
-    ],
-)
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        Muon(build().parameters(), **options)
-
-
 def test_a_version_of_torch_without_muon_is_rejected(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"(?s)has no Muon\n\nhint: install torch 2\.9"):
@@ -254,34 +234,6 @@ def test_a_synchronization_is_the_mean_of_ranks_that_train_alone(kind, options, 
     assert all_equal(models)
 
 
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_a_run_resumes_from_any_step(kind):
-    check_resuming_at_every_step(
-        lambda inner, group: kind(inner, group, local_steps=3), 3, 7, inner=muon
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_states_of_other_numbers_of_ranks_are_loaded(world_size):
-    def make(inner, group):
-        return DiLoCo(inner, group, local_steps=4)
-
-    models, optimizers = team(3, make, muon)
-    train(models, optimizers, 6)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    more, others = team(world_size, make, muon)
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, world_size))
-
-    def momentum(optimizer):
-        return optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
-
-    mean = torch.stack([momentum(each) for each in optimizers]).mean(dim=0)
-    torch.testing.assert_close(momentum(others[0]), mean)
-    train(more, others, 8, 6)
-    assert all_equal(more)
-
-
 def test_a_state_of_another_shape_is_rejected():
     def wrap(rows):
         torch.manual_seed(0)
@@ -293,43 +245,3 @@ def test_a_state_of_another_shape_is_rejected():
     _, other = wrap(4)
     with pytest.raises(ValueError, match=r"momentum_buffer \(5, 6\) of group 0, parameter 0"):
         other.load_state_dict(optimizer.state_dict())
-
-
-def test_a_gradient_that_is_not_finite_damages_no_rank():
-    models = [build() for _ in range(3)]
-    optimizers = [
-        Averaged(muon(model.parameters()), Group(rank, 3)) for rank, model in enumerate(models)
-    ]
-
-    def take(rank):
-        for number in range(3):
-            backward(models[rank], optimizers[rank], number)
-            if rank == number == 1:
-                models[rank][0].weight.grad[0, 0] = torch.inf
-            yield from optimizers[rank].algorithm()
-
-    lockstep([take(rank) for rank in range(3)])
-    assert [optimizer.skipped for optimizer in optimizers] == [1, 1, 1]
-    assert all_equal(models)
-    assert torch.isfinite(vector_of(models[0])).all()
-
-
-def train_as_worker(steps):
-    with init_group() as group:
-        model = Everything()
-        inner = muon(model.parameters())
-        run(train_on_shares(model, inner, group.rank, group.world_size, steps, group), group)
-        return vector_of(model)
-
-
-def test_processes_train_as_lockstep_does(tmp_path):
-    found = results(2, tmp_path, train_as_worker, 4)
-    models = [Everything() for _ in range(2)]
-    lockstep(
-        [
-            train_on_shares(model, muon(model.parameters()), rank, 2, 4)
-            for rank, model in enumerate(models)
-        ]
-    )
-    for vector in found:
-        assert torch.equal(vector, vector_of(models[0]))

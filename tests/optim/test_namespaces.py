@@ -74,7 +74,7 @@ def test_random_schedules_of_several_optimizers_end(names, with_copies, part):
             assert all(map(torch.equal, values, found[0][0])), seed
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_waits_in_another_optimizer_misses_no_round_of_all_ranks(seed):
     choose, num_exchanges = random.Random(seed), [0] * 3
 

@@ -1,6 +1,5 @@
 """Gradients that are not finite, on elements that are not exchanged yet."""
 
-import copy
 import itertools
 import math
 
@@ -92,28 +91,6 @@ def train(tables, optimizers, begin, end, scale=1.0):
             if scale != 1:
                 table.grad.abs_().mul_(scale)
         lockstep([optimizer.algorithm() for optimizer in optimizers])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_non_finite_state_of_an_earlier_version_is_repaired(name):
-    tables, optimizers = make_team(name)
-    train(tables, optimizers, 1, FIRST - 1)
-    # the row has had a gradient on rank 0, and waits for a dense step
-    give_gradient(tables[0], FIRST, 0)
-    tables[1].grad = None
-    lockstep([optimizer.algorithm() for optimizer in optimizers])
-    states = [copy.deepcopy(optimizer.snapshot()) for optimizer in optimizers]
-    assert states[0]["local"]["pending_gradients"].any()
-    states[0]["local"]["pending_gradients"].view(-1)[-1] = math.nan
-    new, loaded = make_team(name)
-    for table, optimizer, old, state in zip(new, loaded, tables, states, strict=True):
-        table.data.copy_(old.data)
-        optimizer.load_state_dict(state)
-        assert are_all_finite(optimizer.snapshot())
-    train(new, loaded, FIRST + 1, END)
-    assert [optimizer.skipped for optimizer in loaded] == [0, 0]
-    assert torch.equal(*new)
-    assert not torch.equal(new[0][ROW], torch.ones(4))
 
 
 @pytest.mark.parametrize("name", KINDS)

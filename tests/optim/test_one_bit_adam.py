@@ -1,24 +1,15 @@
-import copy
-
 import pytest
 import torch
+from optim.local import train
 from optim.models import Everything, batches, loss_of
 from optim.oracle import fixture, followed, lengths
-from optim.replicas import (
-    saved,
-    team,
-    tensors_of,
-    train,
-    train_as_worker,
-    values_of,
-)
-from processes import results
+from optim.replicas import saved, team, values_of
 from torch import nn
 
 from bench.network.deepspeed_oracles import OneBitAdamDeepSpeed, PaddedSign
-from gcnzc.compress import Dense, Sign, WorkerInfo
+from gcnzc.compress import Sign, WorkerInfo
 from gcnzc.exchange import Group, lockstep
-from gcnzc.optim import OneBitAdam, resize_state
+from gcnzc.optim import OneBitAdam
 from gcnzc.optim.resize import unpack_state
 from gcnzc.optim.synchronous.freeze_rule import FreezeRule
 
@@ -142,20 +133,6 @@ def test_the_warm_up_is_adamw_of_mean_gradients(world_size):
     assert not optimizers[0].is_frozen
     for found in models:
         torch.testing.assert_close(values_of(found), values_of(model), rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_of_warm_up_may_be_sent_in_half():
-    models, optimizers = small_team(2, warmup=10, gradient_compression=Dense(torch.bfloat16))
-    whole, others = small_team(2, warmup=10)
-    for number in range(5):
-        give(models, number)
-        give(whole, number)
-        step(optimizers)
-        step(others)
-    assert alike(models)
-    assert not alike([models[0], whole[0]])
-    for one, other in zip(models[0], whole[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 # --- after the warm-up
@@ -294,39 +271,6 @@ def test_compressed_steps_come_close_to_dense_ones():
 
 # --- faults
 
-# the number of steps before, of which the third freezes; the next one is then of this kind
-PHASES = {"warm-up": 1, "compressed": 4, "refresh": 5, "in a refresh": 6}
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("phase", PHASES)
-def test_all_ranks_skip_gradients_that_are_not_finite_on_one(phase, bad):
-    models, optimizers = small_team(3, warmup=3, refresh=3)
-    for number in range(PHASES[phase]):
-        give(models, number)
-        step(optimizers)
-    assert optimizers[0].is_frozen == (phase != "warm-up")
-    assert optimizers[0].is_gradient_step == (phase != "compressed")
-    before = [copy.deepcopy(model) for model in models], [tensors_of(each) for each in optimizers]
-    numbers = [copy.deepcopy((each.steps, each.numbers)) for each in optimizers]
-    for _ in range(2):
-        give(models, 77)
-        models[1][0].grad[2, 1] = bad
-        models[1][1].grad[3] = bad
-        step(optimizers)
-    for rank, optimizer in enumerate(optimizers):
-        assert all(map(torch.equal, models[rank], before[0][rank]))
-        assert all(map(torch.equal, tensors_of(optimizer), before[1][rank]))
-        assert (optimizer.steps, optimizer.numbers) == numbers[rank]
-        assert optimizer.skipped == 2
-        assert "not finite or too large: rank 1 has 2" in optimizer.skip_reason
-    # and it goes on
-    give(models, 5)
-    step(optimizers)
-    assert optimizers[0].skip_reason == ""
-    assert alike(models)
-    assert not torch.equal(models[0][0], before[0][0][0])
-
 
 def test_a_missing_gradient_counts_as_zeros():
     trained = []
@@ -373,12 +317,6 @@ def test_rows_that_were_never_looked_up_only_decay():
     assert float((table[::2] - 1).square().mean()) < float((start[::2] - 1).square().mean())
 
 
-def test_without_the_mask_such_rows_explode(monkeypatch):
-    monkeypatch.setattr(OneBitAdam, "_set_active", lambda self, active: None)
-    _, table, _ = embeddings(10, warmup=5)
-    assert float(table.abs().max()) > 1e3
-
-
 @pytest.mark.parametrize(("floor", "explodes"), [(1e-4, False), (0.0, True)])
 def test_rows_that_were_looked_up_long_ago_do_not_explode(floor, explodes):
     late = lambda number: number > 0  # noqa: E731
@@ -404,28 +342,6 @@ def test_rows_that_are_looked_up_later(reactivate):
     # none is asleep any more, so that all steps are compressed again
     assert "active" not in optimizer.vectors
     assert not optimizer.is_gradient_step
-
-
-def test_gradient_steps_become_rare_if_rows_are_reactivated_continually():
-    tables = [nn.Parameter(torch.zeros(64, 8)) for _ in range(2)]
-    optimizers = [
-        OneBitAdam([table], lr=0.01, warmup=5, group=Group(rank, 2))
-        for rank, table in enumerate(tables)
-    ]
-    gradient_steps = []
-    for number in range(1, 73):
-        if optimizers[0].is_gradient_step:
-            gradient_steps.append(number)
-        row = 0 if number <= 5 else number % 64
-        for rank, table in enumerate(tables):
-            table.grad = None
-            (table[torch.tensor([0, 1, row if rank else 0])] - 1).square().mean().backward()
-        step(optimizers)
-    # a row each step asks for one; the sixth step is the first that sees a row asleep
-    assert gradient_steps == [1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 39, 71]
-    # and takes with it all that woke before
-    assert not bool((tables[0] == 0).any())
-    assert torch.equal(*tables)
 
 
 def test_a_parameter_with_its_only_gradient_in_a_compressed_step_is_updated():
@@ -466,43 +382,6 @@ def test_elements_reactivated_by_a_small_gradient_do_not_explode(floor, explodes
     assert explodes or moved < 10
 
 
-def test_parameters_that_differ_are_named_on_all_workers():
-    shapes = [(2, 2), (2, 2), (2, 3)]
-    optimizers = [
-        OneBitAdam([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(shape))], group=group)
-        for group, shape in zip((Group(rank, 3) for rank in range(3)), shapes, strict=True)
-    ]
-
-    def words(optimizer):
-        try:
-            yield from optimizer.algorithm()
-        except ValueError as error:
-            return str(error)
-
-    for found in lockstep([words(optimizer) for optimizer in optimizers]).results:
-        assert "ranks 0 and 2 differ" in found
-        assert "group 0, parameter 1 (2, 2)" in found
-        assert "group 0, parameter 1 (2, 3)" in found
-
-
-def test_options_that_differ_are_an_error():
-    optimizers = [
-        OneBitAdam([nn.Parameter(torch.ones(3))], warmup=5 + rank, group=Group(rank, 2))
-        for rank in range(2)
-    ]
-    with pytest.raises(ValueError, match=r"warmup 5 .*warmup 6 "):
-        step(optimizers)
-
-
-def test_all_ranks_start_with_the_parameters_of_rank_0():
-    models, optimizers = small_team(3)
-    for rank, model in enumerate(models):
-        model[0].data.add_(rank)
-    first = models[0][0].detach().clone()
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    assert all(torch.equal(model[0], first) for model in models)
-
-
 def test_sparse_gradients_are_as_dense_ones():
     trained = []
     for sparse in (True, False):
@@ -517,180 +396,7 @@ def test_sparse_gradients_are_as_dense_ones():
     assert torch.equal(*trained)
 
 
-def test_parameters_of_half_and_single_precision_train_together():
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1).bfloat16()))
-    optimizers = [
-        OneBitAdam(model.parameters(), lr=0.02, warmup=20, group=Group(rank, 2))
-        for rank, model in enumerate(models)
-    ]
-    losses = []
-    for number in range(80):
-        for rank, model in enumerate(models):
-            inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(2 * number + rank))
-            hidden = model[1](model[0](inputs))
-            difference = (
-                model[2](hidden.bfloat16()).float() - inputs.sum(dim=1, keepdim=True).tanh()
-            )
-            model.zero_grad()
-            difference.square().mean().backward()
-        losses.append(float(difference.detach().square().mean()))
-        step(optimizers)
-    assert models[0][2].weight.dtype == torch.bfloat16
-    assert alike([list(model.parameters()) for model in models])
-    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
-
-
-def test_frozen_and_tied_parameters():
-    models, optimizers = team(2, warmup=3)
-    train(models, optimizers, 8)
-    for model in models:
-        assert model.tied.weight is model.first.weight
-        assert torch.equal(model.frozen, Everything().float().frozen)
-        # it never had a gradient: not even decay moves it
-        assert torch.equal(model.unused, Everything().float().unused)
-    assert sum(parameter.numel() for parameter in optimizers[0].flat_params.parameters) == len(
-        values_of(models[0])
-    )
-
-
 # --- checkpoints
-
-END, AHEAD = 16, 3
-
-
-def history():
-    """Each step's state and parameters, of a run with all kinds of steps."""
-    models, optimizers = team(3, warmup=4, refresh=3)
-    states, values, wakes = [], [], []
-    for number in range(END):
-        states.append(([saved(each) for each in optimizers], copy.deepcopy(models)))
-        wakes.append((optimizers[0].is_frozen, optimizers[0].numbers["has_inactive_gradient"]))
-        train(models, optimizers, number + 1, number)
-        values.append(([values_of(model) for model in models], list(map(tensors_of, optimizers))))
-    # before the freeze, after it, and with rows about to wake
-    assert {(False, False), (True, False), (True, True)} == set(wakes)
-    return states, values
-
-
-def test_it_resumes_to_the_bit_at_every_step():
-    states, values = history()
-    for number, (state, models) in enumerate(states):
-        _, optimizers = team(3, warmup=4, refresh=3)
-        optimizers = [
-            OneBitAdam(model.parameters(), lr=0.01, warmup=4, refresh=3, group=optimizer.group)
-            for model, optimizer in zip(models, optimizers, strict=True)
-        ]
-        for optimizer, each in zip(optimizers, state, strict=True):
-            optimizer.load_state_dict(each)
-        end = min(number + AHEAD, END)
-        train(models, optimizers, end, number)
-        for rank, optimizer in enumerate(optimizers):
-            assert torch.equal(values_of(models[rank]), values[end - 1][0][rank]), number
-            assert all(map(torch.equal, tensors_of(optimizer), values[end - 1][1][rank])), number
-
-
-def total_pending(states):
-    errors = [unpack_state("", state)["errors"]["momentum"] for state in states]
-    pending = torch.cat([each["server"] for each in errors]).double()
-    return pending + sum(each["worker"].double() for each in errors) / len(errors)
-
-
-@pytest.mark.parametrize("new", [2, 8, 3])
-def test_another_number_of_ranks_keeps_the_compression_errors(new):
-    models, optimizers = team(4, warmup=3)
-    # the last step is compressed or not, as rows wake
-    train(models, optimizers, 9)
-    states = [saved(each) for each in optimizers]
-    fitted = [resize_state(states, rank, new) for rank in range(new)]
-    size = float(total_pending(states).abs().max())
-    assert size > 0
-    torch.testing.assert_close(
-        total_pending(fitted), total_pending(states), rtol=1e-6, atol=1e-7 * size
-    )
-    others, anew = team(new, warmup=3)
-    for rank, optimizer in enumerate(anew):
-        others[rank].load_state_dict(models[0].state_dict())
-        optimizer.load_state_dict(fitted[rank])
-        for name, vector in optimizers[0].vectors.items():
-            assert torch.equal(optimizer.vectors[name], vector), name
-        assert (optimizer.steps, optimizer.numbers) == (9, optimizers[0].numbers)
-    train(others, anew, 14, 9)
-    assert all(torch.equal(values_of(each), values_of(others[0])) for each in others)
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 3), (3, 1)])
-def test_from_one_worker_and_to_one(old, new):
-    models, optimizers = team(old, warmup=3)
-    train(models, optimizers, 6)
-    states = [saved(each) for each in optimizers]
-    others, anew = team(new, warmup=3)
-    for rank, optimizer in enumerate(anew):
-        others[rank].load_state_dict(models[0].state_dict())
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    train(others, anew, 12, 6)
-    assert all(torch.equal(values_of(each), values_of(others[0])) for each in others)
-    # and once more, frozen by now
-    states = [saved(each) for each in anew]
-    more, last = team(2, warmup=3)
-    for rank, optimizer in enumerate(last):
-        more[rank].load_state_dict(others[0].state_dict())
-        optimizer.load_state_dict(resize_state(states, rank, 2))
-        assert optimizer.is_frozen
-    train(more, last, 16, 12)
-    assert torch.equal(values_of(more[0]), values_of(more[1]))
-
-
-def regression(steps, between=None):
-    """The loss at the end of a regression whose features are of very different sizes."""
-    generator = torch.Generator().manual_seed(7)
-    sizes = 10 ** torch.linspace(-1, 0.5, 96)
-    wanted = torch.randn(96, generator=generator)
-    parameters = [nn.Parameter(torch.zeros(96)) for _ in range(4)]
-    options = {"lr": 0.02, "weight_decay": 0.0, "warmup": 30}
-
-    def optimizers(parameters):
-        groups = [Group(rank, len(parameters)) for rank in range(len(parameters))]
-        pairs = zip(parameters, groups, strict=True)
-        return [OneBitAdam([parameter], group=group, **options) for parameter, group in pairs]
-
-    made, losses = optimizers(parameters), []
-    for number in range(steps):
-        if between is not None and number > 40 and number % 5 == 0:
-            states = between([saved(each) for each in made])
-            values = parameters[0].detach()
-            parameters = [nn.Parameter(values.clone()) for _ in states]
-            made = optimizers(parameters)
-            for each, state in zip(made, states, strict=True):
-                each.load_state_dict(state)
-        for p in parameters:
-            inputs = torch.randn(64, 96, generator=generator) * sizes
-            p.grad = None
-            (inputs @ (p - wanted)).square().mean().backward()
-        step(made)
-        losses.append(float(((parameters[0].detach() - wanted) * sizes).square().sum()))
-    # it goes up and down
-    return sum(losses[-20:]) / 20
-
-
-def test_resizing_without_the_compression_errors_is_worse():
-    def folded(states):
-        new = 2 if len(states) == 4 else 4
-        return [resize_state(states, rank, new) for rank in range(new)]
-
-    def forgotten(states):
-        found = folded(states)
-        for state in found:
-            for error in state["errors"]["momentum"].values():
-                error.zero_()
-        return found
-
-    start = regression(30)
-    fold, reset = regression(160, folded), regression(160, forgotten)
-    assert fold < 0.2 * start
-    assert fold < 0.3 * reset
 
 
 def test_states_of_other_ranks_and_models_are_rejected():
@@ -740,16 +446,6 @@ def test_later_steps_do_not_change_the_numbers_of_a_state():
     assert unpack_state("OneBitAdam", packed)["shared"]["numbers"]["norms"] == norms
 
 
-def test_memory_is_counted():
-    models, optimizers = small_team(2, shapes=[(64,)], warmup=1)
-    give(models, 0)
-    # the momentum, the variance, a flag
-    assert optimizers[0].state_bytes == 64 * 8 + 1
-    step(optimizers)
-    # what this worker has not sent, and what it has not passed on of its half
-    assert optimizers[0].state_bytes == 64 * 8 + 1 + 64 * 4 + 32 * 4
-
-
 # --- as an optimizer of torch
 
 
@@ -774,102 +470,6 @@ def test_all_ranks_clip_by_the_same_factor(warmup):
         for one, other in zip(models[0], plain[0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert alike(models)
-
-
-@pytest.mark.parametrize("warmup", [100, 1])
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_all_skip_when_one_workers_scaled_loss_overflows(warmup, unscaled):
-    models, optimizers = small_team(2, warmup=warmup)
-    plain, others = small_team(2, warmup=warmup)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in models]
-
-    for number in range(4):
-        give(models, number)
-        give(plain, number)
-        for model, scaler in zip(models, scalers, strict=True):
-            scaler.scale(torch.ones(()))
-            for parameter in model:
-                parameter.grad *= scaler.get_scale()
-        if number == 2:
-            models[1][0].grad[0, 0] = float("inf")
-        for optimizer, scaler in zip(optimizers, scalers, strict=True):
-            if unscaled:
-                scaler.unscale_(optimizer)
-        step_scaled(optimizers, scalers)
-        if number != 2:
-            step(others)
-        assert all(optimizer.skipped == (number >= 2) for optimizer in optimizers)
-    assert alike(models)
-    # the scale is a power of 2, so that nothing is rounded
-    assert alike([models[0], plain[0]])
-
-
-def step_scaled(optimizers, scalers):
-    """`GradScaler.step` of all workers, whose optimizers' steps are taken together."""
-    algorithms = []
-    for optimizer, scaler in zip(optimizers, scalers, strict=True):
-
-        def note(optimizer=optimizer):
-            scale = getattr(optimizer, "grad_scale", None)
-
-            def algorithm():
-                optimizer.grad_scale = scale
-                yield from optimizer.algorithm()
-                del optimizer.grad_scale
-
-            algorithms.append(algorithm())
-
-        optimizer.step = note
-        scaler.step(optimizer)
-        del optimizer.step
-    lockstep(algorithms)
-    for scaler in scalers:
-        scaler.update()
-
-
-def test_it_is_an_optimizer_of_torch():
-    model = nn.Linear(3, 1)
-    optimizer = OneBitAdam(model.parameters(), lr=1.0, group=Group())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(3)).square().sum()
-        loss.backward()
-        return loss
-
-    expected = float(model(torch.ones(3)).detach().square().sum())
-    assert optimizer.step(closure).item() == pytest.approx(expected)
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.zero_grad()
-    assert model.weight.grad is None
-    with pytest.raises(ValueError, match="step or refresh"):
-        OneBitAdam(model.parameters(), reactivate="maybe", group=Group())
-    with pytest.raises(ValueError, match="uses error feedback"):
-        OneBitAdam(model.parameters(), gradient_compression=Sign(), group=Group())
-
-
-def test_a_schedulers_step_size_is_kept_in_the_state():
-    (model,), (optimizer,) = small_team(1)
-    give([model], 0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    optimizer.step()
-    scheduler.step()
-    (_,), (other,) = small_team(1)
-    other.load_state_dict(saved(optimizer))
-    assert other.param_groups[0]["lr"] == 0.005
-    assert other.param_groups[0]["initial_lr"] == 0.01
-
-
-def test_signals_of_one_rank_reach_all_ranks():
-    models, optimizers = small_team(3, warmup=2, signals=2)
-    for number in range(4):
-        for signals in ([False, False], [False, True], [True, False]):
-            give(models, number)
-            optimizers[2].signals = signals
-            step(optimizers)
-            assert all(optimizer.received_signals == signals for optimizer in optimizers)
 
 
 def test_it_freezes_by_itself_when_the_variance_is_stable():
@@ -936,13 +536,3 @@ def test_a_refresh_decays_the_variance_like_all_steps_since_the_last_one():
 
 
 # --- over processes
-
-
-def test_over_processes_as_in_lockstep(tmp_path):
-    found = results(2, tmp_path, train_as_worker, 12)
-    models, optimizers = team(2, warmup=5, refresh=4)
-    train(models, optimizers, 12)
-    for rank, (values, tensors, numbers) in enumerate(found):
-        assert torch.equal(values, values_of(models[rank]))
-        assert all(map(torch.equal, tensors, tensors_of(optimizers[rank])))
-        assert numbers == optimizers[rank].numbers

@@ -21,7 +21,6 @@ from gcnzc.exchange import (
     Now,
     RequestMismatch,
     SlowDown,
-    Start,
     WorkerLost,
     init_group,
     lockstep,
@@ -112,7 +111,7 @@ def random_run(seed):
     return choose, times, link, options
 
 
-@pytest.mark.parametrize("part", seeds(10, 3))
+@pytest.mark.parametrize("part", seeds(10, 1))
 def test_random_schedules_end_and_preserve_the_sum(part):
     for seed in range(30 * part, 30 * (part + 1)):
         _, times, link, options = random_run(seed)
@@ -150,16 +149,7 @@ def test_exchanges_and_mixing_preserve_the_sum_of_both_variables():
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
 
 
-def test_a_simulation_is_deterministic():
-    for seed in range(3):
-        _, times, link, options = random_run(seed)
-        found = [simulate(times, link, **options) for _ in range(2)]
-        for one, other in zip(found[0][2].results, found[1][2].results, strict=True):
-            assert one[0] == other[0]
-            assert torch.equal(one[1], other[1])
-
-
-@pytest.mark.parametrize("part", seeds(4, 2))
+@pytest.mark.parametrize("part", seeds(4, 1))
 def test_a_crash_or_a_pause_of_a_rank_ends_in_a_clear_error_or_not_at_all(part):
     for seed in range(15 * part, 15 * (part + 1)):
         choose, times, link, options = random_run(seed)
@@ -231,44 +221,6 @@ def test_a_slow_rank_does_not_slow_the_others(slow):
     assert all(result[-1] > 3 * steps for result in outcome.results)
 
 
-def watch_channels(algorithm, optimizer, opened):
-    """Record the step in which a rank makes its first request on each channel."""
-    answer = None
-    while True:
-        try:
-            request = algorithm.send(answer)
-        except StopIteration:
-            return
-        if isinstance(request, Start) and request.channel:
-            opened.setdefault(request.channel, optimizer.steps)
-        answer = yield request
-
-
-def test_all_channels_are_opened_in_the_first_step():
-    # all ranks wait for one another to open a channel
-    parameters, optimizers = make_ranks(3, topology="ring", control_interval=5)
-    opened = [{} for _ in optimizers]
-    lockstep(
-        [
-            watch_channels(steps_of(*pair, [1.0] * 20), pair[1], found)
-            for pair, found in zip(zip(parameters, optimizers, strict=True), opened, strict=True)
-        ]
-    )
-    assert len(opened[0]) > 1
-    assert all(set(found.values()) == {1} for found in opened)
-
-
-def test_the_ranks_agree_while_their_gradients_pull_apart():
-    targets = 10 * start_vectors(8)
-    errors = []
-    for rate in (0.01, 1.0):
-        times = [[1.0 + 0.05 * rank] * 60 for rank in range(8)]
-        _, _, outcome = simulate(times, targets=targets, gossip_rate=rate)
-        own = torch.stack([result[1] for result in outcome.results])
-        errors.append((own - own.mean(0)).square().mean().sqrt())
-    assert errors[1] < 0.3 * errors[0]
-
-
 def test_signals_are_delivered_in_the_same_step_on_all_ranks():
     for seed in range(10):
         choose = random.Random(seed)
@@ -301,19 +253,6 @@ def test_signals_are_delivered_in_the_same_step_on_all_ranks():
         assert all(each == seen[0] for each in seen)
 
 
-def test_a_difference_of_options_is_an_error_on_all_ranks():
-    parameters, optimizers = make_ranks(3, control_interval=2)
-
-    def differ(optimizer):
-        if optimizer.steps == 5 and optimizer.group.rank == 1:
-            optimizer.param_groups[0]["lr"] = 0.5
-
-    ranks = zip(parameters, optimizers, strict=True)
-    wrong = r"lr of parameter group 0 differs between ranks: 0.1 on rank 0, 0.5 on rank 1"
-    with pytest.raises(ValueError, match=wrong):
-        lockstep([train_and_finalize(*each, [1.0] * 60, None, differ) for each in ranks])
-
-
 @pytest.mark.parametrize("interval", [3, 100])
 def test_a_rank_that_takes_fewer_steps_is_an_error(interval):
     parameters, optimizers = make_ranks(3, control_interval=interval)
@@ -326,18 +265,6 @@ def test_a_rank_that_takes_fewer_steps_is_an_error(interval):
         expected = pytest.raises(ValueError, match="number of steps differs between ranks: 9 on")
     with expected:
         lockstep([train_and_finalize(*each) for each in ranks])
-
-
-def test_a_layer_that_is_frozen_later_is_an_error():
-    parameters, optimizers = make_ranks(3, control_interval=2)
-
-    def freeze(optimizer):
-        if optimizer.steps == 5:
-            parameters[optimizer.group.rank].requires_grad_(False)
-
-    ranks = zip(parameters, optimizers, strict=True)
-    with pytest.raises(ValueError, match="requires_grad=False now, but requires_grad=True when"):
-        lockstep([train_and_finalize(*each, [1.0] * 20, None, freeze) for each in ranks])
 
 
 def test_a_rank_with_parameters_that_are_not_finite_does_not_damage_the_others():

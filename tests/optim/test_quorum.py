@@ -1,18 +1,15 @@
 """DiLoCo with a quorum: members, outer steps, stragglers, random schedules, resuming, processes."""
 
-import os
 import random
 
 import pytest
 import torch
-from limits import HANG_S
-from optim.local import all_equal, check_resuming_at_every_step, saved, sgd, team, train, vector_of
-from processes import results, shorten_waits, talk, workers
+from optim.local import all_equal, saved, team, train, vector_of
+from processes import results
 from slow_cases import seeds
 from torch import nn
 
-from gcnzc.compress import Sign
-from gcnzc.exchange import Compute, Group, Link, Now, WorkerLost, init_group, lockstep, run
+from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
 from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
@@ -149,7 +146,7 @@ def test_a_round_waits_for_further_ranks_during_the_grace_window(grace_s, member
     assert check_rounds(ranks)[0].members == members
 
 
-@pytest.mark.parametrize("seed", seeds(200, 40))
+@pytest.mark.parametrize("seed", seeds(200, 10))
 def test_random_schedules_end(seed):
     generator = random.Random(seed)
     world_size = generator.randint(2, 6)
@@ -189,7 +186,7 @@ def test_parameters_that_are_not_finite_do_not_spread():
     assert ranks[0].x.isfinite().all()
 
 
-@pytest.mark.parametrize("seed", seeds(30, 10))
+@pytest.mark.parametrize("seed", seeds(30, 4))
 def test_a_quorum_of_all_ranks_misses_no_round(seed):
     """Also if ranks wait for sums of signals, and in collectives after a signal."""
     choose = random.Random(seed)
@@ -216,22 +213,6 @@ def test_a_rank_that_resumes_late_misses_no_round_of_all_ranks():
     ranks[1].optimizer.signals = [True]
     run_ranks(ranks, [[1.0] * 6] * 2)
     assert [closed.members for closed in check_rounds(ranks)] == [(0, 1)] * 6
-
-
-class Timed(Strategy):
-    """A step takes a second of virtual time, so that equally fast ranks finish together."""
-
-    def algorithm(self):
-        yield Compute(1.0)
-        yield from super().algorithm()
-
-
-@pytest.mark.parametrize(("world_size", "quorum"), [(2, 2), (3, 2)])
-def test_a_run_resumes_from_any_step(world_size, quorum):
-    def make(inner, group):
-        return Timed(inner, diloco(3, OUTER_LR, MOMENTUM, quorum=quorum), group)
-
-    check_resuming_at_every_step(make, world_size, 8, inner=sgd)
 
 
 def test_a_rank_that_missed_rounds_resumes_with_its_older_anchor():
@@ -315,25 +296,6 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(
         assert torch.equal(ranks[0].x, others[0].x)
 
 
-@pytest.mark.parametrize(("world_size", "quorum"), [(2, 2), (3, 2), (3, 3)])
-def test_a_state_that_one_rank_alone_loads_is_found_in_the_next_round(world_size, quorum):
-    options = {"quorum": quorum, "steps": 2, "control_interval": 1000}
-    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
-
-    def steps(number, rank):
-        yield from rank.optimizer.broadcast_model_algorithm()
-        for step in range(100):
-            if step == 3:
-                state = saved(rank.optimizer.state_dict())
-            if step == 6 and number == 1:
-                rank.optimizer.load_state_dict(state)
-            yield from rank.step(1.0)
-
-    expected = "number of steps differs between ranks: 8 on rank 0, 4 on rank 1\n\nhint: "
-    with pytest.raises(ValueError, match=expected):
-        lockstep([steps(*each) for each in enumerate(ranks)])
-
-
 def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
@@ -401,38 +363,6 @@ def test_rules_of_closing():
     assert not rules.can_close(last, statuses(0, 0, 0, 0, 0, paused=(0, 1, 2)))
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"quorum": 2}, "a quorum of 2 of 4 ranks\n\nhint: give 3 to 4"),
-        ({"quorum": 5}, "a quorum of 5 of 4 ranks"),
-        ({"quorum": 0}, "quorum is 0"),
-        ({"quorum": 3, "grace_s": -1}, "grace_s is -1"),
-        ({"quorum": 3, "control_interval": 0}, "control_interval is 0"),
-        ({"quorum": 3, "compress": Sign()}, "quorum with compress"),
-        ({"quorum": 3, "sharded": True}, "quorum with sharded"),
-        ({"quorum": 3, "alone": True}, "quorum with alone"),
-        ({"quorum": 3, "local_steps": "auto"}, "quorum with local_steps='auto'"),
-    ],
-)
-def test_bad_options_are_rejected(options, text):
-    with pytest.raises(ValueError, match=f"^{text}"):
-        Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group(0, 4))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"quorum": 2}, "a quorum of 2 of 1 ranks\n\nhint: give 1"),
-        ({"grace_s": 1.0}, "grace_s is 1.0 without a quorum\n\nhint: "),
-        ({"grace_s": -1}, "grace_s is -1 without a quorum"),
-    ],
-)
-def test_bad_options_of_one_rank_are_rejected(options, text):
-    with pytest.raises(ValueError, match=f"^{text}"):
-        Strategy(sgd(nn.Linear(2, 2).parameters()), diloco(**options), Group())
-
-
 def train_as_worker():
     with init_group(timeout_s=60) as group:
         rank = Rank(group.rank, 3, group, grace_s=0.01)
@@ -457,35 +387,6 @@ def test_processes_agree_on_rounds(tmp_path):
             assert len(each.members) >= 2
     # each rank finishes four rounds, unless the others have finished all of theirs
     assert len(rounds) >= 4
-
-
-def lose_a_rank():
-    """Rank 1 ends in step 5; the others take steps until they notice it."""
-    shorten_waits()
-    with init_group(timeout_s=5) as group:
-        rank = Rank(group.rank, 3, group)
-        rank.optimizer.broadcast_model()
-        for step in range(200):
-            if group.rank == 1 and step == 5:
-                os._exit(3)
-            try:
-                # the error may take seconds until it is there, in which there are few steps
-                run(rank.step(0.02 if step < 40 else 1.0), group)
-            except WorkerLost as error:
-                return step, str(error)
-    return 200, ""
-
-
-def test_a_lost_rank_is_reported_after_the_next_sum_of_signals(tmp_path):
-    with workers(3, tmp_path, lose_a_rank) as processes:
-        for rank in (0, 2):
-            processes[rank].join(HANG_S)
-            assert processes[rank].exitcode == 0, talk(tmp_path, rank)
-    for rank in (0, 2):
-        step, text = torch.load(tmp_path / f"{rank}.pt")
-        # the sum starts after step 32; without a check in each step it is read after step 64
-        assert 32 <= step < 60
-        assert "rank 1" in text
 
 
 def states_after(world_size, quorum, seed):

@@ -28,7 +28,7 @@ from gcnzc.optim import (
 LR = 0.1
 ELEMENTS = 5
 # schedules of each name in `make test`
-NUM_QUICK = 8
+NUM_QUICK = 4
 # by name, an optimizer whose mean over the ranks is that of independent ranks
 MAKERS = {
     "averaged": lambda inner, group, seed: Averaged(inner, group),

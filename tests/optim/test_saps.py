@@ -1,6 +1,4 @@
 import copy
-import math
-import re
 
 import numpy as np
 import pytest
@@ -8,20 +6,13 @@ import torch
 from optim.local import (
     adamw,
     all_equal,
-    as_worker,
-    check_processes_as_lockstep,
-    check_resuming_at_every_step,
-    mean_of,
     saved,
-    sgd,
     team,
     train,
     vector_of,
 )
-from processes import results
-from torch import nn
 
-from gcnzc.exchange import Crash, Group, Link, WorkerLost, lockstep
+from gcnzc.exchange import Crash, Link, WorkerLost, lockstep
 from gcnzc.exchange.bandwidth import measure_bandwidths
 from gcnzc.exchange.topology import (
     NEVER,
@@ -31,7 +22,7 @@ from gcnzc.exchange.topology import (
     round_robin,
 )
 from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
-from gcnzc.optim import LocalSGD, Strategy, resize_state, saps
+from gcnzc.optim import LocalSGD, Strategy, saps
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import PairMean, Pairs, RandomMatching
 from gcnzc.optim.strategy.recipe import Recipe
@@ -175,15 +166,6 @@ def test_bytes_are_as_stated(world_size, dtype):
     assert idle == (2 * world_size if world_size % 2 else 0)
 
 
-def test_a_single_rank_takes_only_local_steps():
-    (model,), optimizers = team(1, pairs())
-    train([model], optimizers, 5)
-    other = team(1, lambda *each: LocalSGD(*each, local_steps=1))
-    train(*other, 5)
-    assert torch.equal(vector_of(model), vector_of(other[0][0]))
-    optimizers[0].finalize()
-
-
 @pytest.mark.parametrize("world_size", [3, 7, 8])
 def test_pairs_connect_the_ranks_and_are_equal_on_all(world_size):
     window = (world_size + 1) // 2
@@ -200,11 +182,6 @@ def test_pairs_connect_the_ranks_and_are_equal_on_all(world_size):
         assert is_connected(world_size, of_window)
 
 
-@pytest.mark.parametrize("options", [{}, {"probe_interval": 3}, {"bandwidth": np.ones((3, 3))}])
-def test_a_run_resumes_from_any_step(options):
-    check_resuming_at_every_step(pairs(**options), 3, 8, inner=adamw)
-
-
 def test_a_measurement_is_not_repeated_after_resuming():
     options = {"probe_interval": 100}
     models, optimizers = team(4, pairs(**options))
@@ -216,20 +193,6 @@ def test_a_measurement_is_not_repeated_after_resuming():
     assert all(ledger.entries["SendReceive"].requests == 1 for ledger in found.ledgers)
     matchings = [each.matching for each in exchanges([*optimizers, *others])]
     assert all(np.array_equal(each.bandwidth, matchings[0].bandwidth) for each in matchings)
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (4, 1), (1, 3)])
-def test_another_number_of_ranks_starts_from_the_mean_of_the_old(old, new):
-    models, optimizers = team(old, pairs())
-    train(models, optimizers, 6)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, pairs())
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    for model in again:
-        torch.testing.assert_close(vector_of(model), mean_of(models))
-    train(again, others, 10, 6)
-    assert all(each.pairs == exchanges(others)[0].pairs for each in exchanges(others))
 
 
 def test_a_rank_that_is_not_finite_takes_the_parameters_of_its_peer():
@@ -286,17 +249,6 @@ def test_pairs_of_which_no_rank_is_finite_do_not_change_and_recover_by_others():
     assert np.abs(parameters_of(optimizers)).max() < 10
 
 
-def test_signals_reach_all_ranks_every_control_interval():
-    models, optimizers = team(
-        3, lambda *each: Strategy(each[0], saps(control_interval=4), each[1], signals=2)
-    )
-    for number in range(9):
-        optimizers[2].signals = [number >= 2, False]
-        train(models, optimizers, number + 1, number)
-        expected = [number in (3, 7), False]
-        assert all(optimizer.received_signals == expected for optimizer in optimizers)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6, 7])
 def test_a_round_robin_has_each_pair_once(world_size):
     rounds = list(round_robin(world_size))
@@ -346,56 +298,3 @@ def test_a_rank_that_has_crashed_is_an_error_on_its_peer():
     found = step(optimizers, link=Link(1e6), faults={1: [Crash(1e-9)]})
     assert isinstance(found.errors[0], WorkerLost)
     assert "rank 1" in str(found.errors[0])
-
-
-def test_options_that_are_out_of_range_or_differ_are_an_error():
-    for options, words in (
-        ({"density": 0.0}, "density is 0.0"),
-        ({"density": 1.5}, "density is 1.5"),
-        ({"density": "a"}, "density is 'a'\n\nhint: give the fraction"),
-        ({"density": None}, "density is None\n\nhint: give the fraction"),
-        ({"window": 0}, "window is 0"),
-        ({"threshold": -1.0}, "threshold is -1.0"),
-        ({"probe_interval": 0}, "probe_interval is 0"),
-        ({"control_interval": 0}, "control_interval is 0"),
-        ({"local_steps": 0}, "local_steps is 0"),
-        ({"seed": "x"}, "seed is 'x'"),
-        ({"bandwidth": [[0, 1, 2]]}, r"shape \(1, 3\)"),
-        ({"bandwidth": [[0, -1], [1, 0]]}, "a number that is negative, infinite or NaN"),
-        ({"bandwidth": [[0, math.inf], [1, 0]]}, "a number that is negative, infinite or NaN"),
-        ({"bandwidth": [[0, math.nan], [1, 0]]}, "a number that is negative, infinite or NaN"),
-        ({"bandwidth": [[5, 0], [1, 0]]}, "bandwidth is 0 for every pair of ranks"),
-        ({"bandwidth": "a"}, "bandwidth is 'a', not a matrix of numbers\n\nhint: "),
-        (
-            {"bandwidth": [[1, 2], [3]]},
-            r"bandwidth is \[\[1, 2\], \[3\]\], not a matrix",
-        ),
-        ({"bandwidth": torch.ones(2, 2), "probe_interval": 5}, "both bandwidth and probe_interval"),
-        ({"bandwidth": torch.ones(3, 3)}, "bandwidths of 3 ranks for 2 ranks"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            pairs(**{"density": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(0, 2))
-    for one, other in (
-        ({"seed": 0}, {"seed": 1}),
-        ({"density": 0.5}, {"density": 0.25}),
-        ({"bandwidth": np.ones((2, 2))}, {"bandwidth": np.full((2, 2), 2.0)}),
-    ):
-        optimizers = [
-            pairs(**{"density": 0.5, **options})(sgd(nn.Linear(2, 2).parameters()), Group(rank, 2))
-            for rank, options in enumerate((one, other))
-        ]
-        with pytest.raises(ValueError, match="the optimizers of ranks 0 and 1 differ"):
-            lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    (text,) = [repr(optimizers[0])]
-    assert re.match(
-        r"SAPS\(local_steps=1, density=0.5, bandwidth=\(2, 2\) [0-9a-f]{8}, window=1", text
-    )
-
-
-def test_processes_compute_what_lockstep_computes(tmp_path):
-    found = results(3, tmp_path, as_worker, [saps_of_a_quarter], 7)
-    check_processes_as_lockstep([each for (each,) in found], saps_of_a_quarter, 7)
-
-
-def saps_of_a_quarter(inner, group):
-    return pairs(0.25, control_interval=4)(inner, group)

@@ -2,37 +2,26 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
 from optim.local import (
     all_equal,
-    as_worker,
-    check_processes_as_lockstep,
-    check_resuming_at_every_step,
-    saved,
     sgd,
     team,
     train,
-    vector_of,
 )
 from optim.models import Everything, batches, loss_of
-from processes import results
 from slow_cases import seeds
 from torch import nn
 
-from gcnzc.compress import Dense, RandomBlock, RandomK, Sign, Threshold, TopK
+from gcnzc.compress import RandomBlock, RandomK, Sign, Threshold, TopK
 from gcnzc.exchange import Group, lockstep
 from gcnzc.optim import (
     CO2,
     Averaged,
     DiLoCo,
-    LocalSGD,
     OneBitAdam,
-    SparseLoCo,
-    StreamingDiLoCo,
-    resize_state,
 )
 from gcnzc.optim.synchronous.masked_step import step_on_supports
 
@@ -107,14 +96,6 @@ def test_the_default_momentum_follows_from_the_compression():
     assert {default(each) for each in others} == {"everywhere"}
 
 
-def test_invalid_momentum_is_rejected():
-    inner = sgd(Everything().parameters())
-    with pytest.raises(ValueError, match=r"(?s)momentum='heavy'.*hint: .*everywhere, masked"):
-        Averaged(inner, Group(0, 2), compress=TopK(0.1), momentum="heavy")
-    with pytest.raises(ValueError, match=r"(?s)momentum='masked' without compression.*hint: "):
-        Averaged(inner, Group(0, 2), momentum="masked")
-
-
 INNER = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.1, amsgrad=True),
@@ -168,112 +149,6 @@ def whole(inner, steps):
     return model
 
 
-def averaged(**options):
-    return lambda inner, group: Averaged(inner, group, **options)
-
-
-@pytest.mark.parametrize(
-    "compress", [TopK(1.0), TopK(1.0, "layer"), RandomK(1.0), Threshold(1.0, refresh=1)]
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_a_density_of_one_is_data_parallelism(world_size, compress):
-    models, optimizers = team(world_size, averaged(compress=compress))
-    train(models, optimizers, 10)
-    assert all_equal(models)
-    for found, right in zip(models[0].parameters(), whole(sgd, 10).parameters(), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("compress", [TopK(1.0), RandomK(1.0)])
-def test_local_steps_with_a_density_of_one_are_those_without_compression(world_size, compress):
-    for kind, options in [(LocalSGD, {}), (DiLoCo, {"outer_lr": 0.5}), (CO2, {})]:
-        found, expected = (
-            team(world_size, partial(kind, local_steps=3, compress=each, **options))
-            for each in (compress, Dense())
-        )
-        train(*found, 9)
-        train(*expected, 9)
-        torch.testing.assert_close(
-            vector_of(found[0][0]), vector_of(expected[0][0]), rtol=1e-5, atol=1e-6
-        )
-
-
-def local_block(inner, group):
-    return LocalSGD(inner, group, local_steps=2, compress=RandomBlock(0.3))
-
-
-def sparse_loco(inner, group):
-    return SparseLoCo(inner, group, local_steps=2, compress=TopK.sparse_loco(0.1))
-
-
-def streaming(inner, group):
-    return StreamingDiLoCo(inner, group, local_steps=4, fragments=2, compress=TopK(0.2, "layer"))
-
-
-AVERAGED = {
-    "averaged topk": averaged(compress=TopK(0.1, "layer", "int2")),
-    "averaged randomk": averaged(compress=RandomK(0.1)),
-    "averaged threshold": averaged(compress=Threshold(0.1, refresh=3)),
-}
-
-
-def momentum_sgd(params):
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-@pytest.mark.parametrize("make", [local_block, sparse_loco, streaming])
-def test_local_steps_resume_from_any_step(make):
-    check_resuming_at_every_step(make, 3, 7, inner=momentum_sgd, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("name", AVERAGED)
-def test_a_run_resumes_bit_for_bit(name):
-    models, optimizers = team(3, AVERAGED[name], momentum_sgd, torch.float32)
-    train(models, optimizers, 5)
-    states = [
-        saved((m.state_dict(), o.state_dict())) for m, o in zip(models, optimizers, strict=True)
-    ]
-    again, others = team(3, AVERAGED[name], momentum_sgd, torch.float32)
-    for model, optimizer, (weights, state) in zip(again, others, states, strict=True):
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-    train(models, optimizers, 10, 5)
-    train(again, others, 10, 5)
-    for found, expected in zip(again, models, strict=True):
-        assert torch.equal(vector_of(found), vector_of(expected))
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (2, 1), (1, 3)])
-@pytest.mark.parametrize(
-    "make", [AVERAGED["averaged topk"], AVERAGED["averaged threshold"], local_block]
-)
-def test_another_number_of_ranks_continues_with_the_mean_of_the_errors(make, old, new):
-    models, optimizers = team(old, make, dtype=torch.float32)
-    train(models, optimizers, 4)
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, make, dtype=torch.float32)
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    with torch.no_grad():
-        # the states of `Averaged` do not have the parameters
-        for model in again:
-            for mine, other in zip(model.parameters(), models[0].parameters(), strict=True):
-                mine.copy_(other)
-    train(again, others, 8, 4)
-    assert all_equal(again)
-    if make is not local_block and min(old, new) > 1:
-        before, after = (
-            sum(state["errors"]["0"]["worker"] for state in each) / len(each)
-            for each in (
-                [optimizer.snapshot() for optimizer in optimizers],
-                [resize_state(states, rank, new) for rank in range(new)],
-            )
-        )
-        torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
-        assert before.any()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -307,10 +182,3 @@ def test_momenta_may_be_sparse(compress):
     train(models, optimizers, 8)
     assert all_equal(models)
     assert optimizers[0].skipped == 0
-
-
-def test_processes_compute_the_same_as_lockstep(tmp_path):
-    makers = [sparse_loco, local_block]
-    found = results(2, tmp_path, as_worker, makers, 6)
-    for number, make in enumerate(makers):
-        check_processes_as_lockstep([each[number] for each in found], make, 6)

@@ -7,11 +7,7 @@ from optim.local import (
     Handed,
     adamw,
     all_equal,
-    as_worker,
-    check_processes_as_lockstep,
-    check_resuming_at_every_step,
     gradients_of,
-    mean_of,
     saved,
     sgd,
     taught,
@@ -20,16 +16,13 @@ from optim.local import (
     vector_of,
 )
 from optim.models import Everything, batches, loss_of
-from processes import results
 from torch import nn
 
-from gcnzc.compress import Blocks, Dense, Sign
+from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Compute, Group, Link, lockstep
 from gcnzc.optim.local.diloco import DiLoCo
-from gcnzc.optim.local.local_sgd import LocalSGD
 from gcnzc.optim.local.streaming_diloco import StreamingDiLoCo
-from gcnzc.optim.local.sync_interval import INITIAL_STEPS, NUM_MEASURED, WARM_UP
-from gcnzc.optim.resize import resize_state
+from gcnzc.optim.local.sync_interval import NUM_MEASURED, WARM_UP
 
 HALF = Dense(torch.float16)
 
@@ -136,87 +129,6 @@ def test_one_fragment_without_delay_is_diloco_bit_for_bit(compress):
         assert torch.equal(vector_of(model), vector_of(other))
 
 
-def test_after_every_step_it_is_data_parallelism():
-    options = {"delay": 0, "mixing": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0}
-    models, optimizers = team(3, every(1, fragments=1, **options))
-    train(models, optimizers, 15)
-    expected = Everything()
-    optimizer = sgd(expected.parameters())
-    for rows in batches(15):
-        optimizer.zero_grad()
-        loss_of(expected, rows).backward()
-        optimizer.step()
-    torch.testing.assert_close(vector_of(models[1]), vector_of(expected), rtol=1e-10, atol=1e-12)
-
-
-def test_anchors_are_the_same_on_all_workers_at_every_step():
-    models, optimizers = team(3, every(5, fragments=3, delay=3), adamw)
-    for step in range(16):
-        train(models, optimizers, step + 1, step)
-        assert not all_equal(models)
-        first = optimizers[0].recipe.update
-        for optimizer in optimizers:
-            assert torch.equal(optimizer.recipe.update.anchor, first.anchor)
-            assert torch.equal(optimizer.recipe.update.momentum, first.momentum)
-
-
-def test_finalize_sets_the_mean_after_pending_exchanges():
-    models, optimizers = team(3, every(5, fragments=3, delay=4), adamw, torch.float32)
-    train(models, optimizers, 12)
-    assert pending_of(optimizers[0])
-
-    def apply_pending(optimizer):
-        yield from optimizer.apply_pending_algorithm()
-
-    lockstep([apply_pending(optimizer) for optimizer in optimizers])
-    assert not all_equal(models)
-    mean = mean_of(models)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-    torch.testing.assert_close(vector_of(models[0]), mean)
-    assert not pending_of(optimizers[0])
-    # slices lie in the order of the vector
-    assert all(torch.equal(each.recipe.update.anchor, each.vector()) for each in optimizers)
-    train(models, optimizers, 20, 12)
-    lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
-    assert all_equal(models)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fragments": 3, "delay": 2},
-        {"fragments": 5, "delay": 3, "compress": HALF},
-        {"fragments": 2, "delay": 3, "compress": Sign(block=64)},
-        {"fragments": 3, "delay": 2, "compress": Blocks("int4", stochastic=True)},
-    ],
-    ids=["dense", "half", "sign", "random"],
-)
-def test_a_run_resumes_from_any_step_with_pending_fragments(options):
-    dtype = torch.float32 if "compress" in options else torch.float64
-    check_resuming_at_every_step(every(4, **options), 2, 11, inner=adamw, dtype=dtype)
-
-
-@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 4), (3, 1), (1, 2)])
-@pytest.mark.parametrize("compress", [Dense(), Sign(block=64)], ids=["dense", "sign"])
-def test_another_number_of_ranks_resumes_with_pending_fragments(old, new, compress):
-    make = every(4, fragments=3, delay=3, signals=1, compress=compress)
-    models, optimizers = team(old, make, dtype=torch.float32)
-    train(models, optimizers, 6)
-    lockstep([optimizer.finish_pending_algorithm() for optimizer in optimizers])
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    again, others = team(new, make, dtype=torch.float32)
-    for rank, optimizer in enumerate(others):
-        optimizer.load_state_dict(resize_state(states, rank, new))
-    assert all_equal(again)
-    torch.testing.assert_close(vector_of(again[0]), mean_of(models))
-    train(again, others, 10, 6)
-    # no mean counted too few or too many workers
-    assert all(optimizer.dropped == 0 for optimizer in others)
-    lockstep([optimizer.finalize_algorithm() for optimizer in others])
-    assert all_equal(again)
-
-
 @pytest.mark.parametrize("compress", [Dense(), HALF, Sign(block=64)], ids=["dense", "half", "sign"])
 def test_bytes_and_requests_are_as_stated(compress):
     world_size, parts = 4, 3
@@ -252,19 +164,6 @@ def test_memory_is_two_vectors_and_the_pending_fragments():
         assert optimizers[0].state_bytes == (2 * count + expected) * 8
 
 
-def test_a_pending_exchange_has_a_copy_of_the_parameters():
-    # lockstep raises where a tensor is changed while it is sent
-    models, optimizers = team(3, every(4, fragments=2, delay=3), adamw)
-    train(models, optimizers, 6)
-    pending = [each.values.clone() for each in pending_of(optimizers[0])]
-    assert pending
-    with torch.no_grad():
-        for parameter in models[0].parameters():
-            parameter.fill_(5.0)
-    for before, each in zip(pending, pending_of(optimizers[0]), strict=True):
-        assert torch.equal(before, each.values)
-
-
 def test_exchanges_over_a_slow_network_overlap_with_steps():
     step_s = 0.1
 
@@ -291,35 +190,6 @@ def test_exchanges_over_a_slow_network_overlap_with_steps():
     assert seconds[0] > 12 * step_s + 3 * 0.1
 
 
-@pytest.mark.parametrize("compress", [Dense(), HALF], ids=["dense", "half"])
-def test_a_rank_whose_parameters_are_not_finite_gets_the_anchor(compress):
-    make = every(4, fragments=2, delay=1, compress=compress)
-    models, optimizers = team(3, make, adamw, torch.float32)
-    train(models, optimizers, 3)
-    with torch.no_grad():
-        models[1].table.weight[0, 0] = float("nan")
-        models[1].first.weight[0, 0] = float("nan")
-        optimizers[1].state[models[1].first.bias]["exp_avg"][0] = float("nan")
-    bad = optimizers[1].recipe.update.fragments
-    train(models, optimizers, 7, 3)
-    # both fragments have come back by now
-    assert vector_of(models[1]).isfinite().all()
-    for number, fragment in enumerate(bad):
-        found = fragment.read(torch.empty(fragment.num_elements))
-        update = optimizers[0].recipe.update
-        anchor = update.parts(update.anchor)[number]
-        if number == 1:
-            # taken up at this step
-            assert torch.equal(found, anchor)
-    assert all(optimizer.dropped == 2 for optimizer in optimizers)
-    # moments that are not finite begin anew
-    assert models[1].first.bias not in optimizers[1].state
-    assert models[0].first.bias in optimizers[0].state
-    train(models, optimizers, 12, 7)
-    assert all(optimizer.dropped == 2 for optimizer in optimizers)
-    assert all(vector_of(model).isfinite().all() for model in models)
-
-
 def test_a_fragment_whose_mean_overflows_changes_nothing():
     make = every(4, fragments=2, delay=1, compress=HALF)
     models, optimizers = team(2, make, sgd, torch.float32)
@@ -344,14 +214,6 @@ def test_a_fragment_whose_mean_overflows_changes_nothing():
         assert optimizer.dropped == 1
 
 
-def test_signals_are_received_when_a_fragment_finishes():
-    models, optimizers = team(3, every(4, fragments=2, delay=1, signals=2))
-    optimizers[1].signals = [False, True]
-    for step in range(1, 12):
-        train(models, optimizers, step, step - 1)
-        assert all(each.received_signals == [False, step in (5, 7, 9, 11)] for each in optimizers)
-
-
 def test_fragments_by_module():
     def make(inner, group):
         model = next(models)
@@ -370,34 +232,6 @@ def test_fragments_by_module():
     train(made, optimizers, 8)
     lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
     assert all_equal(made)
-
-
-def test_options_that_contradict_each_other_are_an_error():
-    inner = sgd(Everything().parameters())
-    for options, words in [
-        ({"local_steps": 3, "delay": 3}, "a delay of 3 steps(?s:.*)from 0 to 2"),
-        ({"local_steps": "auto", "delay": INITIAL_STEPS}, f"from 0 to {INITIAL_STEPS - 1}"),
-        ({"local_steps": 3, "delay": "auto"}, "delay='auto' with local_steps=3"),
-        ({"local_steps": 3, "delay": "some"}, "delay is 'some'"),
-        # the results of exchanges would never be due
-        ({"local_steps": 4, "delay": 1.5}, "delay is 1.5"),
-        ({"delay": None}, "delay is None"),
-        ({"mixing": 1.5}, "mixing is 1.5"),
-        ({"mixing": "a"}, "mixing is 'a'\n\nhint: give a number"),
-        ({"mixing": None}, "mixing is None\n\nhint: give a number"),
-        ({"fragments": 0}, "0 fragments"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            StreamingDiLoCo(inner, **options)
-
-
-def test_a_single_rank_takes_only_the_inner_steps():
-    (model,), optimizers = team(1, every(2, delay=1))
-    train([model], optimizers, 8)
-    (other,), theirs = team(1, lambda *of: LocalSGD(*of, local_steps=2))
-    train([other], theirs, 8)
-    assert torch.equal(vector_of(model), vector_of(other))
-    assert optimizers[0].state_bytes == 0
 
 
 def test_a_single_rank_alone_is_saved_and_copied_with_pending_fragments():
@@ -483,30 +317,3 @@ def test_local_steps_and_delay_hide_the_exchanges(exchange_s, delay, expected, t
     first = 1 if delay == "auto" else delay
     assert delays[0] == delays[1] == [first] * len(measured) + [then] * len(later)
     assert optimizers[0].local_steps == expected
-
-
-def every_third(inner, group):
-    return LocalSGD(inner, group, local_steps=3)
-
-
-def outer(inner, group):
-    return DiLoCo(inner, group, local_steps=3)
-
-
-def outer_by_shares(inner, group):
-    return DiLoCo(inner, group, local_steps=3, sharded=True)
-
-
-def streaming(inner, group):
-    return StreamingDiLoCo(inner, group, local_steps=4, fragments=3, delay=2)
-
-
-def streaming_half(inner, group):
-    return StreamingDiLoCo(inner, group, local_steps=3, fragments=5, delay=1, compress=HALF)
-
-
-def test_over_processes_as_in_lockstep(tmp_path):
-    makers = [every_third, outer, outer_by_shares, streaming, streaming_half]
-    found = results(3, tmp_path, as_worker, makers, 9)
-    for number, make in enumerate(makers):
-        check_processes_as_lockstep([each[number] for each in found], make, 9)

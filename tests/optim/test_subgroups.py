@@ -3,9 +3,8 @@
 import pytest
 import torch
 from exchange.cases import everything
-from optim.local import taught as taught_locally
-from optim.local import vector_of
-from optim.replicas import taught, values_of
+from optim.local import taught, vector_of
+from optim.replicas import values_of
 from optim.subgroups import EVEN, ODD, STEPS, model_of, one_bit, streaming, train_in_subgroups
 from processes import results
 
@@ -35,7 +34,7 @@ def test_two_subgroups_of_four_processes_train_by_themselves(tmp_path):
         models = [model_of(members) for _ in members]
         optimizers = [streaming(model, Group(rank, 2)) for rank, model in enumerate(models)]
         pairs = zip(models, optimizers, strict=True)
-        lockstep([taught_locally(*pair, STEPS) for pair in pairs])
+        lockstep([taught(*pair, STEPS) for pair in pairs])
         lockstep([optimizer.finalize_algorithm() for optimizer in optimizers])
         for rank, member in enumerate(members):
             answers, values, message, (near, apart) = found[member]

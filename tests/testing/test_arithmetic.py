@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact_numbers import FORMATS, from_fraction, is_finite, to_fraction
+from exact_numbers import FORMATS, from_fraction, to_fraction
 from ptx_kernels import bits_of, integers, signed
 
 from gcnzc.testing import arithmetic
@@ -63,28 +63,6 @@ def test_fma_of_infinities():
     ):  # fmt: skip
         found = arithmetic.fma(np.array([a]), np.array([b]), np.array([c]), kind="f64")
         np.testing.assert_array_equal(found, [expected], err_msg=str((a, b, c)))
-
-
-def test_fma_of_a_tie_that_float64_cannot_represent():
-    # a tie of float32 plus 2**-70, which is lost if the sum is rounded to float64 first
-    a, b = np.float64(2**-12 * (1 + 2**-23)), np.float64(2**-12 * (1 + 2**-23))
-    c = np.float64(1 + 2**-23)
-    found = arithmetic.fma(np.array([a]), np.array([b]), np.array([c]), kind="f32")
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    assert array_bits(found).tolist() == [from_fraction(exact, "f32")]
-    naive = np.float32(a * b + c)
-    assert arithmetic.fma(np.array([a]), np.array([b]), np.array([c]), kind="f32")[0] >= naive
-
-
-def test_fma_of_zeros_and_infinities():
-    a = np.array([0.0, -0.0, np.inf, 1.0])
-    b = np.array([1.0, 1.0, 0.0, np.inf])
-    c = np.array([-0.0, -0.0, 1.0, -np.inf])
-    for kind in ("f32", "f64"):
-        found = arithmetic.fma(a, b, c, kind=kind)
-        assert not np.signbit(found[0])
-        assert np.signbit(found[1])
-        assert np.isnan(found[2:]).all()
 
 
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32", "u64", "s64"])
@@ -216,17 +194,3 @@ def test_conversion_to_integers_rounds_and_saturates(kind):
     special = limits.min if kind[0] == "s" else 1 << (bits - 1)
     assert of_double == special
     assert of_single == (special if bits == 64 else 0)
-
-
-def test_subnormal_numbers_are_flushed_with_their_sign():
-    values = np.array([1e-39, -1e-39, 2.0**-126, 1.0], np.float32)
-    found = arithmetic.flush_subnormals(values)
-    assert found.tolist() == [0.0, 0.0, 2.0**-126, 1.0]
-    assert np.signbit(found).tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_the_reference_rounds_to_itself(kind):
-    for bits in range(0, 2**16, 7):
-        if is_finite(bits, kind) and bits & 0x7FFF:
-            assert from_fraction(to_fraction(bits, kind), kind) == bits

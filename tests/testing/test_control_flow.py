@@ -52,46 +52,6 @@ def test_each_lane_loops_as_often_as_it_asks_for():
     assert results(body).tolist() == [n * (n + 1) // 2 for n in range(64)]
 
 
-def test_nested_divergence():
-    body = f"""
-        mov.u32 %r1, 0;
-        and.b32 %r2, %tid, 1; setp.eq.s32 %p1, %r2, 0;
-        and.b32 %r3, %tid, 2; setp.eq.s32 %p2, %r3, 0;
-        @%p1 bra $OUTER;
-        add.s32 %r1, %r1, 1;
-        @%p2 bra $INNER;
-        add.s32 %r1, %r1, 10;
-    $INNER:
-        add.s32 %r1, %r1, 100;
-    $OUTER:
-        add.s32 %r1, %r1, 1000;
-        {STORE.format("%r1")}
-    """
-    assert results(body).tolist() == [1000, 1101, 1000, 1111] * 16
-
-
-def test_threads_exit_alone():
-    body = f"""
-        setp.lt.u32 %p1, %tid, 5;
-        @%p1 ret;
-        {STORE.format("%tid")}
-        exit;
-        {STORE.format("0")}
-    """
-    assert results(body).tolist() == [-7] * 5 + list(range(5, 64))
-
-
-def test_a_guard_keeps_the_registers_of_other_lanes():
-    body = f"""
-        mov.u32 %r1, 1;
-        setp.gt.u32 %p1, %tid, 40;
-        @%p1 mov.u32 %r1, 2;
-        @!%p1 add.s32 %r1, %r1, 5;
-        {STORE.format("%r1")}
-    """
-    assert results(body).tolist() == [6] * 41 + [2] * 23
-
-
 def test_blocks_know_their_place_in_a_grid_of_three_axes():
     out = np.zeros((4, 3, 2, 32, 4), np.int32)
     body = """
@@ -145,12 +105,6 @@ def test_a_barrier_in_one_branch_is_a_fault():
     with pytest.raises(Fault, match=f"not all threads of a block reach the same barrier: {waits}"):
         results(body)
     results("setp.lt.u32 %p1, %block, 1; @%p1 bra $END; bar.sync 0; $END:", grid=(2,))
-
-
-def test_threads_that_wait_at_different_barriers_are_a_fault():
-    body = "setp.lt.u32 %p1, %tid, 32; @%p1 bra $A; bar.sync 0; ret; $A: bar.sync 1;"
-    with pytest.raises(Fault, match="not all threads of a block reach the same barrier"):
-        results(body)
 
 
 def test_threads_that_exit_before_a_barrier_are_a_fault():

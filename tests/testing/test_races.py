@@ -65,13 +65,6 @@ def test_a_lane_that_writes_another_value_in_the_same_instruction_races():
             in_block(odd + "st.shared.b32 [%r1], %r5;", threads=32)
 
 
-def test_undefined_values_equal_each_other_and_no_defined_value():
-    in_block("st.shared.b32 [%r1], %r6;")
-    part = "setp.eq.s32 %p1, %r3, {}; @%p1 mov.u32 %r6, 0; st.shared.b32 [%r1], %r6;"
-    for warp in (0, 1):
-        in_block(part.format(warp), "write of this instruction")
-
-
 def test_a_write_and_a_read_of_different_warps_race_in_both_orders():
     swap = "xor.b32 %r4, %r2, 128;"
     fill = "st.shared.b32 [%r2], 1; bar.sync 0;" + swap
@@ -81,22 +74,6 @@ def test_a_write_and_a_read_of_different_warps_race_in_both_orders():
     in_block(fill + "ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r2], 1;")
 
 
-def test_several_warps_may_read_and_none_of_them_may_then_write():
-    fill = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b32 [%r1], 1; bar.sync 0;"
-    in_block(fill + "ld.shared.b32 %r5, [%r1];")
-    for warp in range(3):
-        # also the warp that read last
-        write = f"setp.eq.s32 %p2, %r3, {warp}; @%p2 st.shared.b32 [%r1], 1;"
-        in_block(fill + "ld.shared.b32 %r5, [%r1];" + write, "read before", threads=96)
-        in_block(fill + "ld.shared.b32 %r5, [%r1]; bar.sync 0;" + write, threads=96)
-
-
-def test_words_that_share_a_byte_race_and_neighbours_do_not():
-    first = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b16 [%r1], 1;"
-    in_block(first + "@!%p1 st.shared.b16 [%r1+2], 1;")
-    in_block(first + "@!%p1 st.shared.b8 [%r1+1], 1;", "write before")
-
-
 def test_an_atomic_and_another_access_race():
     fill = "setp.eq.s32 %p1, %r3, 0; @%p1 st.shared.b32 [%r1], 1; bar.sync 0;"
     in_block(fill + "red.shared.add.u32 [%r1], 1; red.shared.add.u32 [%r1], 1;")
@@ -104,10 +81,6 @@ def test_an_atomic_and_another_access_race():
         fill + "red.shared.add.u32 [%r1], 1; ld.shared.b32 %r5, [%r1];", "atomic access before"
     )
     in_block(fill + "ld.shared.b32 %r5, [%r1]; red.shared.add.u32 [%r1], 1;", "read before")
-
-
-def test_blocks_have_their_own_shared_memory():
-    run(PREPARE + "st.shared.b32 [%r1], 1;", grid=(4,), declarations=SHARED)
 
 
 # -- global memory
@@ -182,17 +155,6 @@ def test_races_in_named_arguments_are_allowed():
     between_blocks("st.global.b32 [%out], 1;", detect_races=False)
 
 
-def test_blocks_race_through_two_arguments_of_the_same_memory():
-    whole = np.zeros(128, np.int32)
-    body = """
-        setp.eq.s32 %p1, %block, 0; add.s64 %d1, %other, %at4; add.s64 %d2, %out, %at4;
-        @%p1 st.global.b32 [%d1], 1; @!%p1 st.global.b32 [%d2+{}], 1;
-    """
-    arrays = {"other": whole, "out": whole[:]}
-    between_blocks(body.format(0), arrays=arrays)
-    between_blocks(body.format(-128), "write before", arrays=arrays)
-
-
 def test_a_history_of_several_readers_ends_with_a_synchronization():
     history = AccessHistory(16)
 
@@ -222,16 +184,6 @@ def records(num_bytes, places, kind=Access.READ, size=16):
     return history, most
 
 
-def test_records_take_memory_for_what_is_accessed_only():
-    whole = 100 * 2**20
-    few = np.random.default_rng(0).choice(whole // 512, 1000, replace=False) * 512
-    _, most = records(whole, few)
-    # a page of 1 KiB for each access, 4 B for each of its bytes, and a table of pages
-    assert 1000 * 1024 * 4 * 0.9 < most < 4 * 1000 * 1024 * 4
-    assert records(whole, few[:1])[1] < 2**20
-    assert records(whole * 10, few[:1])[1] < 2**23
-
-
 def test_records_of_large_memory_are_found_again():
     whole = 100 * 2**20
     random = np.random.default_rng(1)
@@ -248,12 +200,3 @@ def test_records_of_large_memory_are_found_again():
             found = history.record(Access.READ, np.array([byte]), 1, two, two - 1, two + 9)
             is_race = found == (0, "write before this instruction")
             assert is_race == (byte // 16 * 16 in written), byte
-
-
-def test_races_in_a_table_of_100_mb():
-    table = np.zeros(25 * 2**20, np.int32)
-    far = table.nbytes - 512
-    own = f"add.s64 %d1, %out, %at4; st.global.b32 [%d1+{far}], %tid;"
-    between_blocks(own, arrays={"out": table})
-    between_blocks(own + f"ld.global.b32 %r1, [%out+{far}];", "write before", {"out": table})
-    between_blocks(f"st.global.b32 [%out+{far}], 1;", "write", {"out": table})

@@ -120,19 +120,6 @@ def test_no_tensor_has_a_row_for_each_edge(monkeypatch):
     assert 0 < largest < rows_bytes / 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_summed_in_float32(dtype):
-    indptr, indices = random_block(500, 40, 300)
-    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs((2, 9), 500, 40)]
-    out = gatv2_aggregate(indptr, indices, *leaves)
-    wide = gatv2_aggregate(indptr, indices, *(leaf.float() for leaf in leaves))
-    assert out.dtype == dtype
-    # the weights are rounded once, the sums once
-    torch.testing.assert_close(out.float(), wide, rtol=2e-2, atol=2e-3)
-    out.sum().backward()
-    assert all(leaf.grad.dtype == dtype for leaf in leaves)
-
-
 def test_targets_that_are_not_the_first_sources():
     indptr, indices = random_block(70, 50, 9)
     x, y, a = inputs((3, 5))

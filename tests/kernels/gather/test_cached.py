@@ -5,7 +5,6 @@ import torch
 
 from gcnzc.kernels.gather import gather_reference
 from gcnzc.kernels.gather.cached import (
-    add_counts,
     count_in_bitmap,
     gather_cached,
     gather_cached_reference,
@@ -221,11 +220,3 @@ def test_cached_rows_are_counted(num_rows):
         for outside in (-1, num_rows, 2**31 - 1, -(2**31)):
             ids[17] = outside
             assert count_in_bitmap(bits, num_rows, ids) == -1
-
-
-def test_counts_add_up():
-    counts = torch.zeros(50, dtype=torch.int32)
-    ids = [torch.randint(50, (count,)) for count in (0, 1, 200)]
-    for part in ids:
-        add_counts(counts, part)
-    assert torch.equal(counts.long(), torch.cat(ids).bincount(minlength=50))

@@ -105,15 +105,6 @@ def test_every_dtype_is_copied_bit_for_bit(dtype, implementation, device):
         assert same_bits(implementation(table, ids), gather_reference(table, ids))
 
 
-@pytest.mark.triton
-def test_nan_keeps_its_payload(device):
-    bits = torch.tensor([[0x7FC12345, -0x3FEDCB, 0x7F800001]], dtype=torch.int32)
-    for implementation in (*IMPLEMENTATIONS, gather_reference):
-        table = bits.to(on(implementation, device)).view(torch.float32)
-        found = implementation(table, torch.zeros(5, dtype=torch.int64, device=table.device))
-        assert found.cpu().view(torch.int32).tolist() == bits.tolist() * 5
-
-
 @pytest.mark.usefixtures("streamed")
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_streams_rows_of_any_width(threads):
@@ -298,15 +289,6 @@ def test_rows_beyond_two_gigabytes_are_read(implementation, device):
     table[2] = torch.arange(100, dtype=torch.int8)
     ids = torch.tensor([2], dtype=torch.int32, device=table.device)
     assert implementation(table, ids).tolist() == [list(range(100))]
-
-
-@pytest.mark.usefixtures("streamed")
-@each_that_launches
-def test_fills_all_of_out(implementation, device):
-    table = torch.zeros(8, 100, device=on(implementation, device))
-    ids = torch.randint(8, (40,), device=table.device)
-    out = torch.full((40, 100), float("nan"), device=table.device)
-    assert not implementation(table, ids, out).isnan().any()
 
 
 def test_many_threads_can_gather_at_once():

@@ -190,14 +190,6 @@ def test_invalid_kernel_configs_are_rejected(wrong):
 
 
 @pytest.mark.triton
-def test_rows_are_read_in_another_order(device):
-    table = torch.randn(90, 33, device=device)
-    ids = torch.randint(90, (300,), device=device)
-    for order in (ids.argsort(), ids.argsort().int(), torch.randperm(300, device=device)):
-        assert torch.equal(gather_rows(table, ids, order=order), table[ids])
-
-
-@pytest.mark.triton
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_rows_of_a_result_may_be_more_than_31_bits_of_words_apart(is_ordered, device):
     table, ids = table_of(133, 1, torch.int8, device, num_rows=5), torch.tensor([4, 0, 2])

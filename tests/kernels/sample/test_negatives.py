@@ -6,7 +6,6 @@ from scipy.stats import chi2
 
 from gcnzc.kernels.sample.exclude import has_edge
 from gcnzc.kernels.sample.negatives import (
-    MAX_NODES,
     TRIES,
     in_batch_negatives,
     sample_negative_reference,
@@ -124,15 +123,3 @@ def test_in_batch_negatives_are_the_next_destinations():
         == in_batch_negatives(*graph, edges, 3, False).tolist()
     )
     assert in_batch_negatives(*graph, edges[:, :1], 9, False).shape == (2, 0)
-
-
-def test_graphs_without_nodes_or_with_too_many_are_rejected():
-    class Many:
-        def __len__(self):
-            return MAX_NODES + 2
-
-    for indptr in (np.zeros(1, np.int64), Many()):
-        with pytest.raises(ValueError, match="negative sampling in a graph of"):
-            sample_negatives(
-                indptr, np.empty(0), np.arange(1), np.arange(1), 1, "both", False, 0, 0
-            )

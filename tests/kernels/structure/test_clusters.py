@@ -87,12 +87,3 @@ def test_no_label_exceeds_a_limit_that_it_has_met():
     assert propagate_labels(*given[:6], *limits, labels) > 0
     assert (np.bincount(labels, size, num_labels) <= limits[0]).all()
     assert (np.bincount(labels, load, num_labels) <= limits[1]).all()
-
-
-def test_nodes_of_unit_load_reach_exact_limits_in_one_round():
-    rng = np.random.default_rng(1)
-    graph = random_graph(100, 400, rng)
-    ones, limits = np.ones(100, np.int64), np.array([20, 30, 50])
-    labels = np.zeros(100, np.int64)
-    propagate_labels(*graph, rng.permutation(100), ones, ones, np.full(3, 100), limits, labels)
-    assert np.bincount(labels).tolist() == [20, 30, 50]

@@ -67,15 +67,6 @@ def test_large_buckets_are_sorted_too(threads, short_segments):
     assert_equal(built, csc_reference(src[apart], dst[apart], 70_000))
 
 
-def test_nodes_without_edges_at_the_begin_middle_and_end():
-    src, dst = np.array([3, 1, 2]), np.array([500, 100_000, 500])
-    indptr, indices = build_csc(edge_list_segments(src, dst), 200_000)
-    assert_equal((indptr, indices), csc_reference(src, dst, 200_000))
-    assert indices.tolist() == [3, 2, 1]
-    assert indptr[100_000] == 2
-    assert indptr[-1] == 3
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_dtypes_strides_and_read_only_memory_are_supported(dtype, short_segments):
     src, dst = random_edges(5000, 20_000, dtype=dtype)
@@ -138,12 +129,6 @@ def test_coalesce_sorts_and_removes_duplicates(threads):
     pairs = np.unique(np.stack([dst, src]), axis=1)
     assert len(indices) == pairs.shape[1] < 100_000
     assert_equal((indptr, indices), csc_reference(pairs[1], pairs[0], 2000))
-
-
-def test_coalesce_without_duplicates_only_sorts():
-    src, dst = np.array([2, 1, 0]), np.array([0, 0, 1])
-    indptr, indices = coalesce(*build_csc(edge_list_segments(src, dst), 3))
-    assert (indptr.tolist(), indices.tolist()) == ([0, 2, 3, 3], [1, 2, 0])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from typed_dense import COLUMNS, PAPER, SIZES, academic, adjacency, edge_index, features, randomize
+from typed_dense import COLUMNS, PAPER, SIZES, academic, edge_index, features, randomize
 
 from gcnzc.graph.graph import Graph
 from gcnzc.graph.hetero import HeteroGraph
@@ -27,51 +27,6 @@ def make(name, graph, **options):
 def project(model, graph, x):
     names = [graph.node_types[t] for t in model.in_types]
     return {name: linear(x[name]) for name, linear in zip(names, model.input_linears, strict=True)}
-
-
-def rgcn_matrices(layer):
-    """The matrices of the edge types of a layer."""
-    if layer.coefficients is None:
-        return layer.weight
-    return torch.einsum("rb,bfh->rfh", layer.coefficients, layer.weight)
-
-
-def layer_by_hand(layer, graph, x):
-    """The outputs of a layer for each of its node types, from dense matrices."""
-    outs = {}
-    first_own = 0
-    is_sage = hasattr(layer, "neighbours")
-    weight = layer.neighbours if is_sage else rgcn_matrices(layer)
-    for j, t in enumerate(layer.out_types):
-        name = graph.node_types[t]
-        outs[name] = torch.zeros(SIZES[name], layer.out_features, dtype=torch.float64)
-        if not is_sage:
-            own = 0 if layer.own is None else x[name] @ layer.own[j]
-            outs[name] = outs[name] + own + layer.bias[j]
-        into = [k for k, r in enumerate(layer.edge_types) if graph.edge_types[r][2] == name]
-        for k in into:
-            edge_type = graph.edge_types[layer.edge_types[k]]
-            matrix = adjacency(graph, edge_type)
-            mean = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
-            outs[name] = outs[name] + mean @ x[edge_type[0]] @ weight[k]
-        if is_sage:
-            for own in range(first_own, first_own + max(len(into), 1)):
-                outs[name] = outs[name] + x[name] @ layer.own[own] + layer.bias[own]
-            first_own += max(len(into), 1)
-    return outs
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_dense_formulas(name):
-    graph, x = academic(), features()
-    model = make(name, graph)
-    rows = project(model, graph, x)
-    for layer in model.layers:
-        rows = layer_by_hand(layer, graph, rows)
-        hidden, rows = rows, {each: out.relu() for each, out in rows.items()}
-    torch.testing.assert_close(
-        model(build_full_hetero_blocks(graph, 2), x), hidden[PAPER], **TOLERANCE
-    )
 
 
 @pytest.mark.parametrize("name", ["rgcn", "bases", "no root"])
