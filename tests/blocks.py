@@ -1,5 +1,8 @@
 """Blocks to test aggregation on."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,15 @@ def swap_index_dtypes(*arrays: Tensor) -> list[Tensor]:
     """
     other = {torch.int32: torch.int64, torch.int64: torch.int32}
     return [each.to(other[each.dtype]) for each in arrays]
+
+
+def both(
+    fn: Callable[..., Tensor], indptr: Tensor, indices: Tensor, leaves: list[Tensor], *options: Any
+) -> list[Tensor]:
+    """Return the output and the gradients of all leaves for an uneven loss."""
+    out = fn(indptr, indices, *leaves, *options)
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
 def ring(num_nodes: int, hops: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,11 @@ from typing import get_origin
 import pytest
 import torch
 from optim.kinds import KINDS, LOCAL, ZERO_ONE_LOCAL
-from processes import results
 from torch import nn
 
 import gcnzc.optim
-from gcnzc.exchange import Group, init_group, lockstep
-from gcnzc.optim import DistributedOptimizer, Strategy
+from gcnzc.exchange import Group, lockstep
+from gcnzc.optim import DistributedOptimizer
 
 WORLD_SIZE = 3
 (ZERO_ONE,) = ZERO_ONE_LOCAL.values()
@@ -123,42 +122,3 @@ def test_generators_of_optimizers_are_named_algorithms_so_that_other_methods_act
     }
     assert "finalize_algorithm" in generators
     assert {name for name in generators - PARTS if not name.endswith("algorithm")} == set()
-
-
-def act_as_worker():
-    """The parameters of a rank that takes local steps, before, during and after an evaluation."""
-    with init_group(timeout_s=60) as group:
-        found = []
-        for make in (ZERO_ONE, KINDS["diloco"], KINDS["co2"], KINDS["averaged"]):
-            model = nn.Linear(2, 1)
-            optimizer = make(model, group)
-            for step in range(7):
-                generator = torch.Generator().manual_seed(10 * step + group.rank)
-                optimizer.zero_grad()
-                model(torch.randn(8, 2, generator=generator)).square().mean().backward()
-                optimizer.step()
-            if isinstance(optimizer, Strategy):
-                optimizer.pause_exchanges()
-                optimizer.resume_exchanges()
-                optimizer.finish_pending()
-            seen = [[each.detach().clone() for each in model.parameters()]]
-            own = optimizer.average_parameters()
-            seen.append([each.detach().clone() for each in model.parameters()])
-            optimizer.restore_parameters(own)
-            seen.append([each.detach().clone() for each in model.parameters()])
-            optimizer.finalize()
-            found.append(seen)
-        return found
-
-
-def test_parameters_are_averaged_for_an_evaluation_and_restored(tmp_path):
-    first, second = results(2, tmp_path, act_as_worker)
-    for (before, mean, after), (other, same, _) in zip(first, second, strict=True):
-        assert all(map(torch.equal, before, after))
-        assert all(map(torch.equal, mean, same))
-        for one, two, both in zip(before, other, mean, strict=True):
-            torch.testing.assert_close(both, (one + two) / 2)
-    # with local steps, the ranks have different parameters
-    assert all(
-        not torch.equal(a[0][0], b[0][0]) for a, b in zip(first[:3], second[:3], strict=True)
-    )

@@ -22,7 +22,7 @@ from gcnzc.exchange.topology import (
     round_robin,
 )
 from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
-from gcnzc.optim import LocalSGD, Strategy, saps
+from gcnzc.optim import Strategy, saps
 from gcnzc.optim.strategy.every_interval import EveryInterval
 from gcnzc.optim.strategy.pairs import PairMean, Pairs, RandomMatching
 from gcnzc.optim.strategy.recipe import Recipe
@@ -115,15 +115,6 @@ def test_a_mask_of_all_elements_is_a_plain_mean_of_pairs(world_size):
     low, high = exchanges(optimizers)[0].pairs[0]
     assert torch.equal(vector_of(plain[low]), vector_of(plain[high]))
     assert not all_equal(plain)
-
-
-def test_two_ranks_that_exchange_all_parameters_are_local_sgd():
-    models, optimizers = team(2, pairs(1.0), adamw)
-    others, local = team(2, lambda *each: LocalSGD(*each, local_steps=1), adamw)
-    for number in range(10):
-        train(models, optimizers, number + 1, number)
-        train(others, local, number + 1, number)
-        assert all_equal([*models, *others])
 
 
 def test_the_indices_are_equal_on_all_ranks_and_change_each_round():

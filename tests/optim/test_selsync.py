@@ -134,30 +134,6 @@ def test_an_overlapped_vote_decides_one_step_later():
     assert optimizers[0].num_exchanges == 3
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-def test_signals_reach_all_ranks_without_a_synchronization(is_overlapped):
-    models, optimizers = team(
-        3,
-        lambda inner, group: Strategy(
-            inner,
-            selsync(threshold=math.inf, window=1, overlapped_votes=is_overlapped),
-            group,
-            signals=2,
-        ),
-    )
-    train(models, optimizers, 3)
-    optimizers[1].signals = [False, True]
-    received = []
-    for step in range(3, 6):
-        train(models, optimizers, step + 1, step)
-        assert len({tuple(each.received_signals) for each in optimizers}) == 1
-        received.append(optimizers[0].received_signals)
-        optimizers[1].signals = [False, False]
-    assert received[is_overlapped] == [False, True]
-    assert sum(flags[1] for flags in received) == 1
-    assert optimizers[0].num_exchanges == 1 + is_overlapped
-
-
 def test_a_rank_with_a_gradient_that_is_not_finite_requests_a_mean():
     models, optimizers = team(3, make(threshold=1e6, window=1), adamw)
     train(models, optimizers, 3)

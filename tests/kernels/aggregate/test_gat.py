@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import random_block, swap_index_dtypes
+from blocks import both, random_block, swap_index_dtypes
 from simulated_device import Reads
 
 from gcnzc.kernels.aggregate import aggregate
@@ -35,29 +35,10 @@ from gcnzc.kernels.structure.transpose import transpose, transpose_reference
 SHAPES = [(1, 1, 1), (4, 4, 32), (3, 3, 129), (4, 1, 100), (8, 8, 8)]
 
 
-@pytest.fixture(autouse=True)
-def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what torch.empty returns with NaN, so that a row that is not written is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 def inputs(shape, num_sources=70, num_targets=50, dtype=torch.float64):
     heads, parts, columns = shape
     sizes = [(num_sources, parts, columns), (num_sources, heads), (num_targets, heads)]
     return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
-
-
-def both(fn, indptr, indices, leaves, *options):
-    """The output and the gradients of all leaves for an uneven loss."""
-    out = fn(indptr, indices, *leaves, *options)
-    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

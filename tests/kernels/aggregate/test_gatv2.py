@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from blocks import random_block, swap_index_dtypes
+from blocks import both, random_block, swap_index_dtypes
 
 from gcnzc.kernels.aggregate.gat import add_self_loops_torch
 from gcnzc.kernels.aggregate.gatv2 import (
@@ -22,28 +22,9 @@ from gcnzc.kernels.structure.transpose import transpose, transpose_reference
 SHAPES = [(1, 1), (4, 32), (3, 129), (8, 7)]
 
 
-@pytest.fixture(autouse=True)
-def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what torch.empty returns with NaN, so that a row that is not written is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 def inputs(shape, num_sources=70, num_targets=50, dtype=torch.float64):
     sizes = [(num_sources, *shape), (num_targets, *shape), shape]
     return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
-
-
-def both(fn, indptr, indices, leaves, *options):
-    """The output and the gradients of all leaves for an uneven loss."""
-    out = fn(indptr, indices, *leaves, *options)
-    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
