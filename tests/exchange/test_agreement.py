@@ -84,16 +84,8 @@ MISMATCHES = {
         lambda rank: make_all(Send(floats(2), 1 - rank), Receive(floats(2), 1 - rank)),
         "rank . waits for Send of 8 bytes with rank .*none of them can continue",
     ),
-    "both receive first": (
-        lambda rank: make_all(Receive(floats(2), 1 - rank), Send(floats(2), 1 - rank)),
-        "rank . waits for Receive of 8 bytes with rank .*none of them can continue",
-    ),
     "a send of 3 for a receive of 2": (
         lambda rank: make_all(Receive(floats(2), 0) if rank else Send(floats(3), 1)),
-        "requests [23] float32, rank . requests [23] float32",
-    ),
-    "a send of 2 for a receive of 3": (
-        lambda rank: make_all(Receive(floats(3), 0) if rank else Send(floats(2), 1)),
         "requests [23] float32, rank . requests [23] float32",
     ),
     "a send of another dtype": (
@@ -108,17 +100,9 @@ MISMATCHES = {
         lambda rank: make_all((Mean if rank else Sum)(floats(2))),
         "requests (Sum|Mean) of 2 float32, rank . requests (Sum|Mean) of 2 float32",
     ),
-    "a large sum for a mean": (
-        lambda rank: make_all((Mean if rank else Sum)(floats(LARGE))),
-        "requests (Sum|Mean) of 250000 float32",
-    ),
     "large sums of different sizes": (
         lambda rank: make_all(Sum(floats(LARGE + 1000 * rank))),
         "requests Sum of 25[01]000 float32, rank . requests Sum of 25[01]000",
-    ),
-    "large sums of different dtypes": (
-        lambda rank: make_all(Sum(floats(LARGE).int() if rank else floats(LARGE))),
-        "requests Sum of 250000 (int|float)32, rank . requests Sum of 250000",
     ),
     "a scalar of another type": (
         lambda rank: make_all(AllGatherScalar(1.0 if rank else 1)),
@@ -146,10 +130,6 @@ MISMATCHES = {
     "a large mean after large sums": (
         lambda rank: make_all(large(), large(), (Mean if rank else Sum)(floats(LARGE))),
         "requests (Sum|Mean) of 250000 float32, rank . requests (Sum|Mean) of 250000 float32",
-    ),
-    "a receive after large sums": (
-        lambda rank: make_all(large(), large(), Receive(floats(2), 0) if rank else large()),
-        "rank . waits for (Receive of 8|Sum of 1000000) bytes.*none of them can continue",
     ),
     # each pair was made before, so no check comes first; the next is at most 127 requests later
     "a large mean for a sum where both have followed a sum before": (

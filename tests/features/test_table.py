@@ -165,39 +165,30 @@ def test_scales_are_copied_to_a_device_once():
 
 def test_invalid_codes_and_scales_are_rejected():
     codes = torch.ones(4, 6, dtype=torch.int8)
-    for scales, per in (
-        (None, 2),
-        (torch.ones(6), None),
-        (torch.ones(4, 1), None),
-        (torch.ones(4).double(), None),
-        (torch.ones(8)[::2], None),
-        (torch.ones(4), 2),
+    for rows, scales, per in (
+        (codes, None, 2),
+        (codes, torch.ones(6), None),
+        (codes, torch.ones(4).double(), None),
+        (codes, torch.ones(8)[::2], None),
+        (codes.float(), torch.ones(4), None),
     ):
         with pytest.raises(ValueError, match=r"cannot be scaled by (.|\n)*\n\nhint: "):
-            FeatureTable(codes, scales, per)
-    with pytest.raises(ValueError, match=r"rows of torch.float32 (.|\n)*cannot be scaled by"):
-        FeatureTable(codes.float(), torch.ones(4))
-    for rows, dtype, per in (
-        (codes, torch.int8, None),
-        (codes.float(), torch.float16, None),
-        (torch.ones(3, 0), torch.int8, None),
-        (torch.ones(3, 4, device="meta"), torch.int8, None),
+            FeatureTable(rows, scales, per)
+    for rows, dtype in (
+        (codes, torch.int8),
+        (codes.float(), torch.float16),
+        (torch.ones(3, 0), torch.int8),
+        (torch.ones(3, 4, device="meta"), torch.int8),
     ):
         with pytest.raises(ValueError, match=r"cannot be quantized to (.|\n)*\n\nhint: "):
-            FeatureTable.quantized(rows, dtype, scale_columns=per)
-    for per in (0, -2, 1.5, True):
-        with pytest.raises((TypeError, ValueError), match=rf"scale_columns is {per}\b"):
-            FeatureTable(codes, torch.ones(6), per)
+            FeatureTable.quantized(rows, dtype)
+    for per in (0, 1.5):
         with pytest.raises((TypeError, ValueError), match=rf"scale_columns is {per}\b"):
             FeatureTable.quantized(codes.float(), scale_columns=per)
-    for value in (torch.nan, torch.inf):
-        for scales, per in ((torch.full((4,), value), None), (torch.full((3,), value), 2)):
-            with pytest.raises(ValueError, match=r"scales .* NaN or infinite\n\nhint: "):
-                FeatureTable(codes, scales, per)
-    for value in (torch.nan, torch.inf, 1e39):
-        rows = torch.full((3, 4), value, dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"not finite as float32 (.|\n)*\n\nhint: "):
-            FeatureTable.quantized(rows)
+    with pytest.raises(ValueError, match=r"scales .* NaN or infinite\n\nhint: "):
+        FeatureTable(codes, torch.full((4,), torch.nan))
+    with pytest.raises(ValueError, match=r"not finite as float32 (.|\n)*\n\nhint: "):
+        FeatureTable.quantized(torch.full((3, 4), 1e39, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("make", [lambda rows: rows, sparse])

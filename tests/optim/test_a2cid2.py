@@ -6,7 +6,6 @@ import pytest
 import torch
 from optim.local import (
     adamw,
-    saved,
     sgd,
     taught,
     team,
@@ -129,14 +128,6 @@ def test_exchanges_preserve_the_sums_of_both_variables_and_agree(world_size, mat
     assert (found - begin.mean(0)).abs().max() < 1e-3
 
 
-def test_momentum_makes_a_large_ring_agree_faster():
-    mean = vectors(16).mean(0)
-    errors = [
-        (train_vectors(16, 60, eta=eta)[0] - mean).square().mean().sqrt() for eta in (0.0, None)
-    ]
-    assert errors[0] > 100 * errors[1]
-
-
 def test_without_momentum_it_is_plain_gossip_bit_for_bit():
     targets = vectors(4) + 1
     found, second, optimizers = train_vectors(4, 7, targets=targets, eta=0)
@@ -169,15 +160,6 @@ def test_half_a_round_per_step_exchanges_in_every_second_step():
 def test_one_rank_of_an_odd_ring_is_idle():
     _, _, optimizers = train_vectors(3, 9)
     assert [each.recipe.exchange.num_exchanges for each in optimizers] == [6] * 3
-
-
-def test_a_state_without_momentum_starts_one():
-    models, optimizers = team(2, make(eta=0))
-    train(models, optimizers, 3)
-    _, others = team(2, make())
-    for own, other in zip(optimizers, others, strict=True):
-        other.load_state_dict(saved(own.state_dict()))
-        assert torch.equal(other.recipe.update.second, other.vector())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

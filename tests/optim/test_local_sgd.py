@@ -1,10 +1,7 @@
-import copy
-
 import pytest
 import torch
 from optim.local import (
     all_equal,
-    saved,
     sgd,
     taught,
     team,
@@ -16,7 +13,6 @@ from torch import nn
 from gcnzc.compress import Dense, Sign
 from gcnzc.exchange import Choices, Group, lockstep
 from gcnzc.optim.local.local_sgd import LocalSGD
-from gcnzc.optim.resize import resize_state
 
 HALF = Dense(torch.float16)
 
@@ -54,36 +50,6 @@ def test_bytes_and_requests_are_as_stated(compress):
         assert ledger.requests == 3 * (2 if isinstance(compress, Sign) else 1)
 
 
-def test_nothing_changes_if_no_rank_is_finite():
-    models, optimizers = team(2, every(1, compress=Dense(torch.float32)))
-    train(models, optimizers, 1)
-    with torch.no_grad():
-        models[0].rare[1] = models[1].rare[0] = float("nan")
-    before = copy.deepcopy([list(model.parameters()) for model in models])
-    anchor = optimizers[0].recipe.update.anchor.clone()
-    train(models, optimizers, 2, 1)
-    for model, values, optimizer in zip(models, before, optimizers, strict=True):
-        for found, right in zip(model.parameters(), values, strict=True):
-            torch.testing.assert_close(found, right, rtol=0, atol=1, equal_nan=True)
-        assert "no rank's parameters are finite" in optimizer.skip_reason
-        assert torch.equal(optimizer.recipe.update.anchor, anchor)
-
-
-def test_it_is_an_optimizer():
-    model = nn.Linear(2, 2)
-    optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=1.0), local_steps=2)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    assert optimizer.step(lambda: (model.weight.sum() ** 2).backward() or 3.0) == 3.0
-    scheduler.step()
-    assert optimizer.inner.param_groups[0]["lr"] == 0.5
-    with pytest.raises(RuntimeError, match="does not support adding parameters"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    optimizer.zero_grad()
-    assert model.weight.grad is None
-    assert repr(optimizer).startswith("LocalSGD(local_steps=2, compress=Dense(dtype=None)) of SGD")
-
-
 def test_parameters_of_several_dtypes():
     models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()) for _ in range(2)]
     optimizers = [
@@ -99,26 +65,3 @@ def test_parameters_of_several_dtypes():
     models[0][1].bias.grad[0] = float("nan")
     lockstep([optimizer.algorithm() for optimizer in optimizers])
     assert [optimizer.skipped for optimizer in optimizers] == [1, 0]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_state_has_the_counters_of_its_rank(world_size):
-    models, optimizers = team(world_size, lambda *given: LocalSGD(*given, local_steps=4))
-    train(models, optimizers, 3)
-    for rank, optimizer in enumerate(optimizers):
-        optimizer.skipped, optimizer.dropped = rank + 1, 2 * rank
-    states = [saved(optimizer.state_dict()) for optimizer in optimizers]
-    _, others = team(world_size, lambda *given: LocalSGD(*given, local_steps=4))
-    for rank, (other, state) in enumerate(zip(others, states, strict=True)):
-        other.load_state_dict(state)
-        assert (other.skipped, other.dropped) == (rank + 1, 2 * rank)
-    # the mean of the ranks
-    _, (one, other) = team(2, lambda *given: LocalSGD(*given, local_steps=4))
-    one.load_state_dict(resize_state(states, 0, 2) if world_size != 2 else states[0])
-    assert (one.skipped, one.dropped) == ((1, 0), (2, 2))[world_size == 3]
-    # a state of an older version
-    snapshot = other.snapshot()
-    del snapshot["local"]["counters"]
-    other.skipped = 5
-    other.load_state_dict(snapshot)
-    assert (other.skipped, other.dropped) == (0, 0)

@@ -11,7 +11,6 @@ from torch import nn
 
 from gcnzc.exchange import Compute, Group, Link, Now, init_group, lockstep
 from gcnzc.optim import DiLoCo, Strategy, diloco
-from gcnzc.optim.resize import resize_state, unpack_state
 from gcnzc.optim.strategy.quorum import QuorumRules
 from gcnzc.optim.strategy.rounds import ClosedRound, RankStatus, StatusKind
 
@@ -294,32 +293,6 @@ def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(
             assert torch.equal(anchor, expected[number][1])
             assert torch.equal(momentum, expected[number][2])
         assert torch.equal(ranks[0].x, others[0].x)
-
-
-def test_the_exchanges_and_the_steps_since_the_last_one_are_saved_per_rank():
-    ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
-    run_ranks(ranks, [[1.0] * 9, [1.0] * 9, [9.0] * 2], finalizes=False)
-    assert [rank.optimizer.num_exchanges for rank in ranks] == [3, 3, 0]
-    assert [rank.optimizer.steps_since_sync for rank in ranks] == [0, 0, 2]
-    states = [saved(rank.optimizer.state_dict()) for rank in ranks]
-    again = [Rank(rank, 3, quorum=2) for rank in range(3)]
-    # a distributed checkpoint has the shared part of one rank
-    shared = [each["shared"] for each in map(unpack_state, ["DiLoCo"] * 3, states, range(3))]
-    assert "num_exchanges" not in shared[0]
-    assert {each["numbers"]["since"] for each in shared} == {0}
-    for rank, state in zip(again, states, strict=True):
-        rank.optimizer.load_state_dict(state)
-    assert [rank.optimizer.num_exchanges for rank in again] == [3, 3, 0]
-    assert [rank.optimizer.steps_since_sync for rank in again] == [0, 0, 2]
-    # with another number of ranks, the mean
-    for number in range(2):
-        fewer = Rank(number, 2, quorum=2)
-        # the states of the ranks are from different steps
-        snapshots = [rank.optimizer.snapshot() for rank in again]
-        for snapshot in snapshots:
-            snapshot["shared"] = snapshots[0]["shared"]
-        fewer.optimizer.load_state_dict(resize_state(snapshots, number, 2))
-        assert (fewer.optimizer.num_exchanges, fewer.optimizer.steps_since_sync) == (2, 1)
 
 
 def test_bytes_are_those_of_the_sum_among_members():

@@ -16,11 +16,7 @@ PROGRAM = """
 import json
 import torch
 from gcnzc.features.pcie_traffic import table_traffic
-from gcnzc.kernels.aggregate.dropout import dropout_reference, dropout_triton
-from gcnzc.kernels.aggregate.edge_softmax import (
-    edge_softmax_backward, edge_softmax_backward_triton, edge_softmax_forward, edge_softmax_triton
-)
-from gcnzc.kernels.aggregate.weighted import sddmm_numba, sddmm_triton
+from gcnzc.kernels.aggregate.dropout import dropout_triton
 from gcnzc.kernels.gather.cached_rows import make_cached_rows
 from gcnzc.kernels.gather.gpu import gather_rows
 from gcnzc.testing.executor import Executor
@@ -76,30 +72,6 @@ def outcome(arch):
     modelled = {size: int(count * 60) for size, count in model.items() if count}
     results["requests are modelled"] = executor.counters["load", "table"].requests == modelled
 
-    x = torch.randn(3, 1500)
-    dropped = dropout_reference(x, 0.5, 2**40 + 17)
-    execute("dropout", lambda: same(dropout_triton(x, 0.5, 2**40 + 17), dropped))
-    # the scale of 0.3 is no float32 number
-    x = x.double()
-    dropped = dropout_reference(x, 0.3, 17)
-    execute("dropout of float64", lambda: same(dropout_triton(x, 0.3, 17), dropped))
-    # a slope of 0.2 neither; to 12 digits, and not to the 8 of float32
-    indptr, indices = torch.tensor([0, 0, 3, 40, 41, 60]), torch.randint(20, (60,))
-    scores = [torch.randn(n, 2, dtype=torch.float64) for n in (20, 5)]
-    weight = edge_softmax_forward(indptr, indices, *scores, 0.2)
-    near = lambda one, other: torch.allclose(one, other, rtol=1e-12, atol=1e-12)
-    run = lambda: edge_softmax_triton(indptr, indices, *scores, 0.2, torch.zeros_like(weight))
-    execute("softmax of float64", lambda: near(run(), weight))
-    grad = torch.randn_like(weight)
-    grads = edge_softmax_backward(indptr, indices, *scores, 0.2, weight, grad)
-    block, made = (indptr, indices, *scores, 0.2), [torch.zeros_like(each) for each in grads]
-    run = lambda: edge_softmax_backward_triton(*block, weight, grad, *made)
-    execute("softmax gradient of float64", lambda: all(map(near, run(), grads)))
-    # small integers, whose sums are exact in any order; reduced across warps in shared memory
-    indptr, indices = torch.tensor([0, 0, 3, 40, 41, 60]), torch.randint(20, (60,))
-    x, y = (torch.randint(-9, 9, (n, 2, 300)).float() for n in (20, 5))
-    sums = sddmm_numba(indptr, indices, x, y)
-    execute("products", lambda: same(sddmm_triton(indptr, indices, x, y), sums))
     results["targets"] = sorted({line.split()[1] for text in texts for line in text.split("\\n")
                                  if line.startswith(".target")})
 
@@ -120,16 +92,6 @@ def outcome(arch):
 
 print(json.dumps({arch: outcome(arch) for arch in (80, 90)}))
 """
-
-
-# of the results that are not those of a gather
-KERNELS = {
-    "dropout": "_dropout_triton",
-    "dropout of float64": "_dropout_triton",
-    "softmax of float64": "_edge_softmax_triton",
-    "softmax gradient of float64": "_edge_softmax_grad_triton",
-    "products": "_sddmm_triton",
-}
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +122,10 @@ def test_kernels_equal_their_references(outcomes, arch):
     assert results.pop("assembled") == ["_dropout_triton"]
     for name, (is_same, launches, instructions, seconds) in results.items():
         assert is_same, name
-        assert launches == [KERNELS.get(name, "_gather_rows")], name
+        assert launches == ["_gather_rows"], name
         assert instructions > 10_000
         assert seconds > 0
-    assert len(results) == 12
+    assert len(results) == 7
 
 
 @pytest.mark.compiled
