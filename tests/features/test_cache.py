@@ -469,25 +469,6 @@ def test_hits_are_balanced_over_the_gpus_of_a_sharded_cache(gpus, small):
             assert max(of_gpus) - min(of_gpus) < 0.1 * rate / gpus
 
 
-def test_sizes_of_sharded_caches():
-    table, scores = FeatureTable(torch.zeros(1000, 100)), torch.rand(1000)
-    for gpus in (1, 2, 3):
-        # bytes are of each GPU, a share is of the whole cache
-        num_bytes = cache.cache_bytes(table, 50)
-        mine = gcnzc.cached(table, num_bytes, scores, devices=["cpu"] * gpus)
-        assert mine.num_cached == 50 * gpus
-        assert mine.cache_nbytes == num_bytes
-        mine = gcnzc.cached(table, 0.2, scores, devices=["cpu"] * gpus)
-        assert mine.num_cached == 200
-        most = -(-200 // gpus)
-        assert (
-            mine.cache_nbytes
-            == cache.cache_bytes(table, most)
-            == cache.cache_bytes(table, 200, gpus)
-        )
-        assert gcnzc.cached(table, 10**9, scores, devices=["cpu"] * gpus).num_cached == 1000
-
-
 @pytest.mark.parametrize(
     "given",
     [

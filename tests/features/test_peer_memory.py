@@ -166,20 +166,6 @@ def test_shares_that_are_joined_twice_are_open_until_the_second_is_dropped():
     assert not driver.misuses
 
 
-def test_the_driver_opens_no_memory_of_its_own_process_and_none_that_is_freed():
-    driver = FakePeers()
-    one, other = shares_of(rows_of(), torch.arange(9), 2, driver)
-    driver.process = 1
-    with pytest.raises(RuntimeError, match=r"rank 1's GPU: CUDA_ERROR_NUMBER \(201\)"):
-        peer_memory.open_shares(one, [one.handle, other.handle], driver)
-    driver.process = 0
-    copies = peer_memory.open_shares(one, [one.handle, other.handle], driver)
-    del other
-    gc.collect()
-    assert driver.misuses == ["memory is freed that another process has open"]
-    del copies
-
-
 def test_memory_that_cannot_be_opened_or_exported_is_reported():
     driver = FakePeers({"open": 217})
     one, other = shares_of(rows_of(), torch.arange(9), 2, driver)

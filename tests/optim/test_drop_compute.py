@@ -1,10 +1,10 @@
 import copy
-import io
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from optim.local import all_equal, saved, vector_of
 from optim.models import ROWS, Everything, loss_of
 from torch import nn
 
@@ -97,14 +97,6 @@ def train(models, optimizers, steps, **options):
     return lockstep([taught(*pair, steps, **options) for pair in pairs])
 
 
-def values_of(model):
-    return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-
-
-def all_equal(models):
-    return all(torch.equal(values_of(model), values_of(models[0])) for model in models)
-
-
 def accumulated(model, optimizer, steps):
     """Plain accumulation, whose gradients `Averaged` divides by the number of micro-batches."""
     for step in steps:
@@ -129,7 +121,7 @@ def test_without_drops_it_is_accumulation_bit_for_bit(world_size, compress, thre
     ]
     pairs = zip(plain, averaged, strict=True)
     lockstep([accumulated(*pair, range(6)) for pair in pairs])
-    assert all(map(torch.equal, map(values_of, models), map(values_of, plain)))
+    assert all(map(torch.equal, map(vector_of, models), map(vector_of, plain)))
     assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
     assert all(optimizer.computed_micro_batches == 6 * MICRO for optimizer in optimizers)
 
@@ -166,7 +158,7 @@ def test_a_step_is_that_of_one_process_on_the_computed_micro_batches(world_size,
     train(models, optimizers, range(8), computed=computed, passes=passes)
     assert all_equal(models)
     expected = alone_over(computed, range(8), inner)
-    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-11)
     # what is kept is what the times say
     executed = find_executed(times_of(world_size, range(8), passes), 2.0, passes)
     kept = executed[..., passes - 1 :: passes]
@@ -203,7 +195,7 @@ def test_sizes_weight_the_micro_batches(world_size):
     loss_of(model, torch.cat([rows for each in plan for rows, _ in each])).backward()
     inner.step()
     for each in models:
-        torch.testing.assert_close(values_of(each), values_of(model), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(vector_of(each), vector_of(model), rtol=1e-9, atol=1e-12)
     assert all(optimizer.dropped_micro_batches == 0 for optimizer in optimizers)
 
 
@@ -261,13 +253,13 @@ def test_ranks_without_micro_batches_contribute_nothing():
     loss_of(expected, torch.arange(8)).backward()
     inner.step()
     assert all_equal(models)
-    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-12)
     # no rank has any: nothing is updated, and nothing is divided by zero
     for optimizer in optimizers:
         optimizer.zero_grad()
         list(optimizer.micro_batches([]))
     lockstep([optimizer.algorithm() for optimizer in optimizers])
-    torch.testing.assert_close(values_of(models[0]), values_of(expected), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(vector_of(models[0]), vector_of(expected), rtol=1e-9, atol=1e-12)
 
 
 class FakeEvent:
@@ -482,13 +474,6 @@ def test_steps_of_fewer_micro_batches_are_not_measured():
     assert all(optimizer.deadline.calibrations == 0 for optimizer in optimizers)
 
 
-def saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 OPTIONS = {
     "given": {"threshold": 2.0},
     "auto": {"threshold": "auto", "calibration": SHORT, "max_dropped": 0.3},
@@ -518,7 +503,7 @@ def test_a_run_resumes_from_any_step(options):
             other.load_state_dict(state)
             again[rank].load_state_dict(weights)
         train(again, others, range(step + 1, 12))
-        assert all(map(torch.equal, map(values_of, again), map(values_of, models))), step
+        assert all(map(torch.equal, map(vector_of, again), map(vector_of, models))), step
         for other, optimizer in zip(others, optimizers, strict=True):
             assert other.dropped_micro_batches == optimizer.dropped_micro_batches
             assert other.computed_micro_batches == optimizer.computed_micro_batches
@@ -592,7 +577,7 @@ def test_bad_micro_batches_are_an_error():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_counted_micro_batches_is_an_error(ranks):
     models, optimizers = team(ranks)
-    before = values_of(models[0]).clone()
+    before = vector_of(models[0]).clone()
 
     def steps(rank):
         optimizer = optimizers[rank]
@@ -604,7 +589,7 @@ def test_a_step_without_counted_micro_batches_is_an_error(ranks):
     message = r"(?s)`micro_batches` was not iterated since .*hint: .*micro_batches\(batches\)"
     with pytest.raises(ValueError, match=message):
         lockstep([steps(rank) for rank in range(ranks)])
-    assert all(torch.equal(values_of(model), before) for model in models)
+    assert all(torch.equal(vector_of(model), before) for model in models)
 
 
 def test_models_that_communicate_are_refused():
@@ -640,4 +625,4 @@ def train_as_worker(threshold):
             module=model,
         )
         run(scripted(model, optimizer), group)
-        return values_of(model), optimizer.dropped_share, optimizer.deadline.threshold_s
+        return vector_of(model), optimizer.dropped_share, optimizer.deadline.threshold_s

@@ -188,24 +188,6 @@ def test_an_id_out_of_range_is_rejected(device):
         gather_cached(table, torch.tensor([2, ROWS], device=device), copies)
 
 
-def test_padded_row_bytes_is_the_memory_of_a_copy(device):
-    for columns in (1, 25, 31, 32, 33, 100, 301):
-        for pad in (0, 1, 2, 7):
-            for dtype in (torch.int8, torch.float32):
-                table = table_of(dtype, columns, pad)
-                copies = make_cached_rows(table, torch.arange(ROWS), device)
-                taken = copies.memory.shape[1]
-                # 40 rows may not begin on every element of a line that a table's rows begin on
-                assert taken <= padded_row_bytes(table) <= taken + 128, (columns, pad, dtype)
-    table = table_of(torch.float32, 100)
-    begin = table.data_ptr() % 128
-    # rows of 400 B begin on every multiple of 16 B
-    assert padded_row_bytes(table) == -(-(112 + begin % 16 + 400) // 128) * 128
-    assert make_cached_rows(table, torch.arange(ROWS), device).memory.shape[1] == padded_row_bytes(
-        table
-    )
-
-
 @pytest.mark.parametrize("num_rows", [1, 7, 63, 64, 65, 1000])
 def test_cached_rows_are_counted(num_rows):
     cached = torch.randperm(num_rows)[: num_rows // 2 + 1]

@@ -11,7 +11,6 @@ from gcnzc.models import HGT, RGAT, RGCN, HeteroSAGE
 from gcnzc.models.hetero.export import (
     export_hetero_model,
     hetero_export_arguments,
-    list_program_types,
 )
 from gcnzc.sampling import HeteroSampler, build_full_hetero_blocks, build_hetero_blocks
 
@@ -83,26 +82,6 @@ def test_a_program_computes_what_the_model_does(case, graph):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
-
-
-def test_types_of_the_arguments(graph):
-    model = RGCN(graph.metadata(), COLUMNS, 8, 3, "b", num_layers=2)
-    types = list_program_types(model)
-    assert types.x == ["a", "b", "c"]
-    assert types.destinations == [["a", "b", "c"], ["b"]]
-    assert types.edges[1] == ["a__x__b", "c__w__b"]
-    x, destinations, indptr, indices = hetero_export_arguments(
-        model,
-        build_full_hetero_blocks(graph, 2, targets=["b"]),
-        {name: torch.ones(SIZES[name], COLUMNS[name]) for name in SIZES},
-    )
-    assert list(x) == types.x
-    assert [list(each) for each in destinations] == types.destinations
-    assert [list(each) for each in indices] == types.edges
-    # the edges of the graph, by destination
-    edges = graph.edges(("a", "x", "b"))
-    assert torch.equal(indptr[1]["a__x__b"], edges.indptr)
-    assert torch.equal(indices[1]["a__x__b"], edges.indices.long())
 
 
 def test_unsupported_models_are_rejected(graph):
