@@ -63,8 +63,6 @@ ONCE = (
     "tests/kernels/gather/test_gather.py",
     # versions of Triton compile kernels differently
     "tests/kernels/codec/test_signs.py",
-    "tests/kernels/gather/test_compiles.py",
-    "tests/kernels/test_compiles.py",
     "tests/kernels/aggregate/test_compiles.py",
 )
 COMMAND_TIMEOUT_S = 300

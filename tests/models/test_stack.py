@@ -167,49 +167,6 @@ def test_all_weights_have_gradients(name, part):
             assert value.grad.isfinite().all()
 
 
-def published_parameters(
-    convolution, in_features, hidden, classes, layers, *, norm, residual, input_linear=False
-):
-    """Count the parameters that the forward pass of Luo et al.'s model uses.
-
-    Their model also has unused parameters: those of disabled residuals, of the norms that were not
-    chosen and of a disabled input projection.
-    """
-    widths = [hidden if input_linear else in_features] + [hidden] * (layers - 1)
-    modules = [convolution(width, hidden) for width in widths]
-    if residual:
-        modules += [nn.Linear(width, hidden) for width in widths]
-    if norm != "none":
-        norm_class = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm]
-        modules += [norm_class(hidden) for _ in widths]
-    if input_linear:
-        modules.append(nn.Linear(in_features, hidden))
-    return parameters(nn.ModuleList([*modules, nn.Linear(hidden, classes)]))
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "layers", "options"),
-    [
-        # their scripts for amazon-computer, amazon-photo, coauthor-cs, minesweeper, roman-empire
-        ("gcn", (767, 512, 10), 3, {"norm": "layer", "residual": False}),
-        ("sage", (745, 64, 8), 6, {"norm": "layer", "residual": True}),
-        ("gat", (6805, 256, 15), 1, {"norm": "layer", "residual": True}),
-        ("sage", (7, 64, 2), 15, {"norm": "batch", "residual": True}),
-        ("gat", (300, 512, 18), 10, {"norm": "batch", "residual": True, "input_linear": True}),
-    ],
-)
-def test_recipes_have_the_published_numbers_of_parameters(name, sizes, layers, options):
-    pyg = pytest.importorskip("torch_geometric.nn")
-    convolution = {
-        "gcn": pyg.GCNConv,
-        "sage": pyg.SAGEConv,
-        "gat": lambda *columns: pyg.GATConv(*columns, bias=False),
-    }[name]
-    heads = {"heads": 1} if name == "gat" else {}
-    model = MODELS[name](*sizes, layers, output_linear=True, **heads, **options)
-    assert parameters(model) == published_parameters(convolution, *sizes, layers, **options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,25 +4,21 @@ import copy
 import math
 import random
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from optim.local import sgd, team, train, vector_of
+from optim.local import team, train, vector_of
 from processes import results
 from slow_cases import seeds
-from torch import nn
 
 from gcnzc.exchange import (
-    CompareAndSet,
     Compute,
     Crash,
     Group,
     Link,
     ReadKeys,
     SlowDown,
-    WaitForKey,
     init_group,
     lockstep,
 )
@@ -224,22 +220,6 @@ def test_stragglers_delay_few_rounds(graph):
     )
     assert len(all_rounds(waiting)) == 60
     assert full_s <= max(outcome.seconds) < 1.01 * full_s
-
-
-def test_a_fast_rank_waits_for_a_slow_one_after_two_control_intervals():
-    times = [[1.0] * 40, [1.0] * 40, [1.0] * 40, [3.0] * 40]
-    ranks = [Rank(rank, 4, control_interval=5) for rank in range(4)]
-    ahead = []
-
-    def watched(rank):
-        yield from ranks[rank].optimizer.broadcast_model_algorithm()
-        for seconds in times[rank]:
-            yield from ranks[rank].step(seconds)
-            ahead.append(ranks[rank].optimizer.steps - ranks[3].optimizer.steps)
-        yield from ranks[rank].optimizer.finalize_algorithm()
-
-    lockstep([watched(rank) for rank in range(4)])
-    assert 5 < max(ahead) <= 10
 
 
 def test_signals_arrive_in_the_same_step_of_all_ranks():
@@ -522,34 +502,3 @@ def test_processes_agree_on_rounds(tmp_path):
             assert rank in closed["members"]
             assert rounds.setdefault(closed["round"], closed) == closed
     assert sorted(rounds) == list(range(1, len(rounds) + 1))
-
-
-def close_after_the_grace(policy, before, after):
-    """Close the current round; the ranks' statuses change during the time for other ranks.
-
-    Returns:
-        The request that follows, or the answer if there is none.
-    """
-    closing = policy._close(before)
-    assert isinstance(next(closing), WaitForKey)
-    assert isinstance(closing.send(None), ReadKeys)
-    try:
-        return closing.send([*(each.to_bytes() for each in after), b""])
-    except StopIteration as end:
-        return end.value
-
-
-def test_a_round_that_can_no_longer_close_after_the_grace_stays_open():
-    """A paused rank resumes, and the round needs it."""
-    recipe = backup_workers("ring", grace=1.0)
-    policy = Strategy(sgd(nn.Linear(2, 2).parameters()), recipe, Group(0, 4)).recipe.policy
-    policy.step_s.append(1.0)
-    # only one edge is pending, but rank 1 is paused, so any edge suffices
-    policy.last = replace(policy.last, pending=((0, 1),))
-    after = [RankStatus(number, StatusKind.FINISHED) for number in (1, 0, 0, 1)]
-    before = [
-        replace(each, kind=StatusKind.PAUSED) if n == 1 else each for n, each in enumerate(after)
-    ]
-    assert policy.rules.can_close(policy.last, before)
-    assert close_after_the_grace(policy, before, after) is None
-    assert isinstance(close_after_the_grace(policy, before, before), CompareAndSet)

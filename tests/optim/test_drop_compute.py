@@ -450,30 +450,6 @@ def test_it_measures_again_if_more_is_dropped_than_the_limit_permits():
     assert all_equal(models)
 
 
-def test_steps_of_fewer_micro_batches_are_not_measured():
-    models, optimizers = team(2, threshold="auto", calibration=(1, 4))
-    counts = {0: (MICRO, MICRO), 1: (MICRO, 2), 2: (0, MICRO), 3: (MICRO, MICRO)}
-
-    def steps(rank, counts):
-        optimizer, clock = optimizers[rank], optimizers[rank].deadline.clock
-        for step in range(4):
-            optimizer.zero_grad()
-            for number in optimizer.micro_batches(range(counts[step][rank])):
-                loss_of(models[rank], micro_batch(step, rank, number)).backward()
-                yield from clock.compute(1.0 + 5.0 * (step in (1, 2)) + (number == 2) * rank)
-            yield from optimizer.algorithm()
-
-    lockstep([steps(rank, counts) for rank in range(2)])
-    ends = np.cumsum([[[1.0] * MICRO] * 2, [[1.0, 1.0, 2.0, 1.0, 1.0]] * 2], axis=2)
-    expected = choose_threshold(ends, 0.0, 0.1)
-    assert {each.deadline.threshold_s for each in optimizers} == {expected.seconds}
-    # if no step can be used, the measurement begins again
-    models, optimizers = team(2, threshold="auto", calibration=(1, 4))
-    lockstep([steps(rank, dict.fromkeys(range(4), (MICRO, 2))) for rank in range(2)])
-    assert all(optimizer.deadline.is_calibrating for optimizer in optimizers)
-    assert all(optimizer.deadline.calibrations == 0 for optimizer in optimizers)
-
-
 OPTIONS = {
     "given": {"threshold": 2.0},
     "auto": {"threshold": "auto", "calibration": SHORT, "max_dropped": 0.3},

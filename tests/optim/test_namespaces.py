@@ -123,32 +123,6 @@ def test_names_are_unique_in_a_group_and_equal_in_others():
         assert [claim_namespace(group, each) for each in ("a", "a", "b", "a")] == expected
 
 
-def test_equally_fast_copies_do_as_the_original():
-    """A copy on a complete graph takes part in rounds of its own, with all ranks."""
-    pairs = {}
-
-    def steps(rank):
-        x = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
-        recipe = backup_workers("complete", control_interval=2)
-        first = x, Strategy(torch.optim.SGD([x], lr=LR), recipe, Group(rank, 3))
-        yield from first[1].broadcast_model_algorithm()
-        for _ in range(3):
-            yield Compute(1.0)
-            yield from step(first, rank + 1.0)
-        pairs[rank] = first, copy.deepcopy(first)
-        for _ in range(4):
-            for each in pairs[rank]:
-                yield Compute(1.0)
-                yield from step(each, rank + 1.0)
-
-    lockstep([steps(rank) for rank in range(3)])
-    for first, copied in pairs.values():
-        assert torch.equal(first[0], copied[0])
-        for each in (first, copied):
-            last = each[1].recipe.policy.last
-            assert (last.round, last.members) == (7, (0, 1, 2))
-
-
 def train_over_processes():
     found = {}
     with init_group(timeout_s=60) as group:

@@ -181,33 +181,6 @@ def test_one_worker_takes_the_steps_of_lamb(correct, decay):
     assert ratios - {0.5, 1.5}
 
 
-def test_groups_and_schedules_have_their_options():
-    (model,), (optimizer,) = made(
-        1,
-        group=lambda model: [
-            {"params": model[:2]},
-            {"params": model[2:], "lr": 0.3, "weight_decay": 0.5},
-        ],
-    )
-    plain = [
-        PlainLamb(model[:2], 1e-3, (0.9, 0.999), 1e-8, 0.01, (0.01, 10.0)),
-        PlainLamb(model[2:], 0.3, (0.9, 0.999), 1e-8, 0.5, (0.01, 10.0)),
-    ]
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in range(6):
-        gradients = gradients_of(step, 0, model)
-        for parameter, gradient in zip(model, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        scheduler.step()
-        for each, own in zip(plain, (gradients[:2], gradients[2:]), strict=True):
-            each.step(own)
-            each.lr *= 0.5
-    expected = plain[0].parameters + plain[1].parameters
-    for found, right in zip(model, expected, strict=True):
-        torch.testing.assert_close(found.detach(), right, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_warm_up_is_lamb_on_the_mean_gradient(world_size):
     models, optimizers = made(world_size, lr=0.05, warmup=100)

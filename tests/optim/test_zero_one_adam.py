@@ -189,29 +189,6 @@ def test_with_gradients_at_every_step_it_is_adamw(world_size):
             torch.testing.assert_close(found, right, msg=name, **exactly)
 
 
-def slow_adam(steps, world_size, options, schedule):
-    """Adam on mean gradients, whose variance moves at the steps of a schedule; a plain loop."""
-    model = Rows()
-    beta1, beta2 = options["betas"]
-    momentum, variance, refreshes = 0.0, 0.0, 0
-    for step in range(1, steps + 1):
-        gradient = 0
-        for rank in range(world_size):
-            model.zero_grad()
-            model.loss(rows_of(step, rank)).backward()
-            gradient = gradient + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-        gradient = gradient / world_size
-        momentum = beta1 * momentum + (1 - beta1) * gradient
-        if schedule.updates_variance(step):
-            variance = beta2 * variance + (1 - beta2) * gradient**2
-            refreshes += 1
-        root = (variance / (1 - beta2**refreshes)).sqrt() + options["eps"]
-        x = vector(model) * (1 - options["lr"] * options["weight_decay"])
-        x = x - options["lr"] * momentum / (1 - beta1**step) / root
-        write(model, x)
-    return vector(model)
-
-
 def write(model, values):
     with torch.no_grad():
         for parameter, part in zip(
@@ -221,20 +198,6 @@ def write(model, values):
 
 
 OPTIONS = {"lr": 0.02, "betas": (0.85, 0.98), "eps": 1e-6, "weight_decay": 0.2}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_without_compression_it_is_adam_with_that_variance(world_size):
-    # no steps alone: the warm-up does not end
-    schedule = ZeroOneSchedule(None, variance_doubling=2)
-    options = {**OPTIONS, "schedule": schedule, "compress": Dense(), "variance_floor": 0.0}
-    models, optimizers = made(world_size, **options)
-    train(models, optimizers, 30)
-    expected = slow_adam(30, world_size, OPTIONS, schedule)
-    for model in models:
-        torch.testing.assert_close(vector(model), expected, rtol=1e-9, atol=1e-11)
-    control = slow_adam(30, world_size, OPTIONS, ALWAYS)
-    assert (control - expected).abs().max() > 1e-3
 
 
 # --- steps alone

@@ -1,7 +1,8 @@
 """The Triton kernels of aggregation compile for named GPUs on a machine without a GPU.
 
-In a process of its own, as in test_compiles.py. No kernel adds by atomics: that is what makes sums
-the same from run to run.
+The interpreter accepts programs that the compiler does not, and Triton chooses between them when
+it is imported; so this runs in a process of its own. No kernel adds by atomics: that is what makes
+sums the same from run to run.
 """
 
 import os
