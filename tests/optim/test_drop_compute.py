@@ -9,7 +9,7 @@ from optim.models import ROWS, Everything, loss_of
 from torch import nn
 
 from gcnzc.compress import Dense, Sign
-from gcnzc.exchange import Choices, Group, init_group, lockstep, run
+from gcnzc.exchange import Choices, Group, lockstep
 from gcnzc.optim import Averaged, DropCompute, resize_state
 from gcnzc.optim.synchronous.compute_clock import ComputeClock, SimulatedClock, SimulatedEvent
 from gcnzc.optim.synchronous.compute_deadline import TOLERANCE
@@ -585,20 +585,3 @@ def scripted(model, optimizer):
             loss_of(model, micro_batch(step, rank, number)).backward()
             clock.time_s += seconds(step, rank, number)
         yield from optimizer.algorithm()
-
-
-def train_as_worker(threshold):
-    with init_group() as group:
-        model = Everything()
-        optimizer = DropCompute(
-            adam(model.parameters()),
-            group,
-            micro_batches=MICRO,
-            threshold=threshold,
-            calibration=(1, 4),
-            max_dropped=0.3,
-            clock=ScriptedClock(),
-            module=model,
-        )
-        run(scripted(model, optimizer), group)
-        return vector_of(model), optimizer.dropped_share, optimizer.deadline.threshold_s
