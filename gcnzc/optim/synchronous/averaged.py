@@ -314,9 +314,9 @@ class Gradients:
     def __init__(
         self,
         named: Iterable[tuple[str, nn.Parameter]],
-        compress: Compression | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        compress: Compression | None,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.compress, self.rank, self.world_size = compress, rank, world_size
@@ -330,17 +330,17 @@ class Gradients:
         self.is_known = False
 
     def exchange_gradients(
-        self, factor: float | Tensor = 1.0, signals: Sequence[float] = ()
+        self, factor: float | Tensor, signals: Sequence[float]
     ) -> Algorithm[GradientMeans]:
         """Compute the weighted means of the gradients over the ranks, for `write`.
+
+        The first exchange follows `determine_layout`.
 
         Args:
             factor: factor of this rank's gradients, whose mean over the ranks is 1; NaN makes all
                 ranks skip the step.
             signals: this rank's signals; their number is equal on all ranks.
         """
-        if not self.is_known:
-            yield from self.determine_layout(len(signals))
         for layout, values, reducer in zip(self.layouts, self.vectors, self.reducers, strict=True):
             layout.read_gradients(values, factor)
             extra = values[layout.num_elements :]
@@ -417,7 +417,7 @@ class Gradients:
         ]
         return extras, found[0], all(flag > 0 for (flag,) in flags)
 
-    def determine_layout(self, signals: int, options: Sequence[str] = ()) -> Algorithm[None]:
+    def determine_layout(self, signals: int, options: Sequence[str]) -> Algorithm[None]:
         """Determine which gradients are sparse, together with the other ranks, at the first step.
 
         Args:
