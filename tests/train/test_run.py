@@ -334,3 +334,11 @@ def test_a_second_run_in_the_same_process_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match="already has a run"):
         train(config, tmp_path / "alone")
     train(replace(config, epochs=1), tmp_path / "third")
+
+
+def test_a_run_without_an_average_says_so(config, tmp_path):
+    swa = replace(config, average="swa", epochs=40, lr=0.05)
+    train(replace(swa, patience=1), tmp_path / "patience", out := Listener())
+    assert "from epoch 31 on, and the run ended after epoch" in out.said[-1]
+    train(replace(swa, epochs=2, average_start=0.0), tmp_path / "all", out := Listener())
+    assert "averages the weights" not in "".join(out.said)

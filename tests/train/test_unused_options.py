@@ -207,13 +207,3 @@ def test_a_file_may_have_options_for_other_choices(graph, tmp_path, capsys):
     # nor is a run that has them lost
     assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", "2"]) == 0
     assert capsys.readouterr().err.count(warning) == 1
-
-
-def test_the_skip_of_attention_has_no_effect_with_residual_connections(graph, capsys):
-    words = ["train", str(graph), "--model", "gat", "--no-skip", "--residual"]
-    assert main(words) == 2
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error == "error: --no-skip has no effect with --residual"
-    assert hint == "hint: omit --residual"
-    assert not unused_options(TrainConfig(model="gat", skip=False))
-    assert not unused_options(TrainConfig(model="gat", residual=True))
