@@ -11,7 +11,8 @@ from gcnzc.cli.parser import parse
 from gcnzc.train import run_folder
 from gcnzc.train.config import TrainConfig
 from gcnzc.train.options import config_to_dict
-from gcnzc.train.presets import describe_published_score, (
+from gcnzc.train.presets import (
+    describe_published_score,
     preset_names,
     read_preset,
 )
