@@ -100,10 +100,8 @@ def test_held_out_edges_and_their_reverses_are_not_in_the_graph(kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"edge_split": "random"},
         {"edge_split": "time", "decoder": "dot"},
         {"temporal": "last", "evaluate": "sampled", "model": "rgcn"},
-        {"temporal": "uniform", "evaluate": "sampled", "model": "rgat", "heads": 2},
         {"edge_split": "random", "model": "hgt", "heads": 2},
     ],
 )

@@ -61,7 +61,7 @@ def of(config, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_worker_learns_by_each_method(method, config, tmp_path):
-    found = train(of(config, method), tmp_path / "run")
+    found = train(replace(of(config, method), evaluate_every=3), tmp_path / "run")
     assert found["test_accuracy"] > 0.6
     assert found["bytes_sent"] == 0
 

@@ -127,7 +127,6 @@ def test_features_are_gathered_as_they_are_stored(
 
 
 RESUMED = {
-    "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_gradients": 0.1, "schedule": "cosine", "average": "ema"},
     "fp16 with compression": {"precision": "fp16", "optimizer": "onebit-adam", "warmup": "5"},
     "fp16 with local steps": {"precision": "fp16", "strategy": "diloco", "local_steps": "3"},
