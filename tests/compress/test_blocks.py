@@ -52,45 +52,6 @@ def test_the_error_of_a_mean_is_at_most_two_rounding_errors(
     assert bool((wrong > 0.2 * room * first).any())
 
 
-@pytest.mark.parametrize(("mean_format", "room"), [("float32", 1e-6), ("bfloat16", 2.0**-8)])
-def test_the_second_stage_may_be_more_accurate_than_the_first(mean_format, room):
-    """The first stage is exact here, so the error is that of the second."""
-    # integers up to 127, which each block contains
-    given = [torch.randint(-127, 128, (COUNT,)).float() for _ in range(3)]
-    for vector in given:
-        vector[::32] = 127
-    found = mean_of(reducers(Blocks("int8", 32, mean_format=mean_format), COUNT, 3), given)[0]
-    torch.testing.assert_close(found, sum(given) / 3, rtol=room, atol=1e-5)
-    # int8 cannot represent thirds
-    coarse = mean_of(reducers(Blocks("int8", 32), COUNT, 3), given)[0]
-    assert (coarse - sum(given) / 3).abs().max() > 1.2 * (found - sum(given) / 3).abs().max()
-
-
-@pytest.mark.parametrize("mean_format", ["same", "float32"])
-@pytest.mark.parametrize("number_format", NUMBER_FORMATS)
-def test_random_rounding_has_no_bias(number_format, mean_format):
-    # equal blocks, so that one mean has many draws for each element
-    blocks, steps, world_size = 128, 10, 2
-    given = vectors(32, world_size)
-    repeated = [vector.repeat(blocks) for vector in given]
-    found = {}
-    for stochastic in (True, False):
-        codec = Blocks(number_format, 32, stochastic, seed=11, mean_format=mean_format)
-        them = reducers(codec, 32 * blocks, world_size)
-        means = torch.stack([mean_of(them, repeated)[0] for _ in range(steps)])
-        found[stochastic] = means.view(-1, 32).double().mean(dim=0)
-    exact = torch.stack(given).double().mean(dim=0)
-    largest = sum(float(each.abs().max()) for each in given) / world_size
-    # the standard deviation of a draw of two numbers at distance d is at most d / 2
-    deviation = ROOM[number_format] * (
-        largest / world_size**0.5 + (largest if mean_format == "same" else 0)
-    )
-    room = 5 * deviation / (steps * blocks) ** 0.5
-    assert bool(((found[True] - exact).abs() <= room).all())
-    # rounding to the nearest has the same error in each block
-    assert (found[False] - exact).norm() > 5 * (found[True] - exact).norm()
-
-
 def test_ranks_stages_and_steps_have_different_draws(monkeypatch):
     draws = []
     encode = codec_blocks.encode_blocks

@@ -1,8 +1,6 @@
 """The default algorithms: their costs against simulated times, and their distance to the best."""
 
-import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -114,15 +112,3 @@ def test_a_default_step_is_for_its_sizes_only():
     assert choices.find_for_size("Sum", 100, 8) == "ring"
     assert choices.find_for_size("Sum", 1000, 8) == default_algorithm("Sum", 1000, 8) == "doubling"
     assert choices.find_for_size("Sum", 1 << 21, 2) == "halving"
-
-
-def test_the_documented_defaults():
-    page = (Path(__file__).parents[2] / "docs" / "concepts" / "collectives.md").read_text()
-    table = page.partition("| `Sum`, `Mean` of |")[2].partition("\n\n")[0].splitlines()
-    ranks = [int(re.sub(r"\D", "", head)) for head in table[0].strip(" |").split("|")]
-    assert len(table) > 4
-    for line in table[2:]:
-        size, *names = (cell.strip() for cell in line.strip("|").split("|"))
-        number, unit = size.split()
-        num_bytes = int(number) << {"KiB": 10, "MiB": 20}[unit]
-        assert names == [default_algorithm("Sum", num_bytes, each) for each in ranks]

@@ -154,25 +154,3 @@ def test_a_process_that_waits_for_a_device_does_not_count_as_stopped(monkeypatch
         for _ in range(3):
             processes.check_running(0.0)
         os.killpg(process.pid, signal.SIGKILL)
-
-
-class CountingStore:
-    """A store that counts requests."""
-
-    def __init__(self):
-        self.store, self.requests = HashStore(), 0
-
-    def __getattr__(self, name):
-        def request(*args):
-            self.requests += 1
-            return getattr(self.store, name)(*args)
-
-        return request
-
-
-def test_waiting_for_a_thousand_ranks_takes_a_few_requests_per_poll():
-    store = CountingStore()
-    with pytest.raises(TimeoutError, match=r"ranks 1, 2, 3, "):
-        join_workers(store, 0, 1024, timeout_s=30.0)
-    polls = 30.0 / (1024 * rendezvous.POLL_S_PER_WORKER)
-    assert polls < store.requests < 3 * polls + 10

@@ -157,32 +157,6 @@ def wait_for_never(seconds):
     return (yield WaitForKey("never", seconds)), (yield Now())
 
 
-def test_requests_take_time():
-    def timed():
-        times = []
-        for request in (CompareAndSet("a", b"", b"1"), ReadKeys(["a", "b"]), DeleteKeys(["b"])):
-            before = yield Now()
-            yield request
-            times.append((yield Now()) - before)
-        before = yield Now()
-        yield WaitForKey("b", 0.5)
-        times.append((yield Now()) - before)
-        return times
-
-    (times,) = lockstep([timed()], store_s=STORE_S).results
-    assert times == pytest.approx([STORE_S] * 3 + [0.5 + STORE_S])
-
-
-def test_ranks_at_the_same_time_take_turns():
-    """Each rank announces, and reads: all of them see all announcements."""
-
-    def announce(rank):
-        yield CompareAndSet(str(rank), b"", b"1")
-        return sum(map(len, (yield ReadKeys([str(each) for each in range(4)]))))
-
-    assert lockstep([announce(rank) for rank in range(4)]).results == [4] * 4
-
-
 def test_a_rank_that_waits_for_a_crashed_one_is_lost():
     def wait():
         try:

@@ -479,15 +479,6 @@ def test_a_loader_on_a_gpu_uses_the_cache(small, device):
         assert mine.counters().hits == hits
 
 
-def test_layer_wise_inference_takes_a_cached_table(small):
-    graph, _ = small
-    table = table_for(graph)
-    mine = gcnzc.cached(table, 0.2, graph.in_degrees(), device="cpu")
-    model, nodes = gcnzc.models.gnn.SAGE(6, 8, 3, num_layers=2), torch.arange(50)
-    found = gcnzc.inference(model, graph, mine, nodes=nodes)
-    assert torch.equal(found, gcnzc.inference(model, graph, table, nodes=nodes))
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_cache_of_sparse_rows_counts_hits_on_the_host():
     dense = torch.randn(50, 8).relu()

@@ -204,13 +204,6 @@ def test_gathers_return_the_rows(make):
         table.gather(torch.tensor([50]))
 
 
-def test_rows_are_not_copied():
-    rows = torch.zeros(5, 3)
-    table = FeatureTable(rows)
-    rows[4] = 7
-    assert table.gather(torch.tensor([4])).tolist() == [[7, 7, 7]]
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -430,22 +423,6 @@ def test_a_read_only_map_is_copied_where_the_driver_cannot(
     assert torch.equal(table.rows, rows)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]
-)
-def test_a_copy_has_the_same_bytes(cuda, tmp_path, dtype):
-    cuda(FakeDriver(read_only_code=801))
-    # every byte, so that every NaN is there
-    array = np.random.default_rng(0).integers(0, 256, (100, 512), np.uint8)
-    if dtype == torch.bool:
-        array %= 2
-    np.save(tmp_path / "bytes.npy", array)
-    rows = mapped(tmp_path / "bytes.npy").view(dtype)
-    with pinned(rows) as table:
-        assert table.dtype == dtype
-        assert torch.equal(table.rows.view(torch.uint8), torch.from_numpy(array))
-
-
 def test_a_read_only_map_that_is_pinned_twice_is_copied_once(cuda, stored, caplog):
     driver = cuda(FakeDriver(read_only_code=801))
     rows = mapped(stored)
@@ -627,16 +604,6 @@ def test_a_gpu_gathers_from_a_prepared_table(device, stored, caplog):
         assert not rows.is_pinned()
         # locked in place without a word, or copied with one
         assert (table.rows is rows) == (caplog.messages == [])
-
-
-@pytest.mark.gpu
-def test_memory_pinned_by_torch_stays_pinned(device):
-    rows = torch.randn(3000, 101).pin_memory()
-    with pinned(rows) as table:
-        assert table.rows is rows
-        ids = torch.tensor([2999, 0], device=device)
-        assert torch.equal(table.gather(ids).cpu(), rows[[2999, 0]])
-    assert rows.is_pinned()
 
 
 @pytest.mark.gpu

@@ -186,12 +186,3 @@ def test_defaults_do_not_warn():
     for method in METHODS:
         for steps in (30, 60):
             train(*build_team(method, 20, total_steps=steps), steps)
-
-
-def test_invalid_options_are_rejected():
-    for options, message in (
-        ({"warmup": "auto"}, "warmup is 'auto'"),
-        ({"total_steps": 0}, "total_steps"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build("onebit-adam", [nn.Parameter(torch.ones(2))], Group(), **options)

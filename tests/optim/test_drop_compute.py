@@ -527,16 +527,6 @@ def test_two_numbers_are_sent_with_the_gradients(compress):
     assert sum(optimizer.dropped_micro_batches for optimizer in optimizers) > 0
 
 
-def test_a_calibration_gathers_its_times_once():
-    models, optimizers = team(3, threshold="auto", calibration=(1, 4))
-    found = train(models, optimizers, range(4))
-    entry = found.ledgers[0].entries["AllGather"]
-    # the kinds of gradients in the first step, then the times, and the choice of rank 0
-    kinds = len(optimizers[0].gradients.named)
-    assert entry.requests == 3
-    assert entry.bytes_sent == 2 * (kinds + 4 * (2 * MICRO + 1) * 8 + 3 * 8)
-
-
 def test_bad_micro_batches_are_an_error():
     optimizer = DropCompute(sgd(nn.Linear(2, 2).parameters()), micro_batches=2)
     with pytest.raises(ValueError, match=r"(?s)3 micro-batches for a step of at most 2.*hint: "):
@@ -574,14 +564,3 @@ def test_models_that_communicate_are_refused():
         DropCompute(sgd(model.parameters()), micro_batches=2, module=model)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert DropCompute(sgd(model.parameters()), micro_batches=2, module=model)
-
-
-def scripted(model, optimizer):
-    """Steps with a scripted clock, as an algorithm."""
-    clock, rank = optimizer.deadline.clock, optimizer.group.rank
-    for step in range(8):
-        optimizer.zero_grad()
-        for number in optimizer.micro_batches(range(MICRO)):
-            loss_of(model, micro_batch(step, rank, number)).backward()
-            clock.time_s += seconds(step, rank, number)
-        yield from optimizer.algorithm()

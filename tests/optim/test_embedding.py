@@ -311,21 +311,6 @@ def test_numpy_and_a_table_without_an_optimizer_read_a_saved_file(tmp_path):
     assert (tmp_path / "state.npz").read_bytes() == first
 
 
-def test_a_state_in_files_equals_one_in_memory(tmp_path):
-    in_files = SparseAdam(make_table(), lr=0.05, state_folder=tmp_path)
-    optimizer = SparseAdam(make_table(), lr=0.05)
-    for each in (in_files, optimizer):
-        table = each.tables[""]
-        for step in range(3):
-            loss_of(table.gather(ids_of(step)), ids_of(step)).backward()
-            each.step()
-    assert are_equal(in_files, optimizer)
-    exp_avg = in_files.state[in_files.tables[""].rows]["exp_avg"]
-    assert np.array_equal(np.load(tmp_path / "table0-exp_avg.npy"), exp_avg)
-    with pytest.raises(FileExistsError, match=r"table0-exp_avg\.npy exists"):
-        SparseAdam(make_table(), state_folder=tmp_path)
-
-
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.9, 0.999])
 def test_a_damaged_or_short_file_is_rejected_and_changes_nothing(place, tmp_path):
     saved_run(tmp_path)
@@ -434,16 +419,6 @@ def test_wrong_tables_are_rejected(tmp_path):
 def test_wrong_options_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make(make_table())
-
-
-def test_a_wrong_option_of_a_step_is_rejected_before_the_exchange():
-    table = make_table()
-    optimizer = SparseSGD(table)
-    optimizer.param_groups[0]["lr"] = math.nan
-    table.gather([1]).sum().backward()
-    with pytest.raises(ValueError, match="lr of parameter group 0 is nan"):
-        optimizer.step()
-    assert torch.equal(table.rows, make_table().rows)
 
 
 def test_an_id_that_a_gpu_did_not_check_does_not_write_outside_the_table():

@@ -346,33 +346,6 @@ def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs()
     assert vector_of(models[0]).isfinite().all()
 
 
-def test_a_round_without_a_mean_is_discarded():
-    models, optimizers = team(3, exact(local_steps=2, participants=1), sgd)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    take_round(models, optimizers)
-    update, before = optimizers[0].recipe.update, vector_of(models[0]).clone()
-    (rank,) = update.participants.ranks(3)
-    momentum = update.momentum.clone()
-
-    def damage(model, optimizer):
-        for rows in batches(2):
-            optimizer.closure = closure_of(model, share_of(rows, optimizer.group))
-            yield from optimizer.algorithm()
-            if optimizer.group.rank == rank and optimizer.steps_since_sync:
-                with torch.no_grad():
-                    model.rare.fill_(torch.nan)
-
-    lockstep([damage(*pair) for pair in zip(models, optimizers, strict=True)])
-    assert all("no rank's parameters are finite" in each.skip_reason for each in optimizers)
-    assert all_equal(models)
-    assert torch.equal(vector_of(models[0]), before)
-    assert torch.equal(update.momentum, momentum)
-    assert update.participants.round == 2
-    take_round(models, optimizers)
-    assert all_equal(models)
-    assert not torch.equal(vector_of(models[0]), before)
-
-
 def test_participants_are_a_function_of_seed_and_round():
     chosen = [Participants(2, 3, number).ranks(8) for number in range(400)]
     assert all(len(ranks) == 2 for ranks in chosen)

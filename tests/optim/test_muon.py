@@ -172,18 +172,6 @@ def test_a_state_resumes_bit_for_bit():
         assert torch.equal(take_steps(each, its, 3, 3), expected)
 
 
-def test_a_closure_computes_the_loss():
-    model, other = build(), build()
-    optimizer, plain = muon(model.parameters()), muon(other.parameters())
-
-    def closure():
-        backward(model, optimizer, 0)
-        return 3.0
-
-    assert optimizer.step(closure) == 3.0
-    assert torch.equal(vector_of(model), take_steps(other, plain, 1))
-
-
 def whole(steps):
     """The parameters of one rank that has all rows of every step."""
     model = Everything()

@@ -389,20 +389,3 @@ def test_states_of_different_runs_are_an_error_on_all_ranks(world_size, quorum):
     for error in errors:
         assert error.startswith("content of the loaded state differs between ranks: anchor ")
         assert "hint: load the states of one checkpoint, of one run, on all ranks" in error
-
-
-@pytest.mark.parametrize("name", ["anchor", "momentum"])
-def test_ranks_are_in_sync_only_if_the_loaded_states_are_equal_bit_for_bit(name):
-    states = states_after(2, 2, 0)
-    for is_rounded in (False, True):
-        ranks = [Rank(rank, 2, quorum=2) for rank in range(2)]
-        for number, (rank, state) in enumerate(zip(ranks, states, strict=True)):
-            rank.optimizer.load_state_dict(state)
-            if is_rounded and number == 1:
-                # by less than the digits of the norms
-                getattr(rank.update, name).mul_(1 + 1e-9)
-        # an outer step after two more steps
-        run_ranks(ranks, [[1.0] * 2] * 2, finalizes=False)
-        assert [rank.optimizer.is_in_sync for rank in ranks] == [not is_rounded] * 2
-        lockstep([rank.optimizer.finalize_algorithm() for rank in ranks])
-        assert torch.equal(ranks[0].x, ranks[1].x)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from optim.local import (
     adamw,
-    all_equal,
     saved,
     team,
     train,
@@ -23,9 +22,6 @@ from gcnzc.exchange.topology import (
 )
 from gcnzc.kernels.codec.random_indices import draw_indices, draw_indices_reference
 from gcnzc.optim import Strategy, saps
-from gcnzc.optim.strategy.every_interval import EveryInterval
-from gcnzc.optim.strategy.pairs import PairMean, Pairs, RandomMatching
-from gcnzc.optim.strategy.recipe import Recipe
 
 FIRST_HALF = np.arange(8) < 4
 ISLANDS = np.where(FIRST_HALF[:, None] == FIRST_HALF, 100.0, 10.0)
@@ -88,33 +84,6 @@ def test_rounds_are_those_of_a_reference_and_keep_the_mean(world_size, density):
         np.testing.assert_allclose(found.mean(0), before.mean(0), rtol=0, atol=1e-12)
     if density == 1:
         assert found.var(0).sum() < 0.3 * before.var(0).sum()
-
-
-class AllIndices(Pairs):
-    """Exchanges all elements as a selection of them."""
-
-    def indices(self):
-        return torch.arange(self.strategy.flat_params.num_elements)
-
-
-@pytest.mark.parametrize("world_size", [4, 5])
-def test_a_mask_of_all_elements_is_a_plain_mean_of_pairs(world_size):
-    def make(kind):
-        def of_rank(inner, group):
-            parts = EveryInterval(), PairMean(), kind(RandomMatching(5))
-            return Strategy(inner, Recipe("Pairs", *parts, control_interval=2), group)
-
-        return of_rank
-
-    plain, optimizers = team(world_size, make(Pairs), adamw)
-    masked, others = team(world_size, make(AllIndices), adamw)
-    train(plain, optimizers, 9)
-    train(masked, others, 9)
-    for model, other in zip(plain, masked, strict=True):
-        assert torch.equal(vector_of(model), vector_of(other))
-    low, high = exchanges(optimizers)[0].pairs[0]
-    assert torch.equal(vector_of(plain[low]), vector_of(plain[high]))
-    assert not all_equal(plain)
 
 
 def test_the_indices_are_equal_on_all_ranks_and_change_each_round():

@@ -3,7 +3,6 @@
 import math
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -72,14 +71,6 @@ def test_a_complex_parameter_is_rejected_by_name(make):
 def test_the_options_of_a_warm_up_have_their_types(make, options, message):
     with pytest.raises(ValueError, match=f"^{message}\n\nhint: "):
         make([parameter()], **options)
-
-
-@pytest.mark.parametrize(
-    "steps", ["a", 0, math.nan, None, 16.0, np.float32(16), np.bool_(True), torch.tensor(16)]
-)
-def test_the_length_of_a_refresh_is_a_number_of_steps(steps):
-    with pytest.raises(ValueError, match=rf"^refresh_steps is {re.escape(repr(steps))}\n\nhint: "):
-        OneBitAdam([parameter()], refresh_steps=steps)
 
 
 @pytest.mark.parametrize("make", WRAPPERS, ids=NAMES)

@@ -248,25 +248,6 @@ def test_random_words_depend_on_seed_step_and_position():
 
 @every_number_format
 @every_block
-@every_rounding
-def test_a_part_encoded_alone_has_the_same_row(number_format, block, seed_and_step):
-    for n, parts in ((4097, 3), (33, 5), (100, 1)):
-        layout = BlockLayout(n, parts, BITS[number_format], block)
-        values, error, active = vectors(n, 1)
-        rows = empty_rows(layout)
-        encode_blocks(values, error, active, layout, rows, number_format, seed_and_step)
-        for part in range(parts):
-            own = empty_rows(layout, count=1)
-            of = slice(*layout.bounds(part))
-            encode_blocks(
-                *(values[of], error[of], active[of], layout.part_layout(part)),
-                *(own, number_format, seed_and_step, part * layout.part_elements),
-            )
-            assert torch.equal(own[0], rows[part])
-
-
-@every_number_format
-@every_block
 def test_the_result_does_not_depend_on_the_number_of_threads(number_format, block, monkeypatch):
     monkeypatch.setattr(blocks_cpu, "GRAIN_ELEMENTS", 1)
     layout = BlockLayout(9001, 3, BITS[number_format], block)

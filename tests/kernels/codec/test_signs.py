@@ -157,36 +157,6 @@ def test_triton_equals_the_reference(layout, device):
         )
 
 
-def by_hand(values, active, layout, scale):
-    """Row by row and block by block, in Python's own numbers."""
-    for row, number in itertools.product(range(layout.num_parts), range(layout.blocks_per_part)):
-        begin = row * layout.part_elements + number * layout.block_elements
-        end = min(
-            begin + layout.block_elements, (row + 1) * layout.part_elements, layout.num_elements
-        )
-        live = [float(values[i]) for i in range(begin, end) if active is None or active[i]]
-        total = sum(x * x if scale == "rms" else abs(x) for x in live)
-        mean = total / max(1, len(live))
-        yield mean**0.5 if scale == "rms" else mean
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("actives", ["all", "some"])
-def test_the_reference_equals_plain_python(scale, actives):
-    for layout in layouts([0, 1, 33, 300], [1, 2, 5], [32, 96, None]):
-        values, _, active = inputs(layout.num_elements, False, actives)
-        rows, memory = guarded_rows(layout)
-        encode_signs_reference(values, None, active, layout, rows, scale)
-        assert guards_are_whole(layout, rows, memory)
-        for i in range(layout.num_parts * layout.part_elements):
-            live = i < layout.num_elements and (active is None or bool(active[i]))
-            byte = int(rows[i // layout.part_elements, i % layout.part_elements // 8])
-            assert (byte >> (i % 8)) & 1 == (live and float(values[i]) >= 0)
-        if layout.row_bytes:
-            found = scales_view(rows, layout).flatten().tolist()
-            assert found == pytest.approx(list(by_hand(values, active, layout, scale)), rel=1e-6)
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("with_error", [False, True])
 def test_sent_and_remaining_error_add_up(scale, with_error):

@@ -128,18 +128,6 @@ def test_dropout_is_reproducible_and_only_in_training(name):
     assert torch.equal(model(blocks, x), model(blocks, x))
 
 
-def test_embeddings_get_gradients():
-    graph, x = academic(), features()
-    model = make("rgcn", graph)
-    table = torch.nn.Embedding(SIZES[AUTHOR], COLUMNS[AUTHOR]).double()
-    batch = HeteroSampler(graph, [2, 2]).sample((PAPER, torch.tensor([3, 4, 8])), epoch=0)
-    rows = rows_of(batch, x) | {AUTHOR: table(batch.nodes[AUTHOR])}
-    model(build_hetero_blocks(batch), rows).sum().backward()
-    touched = table.weight.grad.abs().sum(1).nonzero().flatten()
-    assert len(touched) > 0
-    assert set(touched.tolist()) <= set(batch.nodes[AUTHOR].tolist())
-
-
 def test_types_without_projection_are_read_as_they_are():
     graph, x = academic(), features()
     columns = COLUMNS | {AUTHOR: 8}
