@@ -8,7 +8,6 @@ from limits import NEVER_S
 from processes import results, shorten_waits
 
 from gcnzc.exchange import (
-    AllGather,
     AllGatherScalar,
     AllToAll,
     Broadcast,
@@ -26,7 +25,6 @@ from gcnzc.exchange import (
     lockstep,
     run,
 )
-from gcnzc.exchange.messenger import Messenger
 
 
 def make_all(*requests):
@@ -242,34 +240,3 @@ def test_all_ranks_report_a_mismatch_of_two_and_wait_for_a_late_rank(tmp_path):
         assert "rank 1 waits for AllGatherScalar" in apart
         assert "none of them can continue" in apart
         assert well == "all is well"
-
-
-def count_messages():
-    """Return how many collectives each step runs in addition to torch's own."""
-    ran, run_messages = [], Messenger.run
-
-    def count(*args, **options):
-        ran.append(args)
-        return run_messages(*args, **options)
-
-    def steps():
-        counts = []
-        for _ in range(4):
-            before = len(ran)
-            total = yield large()
-            yield AllGather(floats(LARGE))
-            yield Wait((yield Start(large())))
-            yield Sum(floats(2 * LARGE))
-            assert float(total[0]) == 2
-            counts.append(len(ran) - before)
-        return counts
-
-    Messenger.run = count
-    with init_group(timeout_s=20) as group:
-        return run(steps(), group)
-
-
-def test_collectives_are_checked_only_if_they_follow_another_for_the_first_time(tmp_path):
-    for counts in results(2, tmp_path, count_messages):
-        assert counts[0] > 0
-        assert counts[2:] == [0, 0], "messages in steps that repeat earlier ones"

@@ -272,32 +272,6 @@ def first_of_nothing(peer):
     yield First([])
 
 
-def first_for_a_negative_time(peer):
-    yield First([(yield Start(Receive(number(), peer), "mail"))], -1.0)
-
-
-def first_of_a_direct_message(peer):
-    yield First([(yield Start(Receive(number(), peer)))])
-
-
-def abandon_a_direct_message(peer):
-    yield Abandon((yield Start(Receive(number(), peer))))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "text"),
-    [
-        (first_of_nothing, "the first of 0 started requests: none is given"),
-        (first_for_a_negative_time, "the first of 1 started requests for -1.0 s"),
-        (first_of_a_direct_message, "the first of 1 started requests: a request has no channel"),
-        (abandon_a_direct_message, "Abandon: a request has no channel"),
-    ],
-)
-def test_only_requests_on_channels_have_limits(algorithm, text):
-    with pytest.raises(ValueError, match=text):
-        lockstep([algorithm(1), algorithm(0)])
-
-
 def open_in_order(*names):
     for name in names:
         yield Wait((yield Start(Sum(number()), name)))

@@ -8,7 +8,7 @@ from processes import results
 from gcnzc.exchange import AllGatherScalar, Choices, Link, Tuning, init_group, lockstep, tune
 from gcnzc.exchange.measure import make_request, time_algorithms
 from gcnzc.exchange.requests import yield_request
-from gcnzc.exchange.tuner import KINDS, SIZES, measure
+from gcnzc.exchange.tuner import KINDS, measure
 
 ALPHA_S, BYTES_PER_S = 1e-3, 1e7
 LINK = Link(bytes_per_s=BYTES_PER_S, delay_s=ALPHA_S)
@@ -101,60 +101,6 @@ def test_one_algorithm_is_chosen_for_all_sizes_of_all_to_all(direct, chosen):
         for size, seconds in zip((4, 64, 1024), direct, strict=True)
     }
     assert Tuning({"AllToAll": times}).choices.steps["AllToAll"] == ((None, chosen),)
-
-
-class FormulaTimer:
-    """A timer with times by a formula; records what it measures."""
-
-    def __init__(self, rise, message_s=1e-3):
-        self.rise, self.message_s = rise, message_s
-        self.measured, self.spent_s = [], 0.0
-
-    def __call__(self, kind, size, names, rounds):
-        self.measured += [(kind, size, name) for name in names]
-        seconds = [self.message_s + self.rise.get(name, 1.0) * size * 1e-7 for name in names]
-        self.spent_s += (1 + rounds) * sum(seconds)
-        return seconds, (1 + rounds) * sum(seconds)
-
-
-def test_slow_algorithms_are_not_measured_at_larger_sizes():
-    timer = FormulaTimer({"builtin": 5.0, "binomial": 5.0, "chain:262144": 1.9})
-    measure(timer, {"Broadcast": SIZES}, 8, math.inf)
-    sizes = [size for _, size, name in timer.measured if name == "binomial"]
-    assert 16 << 10 in sizes
-    assert 512 << 10 not in sizes
-    assert ("Broadcast", 16 << 20, "chain:262144") in timer.measured
-    # all are compared with builtin
-    assert ("Broadcast", 16 << 20, "builtin") in timer.measured
-    # if latency dominates, slow algorithms may be fastest at larger sizes
-    timer = FormulaTimer({"doubling": 5.0, "ring": 1.0}, message_s=1e3)
-    measure(timer, {"Sum": SIZES}, 8, math.inf)
-    assert ("Sum", 16 << 20, "doubling") in timer.measured
-
-
-@pytest.mark.parametrize("budget_s", [0.1, 1.0, 10.0, 100.0])
-def test_measuring_stays_within_the_budget(budget_s):
-    timer = FormulaTimer({})
-    times = measure(timer, {"Sum": SIZES, "Broadcast": SIZES}, 8, budget_s)
-    assert 0.4 * min(budget_s, 60) < timer.spent_s < budget_s
-    measured = [size for size, seconds in times["Sum"].items() if seconds]
-    assert measured == list(SIZES[: len(measured)])
-    assert set(times["Sum"]) == set(SIZES)
-
-
-def test_smaller_sizes_are_probed_before_a_large_one():
-    timer = FormulaTimer({})
-    times = measure(timer, {"Sum": [800_000]}, 8, 60.0)
-    assert set(times["Sum"]) == {800_000}
-    before = [(size, name) for _, size, name in timer.measured if size != 800_000]
-    assert before == [(4 << 10, "builtin"), (32 << 10, "builtin"), (256 << 10, "builtin")]
-    # after measured sizes, the fastest algorithm is probed
-    timer = FormulaTimer({"builtin": 5.0})
-    measure(timer, {"Broadcast": [*SIZES[:18:2], 16 << 20]}, 8, 60.0)
-    assert [name for _, size, name in timer.measured if size == 2 << 20] == ["binomial"]
-    timer = FormulaTimer({})
-    assert measure(timer, {"Sum": [1 << 30]}, 8, 2.0) == {"Sum": {1 << 30: {}}}
-    assert timer.spent_s < 2.0
 
 
 def tune_twice(folder):

@@ -112,16 +112,6 @@ def test_gpus_without_peer_access_are_rejected(far, monkeypatch):
     assert driver.calls == []
 
 
-@pytest.mark.triton
-@pytest.mark.usefixtures("peer_access")
-def test_wrong_bytes_from_a_peer_are_detected(monkeypatch):
-    monkeypatch.setattr(peer_memory, "copy_rows", lambda rows, ids, memory: None)
-    with pytest.raises(
-        RuntimeError, match=f"{DEVICE}.* reads rows from the GPU of rank 0 that differ"
-    ):
-        peer_memory.make_sharded_rows(rows_of(), torch.arange(5), [DEVICE, DEVICE], FakePeers())
-
-
 @pytest.mark.parametrize("gpus", [1, 2, 5])
 @pytest.mark.parametrize("num_cached", [3, 150])
 def test_processes_open_each_other_s_memory(num_cached, gpus):

@@ -153,20 +153,6 @@ def test_all_combinations_of_options_equal_their_formulas(name, part):
         )
 
 
-@EACH_PART
-@pytest.mark.parametrize("name", MODELS)
-def test_all_weights_have_gradients(name, part):
-    graph = random_graph(300, 2000)
-    batch = Sampler(graph, [5] * LAYERS).sample(torch.arange(200), epoch=0)
-    x, y = torch.randn(300, 7)[batch.nodes], torch.arange(200) % 3
-    for options in COMBINATIONS[part::3]:
-        model = MODELS[name](7, 5, 3, LAYERS, **options)
-        functional.cross_entropy(model(batch.blocks, x), y).backward()
-        for parameter, value in model.named_parameters():
-            assert value.grad is not None, (options, parameter)
-            assert value.grad.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -490,30 +490,3 @@ def test_the_warning_about_momentum_waits_for_the_measured_interval():
         optimizer.recipe.policy.warn_of_momentum()
     # once
     optimizer.recipe.policy.warn_of_momentum()
-
-
-def test_a_pending_signal_is_not_restored_by_a_resumed_run():
-    def until_saved(rank):
-        parameter = torch.nn.Parameter(torch.ones(5))
-        optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
-        optimizer.signals = [rank == 0]
-        for _ in range(2):
-            parameter.grad = torch.ones(5)
-            yield from optimizer.algorithm()
-        yield from optimizer.finish_pending_algorithm()
-        return optimizer.state_dict()
-
-    def going_on(rank, state):
-        parameter = torch.nn.Parameter(torch.ones(5))
-        optimizer = CO2(torch.optim.SGD([parameter], 0.1), Group(rank, 2), local_steps=2, signals=1)
-        optimizer.load_state_dict(state)
-        received_signals = []
-        for _ in range(4):
-            parameter.grad = torch.ones(5)
-            yield from optimizer.algorithm()
-            received_signals += optimizer.received_signals
-        return received_signals
-
-    states = lockstep([until_saved(rank) for rank in range(2)]).results
-    found = lockstep([going_on(rank, state) for rank, state in enumerate(states)]).results
-    assert found == [[False] * 4] * 2

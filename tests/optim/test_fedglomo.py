@@ -3,7 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from optim.local import all_equal, team, vector_of
+from optim.local import team, vector_of
 from optim.models import Everything, batches, loss_of
 from torch import nn
 
@@ -286,64 +286,6 @@ def test_an_error_of_the_closure_changes_nothing(failing):
     assert optimizer.closure is None
     limit = 0
     optimizer.step(closure)
-
-
-def take_round(models, optimizers, bad=()):
-    """Two steps, in the second of which the gradients of the ranks `bad` are not finite."""
-
-    def steps(model, optimizer):
-        for number, rows in enumerate(batches(2)):
-            compute = closure_of(model, share_of(rows, optimizer.group))
-            is_bad = number == 1 and optimizer.group.rank in bad
-
-            def closure(compute=compute, is_bad=is_bad):
-                loss = compute()
-                if is_bad:
-                    model.rare.grad = torch.full_like(model.rare, torch.nan)
-                return loss
-
-            optimizer.closure = closure
-            yield from optimizer.algorithm()
-
-    lockstep([steps(*pair) for pair in zip(models, optimizers, strict=True)])
-
-
-def test_a_rank_with_gradients_that_are_not_finite_skips_its_step_in_both_runs():
-    models, optimizers = team(3, exact(local_steps=2), sgd)
-    lockstep([optimizer.broadcast_model_algorithm() for optimizer in optimizers])
-    take_round(models, optimizers)
-    update = optimizers[1].recipe.update
-    start, previous = update.anchor.clone(), update.previous.clone()
-    rows = share_of(batches(1)[0], optimizers[1].group)
-    # its first step of the round is the only one
-    steps = []
-    for point in (start, previous):
-        model = Everything()
-        nn.utils.vector_to_parameters(point, optimizers[1].flat_params.parameters)
-        model.load_state_dict(models[1].state_dict())
-        loss_of(model, rows).backward()
-        gradients = [
-            torch.zeros_like(each) if each.grad is None else each.grad
-            for each in model.parameters()
-            if each.requires_grad
-        ]
-        steps.append(LR * nn.utils.parameters_to_vector(gradients))
-    nn.utils.vector_to_parameters(start, optimizers[1].flat_params.parameters)
-    sent = []
-    read = update.read
-
-    def keep(out):
-        read(out)
-        sent.append(out[: update.num_elements].clone())
-
-    update.read = keep
-    take_round(models, optimizers, bad=[1])
-    assert [optimizer.skipped for optimizer in optimizers] == [0, 1, 0]
-    assert "a gradient of rank 1 is not finite" in optimizers[1].skip_reason
-    expected = torch.cat([steps[0], steps[0] - steps[1]])
-    torch.testing.assert_close(sent[0], expected, rtol=1e-10, atol=1e-12)
-    assert all_equal(models)
-    assert vector_of(models[0]).isfinite().all()
 
 
 def test_participants_are_a_function_of_seed_and_round():

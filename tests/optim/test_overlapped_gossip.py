@@ -13,7 +13,6 @@ from slow_cases import seeds
 from torch import nn
 
 from gcnzc.exchange import (
-    Caller,
     Compute,
     Crash,
     Group,
@@ -126,27 +125,6 @@ def test_random_schedules_end_and_preserve_the_sum(part):
         assert sum(each.num_exchanges for each in exchanges) % 2 == 0
         if options["eta"] == 0.0:
             torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-12)
-
-
-def test_exchanges_and_mixing_preserve_the_sum_of_both_variables():
-    for seed in range(20):
-        _, times, link, options = random_run(seed)
-        parameters, optimizers = make_ranks(len(times), **{**options, "eta": 0.3})
-
-        def until_closed(rank, own=(parameters, optimizers, times)):
-            parameters, optimizers, times = own
-            yield from steps_of(parameters[rank], optimizers[rank], times[rank])
-            yield Caller(optimizers[rank].identity)
-            yield from optimizers[rank].pause_exchanges_algorithm()
-            yield from optimizers[rank].apply_pending_algorithm()
-
-        lockstep([until_closed(rank) for rank in range(len(times))], link)
-        total = sum(
-            parameter.detach() + optimizer.recipe.update.second
-            for parameter, optimizer in zip(parameters, optimizers, strict=True)
-        )
-        expected = 2 * start_vectors(len(times)).sum(0)
-        torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("part", seeds(4, 1))

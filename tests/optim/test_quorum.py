@@ -235,66 +235,6 @@ def test_a_rank_that_missed_rounds_resumes_with_its_older_anchor():
         assert torch.equal(momentum, again[0].update.momentum)
 
 
-def run_with_a_load(ranks, times, saved_at, loaded_at, states):
-    """Train; each rank saves its state after a step, and loads that of `states` after another."""
-
-    def steps(number, rank):
-        yield from rank.optimizer.broadcast_model_algorithm()
-        for step, seconds in enumerate(times[number]):
-            if step == saved_at:
-                states[number] = saved(rank.optimizer.state_dict())
-            if step == loaded_at:
-                rank.optimizer.load_state_dict(states[number])
-                rank.rounds.clear()
-            yield from rank.step(seconds)
-        yield from rank.optimizer.finalize_algorithm()
-
-    lockstep([steps(number, rank) for number, rank in enumerate(ranks)])
-    found = {}
-    for number, rank in enumerate(ranks):
-        for closed, anchor, momentum in rank.rounds:
-            assert number in closed.members
-            known = found.setdefault(closed.round, (closed, anchor, momentum))
-            assert known[0] == closed
-            assert torch.equal(known[1], anchor)
-            assert torch.equal(known[2], momentum)
-    return found
-
-
-@pytest.mark.parametrize("saved_at", [0, 4, 7])
-@pytest.mark.parametrize(("grace_s", "interval"), [(0.0, 1000), (0.3, 1000), (0.0, 3)])
-@pytest.mark.parametrize("part", seeds(4, 1))
-def test_a_running_optimizer_that_loads_a_state_continues_as_a_new_one(
-    saved_at, grace_s, interval, part
-):
-    """Ranks load it at different times; rounds of before that have no effect on it."""
-    for seed in range(3 * part, 3 * (part + 1)):
-        choose = random.Random(seed)
-        world_size = choose.randint(3, 5)
-        quorum = choose.randint(world_size // 2 + 1, world_size)
-        options = {"quorum": quorum, "steps": 2, "grace_s": grace_s}
-        options["control_interval"] = interval
-        speeds = [choose.choice([0.1, 1.0, 3.0]) for _ in range(world_size)]
-        after = [[each * choose.random() for _ in range(7)] for each in speeds]
-        before = [[each * choose.random() for _ in range(11)] for each in speeds]
-        states = {}
-        ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
-        times = [one + other for one, other in zip(before, after, strict=True)]
-        found = run_with_a_load(ranks, times, saved_at, 11, states)
-        assert all(torch.equal(rank.x, ranks[0].x) for rank in ranks)
-        if interval < 11:
-            # the sums of signals, at which ranks wait, are after other steps than those of new ones
-            continue
-        others = [Rank(rank, world_size, **options) for rank in range(world_size)]
-        expected = run_with_a_load(others, after, None, 0, states)
-        assert found.keys() == expected.keys()
-        for number, (closed, anchor, momentum) in found.items():
-            assert closed.members == expected[number][0].members
-            assert torch.equal(anchor, expected[number][1])
-            assert torch.equal(momentum, expected[number][2])
-        assert torch.equal(ranks[0].x, others[0].x)
-
-
 def test_bytes_are_those_of_the_sum_among_members():
     ranks = [Rank(rank, 3, quorum=2) for rank in range(3)]
     outcome = run_ranks(ranks, [[1.0] * 3, [1.0] * 3, [9.0] * 3])

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import mmap
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -376,24 +375,6 @@ def test_registrations_on_a_gpu_have_byte_granularity(device):
     finally:
         for begin in cuts[:-1]:
             driver.unlock(at + begin)
-
-
-@pytest.mark.gpu
-def test_another_thread_can_use_the_driver_on_a_gpu(device):
-    torch.ones(3, device=device)
-    memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
-    codes = []
-
-    def work():
-        driver = Driver()
-        codes.append(driver.lock(memory.ctypes.data, PAGE))
-        driver.synchronize()
-        codes.append(driver.unlock(memory.ctypes.data))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert codes == [0, 0]
 
 
 @pytest.mark.gpu

@@ -61,14 +61,6 @@ def test_a_range_is_one_registration_up_to_the_largest_size(offset, num_bytes):
     assert driver.ranges == {}
 
 
-def test_registrations_of_a_long_range_meet_between_pages():
-    driver = FakeDriver()
-    with ledger_of(driver).locked(BASE + 64, 40 * PAGE):
-        ranges = [(a - BASE, b - BASE) for a, b in driver.ranges.items()]
-        cuts = [64, 16 * PAGE, 32 * PAGE, 40 * PAGE + 64]
-        assert ranges == list(itertools.pairwise(cuts))
-
-
 # of the neighbour, from the table's first byte and from its last
 @pytest.mark.parametrize("whole_pages", [False, True])
 @pytest.mark.parametrize("segment_pages", [1, 16])
@@ -186,17 +178,6 @@ def test_a_range_that_is_locked_twice_stays_locked_until_both_are_released():
     assert len(driver.calls) == calls
     assert driver.is_covered(BASE + 7, 40 * PAGE)
     second.__exit__(None, None, None)
-    assert driver.ranges == {}
-
-
-def test_gaps_between_locked_ranges_are_locked_in_one_call():
-    driver = FakeDriver()
-    ledger = ledger_of(driver)
-    with ledger.locked(BASE + 13 * PAGE, 2 * PAGE), ledger.locked(BASE, 5 * PAGE):
-        assert driver.named("lock")[1:] == [("lock", BASE, 5 * PAGE, False)]
-        with ledger.locked(BASE, 20 * PAGE):
-            sizes = [call[2] // PAGE for call in driver.named("lock")[2:]]
-            assert sizes == [8, 5]
     assert driver.ranges == {}
 
 

@@ -47,26 +47,11 @@ def test_a_warp_that_loads_words(stride, offset, sectors, lines, requests):
     assert count(body, aligned(31 * stride + 4, offset)) == (1, 32, sectors, lines, requests)
 
 
-def test_vectors_of_16_bytes():
-    body = "add.s64 %d1, %source, %at16; ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d1];"
-    assert count(body, aligned(512)) == (1, 32, 16, 4, {128: 4})
-    # the first and the last vector are half a sector
-    assert count(body, aligned(512, 16)) == (1, 32, 17, 5, {128: 4, 32: 1})
-
-
 def test_warps_and_instructions_are_counted_separately():
     # two warps read the same line, each twice
     body = "and.b32 %r9, %tid, 31; mul.wide.u32 %d1, %r9, 4;" + LOAD + "ld.global.b32 %r2, [%d1];"
     assert count(body, aligned(128), threads=64) == (4, 128, 16, 4, {128: 4})
     assert count(body, aligned(128), grid=(3,)) == (6, 192, 24, 6, {128: 6})
-
-
-def test_lanes_that_do_not_take_part_are_not_counted():
-    body = "setp.lt.u32 %p1, %tid, 3; mul.wide.u32 %d1, %tid, 32; add.s64 %d1, %d1, %source;"
-    load = "@%p1 ld.global.b32 %r1, [%d1];"
-    assert count(body + load, aligned(1024), threads=64) == (1, 3, 3, 1, {96: 1})
-    none = "setp.lt.u32 %p1, %tid, 0; @%p1 ld.global.b32 %r1, [%source];"
-    assert ("load", "source") not in run(none, {"source": aligned(4)}).counters
 
 
 def test_loads_and_stores_of_each_argument_are_counted():

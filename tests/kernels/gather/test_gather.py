@@ -3,7 +3,6 @@
 import mmap
 import subprocess
 import sys
-import threading
 import warnings
 
 import numpy as np
@@ -289,23 +288,6 @@ def test_rows_beyond_two_gigabytes_are_read(implementation, device):
     table[2] = torch.arange(100, dtype=torch.int8)
     ids = torch.tensor([2], dtype=torch.int32, device=table.device)
     assert implementation(table, ids).tolist() == [list(range(100))]
-
-
-def test_many_threads_can_gather_at_once():
-    table = torch.randn(1000, 100)
-    ids = [torch.randint(1000, (5000,)) for _ in range(4)]
-    found = [None] * 4
-
-    def ask(i):
-        for _ in range(5):
-            found[i] = gather(table, ids[i], threads=2)
-
-    callers = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert all(torch.equal(found[i], table[ids[i]]) for i in range(4))
 
 
 @pytest.mark.gpu
