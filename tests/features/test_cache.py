@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.test_cli import said
+from command_runs import failed
 from fake_driver import FakePeers
 
 import gcnzc
@@ -580,6 +580,6 @@ def test_the_counters_of_a_resumed_epoch_continue():
     ],
 )
 def test_invalid_options_are_rejected(words, error, hint, capsys):
-    found = said(capsys, words, 2)
+    found = failed(capsys, words, 2)
     assert error in found[0]
     assert hint in found[1]
